@@ -1,0 +1,158 @@
+"""Sizes of the models, the settings of a run, and the block structure that follows from them."""
+
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+VIDEO_FRAMES_PER_LATENT = 4   # the VAE encodes frame 0 alone, then groups of four
+
+
+class ConfigError(ValueError):
+    """What a user asked for cannot be run; the message is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a Wan2.1 transformer; the defaults are shared by the released 1.3B and 14B models."""
+
+    dim: int
+    ffn_dim: int
+    num_heads: int
+    num_layers: int
+    freq_dim: int = 256
+    text_dim: int = 4096
+    text_len: int = 512
+    in_dim: int = 16
+    out_dim: int = 16
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        object.__setattr__(self, "patch_size", tuple(self.patch_size))
+        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+            raise ConfigError(f"dim {self.dim} does not split into {self.num_heads} heads of even size")
+        if self.patch_size[0] != 1:
+            raise ConfigError(f"patch_size {self.patch_size}: patches over time would mix frames; the first entry must be 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    def tokens_per_frame(self, height: int, width: int) -> int:
+        """Tokens S of one latent frame of height x width."""
+        _, patch_h, patch_w = self.patch_size
+        if height % patch_h or width % patch_w:
+            raise ConfigError(f"latent frames of {height} x {width} do not split into patches of {patch_h} x {patch_w}")
+        return (height // patch_h) * (width // patch_w)
+
+
+MODELS = {
+    "Wan2.1-T2V-1.3B": ModelConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30),
+    "Wan2.1-T2V-14B": ModelConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40),
+}
+
+
+def block_sizes(num_frames: int, num_frame_per_block: int = 3, independent_first_frame: bool = False) -> list[int]:
+    """Frames of each block of the rollout, e.g. 21 -> [3]*7, and with an independent first frame 19 -> [1] + [3]*6.
+
+    Raises ConfigError where the frames do not fit, naming the nearest counts that do.
+    """
+    n = num_frame_per_block
+    first = [1] if independent_first_frame else []
+    if n < 1:
+        raise ConfigError(f"num_frame_per_block must be at least 1, not {n}")
+    rest, left_over = divmod(num_frames - len(first), n)
+    if num_frames < 1 or rest < (0 if first else 1) or left_over:
+        lower = len(first) + max(rest, 0 if first else 1) * n
+        fits = sorted({lower, lower + n})
+        raise ConfigError(f"{num_frames} frames do not fit blocks of {n}"
+                          f"{' after an independent first frame' if first else ''}; try {fits[0]} or {fits[1]}")
+    return first + [n] * rest
+
+
+def block_ranges(sizes: list[int]) -> list[range]:
+    """Frame indices of each block: [3, 3] -> [range(0, 3), range(3, 6)]."""
+    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
+    """A window of local_attn_size frames must hold the sink frames and one whole block; -1 means no window."""
+    if sink_size < 0:
+        raise ConfigError(f"sink_size must be 0 or more frames, not {sink_size}")
+    if local_attn_size == -1:
+        return
+    if local_attn_size < sink_size + block_size:
+        raise ConfigError(f"local_attn_size {local_attn_size} cannot hold {sink_size} sink frames and a block of "
+                          f"{block_size}; it must be at least {sink_size + block_size}, or -1 for no window")
+
+
+@dataclass
+class RunConfig:
+    """Everything one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
+
+    model: str = "Wan2.1-T2V-1.3B"        # the name caches and figures carry
+    ckpt_dir: str = "wan_models/Wan2.1-T2V-1.3B-Diffusers"
+    checkpoint_path: str | None = None    # Self-Forcing style .pt; None runs the base weights
+    use_ema: bool = True
+
+    prompt: str = "A majestic eagle soaring through a cloudy sky, cinematic lighting"
+    num_frames: int = 21                  # latent frames
+    height: int = 60                      # of a latent frame, 1/8 of the video's
+    width: int = 104
+    seed: int = 42
+
+    num_frame_per_block: int = 3
+    independent_first_frame: bool = False
+    local_attn_size: int = -1             # frames; -1: attend to the whole past
+    sink_size: int = 0                    # frames
+
+    denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
+    warp_denoising_step: bool = True
+    timestep_shift: float = 5.0
+    context_noise: int = 0                # timestep of the clean pass
+
+    layer_indices: list[int] = field(default_factory=lambda: [1, 5])
+    layer_index: int = 3
+    step: int = 0                         # which pass is extracted; 0 is t = 1000
+
+    device: str = "auto"
+    dtype: str = "bfloat16"
+
+    @property
+    def block_sizes(self) -> list[int]:
+        return block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
+
+    @property
+    def num_passes(self) -> int:
+        """Denoising steps and the clean pass."""
+        return len(self.denoising_step_list) + 1
+
+
+def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Read a YAML file into a RunConfig; entries of overrides that are not None win.
+
+    Raises ConfigError for a file that is not there, an unknown key or a value of the wrong type.
+    """
+    path = Path(path)
+    known = {f.name for f in fields(RunConfig)}
+    if not path.is_file():
+        raise ConfigError(f"config {path} not found; configs/ holds: {', '.join(sorted(p.name for p in Path('configs').glob('*.yaml')))}")
+    try:
+        from_file = OmegaConf.load(path)
+        unknown = sorted(set(from_file) - known)
+        if unknown:
+            raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
+        chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, chosen)
+        return OmegaConf.to_object(merged)
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path}: {reason} (key {getattr(error, 'full_key', None)})") from error
+    except Exception as error:   # PyYAML's own error classes
+        raise ConfigError(f"{path}: not a YAML file of settings: {' '.join(str(error).split())}") from error

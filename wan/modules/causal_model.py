@@ -1,0 +1,50 @@
+"""The block-causal Wan of Self-Forcing: the same parameters, one block of frames at a time over a KV cache."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from wan.config import check_window
+from wan.modules.kv_cache import KVCache
+from wan.modules.model import TextKeysValues, WanModel
+
+
+class CausalWanModel(WanModel):
+    """local_attn_size (frames, -1: all of the past) and sink_size (frames) shape the KV cache of its rollouts."""
+
+    def __init__(self, *, local_attn_size: int = -1, sink_size: int = 0, **sizes):
+        super().__init__(**sizes)
+        check_window(local_attn_size, sink_size, block_size=1)
+        self.local_attn_size, self.sink_size = local_attn_size, sink_size
+
+    def forward(self, x: Tensor, t: Tensor, text: TextKeysValues, kv_cache: KVCache | None = None,
+                frames: Sequence[int] | None = None, mask: Tensor | None = None) -> Tensor:
+        """Flow of x [B, F, C, h, w] at timesteps t ([], [B] or [B, F]), text from text_keys_values().
+
+        With a KV cache, x is the block it was last advanced to. Without one, frames gives the absolute indices of the F
+        frames (default 0..F-1) and mask [L, L] what may be attended: a training step.
+        """
+        if frames is None:
+            frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
+        t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]
+        return self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask).transpose(1, 2)
+
+    def new_kv_cache(self, batch: int, num_frames: int, height: int, width: int) -> KVCache:
+        """An empty cache for a rollout of num_frames latent frames of height x width."""
+        config = self.config
+        return KVCache(config.num_layers, batch, config.num_heads, config.head_dim, config.tokens_per_frame(height, width),
+                       num_frames, self.local_attn_size, self.sink_size, dtype=self.dtype, device=self.device)
+
+
+def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:
+    """Block mask [2L, 2L] for clean frames followed by noisy copies of them, True where a query may look.
+
+    frame_blocks gives the block of each frame. Clean frames see clean blocks up to their own; noisy frames see the clean
+    blocks before their own, and their own noisy block.
+    """
+    block = torch.as_tensor(frame_blocks).repeat_interleave(tokens_per_frame)
+    query, key = block[:, None], block[None, :]
+    clean_rows = torch.cat([key <= query, torch.zeros_like(key == query)], 1)
+    noisy_rows = torch.cat([key < query, key == query], 1)
+    return torch.cat([clean_rows, noisy_rows])

@@ -1,0 +1,182 @@
+"""The parts of a Wan2.1 transformer layer. Parameter names are those of the released checkpoints.
+
+Letters: B batch, F latent frames, S tokens per frame, L = F·S, H heads, D head dim. Norms, modulation and RoPE are computed
+in float32 whatever the dtype of the weights, and stored in that dtype.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan.config import ModelConfig
+from wan.modules.attention import attention
+from wan.modules.capture import Site
+from wan.modules.kv_cache import KVCache
+
+ROPE_THETA = 10000.0
+
+
+class RotaryTable:
+    """Rotary position embedding over (time, height, width): D-4·(D//6), 2·(D//6) and 2·(D//6) of the head's dims.
+
+    Time is the absolute latent frame. Angles are computed in float64, once per axis length and device.
+    """
+
+    def __init__(self, head_dim: int):
+        self.head_dim = head_dim
+        spatial = 2 * (head_dim // 6)
+        self.shares = (head_dim - 2 * spatial, spatial, spatial)
+        self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def frequencies(self) -> list[Tensor]:
+        """Radians per step of each pair of dims, one float64 tensor per axis."""
+        return [ROPE_THETA ** -(torch.arange(0, share, 2, dtype=torch.float64) / share) for share in self.shares]
+
+    def angles(self, frames: torch.Tensor, height: int, width: int) -> Tensor:
+        """float64 [F, height, width, D/2] on the CPU, columns time, height, width."""
+        positions = (frames, torch.arange(height), torch.arange(width))
+        time, rows, columns = (torch.outer(p.double(), w) for p, w in zip(positions, self.frequencies(), strict=True))
+        grid = (len(frames), height, width, -1)
+        return torch.cat([time[:, None, None].expand(grid), rows[None, :, None].expand(grid),
+                          columns[None, None].expand(grid)], -1)
+
+    def __call__(self, frames, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and signed sin for rotate(), float32 [L, 1, D]; kept for the frames asked for last."""
+        key = (tuple(frames), height, width, device)
+        if key not in self._last:
+            angles = self.angles(torch.as_tensor(list(frames)), height, width).flatten(0, 2)      # [L, D/2]
+            cos = angles.cos().repeat_interleave(2, -1)
+            sin = torch.stack([-angles.sin(), angles.sin()], -1).flatten(1)
+            self._last = {key: tuple(t[:, None].float().to(device) for t in (cos, sin))}          # [L, 1, D]
+        return self._last[key]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of dims (a, b) to (a cos − b sin, a sin + b cos): x [B, L, H, D], tables [L, 1, D], float32 inside."""
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+
+
+def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
+    """concat(cos, sin) of t·10000^(−i/(freq_dim/2)), in float64: [...] -> [..., freq_dim]."""
+    half = freq_dim // 2
+    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=timestep.device) / half)
+    angles = timestep.double()[..., None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class ModulatedNorm(nn.Module):
+    """LayerNorm(x) * (1 + scale) + shift, without affine parameters; scale and shift per frame, float32 [B, F or 1, dim]."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        normed = F.layer_norm(x, (self.dim,), eps=self.eps).unflatten(1, (scale.shape[1], -1))    # [B, F, S, dim]
+        return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
+
+
+class GatedAdd(nn.Module):
+    """x + gate * y, with a gate per frame, float32 [B, F or 1, dim]."""
+
+    def forward(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        frames = (gate.shape[1], -1)
+        return torch.addcmul(x.unflatten(1, frames), y.unflatten(1, frames), gate[:, :, None]).flatten(1, 2).to(x.dtype)
+
+
+class _Attention(nn.Module):
+    """Projections and query/key norms that self- and cross-attention share."""
+
+    def __init__(self, config: ModelConfig, site: Site):
+        super().__init__()
+        dim = config.dim
+        self.site, self.num_heads = site, config.num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.norm_q, self.norm_k = RMSNorm(dim, config.eps), RMSNorm(dim, config.eps)    # over dim, before the heads
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))                                     # [B, L, H, D]
+
+
+class SelfAttention(_Attention):
+    """Attention of a block's tokens to each other and, through the KV cache, to the past."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, Site(layer, "self"))
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        q = rotate(self.heads(self.norm_q(self.q(x))), *rope)                            # [B, L, H, D]
+        k = rotate(self.heads(self.norm_k(self.k(x))), *rope)
+        v = self.heads(self.v(x))
+        if kv_cache is None:
+            return self.o(attention(q, k, v, self.site, mask).flatten(2))
+        k, v = kv_cache.write(self.site.layer, k, v)                                     # [B, Lk, H, D]
+        out = attention(q, k, v, self.site, frame_key_means=lambda: kv_cache.frame_key_means(self.site.layer))
+        return self.o(out.flatten(2))
+
+
+class CrossAttention(_Attention):
+    """Attention of video tokens to the text, whose keys and values are computed once per prompt."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, Site(layer, "cross"))
+
+    def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedded text [B, n, dim] -> keys and values [B, n, H, D]."""
+        return self.heads(self.norm_k(self.k(text))), self.heads(self.v(text))
+
+    def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
+        q = self.heads(self.norm_q(self.q(x)))
+        return self.o(attention(q, *text, self.site).flatten(2))
+
+
+class Block(nn.Module):
+    """One transformer layer: modulated self-attention, cross-attention to the text, modulated FFN."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        dim, eps = config.dim, config.eps
+        self.norm1, self.norm2 = ModulatedNorm(dim, eps), ModulatedNorm(dim, eps)
+        self.norm3 = nn.LayerNorm(dim, eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.cross_attn = CrossAttention(config, layer)
+        self.ffn = nn.Sequential(nn.Linear(dim, config.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(config.ffn_dim, dim))
+        self.gate1, self.gate2 = GatedAdd(), GatedAdd()
+        self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim ** 0.5)
+
+    def forward(self, x: Tensor, e: Tensor, rope: tuple[Tensor, Tensor], text: tuple[Tensor, Tensor],
+                kv_cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """x [B, L, dim]; e, the time projection per frame, float32 [B, F or 1, 6, dim]; text keys and values [B, n, H, D]."""
+        e = (self.modulation.float() + e).unbind(2)                                      # 6 x [B, F, dim]
+        x = self.gate1(x, self.self_attn(self.norm1(x, e[1], e[0]), rope, kv_cache, mask), e[2])
+        x = x + self.cross_attn(self.norm3(x), text)
+        return self.gate2(x, self.ffn(self.norm2(x, e[4], e[3])), e[5])
+
+
+class Head(nn.Module):
+    """Modulated projection of every token to its patch of the flow, channels last."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        patch_h, patch_w = config.patch_size[1:]
+        self.norm = ModulatedNorm(config.dim, config.eps)
+        self.head = nn.Linear(config.dim, config.out_dim * patch_h * patch_w)
+        self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim ** 0.5)
+
+    def forward(self, x: Tensor, e: Tensor) -> Tensor:
+        """x [B, L, dim]; e, the time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
+        shift, scale = (self.modulation.float() + e[:, :, None]).unbind(2)
+        return self.head(self.norm(x, scale, shift))

@@ -1,0 +1,98 @@
+"""The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text in, flow out."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from wan.config import ConfigError, ModelConfig
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.kv_cache import KVCache
+from wan.modules.layers import Block, GatedAdd, Head, ModulatedNorm, RotaryTable, sinusoidal_embedding
+
+TextKeysValues = list[tuple[Tensor, Tensor]]     # per layer, [B, text_len, H, D] each
+
+
+class WanModel(nn.Module):
+    """Bidirectional model; CausalWanModel shares every parameter, so one state dict serves both."""
+
+    def __init__(self, **sizes):
+        """sizes: the fields of ModelConfig."""
+        super().__init__()
+        self.config = config = ModelConfig(**sizes)
+        dim = config.dim
+        self.patch_embedding = nn.Conv3d(config.in_dim, dim, config.patch_size, stride=config.patch_size)
+        self.text_embedding = nn.Sequential(nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
+        self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.head = Head(config)
+        self.rotary = RotaryTable(config.head_dim)
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+        """Flow of latents x [B, C, F, h, w] at timestep t [B], given text states context [B, n, text_dim], n <= text_len."""
+        text = self.text_keys_values(context)
+        return self.flow(x, t.expand(x.shape[0])[:, None], text, frames=range(x.shape[2]))
+
+    def text_keys_values(self, context: Tensor) -> TextKeysValues:
+        """Cross-attention keys and values of every layer, from text states [B, n, text_dim].
+
+        Rows of zeros fill the text up to text_len before the embedding; their embeddings are attended, as in training.
+        """
+        config = self.config
+        if context.ndim != 3 or context.shape[-1] != config.text_dim or context.shape[1] > config.text_len:
+            raise ConfigError(f"text states of shape {tuple(context.shape)} do not fit [B, at most {config.text_len}, {config.text_dim}]")
+        padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
+        text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))       # [B, text_len, dim]
+        return [block.cross_attn.keys_values(text) for block in self.blocks]
+
+    def flow(self, x: Tensor, t: Tensor, text: TextKeysValues, frames: Sequence[int], kv_cache: KVCache | None = None,
+             mask: Tensor | None = None) -> Tensor:
+        """The transformer itself: x [B, C, F, h, w], t [B, F or 1], absolute indices of the F frames -> [B, C, F, h, w]."""
+        config = self.config
+        ATTENTION_WEIGHT_CAPTURE.check_model(config.num_layers)
+        if x.ndim != 5 or x.shape[1] != config.in_dim:
+            raise ConfigError(f"latents of shape {tuple(x.shape)} are not [B, {config.in_dim} channels, F, h, w]")
+        config.tokens_per_frame(*x.shape[3:])
+
+        dtype = self.patch_embedding.weight.dtype
+        x = self.patch_embedding(x.to(dtype))                                            # [B, dim, F, h, w]
+        grid_h, grid_w = x.shape[3:]
+        rope = self.rotary(frames, grid_h, grid_w, x.device)
+        x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()                    # [B, L, dim]
+        time = self.time_embedding(sinusoidal_embedding(t, config.freq_dim).to(dtype))   # [B, F or 1, dim]
+        e = self.time_projection(time).unflatten(-1, (6, -1)).float()                    # [B, F or 1, 6, dim]
+        for block, block_text in zip(self.blocks, text, strict=True):
+            x = block(x, e, rope, block_text, kv_cache, mask)
+        x = self.head(x, time.float())                                                   # [B, L, ph·pw·channels]
+        return rearrange(x, "b (f h w) (ph pw c) -> b c f (h ph) (w pw)",
+                         h=grid_h, w=grid_w, ph=config.patch_size[1], pw=config.patch_size[2])
+
+    def compile_elementwise(self) -> None:
+        """Fuse norms, modulation and gates with torch.compile; attention stays outside, so its bits do not change."""
+        for module in self.modules():
+            if isinstance(module, ModulatedNorm | GatedAdd):
+                module.compile()
+
+    def init_weights(self) -> None:
+        """Initial values for training: Xavier for products, small normal for embeddings, a head that predicts zero flow."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.patch_embedding.weight.flatten(1))
+        for embedding in (self.text_embedding, self.time_embedding):
+            for module in embedding:
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.02)
+        nn.init.zeros_(self.head.head.weight)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embedding.weight.device

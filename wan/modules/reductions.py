@@ -1,0 +1,83 @@
+"""Exact statistics of one attention call from its q, k and log-sum-exp, without keeping the matrix.
+
+Letters: q [B, Lq, H, D], k [B, Lk, H, D], frames of S tokens each, scale = 1/√D. All results are float32.
+The mean logit of a frame pair is linear in q and in k, so it follows from their means. The mass of a key frame is
+the sum of exp(scale q·k − lse) over its keys, where lse comes from the very call that is observed.
+"""
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 26     # logits held at once where they must be formed: 256 MiB in float32
+
+
+def frame_means(x: Tensor, num_frames: int) -> Tensor:
+    """Mean over the tokens of each frame, accumulated in float32: [B, F·S, H, D] -> [B, F, H, D]."""
+    return x.unflatten(1, (num_frames, -1)).mean(2, dtype=torch.float32)
+
+
+def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> Tensor:
+    """Mean logit of every frame pair from the frames' mean keys [B, Fk, H, D] -> [B, H, Fq, Fk]."""
+    q_means = frame_means(q, num_query_frames) * q.shape[-1] ** -0.5
+    return q_means.transpose(1, 2) @ frame_key_means.permute(0, 2, 3, 1)
+
+
+def key_curve(q: Tensor, k: Tensor) -> Tensor:
+    """Logit of every key, averaged over all queries of the call -> [B, H, Lk]."""
+    q_mean = q.mean(1, dtype=torch.float32) * q.shape[-1] ** -0.5                   # [B, H, D]
+    curves = [(q_mean[:, :, None] @ part.float().permute(0, 2, 3, 1)).squeeze(2)     # [B, H, 1, D] @ [B, H, D, keys]
+              for part in k.split(max(1, CHUNK_ELEMENTS // k[:, 0].numel()), dim=1)]
+    return torch.cat(curves, -1)
+
+
+def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key_frames: int) -> Tensor:
+    """Softmax mass on each key frame, averaged over the queries of each query frame -> [B, H, Fq, Fk].
+
+    lse [B, H, Lq]; every row of the result sums to 1 over the key frames.
+    """
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        from wan.modules.mass_kernel import query_frame_mass     # Triton is there only beside CUDA
+        mass = query_frame_mass(q, k, lse, num_key_frames)                          # [B, H, Lq, Fk]
+    else:
+        mass = torch.cat([p.unflatten(-1, (num_key_frames, -1)).sum(-1) for p in _probabilities(q, k, lse)], 2)
+    return mass.unflatten(2, (num_query_frames, -1)).mean(3)
+
+
+def token_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int) -> Tensor:
+    """Softmax mass on each key token, averaged over the queries of each query frame -> [B, H, Fq, Lk]."""
+    per_frame = zip(q.unflatten(1, (num_query_frames, -1)).unbind(1),
+                    lse.unflatten(2, (num_query_frames, -1)).unbind(2), strict=True)
+    return torch.stack([sum(p.sum(2) for p in _probabilities(q_frame, k, lse_frame)) / q_frame.shape[1]
+                        for q_frame, lse_frame in per_frame], 2)
+
+
+def token_matrix(q: Tensor, k: Tensor, lse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Logits (lse None) or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
+
+    Formed in chunks of float32 and copied straight into the result, so that the device holds one chunk at a time.
+    """
+    batch, len_q, heads, _ = q.shape
+    out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
+    chunks = _logits(q, k) if lse is None else _probabilities(q, k, lse)
+    start = 0
+    for chunk in chunks:
+        out[:, :, start:start + chunk.shape[2]] = chunk.to(dtype)
+        start += chunk.shape[2]
+    return out
+
+
+def _logits(q: Tensor, k: Tensor):
+    """Yield scaled logits [B, H, rows, Lk] in float32, a chunk of query rows at a time."""
+    k = k.permute(0, 2, 3, 1).float()                                               # [B, H, D, Lk]
+    rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[3]))
+    for part in q.split(rows, dim=1):
+        yield (part.transpose(1, 2).float() * part.shape[-1] ** -0.5) @ k
+
+
+def _probabilities(q: Tensor, k: Tensor, lse: Tensor):
+    """Yield softmax rows [B, H, rows, Lk] in float32, a chunk of query rows at a time."""
+    start = 0
+    for logits in _logits(q, k):
+        stop = start + logits.shape[2]
+        yield logits.sub_(lse[:, :, start:stop, None]).exp_()
+        start = stop

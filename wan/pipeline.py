@@ -1,0 +1,103 @@
+"""The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on to the next."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from wan.config import ConfigError, block_ranges, block_sizes, check_window
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import Pass
+from wan.modules.causal_model import CausalWanModel
+from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
+
+
+class CausalInferencePipeline:
+    """Text to video with a few denoising steps per block, then one clean pass that writes the block's keys and values."""
+
+    def __init__(self, model: CausalWanModel, num_frame_per_block: int = 3, independent_first_frame: bool = False,
+                 denoising_step_list: Sequence[int] = (1000, 750, 500, 250), warp_denoising_step: bool = True,
+                 timestep_shift: float = 5.0, context_noise: int = 0, text_encoder=None, vae=None):
+        """text_encoder(prompts) -> states [B, n, text_dim]; vae.decode(latents [B, F, C, h, w]) -> video; both optional."""
+        self.model, self.text_encoder, self.vae = model, text_encoder, vae
+        self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
+        schedule = FlowSchedule(timestep_shift)
+        steps = schedule.warp(denoising_step_list) if warp_denoising_step else torch.as_tensor(denoising_step_list).float()
+        self.timesteps = steps.tolist()
+        self.sigmas = schedule.sigma(steps).tolist()
+        self.clean_timestep = float(context_noise)
+        check_window(model.local_attn_size, model.sink_size, num_frame_per_block)
+
+    @torch.no_grad()
+    def inference(self, noise: Tensor, text_prompts: Sequence[str] | None = None, prompt_embeds: Tensor | None = None,
+                  renoise: Tensor | None = None, initial_latent: Tensor | None = None, return_latents: bool = True,
+                  generator: torch.Generator | None = None, on_pass: Callable[[], None] | None = None):
+        """Generate as many frames as noise [B, F, C, h, w] has -> (video or None, latents [B, G + F, C, h, w]), or the video.
+
+        renoise [steps - 1, B, F, C, h, w] replaces the fresh noise between steps, else generator draws it.
+        initial_latent [B, G, C, h, w] is a given beginning, and must fill whole blocks. on_pass is called after each forward.
+        """
+        given, blocks = self._blocks(noise, initial_latent)
+        if prompt_embeds is None:
+            prompt_embeds = self._encode(text_prompts, noise.shape[0])
+        num_passes = len(self.timesteps) + 1
+        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), num_passes)
+
+        latents = torch.cat([noise.new_empty(noise.shape[0], given, *noise.shape[2:]), noise], 1)
+        kv_cache = self.model.new_kv_cache(noise.shape[0], latents.shape[1], *noise.shape[3:])
+        text = self.model.text_keys_values(prompt_embeds)
+
+        def predict_flow(x: Tensor, step: int, timestep: float, is_clean_pass: bool = False) -> Tensor:
+            at = Pass(tuple(kv_cache.newest), tuple(kv_cache.frames), block, step, timestep, is_clean_pass)
+            with ATTENTION_WEIGHT_CAPTURE.during(at):
+                flow = self.model(x, torch.tensor(timestep, device=x.device), text, kv_cache)
+            if on_pass:
+                on_pass()
+            return flow
+
+        for block, frames in enumerate(blocks):
+            now = slice(frames.start, frames.stop)
+            kv_cache.advance(frames)
+
+            # 1. Denoise: predict the clean block, then go back to the next, lower noise level.
+            if frames.start < given:
+                x0 = initial_latent[:, now]
+            else:
+                x = latents[:, now]
+                for step, (timestep, sigma) in enumerate(zip(self.timesteps, self.sigmas, strict=True)):
+                    x0 = flow_to_x0(predict_flow(x, step, timestep), x, sigma)
+                    if step + 1 < len(self.timesteps):
+                        fresh = _fresh_noise(x0, generator) if renoise is None else renoise[step][:, now.start - given:now.stop - given]
+                        x = add_noise(x0, fresh, self.sigmas[step + 1])
+            latents[:, now] = x0
+
+            # 2. Remember: the clean pass overwrites this block's keys and values.
+            predict_flow(latents[:, now], num_passes - 1, self.clean_timestep, is_clean_pass=True)
+
+        video = None if self.vae is None else self.vae.decode(latents)
+        return (video, latents) if return_latents else video
+
+    def _blocks(self, noise: Tensor, initial_latent: Tensor | None) -> tuple[int, list[range]]:
+        """How many frames are given, and the frames of every block, given and generated."""
+        if noise.ndim != 5:
+            raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
+        given = 0 if initial_latent is None else initial_latent.shape[1]
+        sizes = block_sizes(given + noise.shape[1], self.num_frame_per_block, self.independent_first_frame)
+        blocks = block_ranges(sizes)
+        ends = [0, *(frames.stop for frames in blocks)]
+        if given not in ends:
+            raise ConfigError(f"initial_latent of {given} frames does not fill whole blocks {sizes}; it may have {ends[:-1]} frames")
+        if initial_latent is not None and (*initial_latent.shape[:1], *initial_latent.shape[2:]) != (*noise.shape[:1], *noise.shape[2:]):
+            raise ConfigError(f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} differ in more than frames")
+        return given, blocks
+
+    def _encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:
+        if text_prompts is None or self.text_encoder is None:
+            raise ConfigError("give prompt_embeds, or text_prompts and a text_encoder")
+        if len(text_prompts) != batch:
+            raise ConfigError(f"{len(text_prompts)} prompts for noise of batch {batch}")
+        return self.text_encoder(text_prompts)
+
+
+def _fresh_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
