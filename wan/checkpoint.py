@@ -1,0 +1,199 @@
+"""Weights from their files: a diffusers directory, a Self-Forcing style .pt, and one report of what does not fit.
+
+Layout of a directory as in Wan-AI/Wan2.1-T2V-1.3B-Diffusers: transformer/, text_encoder/, tokenizer/, vae/, each with
+its config. Names inside are converted to the native ones of https://github.com/Wan-Video/Wan2.1 on loading.
+"""
+
+import hashlib
+import json
+import pickle
+import re
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from wan.config import ConfigError, ModelConfig
+from wan.modules.model import WanModel
+
+StateDict = dict[str, Tensor]
+
+# native prefix -> diffusers prefix
+TOP_NAMES = {
+    "patch_embedding.": "patch_embedding.",
+    "text_embedding.0.": "condition_embedder.text_embedder.linear_1.",
+    "text_embedding.2.": "condition_embedder.text_embedder.linear_2.",
+    "time_embedding.0.": "condition_embedder.time_embedder.linear_1.",
+    "time_embedding.2.": "condition_embedder.time_embedder.linear_2.",
+    "time_projection.1.": "condition_embedder.time_proj.",
+    "head.modulation": "scale_shift_table",
+    "head.head.": "proj_out.",
+}
+BLOCK_NAMES = {
+    "modulation": "scale_shift_table",
+    "norm3.": "norm2.",
+    "ffn.0.": "ffn.net.0.proj.",
+    "ffn.2.": "ffn.net.2.",
+} | {
+    f"{ours}.{part}.": f"{theirs}.{name}."
+    for ours, theirs in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+    for part, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"), ("norm_q", "norm_q"), ("norm_k", "norm_k"))
+}
+WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B-Diffusers --local-dir wan_models/Wan2.1-T2V-1.3B-Diffusers"
+CHECKPOINT_HINT = "hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir ."
+
+
+class CheckpointError(ConfigError):
+    """A file or directory of weights that is not there, or does not fit; the message is one line with the remedy."""
+
+
+def to_diffusers_names(state: StateDict) -> StateDict:
+    """Native state dict -> the names of diffusers' WanTransformer3DModel."""
+    return {_rename(name, TOP_NAMES, BLOCK_NAMES): tensor for name, tensor in state.items()}
+
+
+def to_native_names(state: StateDict) -> StateDict:
+    """State dict of diffusers' WanTransformer3DModel -> native names. Names it does not know stay as they are."""
+    top, block = ({theirs: ours for ours, theirs in table.items()} for table in (TOP_NAMES, BLOCK_NAMES))
+    return {_rename(name, top, block): tensor for name, tensor in state.items()}
+
+
+def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str:
+    in_block = re.match(r"blocks\.\d+\.", name)
+    start, table = (in_block[0], block) if in_block else ("", top)
+    rest = name[len(start):]
+    for old, new in table.items():
+        if rest.startswith(old):
+            return start + new + rest[len(old):]
+    return name
+
+
+def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
+    """Sizes of the transformer in a diffusers directory. text_len is not diffusers' to say: 512 unless the file has it."""
+    config = _read_json(require_dir(ckpt_dir) / "transformer" / "config.json")
+    try:
+        return ModelConfig(
+            dim=config["num_attention_heads"] * config["attention_head_dim"], ffn_dim=config["ffn_dim"],
+            num_heads=config["num_attention_heads"], num_layers=config["num_layers"], freq_dim=config["freq_dim"],
+            text_dim=config["text_dim"], text_len=config.get("text_len", 512), in_dim=config["in_channels"],
+            out_dim=config["out_channels"], patch_size=tuple(config["patch_size"]), eps=config["eps"])
+    except KeyError as error:
+        raise CheckpointError(f"{ckpt_dir}/transformer/config.json has no {error.args[0]!r}: "
+                              "not a WanTransformer3DModel of diffusers") from None
+
+
+def transformer_file(ckpt_dir: str | Path) -> Path:
+    """The base weights of a diffusers directory: one .safetensors file, or the index of its shards."""
+    name = require_dir(ckpt_dir) / "transformer" / "diffusion_pytorch_model.safetensors"
+    index = name.with_name(name.name + ".index.json")
+    return index if index.is_file() else require_file(name, DOWNLOAD_HINT)
+
+
+def read_transformer_state(ckpt_dir: str | Path) -> StateDict:
+    """Base weights under native names."""
+    path = transformer_file(ckpt_dir)
+    if path.suffix == ".safetensors":
+        return to_native_names(_read_safetensors(path))
+    shards = sorted(set(_read_json(path)["weight_map"].values()))
+    state: StateDict = {}
+    for shard in shards:
+        state |= _read_safetensors(require_file(path.with_name(shard), DOWNLOAD_HINT))
+    return to_native_names(state)
+
+
+def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
+    """Weights of a Self-Forcing style checkpoint under native names.
+
+    The file holds {"generator_ema": ..., "generator": ...}, one of them, or a bare state dict. Prefixes that training
+    wrappers leave behind are taken off.
+    """
+    path = require_file(path, CHECKPOINT_HINT, "or run the base weights with --no_checkpoint")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint of tensors: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict")
+    order = ("generator_ema", "generator") if use_ema else ("generator", "generator_ema")
+    state = next((content[key] for key in order if key in content), content)
+    return {_strip_wrappers(name): tensor for name, tensor in state.items()}
+
+
+def _strip_wrappers(name: str) -> str:
+    for prefix in WRAPPER_PREFIXES:
+        name = name.removeprefix(prefix) if prefix == "model." else name.replace(prefix, "")
+    return name
+
+
+def build_model(model_class: type[WanModel], config: ModelConfig, state: StateDict, source: str | Path,
+                dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", **kwargs) -> WanModel:
+    """A model of the given sizes with the given weights, for inference. Its parameters are never held twice.
+
+    Raises CheckpointError naming source and the first few keys that are missing, unexpected or of another shape.
+    """
+    with torch.device("meta"):
+        model = model_class(**vars(config), **kwargs)
+    wanted = model.state_dict()
+    _report(source, "missing", [name for name in wanted if name not in state], len(wanted))
+    _report(source, "unexpected", [name for name in state if name not in wanted], len(wanted))
+    _report(source, "of another shape", [f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
+                                         for name in wanted if state[name].shape != wanted[name].shape], len(wanted))
+    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def _report(source: str | Path, what: str, names: list[str], total: int) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise CheckpointError(f"{source} does not fit the model: {len(names)} of {total} keys {what}: {', '.join(names[:3])}{more}")
+
+
+def file_sha256(path: str | Path) -> str:
+    """SHA-256 of a weights file; of a shard index, of its shards one after the other."""
+    path = Path(path)
+    files = [path]
+    if path.name.endswith(".index.json"):
+        files = [path.with_name(name) for name in sorted(set(_read_json(path)["weight_map"].values()))]
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as f:
+            while chunk := f.read(1 << 22):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def require_dir(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"model directory {path} not found; run: {DOWNLOAD_HINT}")
+    return path
+
+
+def require_file(path: str | Path, hint: str, otherwise: str = "") -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path} not found; run: {hint}{'; ' + otherwise if otherwise else ''}")
+    return path
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(require_file(path, DOWNLOAD_HINT).read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+
+
+def _read_safetensors(path: Path) -> StateDict:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
