@@ -40,7 +40,8 @@ BLOCK_NAMES = {
 } | {
     f"{ours}.{part}.": f"{theirs}.{name}."
     for ours, theirs in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-    for part, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"), ("norm_q", "norm_q"), ("norm_k", "norm_k"))
+    for part, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"),
+                       ("norm_q", "norm_q"), ("norm_k", "norm_k"))
 }
 WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -150,7 +151,8 @@ def build_model(model_class: type[WanModel], config: ModelConfig, state: StateDi
 def _report(source: str | Path, what: str, names: list[str], total: int) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise CheckpointError(f"{source} does not fit the model: {len(names)} of {total} keys {what}: {', '.join(names[:3])}{more}")
+        raise CheckpointError(f"{source} does not fit the model: {len(names)} of {total} keys {what}: "
+                              f"{', '.join(names[:3])}{more}")
 
 
 def file_sha256(path: str | Path) -> str:

@@ -140,7 +140,8 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     path = Path(path)
     known = {f.name for f in fields(RunConfig)}
     if not path.is_file():
-        raise ConfigError(f"config {path} not found; configs/ holds: {', '.join(sorted(p.name for p in Path('configs').glob('*.yaml')))}")
+        beside = ", ".join(sorted(p.name for p in Path("configs").glob("*.yaml")))
+        raise ConfigError(f"config {path} not found; configs/ holds: {beside}")
     try:
         from_file = OmegaConf.load(path)
         unknown = sorted(set(from_file) - known)

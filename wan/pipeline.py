@@ -1,6 +1,7 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on to the next."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,17 +48,24 @@ class CausalInferencePipeline:
         kv_cache = self.model.new_kv_cache(noise.shape[0], latents.shape[1], *noise.shape[3:])
         text = self.model.text_keys_values(prompt_embeds)
 
-        def predict_flow(x: Tensor, step: int, timestep: float, is_clean_pass: bool = False) -> Tensor:
-            at = Pass(tuple(kv_cache.newest), tuple(kv_cache.frames), block, step, timestep, is_clean_pass)
+        def predict_flow(x: Tensor, at: Pass) -> Tensor:
+            timestep = x.new_full((), at.timestep, dtype=torch.float32)
             with ATTENTION_WEIGHT_CAPTURE.during(at):
-                flow = self.model(x, torch.tensor(timestep, device=x.device), text, kv_cache)
+                flow = self.model(x, timestep, text, kv_cache)
             if on_pass:
                 on_pass()
             return flow
 
+        def fresh_noise(step: int, frames: range) -> Tensor:
+            if renoise is not None:
+                return renoise[step][:, frames.start - given:frames.stop - given]
+            shape = (latents.shape[0], len(frames), *latents.shape[2:])
+            return torch.randn(shape, generator=generator, dtype=latents.dtype, device=latents.device)
+
         for block, frames in enumerate(blocks):
             now = slice(frames.start, frames.stop)
             kv_cache.advance(frames)
+            here = partial(Pass, tuple(frames), tuple(kv_cache.frames), block)
 
             # 1. Denoise: predict the clean block, then go back to the next, lower noise level.
             if frames.start < given:
@@ -65,14 +73,13 @@ class CausalInferencePipeline:
             else:
                 x = latents[:, now]
                 for step, (timestep, sigma) in enumerate(zip(self.timesteps, self.sigmas, strict=True)):
-                    x0 = flow_to_x0(predict_flow(x, step, timestep), x, sigma)
+                    x0 = flow_to_x0(predict_flow(x, here(step, timestep)), x, sigma)
                     if step + 1 < len(self.timesteps):
-                        fresh = _fresh_noise(x0, generator) if renoise is None else renoise[step][:, now.start - given:now.stop - given]
-                        x = add_noise(x0, fresh, self.sigmas[step + 1])
+                        x = add_noise(x0, fresh_noise(step, frames), self.sigmas[step + 1])
             latents[:, now] = x0
 
             # 2. Remember: the clean pass overwrites this block's keys and values.
-            predict_flow(latents[:, now], num_passes - 1, self.clean_timestep, is_clean_pass=True)
+            predict_flow(latents[:, now], here(num_passes - 1, self.clean_timestep, is_clean_pass=True))
 
         video = None if self.vae is None else self.vae.decode(latents)
         return (video, latents) if return_latents else video
@@ -86,9 +93,11 @@ class CausalInferencePipeline:
         blocks = block_ranges(sizes)
         ends = [0, *(frames.stop for frames in blocks)]
         if given not in ends:
-            raise ConfigError(f"initial_latent of {given} frames does not fill whole blocks {sizes}; it may have {ends[:-1]} frames")
-        if initial_latent is not None and (*initial_latent.shape[:1], *initial_latent.shape[2:]) != (*noise.shape[:1], *noise.shape[2:]):
-            raise ConfigError(f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} differ in more than frames")
+            raise ConfigError(f"initial_latent of {given} frames does not fill whole blocks {sizes}; "
+                              f"it may have {ends[:-1]} frames")
+        if given and initial_latent[:, 0].shape != noise[:, 0].shape:
+            raise ConfigError(f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} "
+                              "differ in more than their frames")
         return given, blocks
 
     def _encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:
@@ -97,7 +106,3 @@ class CausalInferencePipeline:
         if len(text_prompts) != batch:
             raise ConfigError(f"{len(text_prompts)} prompts for noise of batch {batch}")
         return self.text_encoder(text_prompts)
-
-
-def _fresh_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)

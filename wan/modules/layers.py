@@ -4,6 +4,8 @@ Letters: B batch, F latent frames, S tokens per frame, L = F·S, H heads, D head
 in float32 whatever the dtype of the weights, and stored in that dtype.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ ROPE_THETA = 10000.0
 class RotaryTable:
     """Rotary position embedding over (time, height, width): D-4·(D//6), 2·(D//6) and 2·(D//6) of the head's dims.
 
-    Time is the absolute latent frame. Angles are computed in float64, once per axis length and device.
+    Time is the absolute latent frame, without limit. Tables are computed in float64, once per block of a rollout.
     """
 
     def __init__(self, head_dim: int):
@@ -32,22 +34,24 @@ class RotaryTable:
         """Radians per step of each pair of dims, one float64 tensor per axis."""
         return [ROPE_THETA ** -(torch.arange(0, share, 2, dtype=torch.float64) / share) for share in self.shares]
 
-    def angles(self, frames: torch.Tensor, height: int, width: int) -> Tensor:
-        """float64 [F, height, width, D/2] on the CPU, columns time, height, width."""
-        positions = (frames, torch.arange(height), torch.arange(width))
-        time, rows, columns = (torch.outer(p.double(), w) for p, w in zip(positions, self.frequencies(), strict=True))
+    def angles(self, frames: Tensor, height: int, width: int) -> Tensor:
+        """float64 [F, height, width, D/2], columns time, height, width; on the device of frames, so nothing is copied."""
+        device = frames.device
+        positions = (frames, torch.arange(height, device=device), torch.arange(width, device=device))
+        frequencies = (w.to(device) for w in self.frequencies())
+        time, rows, columns = (torch.outer(p.double(), w) for p, w in zip(positions, frequencies, strict=True))
         grid = (len(frames), height, width, -1)
         return torch.cat([time[:, None, None].expand(grid), rows[None, :, None].expand(grid),
                           columns[None, None].expand(grid)], -1)
 
-    def __call__(self, frames, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and signed sin for rotate(), float32 [L, 1, D]; kept for the frames asked for last."""
+    def __call__(self, frames: Sequence[int], height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and signed sin for rotate(), float32 [L, 1, D]; kept until other frames are asked for."""
         key = (tuple(frames), height, width, device)
         if key not in self._last:
-            angles = self.angles(torch.as_tensor(list(frames)), height, width).flatten(0, 2)      # [L, D/2]
-            cos = angles.cos().repeat_interleave(2, -1)
-            sin = torch.stack([-angles.sin(), angles.sin()], -1).flatten(1)
-            self._last = {key: tuple(t[:, None].float().to(device) for t in (cos, sin))}          # [L, 1, D]
+            angles = self.angles(torch.tensor(key[0], device=device), height, width).flatten(0, 2)    # [L, D/2]
+            cos, sin = angles.cos().float(), angles.sin().float()
+            signed = torch.stack([-sin, sin], -1).flatten(1)
+            self._last = {key: (cos.repeat_interleave(2, -1)[:, None], signed[:, None])}              # [L, 1, D]
         return self._last[key]
 
 
@@ -65,16 +69,18 @@ def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim."""
+class QueryKeyNorm(nn.Module):
+    """RMSNorm of queries or keys over the whole dim, before they are split into heads and, given tables, rotated."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.num_heads, self.eps = config.num_heads, config.eps
+        self.weight = nn.Parameter(torch.ones(config.dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[B, L, dim] -> [B, L, H, D]."""
+        x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
+        return x if rope is None else rotate(x, *rope)
 
 
 class ModulatedNorm(nn.Module):
@@ -105,10 +111,10 @@ class _Attention(nn.Module):
         dim = config.dim
         self.site, self.num_heads = site, config.num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm_q, self.norm_k = RMSNorm(dim, config.eps), RMSNorm(dim, config.eps)    # over dim, before the heads
+        self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
 
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1))                                     # [B, L, H, D]
+    def values(self, x: Tensor) -> Tensor:
+        return self.v(x).unflatten(-1, (self.num_heads, -1))                             # [B, L, H, D]
 
 
 class SelfAttention(_Attention):
@@ -117,10 +123,9 @@ class SelfAttention(_Attention):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, Site(layer, "self"))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
-        q = rotate(self.heads(self.norm_q(self.q(x))), *rope)                            # [B, L, H, D]
-        k = rotate(self.heads(self.norm_k(self.k(x))), *rope)
-        v = self.heads(self.v(x))
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: KVCache | None = None,
+                mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.norm_q(self.q(x), rope), self.norm_k(self.k(x), rope), self.values(x)     # [B, L, H, D]
         if kv_cache is None:
             return self.o(attention(q, k, v, self.site, mask).flatten(2))
         k, v = kv_cache.write(self.site.layer, k, v)                                     # [B, Lk, H, D]
@@ -136,11 +141,10 @@ class CrossAttention(_Attention):
 
     def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Embedded text [B, n, dim] -> keys and values [B, n, H, D]."""
-        return self.heads(self.norm_k(self.k(text))), self.heads(self.v(text))
+        return self.norm_k(self.k(text)), self.values(text)
 
     def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
-        q = self.heads(self.norm_q(self.q(x)))
-        return self.o(attention(q, *text, self.site).flatten(2))
+        return self.o(attention(self.norm_q(self.q(x)), *text, self.site).flatten(2))
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from wan.config import ConfigError, ModelConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.kv_cache import KVCache
-from wan.modules.layers import Block, GatedAdd, Head, ModulatedNorm, RotaryTable, sinusoidal_embedding
+from wan.modules.layers import Block, GatedAdd, Head, ModulatedNorm, QueryKeyNorm, RotaryTable, sinusoidal_embedding
 
 TextKeysValues = list[tuple[Tensor, Tensor]]     # per layer, [B, text_len, H, D] each
 
@@ -43,7 +43,8 @@ class WanModel(nn.Module):
         """
         config = self.config
         if context.ndim != 3 or context.shape[-1] != config.text_dim or context.shape[1] > config.text_len:
-            raise ConfigError(f"text states of shape {tuple(context.shape)} do not fit [B, at most {config.text_len}, {config.text_dim}]")
+            raise ConfigError(f"text states of shape {tuple(context.shape)} do not fit "
+                              f"[B, at most {config.text_len}, {config.text_dim}]")
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
         text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))       # [B, text_len, dim]
         return [block.cross_attn.keys_values(text) for block in self.blocks]
@@ -71,9 +72,9 @@ class WanModel(nn.Module):
                          h=grid_h, w=grid_w, ph=config.patch_size[1], pw=config.patch_size[2])
 
     def compile_elementwise(self) -> None:
-        """Fuse norms, modulation and gates with torch.compile; attention stays outside, so its bits do not change."""
+        """Fuse norms, modulation, RoPE and gates with torch.compile; products and attention stay as they are."""
         for module in self.modules():
-            if isinstance(module, ModulatedNorm | GatedAdd):
+            if isinstance(module, ModulatedNorm | GatedAdd | QueryKeyNorm):
                 module.compile()
 
     def init_weights(self) -> None:

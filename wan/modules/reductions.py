@@ -36,7 +36,7 @@ def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key
     lse [B, H, Lq]; every row of the result sums to 1 over the key frames.
     """
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
-        from wan.modules.mass_kernel import query_frame_mass     # Triton is there only beside CUDA
+        from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
         mass = query_frame_mass(q, k, lse, num_key_frames)                          # [B, H, Lq, Fk]
     else:
         mass = torch.cat([p.unflatten(-1, (num_key_frames, -1)).sum(-1) for p in _probabilities(q, k, lse)], 2)
