@@ -1,0 +1,109 @@
+"""Small caches of every format for tests: a first-frame sink, a wave and noise per head, exact in float16."""
+
+import torch
+
+from experiments.frames import block_frames, curves_to_frames, later_block, query_frame_curves
+
+PROMPT = "a red circle moving right over a dark blue background"
+
+
+def common(kind, F=21, H=12, S=16, blocks=None, **more):
+    blocks = blocks or [3] * (F // 3)
+    return {
+        "format": kind, "schema_version": 1, "prompt": PROMPT, "seed": 42, "num_frames": F, "num_frame_per_block": 3,
+        "frame_seq_length": S, "block_sizes": blocks, "num_heads": H, "model": "wan-mini", "weights": "checkpoint",
+        "weights_file": "self_forcing.pt", "weights_sha256": "0" * 64, "is_logits": True,
+    } | more  # fmt: skip
+
+
+def pass_of(step=0):
+    return {"step": step, "timestep": [1000.0, 937.5, 833.33, 625.0, 0.0][step], "is_clean_pass": step == 4}
+
+
+def token_logits(H, Fq, Fk, S, seed=0):
+    """[H, Fq*S, Fk*S] float16: head h prefers frame 0 by h/2 and oscillates over key frames."""
+    generator = torch.Generator().manual_seed(seed)
+    frame = torch.arange(Fk).repeat_interleave(S)
+    sink = torch.arange(H)[:, None] / 2 * (frame == 0)
+    shape = sink + torch.cos(frame - torch.arange(H)[:, None] * 0.5) + 0.3  # [H, Lk]
+    return (shape[:, None] + 0.5 * torch.randn(H, Fq * S, Fk * S, generator=generator)).half()
+
+
+def figure4(layers=(1, 5), F=21, H=12, S=16, blocks=None, keys=None, granularity="token", is_logits=True, step=0):
+    cache = common("figure4", F, H, S, blocks, is_logits=is_logits)
+    queries = block_frames(cache["block_sizes"], -1)
+    keys = list(range(F)) if keys is None else keys
+    entries = []
+    for layer in layers:
+        logits = token_logits(H, len(queries), len(keys), S, seed=layer)
+        if granularity == "token":
+            values = {"attn_logits": logits[None]} if is_logits else {"attn_weights": logits.float().softmax(-1)[None]}
+        else:
+            curves = query_frame_curves(logits, S)
+            mass = curves_to_frames(query_frame_curves(logits.float().softmax(-1), S), S) * S
+            values = {"frame_logits": _spread(curves_to_frames(curves, S), keys, F), "frame_mass": _spread(mass, keys, F)}
+            values |= {"key_curve": curves.mean(1)} if granularity == "key" else {}
+        entries.append({
+            "layer_idx": layer, "is_logits": is_logits, "num_frames": F, "frame_seq_length": S, "num_heads": H,
+            "num_query_frames": len(queries), "num_key_frames": len(keys), "last_block_start_frame": queries[0],
+        } | values)  # fmt: skip
+    return cache | pass_of(step) | {
+        "attention_weights": entries, "layer_indices": list(layers), "capture_method": "hook", "query_frames": queries,
+        "key_frames": keys,
+    }  # fmt: skip
+
+
+def layer(N=3, F=9, H=3, S=5, blocks=None):
+    cache = common("layer", F, H, S, blocks)
+    matrix = frame_matrix(H, cache["block_sizes"], seed=N)
+    last = block_frames(cache["block_sizes"], -1)
+    return cache | pass_of() | {
+        "layer_index": N, "full_frame_attention": matrix, "last_block_frame_attention": matrix[:, last].mean(1),
+        "query_frames": list(range(F)), "key_frames": list(range(F)), "last_block_query_frames": last,
+    }  # fmt: skip
+
+
+def inference(layers=(1, 5), steps=(0,), F=9, H=3, S=5, window=None, is_logits=False):
+    """Calls of the last block; window names its key frames."""
+    cache = common("inference", F, H, S, is_logits=is_logits)
+    block, queries, keys = len(cache["block_sizes"]) - 1, block_frames(cache["block_sizes"], -1), window or list(range(F))
+    calls = []
+    for step in steps:
+        for N in layers:
+            logits = token_logits(H, len(queries), len(keys), S, seed=10 * step + N)
+            values = {"attn_logits": logits[None]} if is_logits else {"attn_weights": logits.float().softmax(-1)[None]}
+            calls.append(values | pass_of(step) | {
+                "layer_idx": N, "is_logits": is_logits, "block": block, "query_frames": queries, "key_frames": keys,
+                "q_shape": [1, len(queries) * S, H, 16], "k_shape": [1, len(keys) * S, H, 16],
+            })  # fmt: skip
+    return cache | {"attention_weights": calls, "layer_indices": list(layers), "num_transformer_blocks": 8}
+
+
+def atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5, blocks=None, curve=True):
+    cache = common("atlas", F, H, S, blocks)
+    shape = (len(layers), len(steps))
+    logits = torch.stack([frame_matrix(H, cache["block_sizes"], 100 * N + s) for N in layers for s in steps])
+    logits = logits.view(*shape, H, F, F)
+    mass = logits.masked_fill(logits.isnan(), -torch.inf).softmax(-1).masked_fill(logits.isnan(), float("nan"))
+    cache |= {
+        "layers": list(layers), "pass_timesteps": [pass_of(s)["timestep"] for s in steps], "pass_steps": list(steps),
+        "frame_logits": logits, "frame_mass": mass,
+    }  # fmt: skip
+    if curve:  # every token of a frame at the frame's mean, plus a ripple that averages out
+        last = block_frames(cache["block_sizes"], -1)
+        ripple = torch.linspace(-0.25, 0.25, S).repeat(F)
+        cache["key_curve"] = (logits[..., last, :].mean(-2).repeat_interleave(S, -1) + ripple).half()
+    return cache
+
+
+def frame_matrix(H, blocks, seed=0):
+    """[H, F, F] float32, NaN in later blocks."""
+    F = sum(blocks)
+    matrix = torch.randn(H, F, F, generator=torch.Generator().manual_seed(seed))
+    return (matrix + 2 * (torch.arange(F) == 0)).masked_fill(later_block(blocks), float("nan"))
+
+
+def _spread(values, keys, F):
+    full = torch.full((*values.shape[:-1], F), float("nan"))
+    full[..., keys] = values
+    return full
