@@ -95,6 +95,13 @@ def transformer_file(ckpt_dir: str | Path) -> Path:
     return index if index.is_file() else require_file(name, DOWNLOAD_HINT)
 
 
+def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Path:
+    """The file whose weights a run uses: the Self-Forcing checkpoint, or the base transformer where there is none."""
+    if checkpoint_path is None:
+        return transformer_file(ckpt_dir)
+    return require_file(checkpoint_path, CHECKPOINT_HINT, "or run the base weights with --no_checkpoint")
+
+
 def read_transformer_state(ckpt_dir: str | Path) -> StateDict:
     """Base weights under native names."""
     path = transformer_file(ckpt_dir)
@@ -113,7 +120,6 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
     The file holds {"generator_ema": ..., "generator": ...}, one of them, or a bare state dict. Prefixes that training
     wrappers leave behind are taken off.
     """
-    path = require_file(path, CHECKPOINT_HINT, "or run the base weights with --no_checkpoint")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:

@@ -29,6 +29,11 @@ class CausalInferencePipeline:
         self.clean_timestep = float(context_noise)
         check_window(model.local_attn_size, model.sink_size, num_frame_per_block)
 
+    @property
+    def pass_timesteps(self) -> list[float]:
+        """Timestep of every pass of a block, the clean pass last."""
+        return [*self.timesteps, self.clean_timestep]
+
     @torch.no_grad()
     def inference(self, noise: Tensor, text_prompts: Sequence[str] | None = None, prompt_embeds: Tensor | None = None,
                   renoise: Tensor | None = None, initial_latent: Tensor | None = None, return_latents: bool = True,
@@ -41,8 +46,7 @@ class CausalInferencePipeline:
         given, blocks = self._blocks(noise, initial_latent)
         if prompt_embeds is None:
             prompt_embeds = self._encode(text_prompts, noise.shape[0])
-        num_passes = len(self.timesteps) + 1
-        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), num_passes)
+        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), len(self.pass_timesteps))
 
         latents = torch.cat([noise.new_empty(noise.shape[0], given, *noise.shape[2:]), noise], 1)
         kv_cache = self.model.new_kv_cache(noise.shape[0], latents.shape[1], *noise.shape[3:])
@@ -79,7 +83,7 @@ class CausalInferencePipeline:
             latents[:, now] = x0
 
             # 2. Remember: the clean pass overwrites this block's keys and values.
-            predict_flow(latents[:, now], here(num_passes - 1, self.clean_timestep, is_clean_pass=True))
+            predict_flow(latents[:, now], here(len(self.timesteps), self.clean_timestep, is_clean_pass=True))
 
         video = None if self.vae is None else self.vae.decode(latents)
         return (video, latents) if return_latents else video

@@ -1,0 +1,100 @@
+"""What the extraction scripts share on the command line: flags that override a config, one line for bad input, exit codes."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from experiments.caches import save_cache
+from experiments.extraction import Extraction, RunError, save_video
+from experiments.formats import CacheError
+from wan.config import ConfigError, RunConfig, block_sizes, load_config
+
+OVERRIDES = ("ckpt_dir", "checkpoint_path", "prompt", "num_frames", "independent_first_frame", "seed", "device",
+             "use_ema", "step", "layer_indices", "layer_index")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def run_parser(description: str, output_path: str | None) -> Parser:
+    """Flags that all extractions have; output_path is the default place of the cache."""
+    parser = Parser(description=description.strip().splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flag = parser.add_argument
+    both = argparse.BooleanOptionalAction
+    flag("--config_path", default="configs/self_forcing_dmd.yaml", help="YAML with everything a run needs; flags override it")
+    flag("--checkpoint_path", help="Self-Forcing style .pt with the causal weights")
+    flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir through the causal sampler")
+    flag("--ckpt_dir", help="directory of the base model in diffusers layout")
+    flag("--output_path", default=output_path, help="where the cache goes")
+    flag("--prompt", help="text to generate from")
+    flag("--num_frames", type=int, help="latent frames; 21 are 81 video frames")
+    flag("--independent_first_frame", action=both, default=None, help="the first block is one frame")
+    flag("--seed", type=int, help="of all noise")
+    flag("--device", help="auto, cpu, cuda or cuda:N")
+    flag("--gpu_id", type=int, help="short for --device cuda:N")
+    flag("--use_ema", action=both, default=None, help="the checkpoint's generator_ema rather than its generator")
+    flag("--step", type=int, help="which pass: 0 is t = 1000, the last is the clean pass")
+    flag("--save_video", metavar="PATH", nargs="?", const="",
+         help="also decode the video and write an mp4, beside the cache unless PATH says where")
+    flag("--compile", action=both, default=False, help="fuse norms, modulation and RoPE with torch.compile")
+    return parser
+
+
+def config_from(args: argparse.Namespace) -> RunConfig:
+    """The run's settings: the YAML, overridden by what was given on the command line. Prints a notice where frames are cut."""
+    config = load_config(args.config_path, {name: getattr(args, name, None) for name in OVERRIDES})
+    if args.no_checkpoint:
+        if args.checkpoint_path:
+            raise ConfigError("--no_checkpoint and --checkpoint_path exclude each other")
+        config = replace(config, checkpoint_path=None)
+    if args.gpu_id is not None:
+        config = replace(config, device=f"cuda:{args.gpu_id}")
+    if config.independent_first_frame and config.num_frames > 1:
+        fits = 1 + (config.num_frames - 1) // config.num_frame_per_block * config.num_frame_per_block
+        if fits != config.num_frames:
+            print(f"notice: with an independent first frame {config.num_frames} frames become {fits}")
+            config = replace(config, num_frames=fits)
+    block_sizes(config.num_frames, config.num_frame_per_block, config.independent_first_frame)
+    if not 0 <= config.step < config.num_passes:
+        raise ConfigError(f"step {config.step} is not in 0..{config.num_passes - 1}; "
+                          f"{config.num_passes - 1} is the clean pass")
+    return config
+
+
+def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
+    """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input, 130 Ctrl-C."""
+    try:
+        run(argv)
+    except (ConfigError, CacheError) as error:
+        fail(error, 2)
+    except torch.OutOfMemoryError as error:
+        fail(f"out of GPU memory: {str(error).splitlines()[0]}", 1)
+    except RunError as error:
+        fail(error, 1)
+    except KeyboardInterrupt:
+        fail("stopped", 130)
+
+
+def fail(message: object, code: int):
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def save_results(args: argparse.Namespace, result: Extraction, caches: dict[str, dict]) -> None:
+    """Write the caches by path, and the video where it was asked for; say what was written."""
+    for path, cache in caches.items():
+        save_cache(path, cache)
+        print(f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
+              f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}")
+    if args.save_video is not None:
+        video = args.save_video or str(Path(next(iter(caches))).with_suffix(".mp4"))
+        save_video(result, video)
+        print(f"{video}: the generated video")

@@ -1,0 +1,263 @@
+"""From a config to a cache: load the model, roll out one video, keep what was asked for, arrange it in a format.
+
+The scripts are faces of this file: extract() runs, and the *_cache functions arrange its result, one for each format.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from experiments import frames
+from experiments.formats import SCHEMA_VERSION, CacheError
+from wan import checkpoint
+from wan.config import ConfigError, ModelConfig, RunConfig
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import CaptureRequest
+from wan.modules.causal_model import CausalWanModel
+from wan.modules.text_encoder import TextEncoder
+from wan.pipeline import CausalInferencePipeline
+
+
+class RunError(RuntimeError):
+    """A run that started but cannot give a result, such as NaN in the latents."""
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """One finished rollout: what was captured, what was generated, and the fields that every cache of it carries."""
+
+    config: RunConfig
+    num_layers: int
+    records: list[dict]
+    latents: Tensor                  # [1, F, C, h, w]
+    pass_timesteps: list[float]      # of a block's passes, the clean pass last
+    prompt_tokens: list[str]         # text of each prompt token, without padding
+    common: dict[str, Any]
+
+    @property
+    def last_block(self) -> list[int]:
+        return frames.block_frames(self.config.block_sizes, -1)
+
+    def pass_fields(self, step: int) -> dict[str, Any]:
+        last = len(self.pass_timesteps) - 1
+        return {"step": step, "timestep": self.pass_timesteps[step], "is_clean_pass": step == last}
+
+    def kept(self, name: str, layer: int, step: int) -> list[dict]:
+        """The captured calls of one layer and pass that hold a quantity, in block order."""
+        found = [r for r in self.records if name in r and r["layer"] == layer and r["step"] == step]
+        if not found:
+            raise RunError(f"layer {layer}, step {step}: no {name} was captured")
+        return found
+
+    def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
+        """frame_logits or frame_mass of all blocks as one matrix [H, F, F], NaN where nothing was attended."""
+        pieces = [(r["query_frames"], r["key_frames"], r[name][0]) for r in self.kept(name, layer, step)]
+        return frames.assemble(pieces, self.config.num_frames)
+
+
+def extract(config: RunConfig, requests: Sequence[CaptureRequest], compile_model: bool = False) -> Extraction:
+    """Generate one video as the config says and capture on the way.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where the result is not finite.
+    """
+    device, dtype = choose_device(config.device), choose_dtype(config.dtype)
+    model_config = checkpoint.read_model_config(config.ckpt_dir)
+    weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    for request in requests:
+        try:
+            request.check(model_config.num_layers, len(config.block_sizes), config.num_passes)
+        except ValueError as error:
+            raise ConfigError(f"{config.model}: {error}") from None
+
+    prompt_embeds, prompt_tokens = encode_prompt(config, model_config, dtype, device)
+    pipeline = load_pipeline(config, model_config, dtype, device)
+    if compile_model:
+        pipeline.model.compile_elementwise()
+    noise, renoise = draw_noise(config, model_config, dtype, device)
+    with (tqdm(total=len(config.block_sizes) * config.num_passes, desc="rollout", unit="pass", leave=False) as progress,
+          ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records):
+        _, latents = pipeline.inference(noise, prompt_embeds=prompt_embeds, renoise=renoise, on_pass=progress.update)
+    if not latents.isfinite().all():
+        raise RunError("the generated latents are not finite; try --device cpu or another dtype in the config")
+
+    common = {
+        "schema_version": SCHEMA_VERSION, "prompt": config.prompt, "seed": config.seed, "num_frames": config.num_frames,
+        "num_frame_per_block": config.num_frame_per_block, "block_sizes": config.block_sizes,
+        "frame_seq_length": model_config.tokens_per_frame(config.height, config.width), "num_heads": model_config.num_heads,
+        "model": config.model, "weights": "checkpoint" if config.checkpoint_path else "base",
+        "weights_file": weights_file.name, "weights_sha256": checkpoint.file_sha256(weights_file),
+    }
+    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, prompt_tokens, common)
+
+
+def choose_device(name: str) -> torch.device:
+    """auto, cpu, cuda or cuda:N -> a device that is there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are there; "
+                          "use --device cpu")
+    return device
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise ConfigError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def encode_prompt(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
+                  device: torch.device) -> tuple[Tensor, list[str]]:
+    """Text states [1, text_len, text_dim] and the text of each token; the encoder is freed before the model is loaded."""
+    encoder = TextEncoder.from_pretrained(config.ckpt_dir, model_config.text_len, dtype, device)
+    return encoder([config.prompt]), encoder.words(config.prompt)
+
+
+def load_pipeline(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
+                  device: torch.device) -> CausalInferencePipeline:
+    """The causal pipeline with the checkpoint's weights, or the base weights where the config names no checkpoint."""
+    if config.checkpoint_path:
+        state = checkpoint.read_self_forcing_state(config.checkpoint_path, config.use_ema)
+    else:
+        state = checkpoint.read_transformer_state(config.ckpt_dir)
+    model = checkpoint.build_model(CausalWanModel, model_config, state, config.checkpoint_path or config.ckpt_dir, dtype, device,
+                                   local_attn_size=config.local_attn_size, sink_size=config.sink_size)
+    return CausalInferencePipeline(model, config.num_frame_per_block, config.independent_first_frame,
+                                   config.denoising_step_list, config.warp_denoising_step, config.timestep_shift,
+                                   config.context_noise)
+
+
+def draw_noise(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
+               device: torch.device) -> tuple[Tensor, Tensor]:
+    """First noise [1, F, C, h, w] and re-noising [steps - 1, 1, F, C, h, w]; drawn on the CPU, the same on every device."""
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
+    noise = torch.randn(shape, generator=generator)
+    renoise = torch.randn(len(config.denoising_step_list) - 1, *shape, generator=generator)
+    return noise.to(device, dtype), renoise.to(device, dtype)
+
+
+def require_writable(path: str | Path) -> None:
+    """Raise CacheError, before hours of work, where path cannot become a file."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"Is a directory: '{path}'")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def save_video(extraction: Extraction, path: str | Path) -> None:
+    """Decode the latents and write an mp4 of 16 frames a second, small videos enlarged to at least 256 pixels."""
+    import imageio.v3 as iio  # ffmpeg is needed only here
+
+    from wan.modules.vae import VAE
+    vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=extraction.latents.device)
+    video = vae.decode(extraction.latents)[0].permute(0, 2, 3, 1)                    # [frames, H, W, 3]
+    pixels = (video * 255).round().byte().cpu()
+    enlarge = -(-256 // min(pixels.shape[1:3]))
+    pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
+    require_writable(path)
+    iio.imwrite(path, pixels.numpy(), fps=16, codec="libx264", macro_block_size=8)
+
+
+# -- arranging a rollout in a format ----------------------------------------------------------------------------------
+
+
+def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True) -> list[CaptureRequest]:
+    """The last block of the chosen layers in the chosen pass."""
+    if granularity != "token" and not is_logits:
+        raise ConfigError(f"--capture probabilities needs --granularity token, not {granularity}; its mass is in every one")
+    chosen = {"layers": config.layer_indices, "blocks": [len(config.block_sizes) - 1], "steps": [config.step]}
+    if granularity == "token":
+        dtype = torch.float16 if is_logits else torch.float32
+        return [CaptureRequest(granularity="token", is_logits=is_logits, token_dtype=dtype, **chosen)]
+    frame = CaptureRequest(granularity="frame", **chosen)
+    return [frame] if granularity == "frame" else [CaptureRequest(granularity="key", **chosen), frame]
+
+
+def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
+    """Attention of the last block over all key frames, a dict per layer: tokens, or key curve, frame logits and mass."""
+    layers = []
+    for layer in run.config.layer_indices:
+        calls = [r for r in run.records if r["layer"] == layer]
+        entry = {"layer_idx": layer, "is_logits": is_logits, "num_frames": run.config.num_frames,
+                 "frame_seq_length": run.common["frame_seq_length"], "num_heads": run.common["num_heads"],
+                 "num_query_frames": len(calls[0]["query_frames"]), "num_key_frames": len(calls[0]["key_frames"]),
+                 "last_block_start_frame": run.last_block[0]}
+        for call in calls:
+            if "attn_weights" in call:
+                entry["attn_logits" if is_logits else "attn_weights"] = call["attn_weights"]
+            if "key_curve" in call:
+                entry["key_curve"] = call["key_curve"][0]
+            for name in ("frame_logits", "frame_mass"):
+                if name in call:
+                    entry[name] = frames.spread_keys(call[name][0], call["key_frames"], run.config.num_frames)
+        layers.append(entry)
+    return run.common | run.pass_fields(run.config.step) | {
+        "format": "figure4", "is_logits": is_logits, "attention_weights": layers, "layer_indices": list(run.config.layer_indices),
+        "capture_method": "native_inference_capture", "query_frames": run.last_block, "key_frames": run.records[0]["key_frames"]}
+
+
+def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
+    """Mean logits of every frame pair of one layer, each block at the chosen pass."""
+    full = run.frame_matrix("frame_logits", layer, run.config.step)
+    everything = list(range(run.config.num_frames))
+    return run.common | run.pass_fields(run.config.step) | {
+        "format": "layer", "is_logits": True, "layer_index": layer, "full_frame_attention": full,
+        "last_block_frame_attention": full[:, run.last_block].mean(1), "query_frames": everything, "key_frames": everything,
+        "last_block_query_frames": run.last_block}
+
+
+def atlas_requests(config: RunConfig, mass: bool, key_curve: bool, cross: bool) -> list[CaptureRequest]:
+    """Every layer, block and pass at frame granularity; the key curve of the last block."""
+    requests = [CaptureRequest(granularity="frame", mass=mass)]
+    if key_curve:
+        requests.append(CaptureRequest(granularity="key", blocks=[len(config.block_sizes) - 1]))
+    if cross:
+        requests.append(CaptureRequest(granularity="frame", kinds=("cross",)))
+    return requests
+
+
+def atlas_cache(run: Extraction) -> dict[str, Any]:
+    """Everything a rollout's frame-level figures need, [layers, passes, H, F, F] and its kin."""
+    layers, steps = range(run.num_layers), range(len(run.pass_timesteps))
+    captured = {name for record in run.records for name in record}
+
+    def everywhere(arrange: Callable[[int, int], Tensor]) -> Tensor:
+        return torch.stack([torch.stack([arrange(layer, step) for step in steps]) for layer in layers])
+
+    atlas = run.common | {"format": "atlas", "is_logits": True, "layers": list(layers), "pass_timesteps": run.pass_timesteps,
+                          "frame_logits": everywhere(lambda layer, step: run.frame_matrix("frame_logits", layer, step))}
+    if "frame_mass" in captured:
+        atlas["frame_mass"] = everywhere(lambda layer, step: run.frame_matrix("frame_mass", layer, step))
+    if "key_curve" in captured:
+        atlas["key_curve"] = everywhere(lambda layer, step: _spread_curve(run, run.kept("key_curve", layer, step)[0]))
+    if "cross_mass" in captured:
+        words = len(run.prompt_tokens)
+        atlas["cross_mass"] = everywhere(
+            lambda layer, step: torch.cat([r["cross_mass"][0, ..., :words] for r in run.kept("cross_mass", layer, step)], 1))
+        atlas["cross_tokens"] = run.prompt_tokens
+    return atlas
+
+
+def _spread_curve(run: Extraction, call: dict) -> Tensor:
+    """Key curve [H, Lk] of a call at its keys' places among all keys: [H, F·S] float16, NaN where not attended."""
+    S = run.common["frame_seq_length"]
+    per_frame = call["key_curve"][0].unflatten(-1, (-1, S)).mT                      # [H, S, Fk]
+    spread = frames.spread_keys(per_frame, call["key_frames"], run.config.num_frames)
+    return spread.mT.flatten(1).half()
+

@@ -1,0 +1,25 @@
+"""Capture the last block's attention of chosen layers: the cache of Figure 4 of Deep Forcing (arXiv 2512.05081).
+
+    python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml --layer_indices 1 5
+"""
+
+from experiments import extraction
+from experiments.cli import config_from, main, run_parser, save_results
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, "cache/attention_cache_figure4.pt")
+    parser.add_argument("--layer_indices", type=int, nargs="+", help="layers, counted from 0")
+    parser.add_argument("--granularity", choices=("token", "key", "frame"), default="token",
+                        help="token: the whole matrix; key: query-averaged curve; frame: mean logits and mass of frame pairs")
+    parser.add_argument("--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds")
+    args = parser.parse_args(argv)
+    config, is_logits = config_from(args), args.capture == "logits"
+    requests = extraction.figure4_requests(config, args.granularity, is_logits)
+    extraction.require_writable(args.output_path)
+    result = extraction.extract(config, requests, args.compile)
+    save_results(args, result, {args.output_path: extraction.figure4_cache(result, is_logits)})
+
+
+if __name__ == "__main__":
+    main(run)
