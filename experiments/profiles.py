@@ -1,0 +1,247 @@
+"""One view of every cache format: what each head of a layer gives to each frame, and what exactly that number is.
+
+A notebook opens any cache with open_profiles(load_cache(path)) and never asks which format it was.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache as remember
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments import frames
+from experiments.formats import CacheError
+
+
+class LayerValues(NamedTuple):
+    profile: Tensor                # [H, F]
+    matrix: Tensor | None          # [H, rows, F]
+    key_curve: Tensor | None       # [H, Lk]
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """Frame attention of some layers in one pass. Frames are global latent frames; what was not attended is NaN."""
+
+    kind: str                          # format of the cache
+    layers: tuple[int, ...]
+    num_heads: int
+    num_frames: int
+    frame_seq_length: int              # tokens S of a frame
+    block_sizes: tuple[int, ...]
+    query_frames: tuple[int, ...]      # what frame_profile averages: the last block
+    key_frames: tuple[int, ...]        # what those queries attend to
+    matrix_rows: tuple[int, ...]       # query frames of frame_matrix, () where the cache has none
+    quantity: str                      # mean_logit, mass or mean_prob (see experiments/frames.py)
+    step: int | None                   # pass: 0 is the noisiest; None where the file does not say
+    timestep: float | None
+    is_clean_pass: bool | None
+    source: str                        # one line: model, weights, prompt, seed
+    notes: tuple[str, ...]
+    _read: Callable[[int], LayerValues]
+
+    def frame_profile(self, layer: int) -> np.ndarray:
+        """[H, F] float32: mean over the last block's query frames."""
+        return self._values(layer).profile.float().numpy()
+
+    def frame_matrix(self, layer: int) -> np.ndarray | None:
+        """[H, rows, F] float32 for the query frames matrix_rows, None where only profiles are stored."""
+        matrix = self._values(layer).matrix
+        return None if matrix is None else matrix.float().numpy()
+
+    def key_curve(self, layer: int) -> np.ndarray | None:
+        """[H, Lk] float32, mean over all queries of the last block per key token of key_frames; None where absent.
+
+        Of a mass it is the mean probability of each token: its sum over a frame is that frame's mass.
+        """
+        curve = self._values(layer).key_curve
+        return None if curve is None else curve.float().numpy()
+
+    def profiles(self) -> np.ndarray:
+        """[layers, H, F] float32: frame_profile of all layers."""
+        return np.stack([self.frame_profile(layer) for layer in self.layers])
+
+    @property
+    def own_block(self) -> tuple[int, ...]:
+        """Key frames that are the queries' own block; at a noisy pass they are noise, not context."""
+        return tuple(f for f in self.query_frames if f in self.key_frames)
+
+    @property
+    def noise_frames(self) -> tuple[int, ...]:
+        """Key frames that are noise in this pass: the own block, unless the pass is clean or unknown."""
+        return self.own_block if self.is_clean_pass is False else ()
+
+    @property
+    def pass_label(self) -> str:
+        """For titles: "pass 0 (t = 1000)", "clean pass (t = 0)"."""
+        if self.timestep is None:
+            return "pass not recorded" if self.step is None else f"pass {self.step}"
+        return f"{'clean pass' if self.is_clean_pass else f'pass {self.step}'} (t = {self.timestep:g})"
+
+    @property
+    def captured(self) -> str:
+        """What the queries could see: "full", "window" or "within block"."""
+        if set(self.key_frames) <= set(self.query_frames):
+            return "within block"
+        return "full" if self.key_frames == tuple(range(self.query_frames[-1] + 1)) else "window"
+
+    def _values(self, layer: int) -> LayerValues:
+        if layer not in self.layers:
+            raise CacheError(f"layer {layer} is not in this cache; it has {', '.join(map(str, self.layers))}")
+        return self._read(layer)
+
+
+def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: str | None = None) -> Profiles:
+    """View of a cache that load_cache returned.
+
+    step picks the pass (None: the first one stored). quantity is mean_logit, mass or mean_prob; None takes mean_logit
+    from logits, mass from probabilities. Raises CacheError for a pass or quantity that the cache does not hold.
+    """
+    quantity = quantity or ("mean_logit" if cache["is_logits"] else "mass")
+    opener = {"figure4": _figure4, "layer": _layer, "inference": _inference, "atlas": _atlas}[cache["format"]]
+    fields = opener(cache, step, quantity)
+    last = frames.block_frames(cache["block_sizes"], -1)
+    return Profiles(**{
+        "kind": cache["format"],
+        "num_heads": cache["num_heads"],
+        "num_frames": cache["num_frames"],
+        "frame_seq_length": cache["frame_seq_length"],
+        "block_sizes": tuple(cache["block_sizes"]),
+        "query_frames": tuple(last),
+        "quantity": quantity,
+        "source": _source(cache),
+        "notes": tuple(cache.get("notes", ())),
+    } | {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})  # fmt: skip
+
+
+def _figure4(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
+    _pick([cache["step"]], step)
+    entries = {entry["layer_idx"]: entry for entry in cache["attention_weights"]}
+    queries, keys = cache["query_frames"], cache["key_frames"]
+
+    @remember
+    def read(layer: int) -> LayerValues:
+        entry = entries[layer]
+        if "attn_logits" in entry or "attn_weights" in entry:
+            return _from_tokens(entry, keys, cache, quantity)
+        if "key_curve" in entry and quantity == "mean_logit" and "frame_logits" not in entry:
+            means = frames.curves_to_frames(entry["key_curve"].float(), cache["frame_seq_length"])
+            return LayerValues(frames.spread_keys(means, keys, cache["num_frames"]), None, entry["key_curve"])
+        matrix = _stored(entry, cache["frame_seq_length"], quantity)
+        return LayerValues(matrix.mean(1), matrix, entry.get("key_curve") if quantity == "mean_logit" else None)
+
+    return _pass_of(cache) | {"layers": list(entries), "query_frames": queries, "key_frames": keys,
+                              "matrix_rows": queries, "_read": read}
+
+
+def _layer(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
+    _pick([cache["step"]], step)
+    stored = cache.get("quantity", "mean_logit" if cache["is_logits"] else "mean_prob")
+    matrix, profile = (_convert(cache[name].float(), stored, quantity, cache["frame_seq_length"])
+                       for name in ("full_frame_attention", "last_block_frame_attention"))
+    return _pass_of(cache) | {
+        "layers": [cache["layer_index"]], "query_frames": cache["last_block_query_frames"],
+        "key_frames": _seen(profile), "matrix_rows": cache["query_frames"],
+        "_read": lambda layer: LayerValues(profile, matrix, None),
+    }  # fmt: skip
+
+
+def _inference(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
+    """The last captured block's calls of one pass."""
+    block = max(call["block"] for call in cache["attention_weights"])
+    calls = [call for call in cache["attention_weights"] if call["block"] == block]
+    step = _pick([call["step"] for call in calls], step)
+    by_layer = {call["layer_idx"]: call for call in reversed(calls) if call["step"] == step}
+    first = by_layer[min(by_layer)]
+
+    @remember
+    def read(layer: int) -> LayerValues:
+        return _from_tokens(by_layer[layer], by_layer[layer]["key_frames"], cache, quantity)
+
+    return _pass_of(first) | {"layers": sorted(by_layer), "query_frames": first["query_frames"],
+                              "key_frames": first["key_frames"], "matrix_rows": first["query_frames"], "_read": read}
+
+
+def _atlas(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
+    timesteps = [float(t) for t in cache["pass_timesteps"]]
+    steps = list(cache.get("pass_steps", range(len(timesteps))))
+    step = _pick(steps, step)
+    p = steps.index(step)
+    clean = cache.get("pass_is_clean", [t == 0 for t in timesteps])[p]
+    S, last, layers = cache["frame_seq_length"], frames.block_frames(cache["block_sizes"], -1), cache["layers"]
+    of_pass = {name: cache[name][:, p] for name in ("frame_logits", "frame_mass", "last_block_frame_logits", "key_curve")
+               if name in cache}
+    by_means = quantity == "mean_logit"
+    profiles = of_pass.get("last_block_frame_logits") if by_means else None  # exact where the matrix is quantised
+    matrices = None
+    if profiles is None or "frame_logits" in of_pass:
+        matrices = _stored(of_pass, S, quantity)  # [layers, H, F, F]
+        profiles = matrices[..., last, :].float().mean(-2) if profiles is None else profiles
+    curves = of_pass.get("key_curve") if by_means else None  # [layers, H, L]
+    keys = _seen(profiles)
+    columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
+
+    def read(layer: int) -> LayerValues:
+        i = layers.index(layer)
+        return LayerValues(profiles[i], None if matrices is None else matrices[i],
+                           None if curves is None else curves[i][:, columns])
+
+    return {"layers": layers, "step": step, "timestep": timesteps[p], "is_clean_pass": clean, "key_frames": keys,
+            "matrix_rows": [] if matrices is None else list(range(cache["num_frames"])), "_read": read}
+
+
+def _from_tokens(entry: Mapping[str, Any], keys: Sequence[int], cache: Mapping[str, Any], quantity: str) -> LayerValues:
+    """A token matrix [1, H, Lq, Lk], logits or probabilities, read once."""
+    S, logits = cache["frame_seq_length"], entry.get("attn_logits")
+    if logits is None and quantity == "mean_logit":
+        raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
+    if logits is None:
+        curves = frames.query_frame_curves(entry["attn_weights"][0], S)
+    else:
+        curves = (frames.query_frame_curves if quantity == "mean_logit" else frames.softmax_curves)(logits[0], S)
+    values = frames.curves_to_frames(curves, S) * (S if quantity == "mass" else 1)
+    matrix = frames.spread_keys(values, keys, cache["num_frames"])
+    return LayerValues(matrix.mean(1), matrix, curves.mean(1))
+
+
+def _stored(values: Mapping[str, Tensor], S: int, quantity: str) -> Tensor:
+    """Stored frame_logits or frame_mass as the wanted quantity."""
+    stored = {"mean_logit": "frame_logits"}.get(quantity, "frame_mass")
+    if stored not in values:
+        has = [q for q, name in (("mean_logit", "frame_logits"), ("mass", "frame_mass")) if name in values]
+        raise CacheError(f"this cache holds no {quantity}; it has {', '.join(has) or 'a key curve alone'}")
+    return _convert(values[stored], "mass" if stored == "frame_mass" else "mean_logit", quantity, S)
+
+
+def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:
+    factors = {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
+    if stored != wanted and (stored, wanted) not in factors:
+        raise CacheError(f"this cache holds no {wanted}; it has {stored}")
+    return values * factors.get((stored, wanted), 1)
+
+
+def _pick(stored: Sequence[int | None], step: int | None) -> int | None:
+    if step is None:
+        return stored[0]
+    if step not in stored:
+        known = ", ".join("an unrecorded one" if s is None else str(s) for s in dict.fromkeys(stored))
+        raise CacheError(f"pass {step} is not in this cache; it has {known}")
+    return step
+
+
+def _pass_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in ("step", "timestep", "is_clean_pass")}
+
+
+def _seen(profiles: Tensor) -> list[int]:
+    """Frames with a value in any row of [..., F]."""
+    return (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
+
+
+def _source(cache: Mapping[str, Any]) -> str:
+    weights = ": ".join(filter(None, (cache["weights"], cache["weights_file"])))
+    prompt = f"“{cache['prompt']}”" if cache["prompt"] else "prompt not recorded"
+    return f"{cache['model']} ({weights}), {prompt}, seed {'not recorded' if cache['seed'] is None else cache['seed']}"
