@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import transformers
 
 from experiments.caches import save_cache
 from experiments.extraction import Extraction, RunError, save_video
@@ -71,6 +72,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input, 130 Ctrl-C."""
+    transformers.utils.logging.disable_progress_bar()     # the rollout's is the one to look at
     try:
         run(argv)
     except (ConfigError, CacheError) as error:

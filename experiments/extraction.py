@@ -131,7 +131,8 @@ def load_pipeline(config: RunConfig, model_config: ModelConfig, dtype: torch.dty
         state = checkpoint.read_self_forcing_state(config.checkpoint_path, config.use_ema)
     else:
         state = checkpoint.read_transformer_state(config.ckpt_dir)
-    model = checkpoint.build_model(CausalWanModel, model_config, state, config.checkpoint_path or config.ckpt_dir, dtype, device,
+    source = config.checkpoint_path or config.ckpt_dir
+    model = checkpoint.build_model(CausalWanModel, model_config, state, source, dtype, device,
                                    local_attn_size=config.local_attn_size, sink_size=config.sink_size)
     return CausalInferencePipeline(model, config.num_frame_per_block, config.independent_first_frame,
                                    config.denoising_step_list, config.warp_denoising_step, config.timestep_shift,
@@ -208,8 +209,9 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
                     entry[name] = frames.spread_keys(call[name][0], call["key_frames"], run.config.num_frames)
         layers.append(entry)
     return run.common | run.pass_fields(run.config.step) | {
-        "format": "figure4", "is_logits": is_logits, "attention_weights": layers, "layer_indices": list(run.config.layer_indices),
-        "capture_method": "native_inference_capture", "query_frames": run.last_block, "key_frames": run.records[0]["key_frames"]}
+        "format": "figure4", "is_logits": is_logits, "attention_weights": layers, "capture_method": "native_inference_capture",
+        "layer_indices": list(run.config.layer_indices), "query_frames": run.last_block,
+        "key_frames": run.records[0]["key_frames"]}
 
 
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
@@ -240,8 +242,8 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
     def everywhere(arrange: Callable[[int, int], Tensor]) -> Tensor:
         return torch.stack([torch.stack([arrange(layer, step) for step in steps]) for layer in layers])
 
-    atlas = run.common | {"format": "atlas", "is_logits": True, "layers": list(layers), "pass_timesteps": run.pass_timesteps,
-                          "frame_logits": everywhere(lambda layer, step: run.frame_matrix("frame_logits", layer, step))}
+    atlas = run.common | {"format": "atlas", "is_logits": True, "layers": list(layers), "pass_timesteps": run.pass_timesteps}
+    atlas["frame_logits"] = everywhere(lambda layer, step: run.frame_matrix("frame_logits", layer, step))
     if "frame_mass" in captured:
         atlas["frame_mass"] = everywhere(lambda layer, step: run.frame_matrix("frame_mass", layer, step))
     if "key_curve" in captured:

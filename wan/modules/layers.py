@@ -30,28 +30,23 @@ class RotaryTable:
         self.shares = (head_dim - 2 * spatial, spatial, spatial)
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
 
-    def frequencies(self) -> list[Tensor]:
-        """Radians per step of each pair of dims, one float64 tensor per axis."""
-        return [ROPE_THETA ** -(torch.arange(0, share, 2, dtype=torch.float64) / share) for share in self.shares]
-
-    def angles(self, frames: Tensor, height: int, width: int) -> Tensor:
-        """float64 [F, height, width, D/2], columns time, height, width; on the device of frames, so nothing is copied."""
-        device = frames.device
-        positions = (frames, torch.arange(height, device=device), torch.arange(width, device=device))
-        frequencies = (w.to(device) for w in self.frequencies())
-        time, rows, columns = (torch.outer(p.double(), w) for p, w in zip(positions, frequencies, strict=True))
-        grid = (len(frames), height, width, -1)
-        return torch.cat([time[:, None, None].expand(grid), rows[None, :, None].expand(grid),
-                          columns[None, None].expand(grid)], -1)
+    def turns(self, axis: int, positions: Tensor) -> Tensor:
+        """exp(i position frequency) of each pair of dims along time (0), height (1) or width (2): complex128 [n, share/2]."""
+        exponents = torch.arange(0, self.shares[axis], 2, dtype=torch.float64, device=positions.device) / self.shares[axis]
+        angles = torch.outer(positions.double(), 1 / ROPE_THETA ** exponents)
+        return torch.polar(torch.ones_like(angles), angles)
 
     def __call__(self, frames: Sequence[int], height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and signed sin for rotate(), float32 [L, 1, D]; kept until other frames are asked for."""
         key = (tuple(frames), height, width, device)
         if key not in self._last:
-            angles = self.angles(torch.tensor(key[0], device=device), height, width).flatten(0, 2)    # [L, D/2]
-            cos, sin = angles.cos().float(), angles.sin().float()
-            signed = torch.stack([-sin, sin], -1).flatten(1)
-            self._last = {key: (cos.repeat_interleave(2, -1)[:, None], signed[:, None])}              # [L, 1, D]
+            positions = (torch.tensor(key[0], device=device), *(torch.arange(n, device=device) for n in (height, width)))
+            time, rows, columns = (self.turns(axis, p) for axis, p in enumerate(positions))
+            grid = (len(key[0]), height, width, -1)
+            turns = torch.cat([time[:, None, None].expand(grid), rows[None, :, None].expand(grid),
+                               columns[None, None].expand(grid)], -1).flatten(0, 2)[:, None]           # [L, 1, D/2]
+            cos, sin = turns.real.float(), turns.imag.float()
+            self._last = {key: (cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2))}
         return self._last[key]
 
 

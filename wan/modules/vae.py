@@ -23,7 +23,7 @@ class VAE(nn.Module):
     def from_pretrained(cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32,
                         device: torch.device | str = "cpu") -> "VAE":
         """From the vae/ folder of a diffusers directory."""
-        vae = AutoencoderKLWan.from_pretrained(require_dir(Path(ckpt_dir) / "vae"), torch_dtype=dtype)
+        vae = AutoencoderKLWan.from_pretrained(require_dir(Path(ckpt_dir) / "vae"), torch_dtype=dtype, low_cpu_mem_usage=False)
         return cls(vae.eval().requires_grad_(False)).to(device)
 
     @torch.no_grad()

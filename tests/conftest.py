@@ -1,0 +1,42 @@
+"""Golden numbers of the public implementation (tests/golden/README.md), small models, and the devices to test on."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from wan.modules.causal_model import CausalWanModel
+from wan.modules.model import WanModel
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim", "num_heads", "num_layers", "patch_size")
+
+
+@cache
+def golden_arrays(name: str) -> dict[str, torch.Tensor]:
+    """An .npz of tests/golden as tensors."""
+    with np.load(GOLDEN / f"golden_{name}.npz") as file:
+        return {key: torch.from_numpy(file[key]) for key in file.files}
+
+
+@cache
+def golden_config() -> dict:
+    return json.loads((GOLDEN / "golden_config.json").read_text())
+
+
+def golden_model(model_class=CausalWanModel, **kwargs) -> WanModel:
+    """The golden small model: random weights that are exact in float32."""
+    sizes = {name: golden_config()["model"][name] for name in SIZES}
+    model = model_class(**sizes, **kwargs)
+    model.load_state_dict({name: value.float() for name, value in golden_arrays("weights").items()}, strict=True)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here; the same test runs on the CPU path"))])
+def device(request) -> torch.device:
+    return torch.device(request.param)

@@ -1,0 +1,160 @@
+"""Our model and rollout against numbers of the public Self-Forcing / Wan2.1 implementation."""
+
+import pytest
+import torch
+from conftest import golden_arrays, golden_config, golden_model
+
+from wan.modules import layers
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import Pass
+from wan.modules.model import WanModel
+from wan.pipeline import CausalInferencePipeline
+from wan.scheduler import FlowSchedule, add_noise
+
+CASES = list(golden_config()["cases"])
+ATOL = 2e-5          # tests/golden/README.md: the smallest real mistake moves the flow by 6e-5
+LOGIT_ATOL = 5e-5
+
+
+def run_case(case: str, on_flow=None):
+    """Replay one golden rollout -> latents [F, C, h, w]; on_flow sees every forward's output."""
+    setting = golden_config()["cases"][case]
+    model = golden_model(local_attn_size=setting.get("local_attn_size", -1), sink_size=setting.get("sink_size", 0))
+    if on_flow:
+        model.register_forward_hook(lambda module, args, flow: on_flow(flow))
+    pipeline = CausalInferencePipeline(model, independent_first_frame=setting.get("independent_first_frame", False))
+    arrays = golden_arrays("causal")
+    video, latents = pipeline.inference(
+        noise=arrays[f"{case}/noise"], prompt_embeds=arrays[f"{case}/prompt_embeds"],
+        renoise=arrays[f"{case}/renoise"][:, None], initial_latent=arrays.get(f"{case}/initial_latent"))
+    assert video is None
+    return latents
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rollout(case):
+    flows = []
+    latents = run_case(case, flows.append)
+    arrays = golden_arrays("causal")
+    torch.testing.assert_close(latents, arrays[f"{case}/latents"], atol=ATOL, rtol=0)
+    expected = arrays.get(f"{case}/call_flow")
+    if expected is None:
+        expected, flows = arrays[f"{case}/call_flow_last_block"], flows[-5:]
+    assert len(flows) == len(expected)
+    for flow, golden in zip(flows, expected, strict=True):
+        torch.testing.assert_close(flow[0], golden[:flow.shape[1]], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["blocks9", "indep7", "win6_sink1_f12", "win9_sink3_f15"])
+@pytest.mark.parametrize("granularity", ["token", "frame"])
+def test_captured_frame_logits(case, granularity):
+    """Every call of layers 0 and 4, and the frames a window shows, by global index."""
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity=granularity) as calls:
+        run_case(case)
+    golden = golden_arrays("capture")[f"{case}/all_calls_frame_logits"]                # [call, 2, H, q frame, k slot]
+    assert len(calls) == golden.shape[0] * 2
+    visible = golden_config()["cases"][case].get("visible_key_frames_per_block")
+    for i, call in enumerate(calls):
+        expected = golden[i // 2, i % 2, :, :len(call["query_frames"]), :len(call["key_frames"])]
+        values = call["frame_logits"][0] if granularity == "frame" else frame_means(call["attn_weights"][0])
+        torch.testing.assert_close(values, expected, atol=LOGIT_ATOL, rtol=0)
+        assert (call["layer"], call["layer_idx"]) == ((0, 4)[i % 2], (0, 8)[i % 2])
+        assert call["is_clean_pass"] == (call["step"] == 4) == (call["timestep"] == 0)
+        if visible:
+            assert call["key_frames"] == visible[call["block"]]
+
+
+def frame_means(tokens: torch.Tensor, tokens_per_frame: int = 24) -> torch.Tensor:
+    """The definition, in float64."""
+    heads, len_q, len_k = tokens.shape
+    frames = tokens.double().reshape(heads, len_q // tokens_per_frame, tokens_per_frame, len_k // tokens_per_frame, -1)
+    return frames.mean((2, 4)).float()
+
+
+@pytest.mark.parametrize("case", ["blocks9", "indep7"])
+def test_captured_probabilities_and_mass(case):
+    """The golden mean_prob, from probabilities and from the mass that needs no matrix."""
+    golden = golden_arrays("capture")[f"{case}/all_calls_frame_probs_mean"]
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], is_logits=False) as calls:
+        run_case(case)
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as frame_calls:
+        run_case(case)
+    for i, (call, frame_call) in enumerate(zip(calls, frame_calls, strict=True)):
+        expected = golden[i // 2, i % 2, :, :len(call["query_frames"]), :len(call["key_frames"])]
+        torch.testing.assert_close(frame_means(call["attn_weights"][0]), expected, atol=1e-7, rtol=0)
+        torch.testing.assert_close(frame_call["frame_mass"][0] / 24, expected, atol=1e-7, rtol=0)
+        torch.testing.assert_close(frame_call["frame_mass"].sum(-1), torch.ones(1, 12, len(call["query_frames"])),
+                                   atol=1e-5, rtol=0)
+
+
+def test_token_logits_of_the_last_block():
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], blocks=[2], steps=[0]) as calls:
+        run_case("blocks9")
+    for call in calls:
+        expected = golden_arrays("capture")[f"blocks9/logits_layer{call['layer']}_lastblock_t1000"]
+        torch.testing.assert_close(call["attn_weights"][0], expected, atol=LOGIT_ATOL, rtol=0)
+
+
+def test_bidirectional_model():
+    arrays = golden_arrays("bidirectional")
+    model = golden_model(WanModel)
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4]) as calls:
+        flow = model(arrays["x"][None], arrays["t"], arrays["context"][None])
+    torch.testing.assert_close(flow[0], arrays["flow"], atol=ATOL, rtol=0)
+    for call in calls:
+        torch.testing.assert_close(call["attn_weights"][0], arrays[f"logits_layer{call['layer']}"], atol=LOGIT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_rope_tables_are_exact(head_dim):
+    arrays = golden_arrays("tables")
+    table = layers.RotaryTable(head_dim)
+    positions = arrays["rope_positions"]
+    turns = torch.cat([table.turns(axis, positions) for axis in range(3)], -1)
+    assert torch.equal(turns.real, arrays[f"rope_table_d{head_dim}_real"])
+    assert torch.equal(turns.imag, arrays[f"rope_table_d{head_dim}_imag"])
+    for start in (0, 6):
+        x, (frames, height, width) = arrays[f"rope_apply_d{head_dim}_x"], arrays[f"rope_apply_d{head_dim}_grid"].tolist()
+        turned = layers.rotate(x, *table(range(start, start + frames), height, width, x.device))
+        torch.testing.assert_close(turned, arrays[f"rope_apply_d{head_dim}_start{start}"], atol=5e-7, rtol=0)
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+def test_time_embedding_is_exact(dim):
+    arrays = golden_arrays("tables")
+    embedding = layers.sinusoidal_embedding(arrays["time_embed_t"], dim)
+    assert torch.equal(embedding, arrays[f"time_embed_dim{dim}"])
+
+
+@pytest.mark.parametrize("shift", [5, 8])
+def test_scheduler_tables_are_exact(shift):
+    arrays = golden_arrays("tables")
+    schedule = FlowSchedule(shift)
+    assert torch.equal(schedule.sigmas, arrays[f"fm_shift{shift}_sigmas"])
+    assert torch.equal(schedule.timesteps, arrays[f"fm_shift{shift}_timesteps"])
+    assert torch.equal(schedule.warp([1000, 750, 500, 250]), arrays[f"fm_shift{shift}_warped_1000_750_500_250"])
+
+
+def test_add_noise_is_exact():
+    arrays = golden_arrays("tables")
+    schedule = FlowSchedule(5)
+    assert schedule.sigma(0.0).item() == arrays["sigma_for_t0"].item()
+    for i, t in enumerate(arrays["add_noise_t"]):
+        noisy = add_noise(arrays["add_noise_x0"][i], arrays["add_noise_noise"][i], schedule.sigma(t).item())
+        assert torch.equal(noisy, arrays["add_noise_out"][i])
+
+
+def test_frames_must_be_announced_for_frame_granularity():
+    """Without a sampler nobody has said which frames are meant; with one, they travel with the numbers."""
+    arrays = golden_arrays("bidirectional")
+    model = golden_model(WanModel)
+    forward = (arrays["x"][None], arrays["t"], arrays["context"][None])
+    with pytest.raises(ValueError, match="frames of each call"), ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):
+        model(*forward)
+    frames = (0, 1, 2)
+    with (ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as calls,
+          ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=frames, key_frames=frames))):
+        model(*forward)
+    for call in calls:
+        torch.testing.assert_close(call["frame_logits"][0], arrays[f"frame_attention_layer{call['layer']}"],
+                                   atol=LOGIT_ATOL, rtol=0)
