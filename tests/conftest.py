@@ -13,6 +13,8 @@ from wan.modules.model import WanModel
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+torch.set_num_threads(1)     # the tensors are small: on a busy machine, threads that wait for each other cost seconds
+
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim", "num_heads", "num_layers", "patch_size")
 
 

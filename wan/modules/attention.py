@@ -1,7 +1,7 @@
 """The one place where softmax(q kᵀ / √D) v is computed, and the hook that observes it.
 
 Plain and captured runs make the same fused call, which returns its log-sum-exp (LSE) anyway, so looking changes no bit
-of what is generated. All statistics come from q, k and that LSE (wan/modules/reductions.py).
+of what is generated. What is kept is computed beside it, from q, k and that LSE (wan/modules/reductions.py).
 """
 
 from collections.abc import Callable

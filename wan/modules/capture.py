@@ -184,7 +184,7 @@ class AttentionCapture:
     def _reduce(self, request: CaptureRequest, site: Site, q: Tensor, k: Tensor, lse: Tensor,
                 frame_key_means: Callable[[], Tensor] | None) -> dict:
         if request.granularity == "token":
-            weights = reductions.token_matrix(q, k, None if request.is_logits else lse, request.token_dtype)
+            weights = reductions.token_matrix(q, k, request.is_logits, request.token_dtype)
             return {"attn_weights": weights, "is_logits": request.is_logits}
         if request.granularity == "key":
             return {"key_curve": reductions.key_curve(q, k), "is_logits": True}
@@ -193,7 +193,7 @@ class AttentionCapture:
                              "or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=..., key_frames=...))")
         num_query_frames, num_key_frames = len(self._pass.query_frames), len(self._pass.key_frames)
         if site.kind == "cross":
-            return {"cross_mass": reductions.token_mass(q, k, lse, num_query_frames), "is_logits": False}
+            return {"cross_mass": reductions.token_mass(q, k, num_query_frames), "is_logits": False}
         key_means = frame_key_means() if frame_key_means else reductions.frame_means(k, num_key_frames)
         kept = {"frame_logits": reductions.frame_logits(q, key_means, num_query_frames), "is_logits": True}
         if request.mass:

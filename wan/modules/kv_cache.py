@@ -18,8 +18,8 @@ class KVCache:
                  local_attn_size: int = -1, sink_size: int = 0, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu"):
         check_window(local_attn_size, sink_size, block_size=1)
+        self.local_attn_size, self.sink_size = local_attn_size, sink_size
         self.capacity = num_frames if local_attn_size == -1 else min(local_attn_size, num_frames)
-        self.sink_size = sink_size
         self.tokens_per_frame = tokens_per_frame
         self.frames: list[int] = []
         self.newest = range(0)
@@ -31,8 +31,10 @@ class KVCache:
 
     def advance(self, block: range) -> None:
         """Make room for the next block; from here on its queries see frames, and writes go to its slots."""
-        check_window(self.capacity, self.sink_size, len(block))
+        check_window(self.local_attn_size, self.sink_size, len(block))
         excess = len(self.frames) + len(block) - self.capacity
+        if excess > 0 and self.capacity != self.local_attn_size:
+            raise ValueError(f"frame {block.stop - 1} is beyond the {self.capacity} frames that the KV cache was made for")
         if excess > 0:
             sink = min(self.sink_size, len(self.frames))
             self._move(source=slice(sink + excess, len(self.frames)), to=sink)

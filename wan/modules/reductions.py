@@ -1,8 +1,8 @@
-"""Exact statistics of one attention call from its q, k and log-sum-exp, without keeping the matrix.
+"""Exact statistics of one attention call from its q and k, without keeping the matrix.
 
 Letters: q [B, Lq, H, D], k [B, Lk, H, D], frames of S tokens each, scale = 1/√D. All results are float32.
 The mean logit of a frame pair is linear in q and in k, so it follows from their means. The mass of a key frame is
-the sum of exp(scale q·k − lse) over its keys, where lse comes from the very call that is observed.
+the sum of the softmax over its keys; on CUDA a kernel takes the call's own log-sum-exp and forms no matrix at all.
 """
 
 import torch
@@ -33,36 +33,35 @@ def key_curve(q: Tensor, k: Tensor) -> Tensor:
 def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key_frames: int) -> Tensor:
     """Softmax mass on each key frame, averaged over the queries of each query frame -> [B, H, Fq, Fk].
 
-    lse [B, H, Lq]; every row of the result sums to 1 over the key frames.
+    lse [B, H, Lq] is the call's log-sum-exp; every row of the result sums to 1 over the key frames. On the CPU lse is
+    not used: in bfloat16 it is only good to 5e-5 there, and the softmax of a chunk costs the same.
     """
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
         mass = query_frame_mass(q, k, lse, num_key_frames)                          # [B, H, Lq, Fk]
     else:
-        mass = torch.cat([p.unflatten(-1, (num_key_frames, -1)).sum(-1) for p in _probabilities(q, k, lse)], 2)
+        mass = torch.cat([rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k)], 2)
     return mass.unflatten(2, (num_query_frames, -1)).mean(3)
 
 
-def token_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int) -> Tensor:
+def token_mass(q: Tensor, k: Tensor, num_query_frames: int) -> Tensor:
     """Softmax mass on each key token, averaged over the queries of each query frame -> [B, H, Fq, Lk]."""
-    per_frame = zip(q.unflatten(1, (num_query_frames, -1)).unbind(1),
-                    lse.unflatten(2, (num_query_frames, -1)).unbind(2), strict=True)
-    return torch.stack([sum(p.sum(2) for p in _probabilities(q_frame, k, lse_frame)) / q_frame.shape[1]
-                        for q_frame, lse_frame in per_frame], 2)
+    return torch.stack([sum(rows.softmax(-1).sum(2) for rows in _logits(frame, k)) / frame.shape[1]
+                        for frame in q.unflatten(1, (num_query_frames, -1)).unbind(1)], 2)
 
 
-def token_matrix(q: Tensor, k: Tensor, lse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Logits (lse None) or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
+def token_matrix(q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype) -> Tensor:
+    """Logits or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
 
     Formed in chunks of float32 and copied straight into the result, so that the device holds one chunk at a time.
     """
     batch, len_q, heads, _ = q.shape
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
-    chunks = _logits(q, k) if lse is None else _probabilities(q, k, lse)
     start = 0
-    for chunk in chunks:
-        out[:, :, start:start + chunk.shape[2]] = chunk.to(dtype)
-        start += chunk.shape[2]
+    for rows in _logits(q, k):
+        rows = rows if is_logits else rows.softmax(-1)
+        out[:, :, start:start + rows.shape[2]] = rows.to(dtype)
+        start += rows.shape[2]
     return out
 
 
@@ -73,11 +72,3 @@ def _logits(q: Tensor, k: Tensor):
     for part in q.split(rows, dim=1):
         yield (part.transpose(1, 2).float() * part.shape[-1] ** -0.5) @ k
 
-
-def _probabilities(q: Tensor, k: Tensor, lse: Tensor):
-    """Yield softmax rows [B, H, rows, Lk] in float32, a chunk of query rows at a time."""
-    start = 0
-    for logits in _logits(q, k):
-        stop = start + logits.shape[2]
-        yield logits.sub_(lse[:, :, start:stop, None]).exp_()
-        start = stop
