@@ -144,6 +144,8 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
         raise ConfigError(f"config {path} not found; configs/ holds: {beside}")
     try:
         from_file = OmegaConf.load(path)
+        if not OmegaConf.is_dict(from_file):
+            raise ConfigError(f"{path}: not a mapping of settings")
         unknown = sorted(set(from_file) - known)
         if unknown:
             raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
