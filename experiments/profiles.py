@@ -88,6 +88,18 @@ class Profiles:
             return "within block"
         return "full" if self.key_frames == tuple(range(self.query_frames[-1] + 1)) else "window"
 
+    @property
+    def caption(self) -> dict[str, Any]:
+        """What experiments/figures.py wants to know beside the arrays: quantity, taken, shaded."""
+        first, last = self.query_frames[0], self.query_frames[-1]
+        t = "" if self.timestep is None else f" at t = {self.timestep:g}"
+        noise = self.noise_frames if len(self.noise_frames) < len(self.key_frames) else ()  # else there is no context
+        return {
+            "quantity": self.quantity,
+            "taken": f"{self.pass_label}, query frame{f's {first}–{last}' if first < last else f' {first}'}",
+            "shaded": {f"own block (noise{t})": noise} if noise else {},
+        }
+
     def _values(self, layer: int) -> LayerValues:
         if layer not in self.layers:
             raise CacheError(f"layer {layer} is not in this cache; it has {', '.join(map(str, self.layers))}")

@@ -1,0 +1,98 @@
+"""What notebooks say about a cache in words: which heads to show, what was captured, statistics per head."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from experiments.figures import HeadPanel
+from experiments.measures import DELTA_THRESHOLD, RATIO_THRESHOLD, HeadStatistics
+from experiments.profiles import Profiles
+
+UNITS = {
+    "mean_logit": "mean logit q·k/√D over the token pairs of two frames",
+    "mass": "attention mass, the share of 1 that a key frame's tokens get together",
+    "mean_prob": "mean probability per key token, mass / tokens per frame",
+}
+
+
+def describe(profiles: Profiles) -> str:
+    """What a cache holds: source, layers, frames, pass, quantity, and what the queries could see."""
+    p = profiles
+    seen = {"full": "full, all frames so far", "window": "a sliding window", "within block": "within the block only"}
+    lines = [
+        f"Source: {p.source}",
+        f"Layers: {ranges(p.layers)}; {p.num_heads} heads; {p.frame_seq_length} tokens per frame",
+        f"Frames: {p.num_frames} in blocks of {', '.join(map(str, p.block_sizes))}",
+        f"Pass: {p.pass_label}",
+        f"Captured: {seen[p.captured]}; queries of frames {ranges(p.query_frames)} on keys of frames {ranges(p.key_frames)}",
+        f"Quantity: {p.quantity}, {UNITS[p.quantity]}",
+    ]
+    if p.noise_frames:
+        lines.append(f"Noise: the queries and key frames {ranges(p.noise_frames)} are noise in this pass, not context")
+    return "\n".join([*lines, *(f"Note: {note}" for note in p.notes)])
+
+
+def choose_heads(profiles: Profiles, heads: Iterable[tuple[int, int, str]]) -> tuple[list[HeadPanel], str]:
+    """(layer, head, label) -> what figures.head_curves draws, and a note. A head that the cache lacks is replaced by
+    head 0 of its first layers, and the note says so."""
+    panels, absent, first_layers = [], [], iter(profiles.layers)
+    for layer, head, label in heads:
+        if layer in profiles.layers and 0 <= head < profiles.num_heads:
+            panels.append(_panel(profiles, layer, head, label))
+            continue
+        absent.append(f"{label} (layer {layer}, head {head})")
+        if (substitute := next(first_layers, None)) is not None:
+            panels.append(_panel(profiles, substitute, 0, f"L{substitute}H0"))
+    if not absent:
+        return panels, ""
+    return panels, (f"Note: {', '.join(absent)} not in this cache, which has layers {ranges(profiles.layers)} with heads "
+                    f"0–{profiles.num_heads - 1}; shown: {', '.join(panel.label for panel in panels)}")
+
+
+def _panel(profiles: Profiles, layer: int, head: int, label: str) -> HeadPanel:
+    curve, S = profiles.key_curve(layer), profiles.frame_seq_length
+    if curve is not None:  # key tokens of a window -> their places among all frames
+        spread = np.full((profiles.num_frames, S), np.nan, np.float32)
+        spread[list(profiles.key_frames)] = curve[head].reshape(-1, S)
+        curve = spread.reshape(-1)
+    return HeadPanel(label, layer, head, profiles.frame_profile(layer)[head], curve)
+
+
+def layers_to_draw(profiles: Profiles, panels: Iterable[HeadPanel]) -> tuple[int, ...]:
+    """Layers drawn head by head: all of a cache of chosen layers; of an atlas, which has every layer, the shown ones."""
+    shown = sorted({panel.layer for panel in panels})
+    return tuple(shown) if profiles.kind == "atlas" and shown else profiles.layers
+
+
+def head_lines(statistics: HeadStatistics) -> str:
+    """One line per head of statistics [H]; N/A where a ratio has no positive middle or a frame was not attended."""
+    s = statistics
+    return "\n".join(
+        f"  H{h:2d}: first={_number(s.first[h])}, mid={_number(s.middle[h])}, last={_number(s.last[h])}, "
+        f"sink={_number(s.delta[h], '+7.3f')}, first/mid={_number(s.ratio[h], '7.2f')}, "
+        f"first-last={_number(s.first_minus_last[h], '+8.3f')}, max@{s.max_frame[h]}, "
+        f"(max-min)/|mean|={_number(s.spread[h], '6.2f')}"
+        for h in range(len(s.first))
+    )
+
+
+def called_sinks(statistics: HeadStatistics) -> str:
+    """Which heads of statistics [H] pass the thresholds of earlier work."""
+    names = [f"H{h}" for h in np.flatnonzero(statistics.called_sinks)]
+    return f"Δ > {DELTA_THRESHOLD:g} or first/middle > {RATIO_THRESHOLD:g}: {', '.join(names) or 'no head'}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0–2, 5"."""
+    parts = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
+
+
+def _number(value: float, form: str = "7.3f") -> str:
+    text = format(value, form)
+    return text if np.isfinite(value) else "N/A".rjust(len(text))
