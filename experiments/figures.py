@@ -68,6 +68,9 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     def wrapper(*args, **kwargs) -> Figure:
         with plt.rc_context(STYLE):
             figure = draw(*args, **kwargs)
+            for _ in range(2):  # the layout settles in two rounds; then fixed, so showing a figure cannot change it
+                figure.draw_without_rendering()
+            figure.set_layout_engine("none")
             plt.close(figure)
             return figure
 

@@ -1,0 +1,135 @@
+"""plt_fig4.ipynb from top to bottom on caches of each kind it takes: what it prints, writes, and says when it cannot."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import papermill
+import pytest
+import synthetic_caches
+from papermill.exceptions import PapermillExecutionError
+
+from experiments import reports
+from experiments.caches import save_cache
+from experiments.measures import head_statistics
+from experiments.profiles import open_profiles
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "plt_fig4.ipynb"
+
+
+def run(tmp_path, **parameters):
+    """Printed text of the executed notebook, from the folder a user starts it in."""
+    out = tmp_path / "out.ipynb"
+    papermill.execute_notebook(NOTEBOOK, out, cwd=NOTEBOOK.parent, progress_bar=False, kernel_name="python3",
+                               parameters={"SAVE_DIR": str(tmp_path / "figures")} | parameters)
+    outputs = [output for cell in nbformat.read(out, 4).cells for output in cell.get("outputs", [])]
+    return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+
+
+def figure_files(*layers):
+    per_layer = {f"figure4_layer{N}_{name}.svg" for N in layers for name in ("per_head_grid", "all_heads")}
+    return per_layer | {"figure4_reproduction.svg", "figure4_layer_comparison.svg", "figure4_statistics.svg"}
+
+
+def test_figure4_cache_twice(tmp_path):
+    cache = synthetic_caches.figure4()
+    save_cache(tmp_path / "c.pt", cache)
+    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"))
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(1, 5)
+    for name in figure_files(1, 5):
+        assert f"{tmp_path / 'figures' / name}\n" in printed
+    assert "Pass: pass 0 (t = 1000)" in printed
+    assert "Captured: full, all frames so far; queries of frames 18–20 on keys of frames 0–20" in printed
+    assert "key frames 18–20 are noise in this pass" in printed
+    assert "Shown: L1H1, L5H10" in printed
+    # the numbers, by another route: float64 means straight from the tokens
+    tokens = cache["attention_weights"][1]["attn_logits"][0, 10].double().numpy()  # layer 5, head 10: [48, 336]
+    frame = tokens.reshape(48, 21, 16).mean((0, 2))
+    middle = frame[1:20].mean()
+    line = (f"  H10: first={frame[0]:7.3f}, mid={middle:7.3f}, last={frame[20]:7.3f}, sink={frame[0] - middle:+7.3f}, "
+            f"first/mid={frame[0] / middle:7.2f}, first-last={frame[0] - frame[20]:+8.3f}, max@{frame.argmax()}, "
+            f"(max-min)/|mean|={(frame.max() - frame.min()) / abs(frame.mean()):6.2f}")
+    assert line in printed.split("Layer 5,")[1]
+    svgs = {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
+    assert b"max@" in svgs["figure4_reproduction.svg"]
+    assert run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt")) == printed
+    assert {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()} == svgs
+
+
+def test_atlas_pass_and_absent_layers(tmp_path):
+    save_cache(tmp_path / "c.pt", synthetic_caches.atlas(layers=(0, 1, 3), steps=(0, 4)))
+    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), STEP=4, HEADS=[[1, 1, "L1H1"], [5, 10, "L5H10"]])
+    assert "Pass: clean pass (t = 0)" in printed
+    assert "noise" not in printed
+    assert ("Note: L5H10 (layer 5, head 10) not in this cache, which has layers 0–1, 3 with heads 0–2; "
+            "shown: L1H1, L0H0") in printed
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(0, 1)
+
+
+def test_inference_window_of_probabilities(tmp_path):
+    save_cache(tmp_path / "c.pt", synthetic_caches.inference(window=[0, 4, 5, 6, 7, 8]))
+    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"))
+    assert "Captured: a sliding window; queries of frames 6–8 on keys of frames 0, 4–8" in printed
+    assert "Quantity: mass" in printed
+    assert "not attended" in (tmp_path / "figures" / "figure4_reproduction.svg").read_text()
+
+
+@pytest.mark.parametrize(("cache", "message"), [
+    (None, "../cache/none.pt not found; run: python experiments/run_extraction_figure4.py --output_path cache/none.pt"),
+    (synthetic_caches.layer(), "is a cache of format layer: open it with notebooks/extract_all_attention.ipynb"),
+])  # fmt: skip
+def test_what_cannot_be_shown_is_said_in_one_line(tmp_path, cache, message):
+    path = "../cache/none.pt"
+    if cache:
+        path = str(tmp_path / "layer.pt")
+        save_cache(path, cache)
+    with pytest.raises(PapermillExecutionError):
+        run(tmp_path, CACHE_PATH=path)
+    outputs = [o for cell in nbformat.read(tmp_path / "out.ipynb", 4).cells for o in cell.get("outputs", [])]
+    (error,) = [o for o in outputs if o["output_type"] == "error"]
+    assert len(error["traceback"]) == 1
+    assert message in error["traceback"][0]
+    assert not (tmp_path / "figures").exists()
+
+
+def test_how_it_is_stored():
+    notebook = json.loads(NOTEBOOK.read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    (parameters,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
+    assert 'CACHE_PATH = "../cache/attention_cache_figure4.pt"' in "".join(parameters["source"])
+    assert 'SAVE_DIR = "figure4"' in "".join(parameters["source"])
+    for cell in code:
+        assert len("".join(cell["source"]).split("\n")) <= 12
+        assert not re.search(r"^\s*(def|class) ", "".join(cell["source"]), re.MULTILINE)
+    headings = [line for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+                for line in "".join(cell["source"]).split("\n") if line.startswith("#")]
+    assert all(re.search(r"[\u4e00-\u9fff].* · .*[A-Za-z]", heading) for heading in headings)
+
+
+def test_heads_that_are_not_there():
+    view = open_profiles(synthetic_caches.figure4(layers=(0, 4), H=3, S=4))
+    panels, note = reports.choose_heads(view, [(1, 1, "L1H1"), (5, 10, "L5H10"), (9, 0, "third")])
+    assert [(p.layer, p.head, p.label) for p in panels] == [(0, 0, "L0H0"), (4, 0, "L4H0")]
+    assert "third (layer 9, head 0) not in this cache" in note
+    panels, note = reports.choose_heads(view, [(4, 2, "mine")])
+    assert ([(p.layer, p.head, p.label) for p in panels], note) == ([(4, 2, "mine")], "")
+    np.testing.assert_allclose(panels[0].curve.reshape(21, 4).mean(1), panels[0].profile, atol=1e-6)
+
+
+def test_a_windows_curve_lies_where_its_frames_are():
+    view = open_profiles(synthetic_caches.figure4(layers=(1,), H=3, S=4, keys=[0, 17, 18, 19, 20]))
+    ((panel,), _) = reports.choose_heads(view, [(1, 2, "x")])
+    by_frame = panel.curve.reshape(21, 4)
+    assert np.isnan(by_frame[1:17]).all()
+    np.testing.assert_allclose(by_frame.mean(1), panel.profile, atol=1e-6)
+
+
+def test_lines_and_ranges():
+    lines = reports.head_lines(head_statistics(np.array([[4.27, 1, 0.98, 7.281], [1, -2, 0, 3], [np.nan] * 4])))
+    assert lines.split("\n")[0].startswith("  H 0: first=  4.270, mid=  0.990, last=  7.281, sink= +3.280, first/mid=   4.31")
+    assert "first/mid=    N/A" in lines.split("\n")[1]
+    assert "first=    N/A" in lines.split("\n")[2]
+    assert reports.ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
