@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input, 130 Ctrl-C."""
     transformers.utils.logging.disable_progress_bar()     # the rollout's is the one to look at
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
         run(argv)
     except (ConfigError, CacheError) as error:
