@@ -39,8 +39,8 @@ LABELS = {
     "mass": "Attention mass (share of 1)",
     "mean_prob": "Mean probability per key token",
 }
-TOKEN_LABELS = LABELS | {"mean_logit": "Logit q·k/√D, query mean", "mass": "Probability, query mean"}
-NAMES = {"mean_logit": "mean logit", "mass": "mass", "mean_prob": "mean probability"}
+TOKEN_LABELS = LABELS | {"mean_logit": "Logit q·k/√D, query mean", "mean_prob": "Probability, query mean"}
+NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mean probability"}
 BLUE, DARK, ORANGE, GREEN, PURPLE, GREY = "#4C72B0", "#1F3552", "#DD8452", "#55A868", "#8172B3", "0.85"
 ABSENT = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
 SHADE = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
@@ -98,15 +98,17 @@ def head_curves(panels: Sequence[HeadPanel], *, quantity: str, taken: str, shade
             axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label="per key token")
         else:
             axis.bar(frames, panel.profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
-        axis.plot(frames, panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3, label="mean per key frame")
+        axis.plot(frames, panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3,
+                  label="per key frame" if panel.curve is None else "mean per key frame")
         axis.axhline(0, color="0.4", linewidth=0.8)
         axis.set_title(f"{panel.label}: layer {panel.layer}, head {panel.head}, {NAMES[quantity]}, {taken}")
         axis.set_ylabel((LABELS if panel.curve is None else TOKEN_LABELS)[quantity])
         axis.margins(y=0.12)
         if np.isfinite(panel.profile).any():
             k = int(np.nanargmax(panel.profile))
+            top = panel.profile[k] if panel.curve is None else np.split(panel.curve, F)[k].max()
             side = "left" if k < 0.06 * F else "right" if k > 0.94 * F else "center"
-            axis.annotate(f"max@{k}", (k, panel.profile[k]), (0, 6), textcoords="offset points", ha=side,
+            axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side,
                           weight="bold", color=DARK)
         _frame_axis(axis, F, room=25)
         legend |= {h.get_label(): h for h in axis.get_legend_handles_labels()[0]} | _mark(axis, panel.profile, shaded)

@@ -51,6 +51,8 @@ def choose_heads(profiles: Profiles, heads: Iterable[tuple[int, int, str]]) -> t
 
 def _panel(profiles: Profiles, layer: int, head: int, label: str) -> HeadPanel:
     curve, S = profiles.key_curve(layer), profiles.frame_seq_length
+    if profiles.quantity == "mass":
+        curve = None  # a frame's mass is the sum of its tokens' probabilities: not one axis
     if curve is not None:  # key tokens of a window -> their places among all frames
         spread = np.full((profiles.num_frames, S), np.nan, np.float32)
         spread[list(profiles.key_frames)] = curve[head].reshape(-1, S)
