@@ -46,10 +46,10 @@ def test_round_trip(tmp_path, maker, mmap):
 
 def test_bytes_depend_on_the_content_alone(tmp_path):
     cache = synthetic_caches.figure4(S=5, H=3)
+    cache["notes"] = [cache["prompt"], cache["prompt"]]  # one object three times
     save_cache(tmp_path / "a.pt", cache)
     twin = synthetic_caches.figure4(S=5, H=3)
-    twin["prompt"] = "".join(list(twin["prompt"]))  # equal text, another object
-    twin["weights_file"] = "".join(list(twin["weights_file"]))
+    twin["notes"] = ["".join(list(twin["prompt"])) for _ in range(2)]  # equal texts, three objects
     twin["query_frames"] = tuple(twin["query_frames"])
     tokens = twin["attention_weights"][0]
     padded = torch.cat([tokens["attn_logits"], torch.zeros_like(tokens["attn_logits"])])  # a view of a larger storage
