@@ -76,7 +76,6 @@ def memory(cuda: bool, reset: bool = False) -> dict[str, float]:
     if reset:
         Path("/proc/self/clear_refs").write_text("5")          # Linux: VmHWM starts again at VmRSS
     if cuda and reset:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {"host": int(status["VmHWM"].split()[0]) / 1024,

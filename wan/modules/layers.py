@@ -5,6 +5,7 @@ in float32 whatever the dtype of the weights, and stored in that dtype.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,9 @@ class RotaryTable:
         """cos and signed sin for rotate(), float32 [L, 1, D]; kept until other frames are asked for."""
         key = (tuple(frames), height, width, device)
         if key not in self._last:
-            positions = (torch.tensor(key[0], device=device), *(torch.arange(n, device=device) for n in (height, width)))
+            if isinstance(frames, range):     # made on the device: a copy from the host would wait for it
+                frames = torch.arange(frames.start, frames.stop, frames.step, device=device)
+            positions = (torch.as_tensor(frames, device=device), *(torch.arange(n, device=device) for n in (height, width)))
             time, rows, columns = (self.turns(axis, p) for axis, p in enumerate(positions))
             grid = (len(key[0]), height, width, -1)
             turns = torch.cat([time[:, None, None].expand(grid), rows[None, :, None].expand(grid),
@@ -64,6 +67,14 @@ def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
+def fused_kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels that compute the three modules below, where they apply: on CUDA, when nobody wants gradients."""
+    if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    from wan.modules import fused  # Triton is there only beside CUDA
+    return fused
+
+
 class QueryKeyNorm(nn.Module):
     """RMSNorm of queries or keys over the whole dim, before they are split into heads and, given tables, rotated."""
 
@@ -74,6 +85,8 @@ class QueryKeyNorm(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """[B, L, dim] -> [B, L, H, D]."""
+        if kernels := fused_kernels(x):
+            return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
         return x if rope is None else rotate(x, *rope)
 
@@ -86,6 +99,8 @@ class ModulatedNorm(nn.Module):
         self.dim, self.eps = dim, eps
 
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        if kernels := fused_kernels(x):
+            return kernels.modulated_norm(x, scale, shift, self.eps)
         normed = F.layer_norm(x, (self.dim,), eps=self.eps).unflatten(1, (scale.shape[1], -1))    # [B, F, S, dim]
         return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
 
@@ -94,6 +109,8 @@ class GatedAdd(nn.Module):
     """x + gate * y, with a gate per frame, float32 [B, F or 1, dim]."""
 
     def forward(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        if kernels := fused_kernels(x):
+            return kernels.gated_add(x, y, gate)
         frames = (gate.shape[1], -1)
         return torch.addcmul(x.unflatten(1, frames), y.unflatten(1, frames), gate[:, :, None]).flatten(1, 2).to(x.dtype)
 

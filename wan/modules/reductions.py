@@ -38,10 +38,10 @@ def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key
     """
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
-        mass = query_frame_mass(q, k, lse, num_key_frames)                          # [B, H, Lq, Fk]
-    else:
-        mass = torch.cat([rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k)], 2)
-    return mass.unflatten(2, (num_query_frames, -1)).mean(3)
+        mass = query_frame_mass(q, k, lse, num_key_frames)                          # [B, H, Fk, Lq]
+        return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
+    mass = torch.cat([rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k)], 2)
+    return mass.unflatten(2, (num_query_frames, -1)).mean(3)                        # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
 
 
 def token_mass(q: Tensor, k: Tensor, num_query_frames: int) -> Tensor:
@@ -59,8 +59,9 @@ def token_matrix(q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype) -> T
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
     start = 0
     for rows in _logits(q, k):
-        rows = rows if is_logits else rows.softmax(-1)
-        out[:, :, start:start + rows.shape[2]] = rows.to(dtype)
+        rows = (rows if is_logits else rows.softmax(-1)).to(dtype)
+        for target, source in zip(out.flatten(0, 1), rows.flatten(0, 1), strict=True):    # contiguous pieces: straight copies
+            target[start:start + len(source)].copy_(source)
         start += rows.shape[2]
     return out
 

@@ -1,0 +1,101 @@
+"""Triton kernels for what stands between a layer's products: each reads its input once and writes its result once.
+
+They compute in float32 what layers.py says in PyTorch, which stays the definition and the path of CPU and training. At
+480 x 832 on an H200 the PyTorch operations cost as much time as the matrix products (tests/gpu/).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _modulated_norm_kernel(x_ptr, scale_ptr, shift_ptr, out_ptr, eps, dim, tokens_per_row, stride_scale, stride_shift,
+                           BLOCK: tl.constexpr):
+    """One token: LayerNorm, then * (1 + scale) + shift of its frame."""
+    token = tl.program_id(0).to(tl.int64)
+    row = token // tokens_per_row
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    x = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row * stride_scale + columns, mask=inside, other=0.0)
+    shift = tl.load(shift_ptr + row * stride_shift + columns, mask=inside, other=0.0)
+    centred = tl.where(inside, x - tl.sum(x) / dim, 0.0)
+    inverse_std = tl.rsqrt(tl.sum(centred * centred) / dim + eps)
+    result = centred * inverse_std * (1.0 + scale) + shift
+    tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_add_kernel(x_ptr, y_ptr, gate_ptr, out_ptr, dim, tokens_per_row, stride_gate, BLOCK: tl.constexpr):
+    """One token: x + gate of its frame * y."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    x = tl.load(x_ptr + token * dim + columns, mask=inside).to(tl.float32)
+    y = tl.load(y_ptr + token * dim + columns, mask=inside).to(tl.float32)
+    gate = tl.load(gate_ptr + token // tokens_per_row * stride_gate + columns, mask=inside)
+    tl.store(out_ptr + token * dim + columns, (x + gate * y).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_rotate_kernel(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, eps, dim, head_dim, length,
+                        ROTATE: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: RMSNorm over dim, then each pair of dims of each head turned by the token's angles."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    row = x_ptr + token * dim
+    x = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(x * x) / dim + eps)
+    result = x * inverse_rms * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if ROTATE:
+        partner = columns ^ 1
+        other = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
+        other = other * inverse_rms * tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
+        angle = token % length * head_dim + columns % head_dim
+        cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
+        result = result * cos + other * tl.load(sin_ptr + angle, mask=inside, other=0.0)
+    tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim]."""
+    x, grid, dim, block = _tokens(x)
+    out, (scale, stride_scale), (shift, stride_shift) = torch.empty_like(x), _rows(scale), _rows(shift)
+    _modulated_norm_kernel[grid](x, scale, shift, out, eps, dim, x.shape[1] // scale.shape[1], stride_scale, stride_shift,
+                                 BLOCK=block)
+    return out
+
+
+def gated_add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim]."""
+    x, grid, dim, block = _tokens(x)
+    out, (gate, stride_gate) = torch.empty_like(x), _rows(gate)
+    _gated_add_kernel[grid](x, y.contiguous(), gate, out, dim, x.shape[1] // gate.shape[1], stride_gate, BLOCK=block)
+    return out
+
+
+def norm_rotate(x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor] | None, num_heads: int, eps: float) -> Tensor:
+    """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D]."""
+    x, grid, dim, block = _tokens(x)
+    out = torch.empty_like(x)
+    cos, sin = (table.contiguous() for table in rope) if rope else (x, x)     # not read without RoPE
+    _norm_rotate_kernel[grid](x, weight, cos, sin, out, eps, dim, dim // num_heads, x.shape[1],
+                              ROTATE=rope is not None, BLOCK=block)
+    return out.unflatten(-1, (num_heads, -1))
+
+
+def _tokens(x: Tensor) -> tuple[Tensor, tuple[int], int, int]:
+    """x [B, L, dim] with tokens in a row, one program for each, dim, and the power of two that holds it."""
+    batch, length, dim = x.shape
+    return x.contiguous(), (batch * length,), dim, triton.next_power_of_2(dim)
+
+
+def _rows(table: Tensor) -> tuple[Tensor, int]:
+    """A table [B, F, dim] of contiguous rows that lie evenly in memory, and the distance between them."""
+    evenly = table.stride(-1) == 1 and (table.shape[0] == 1 or table.stride(0) == table.shape[1] * table.stride(1))
+    table = table if evenly else table.contiguous()
+    return table, table.stride(1) if table.shape[1] > 1 else table.stride(0)
+
