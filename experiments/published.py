@@ -1,0 +1,53 @@
+"""Published facts about the real model, as files in cache/published/: curves read off figures, and labels of heads."""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.formats import CacheError
+
+FOLDER = Path("cache/published")
+FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"   # the paper's Figure 4, by key frame
+HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
+STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"     # 1 static, 0 dynamic
+MAKE = "python experiments/build_published.py FOLDER"
+
+
+class Curve(NamedTuple):
+    """A curve read off a figure; both [F]."""
+
+    values: np.ndarray     # NaN where the figure shows nothing
+    clipped: np.ndarray    # bool: the figure ends there, the true value lies further out
+
+
+def read_curves(path: str | Path) -> dict[str, Curve]:
+    """Curves by name from a CSV with a column key_frame, a column per curve, and, if any point is cut off by the edge
+    of its figure, a column clipped that names its curves. Raises CacheError for a file that is not there or not this."""
+    path = _existing(path)
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    try:
+        frames = [int(row["key_frame"]) for row in rows]
+        names = [name for name in rows[0] if name not in ("key_frame", "clipped")]
+        if frames != list(range(len(rows))):
+            raise ValueError(f"key_frame counts {frames[:3]}... instead of 0, 1, 2, ...")
+        return {name: Curve(np.array([float(row[name] or "nan") for row in rows]),
+                            np.array([name in (row.get("clipped") or "").split() for row in rows])) for name in names}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
+
+
+def read_labels(path: str | Path) -> np.ndarray:
+    """Labels of heads [layers, H], one row per layer; lines that start with # are comments."""
+    try:
+        return np.loadtxt(_existing(path), delimiter=",", dtype=int, ndmin=2)
+    except ValueError as error:
+        raise CacheError(f"{path} is not a table of whole numbers: {error}") from None
+
+
+def _existing(path: str | Path) -> Path:
+    if not Path(path).is_file():
+        raise CacheError(f"{path} not found; git has it in {FOLDER}, or make it with: {MAKE}")
+    return Path(path)
