@@ -50,14 +50,22 @@ class Extraction:
 
     def kept(self, name: str, layer: int, step: int) -> list[dict]:
         """The captured calls of one layer and pass that hold a quantity, in block order."""
-        found = [r for r in self.records if name in r and r["layer"] == layer and r["step"] == step]
+        found = [r for r in self.records if name in r and (r["layer"], r["step"]) == (layer, step)]
         if not found:
             raise RunError(f"layer {layer}, step {step}: no {name} was captured")
         return found
 
     def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
-        """frame_logits or frame_mass of all blocks as one matrix [H, F, F], NaN where nothing was attended."""
-        pieces = [(r["query_frames"], r["key_frames"], r[name][0]) for r in self.kept(name, layer, step)]
+        """frame_logits or frame_mass of all blocks as one matrix [H, F, F], NaN where nothing was attended.
+
+        Where tokens were captured, they are reduced to it.
+        """
+        if any("attn_weights" in r for r in self.records):
+            S = self.common["frame_seq_length"]
+            pieces = [(r["query_frames"], r["key_frames"], frames.frame_means(r["attn_weights"][0], S))
+                      for r in self.kept("attn_weights", layer, step)]
+        else:
+            pieces = [(r["query_frames"], r["key_frames"], r[name][0]) for r in self.kept(name, layer, step)]
         return frames.assemble(pieces, self.config.num_frames)
 
 
@@ -212,6 +220,11 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
         "format": "figure4", "is_logits": is_logits, "attention_weights": layers, "capture_method": "native_inference_capture",
         "layer_indices": list(run.config.layer_indices), "query_frames": run.last_block,
         "key_frames": run.records[0]["key_frames"]}
+
+
+def layer_requests(config: RunConfig, granularity: str = "frame") -> list[CaptureRequest]:
+    """All blocks of one layer in the chosen pass; token granularity gives the same numbers the long way, as a check."""
+    return [CaptureRequest(layers=[config.layer_index], steps=[config.step], granularity=granularity, mass=False)]
 
 
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:

@@ -18,7 +18,8 @@ def table(path: Path) -> str:
     """The rows of one benchmark, and under them what they were measured on."""
     report = json.loads(path.read_text())
     env = report["environment"]
-    what = f"{report['model']}{' shapes, random weights' if report['random_weights'] else ''}, {report['num_frames']} latent frames"
+    weights = " shapes, random weights" if report["random_weights"] else ""
+    what = f"{report['model']}{weights}, {report['num_frames']} latent frames"
     where = f"{env['device']}, torch {env['torch']}, {report['dtype']}, {env['date']}, `{env['git'][:9]}`"
     return f"{as_table(report['rows'])}\n\n{what}; {where}: `{env['command']}`\n"
 

@@ -87,6 +87,12 @@ def test_the_layer_cache_is_a_slice_of_the_atlas(caches):
     torch.testing.assert_close(layer["last_block_frame_attention"], layer["full_frame_attention"][:, 18:].mean(1))
 
 
+def test_the_long_way_through_tokens_gives_the_same_layer(tmp_path):
+    short, long = (extract(run_extraction_each, tmp_path / f"{name}.pt", *SHORT, "--granularity", name)
+                   for name in ("frame", "token"))
+    torch.testing.assert_close(short["full_frame_attention"], long["full_frame_attention"], atol=1e-5, rtol=0, equal_nan=True)
+
+
 def test_the_atlas(caches):
     atlas = caches["atlas"]
     assert atlas["pass_timesteps"] == pytest.approx([1000, 937.5, 833.3333, 625, 0]) and atlas["layers"] == list(range(8))

@@ -46,7 +46,7 @@ def test_rollout(case):
 
 
 @pytest.mark.parametrize("case", ["blocks9", "indep7", "win6_sink1_f12", "win9_sink3_f15"])
-@pytest.mark.parametrize("granularity", ["token", "frame"])
+@pytest.mark.parametrize("granularity", ["token", "key", "frame"])
 def test_captured_frame_logits(case, granularity):
     """Every call of layers 0 and 4, and the frames a window shows, by global index."""
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity=granularity) as calls:
@@ -56,7 +56,10 @@ def test_captured_frame_logits(case, granularity):
     visible = golden_config()["cases"][case].get("visible_key_frames_per_block")
     for i, call in enumerate(calls):
         expected = golden[i // 2, i % 2, :, :len(call["query_frames"]), :len(call["key_frames"])]
-        values = call["frame_logits"][0] if granularity == "frame" else frame_means(call["attn_weights"][0])
+        if granularity == "key":                    # averaged over all queries of the block
+            expected, values = expected.mean(1), call["key_curve"][0].unflatten(-1, (-1, 24)).mean(-1)
+        else:
+            values = call["frame_logits"][0] if granularity == "frame" else frame_means(call["attn_weights"][0])
         torch.testing.assert_close(values, expected, atol=LOGIT_ATOL, rtol=0)
         assert (call["layer"], call["layer_idx"]) == ((0, 4)[i % 2], (0, 8)[i % 2])
         assert call["is_clean_pass"] == (call["step"] == 4) == (call["timestep"] == 0)
