@@ -163,13 +163,11 @@ def run(argv=None):
     if args.repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, not {args.repeats}")
     rollout, sizes = make_rollout(config, args.random_weights)
-    if args.compile:
-        rollout.pipeline.model.compile_elementwise()
     results = measure(rollout, rows(config, sizes.num_layers), args.repeats)
     print(as_table(results))
     if args.output_path:
         report = {"model": config.model, "random_weights": args.random_weights, "num_frames": config.num_frames,
-                  "passes": config.num_passes, "layers": sizes.num_layers, "dtype": config.dtype, "compile": args.compile,
+                  "passes": config.num_passes, "layers": sizes.num_layers, "dtype": config.dtype,
                   "environment": environment(rollout.noise.device), "rows": results}
         Path(args.output_path).parent.mkdir(parents=True, exist_ok=True)
         Path(args.output_path).write_text(json.dumps(report, indent=1) + "\n")

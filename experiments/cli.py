@@ -46,7 +46,6 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     flag("--step", type=int, help="which pass: 0 is t = 1000, the last is the clean pass")
     flag("--save_video", metavar="PATH", nargs="?", const="",
          help="also decode the video and write an mp4, beside the cache unless PATH says where")
-    flag("--compile", action=both, default=False, help="fuse norms, modulation and RoPE with torch.compile")
     return parser
 
 

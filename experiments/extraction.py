@@ -69,7 +69,7 @@ class Extraction:
         return frames.assemble(pieces, self.config.num_frames)
 
 
-def extract(config: RunConfig, requests: Sequence[CaptureRequest], compile_model: bool = False) -> Extraction:
+def extract(config: RunConfig, requests: Sequence[CaptureRequest]) -> Extraction:
     """Generate one video as the config says and capture on the way.
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError where the result is not finite.
@@ -85,8 +85,6 @@ def extract(config: RunConfig, requests: Sequence[CaptureRequest], compile_model
 
     prompt_embeds, prompt_tokens = encode_prompt(config, model_config, dtype, device)
     pipeline = load_pipeline(config, model_config, dtype, device)
-    if compile_model:
-        pipeline.model.compile_elementwise()
     noise, renoise = draw_noise(config, model_config, dtype, device)
     with (tqdm(total=len(config.block_sizes) * config.num_passes, desc="rollout", unit="pass", leave=False) as progress,
           ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records):

@@ -18,7 +18,7 @@ def run(argv=None):
     config = config_from(args)
     extraction.require_writable(args.output_path)
     requests = extraction.atlas_requests(config, args.mass, args.key_curve, args.cross)
-    result = extraction.extract(config, requests, args.compile)
+    result = extraction.extract(config, requests)
     save_results(args, result, {args.output_path: extraction.atlas_cache(result)})
 
 

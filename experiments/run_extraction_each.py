@@ -16,7 +16,7 @@ def run(argv=None):
     config = config_from(args)
     path = args.output_path or f"cache/layer{config.layer_index}.pt"
     extraction.require_writable(path)
-    result = extraction.extract(config, extraction.layer_requests(config, args.granularity), args.compile)
+    result = extraction.extract(config, extraction.layer_requests(config, args.granularity))
     save_results(args, result, {path: extraction.layer_cache(result, config.layer_index)})
 
 

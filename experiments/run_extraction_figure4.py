@@ -17,7 +17,7 @@ def run(argv=None):
     config, is_logits = config_from(args), args.capture == "logits"
     requests = extraction.figure4_requests(config, args.granularity, is_logits)
     extraction.require_writable(args.output_path)
-    result = extraction.extract(config, requests, args.compile)
+    result = extraction.extract(config, requests)
     save_results(args, result, {args.output_path: extraction.figure4_cache(result, is_logits)})
 
 

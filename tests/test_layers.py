@@ -3,13 +3,15 @@
 In bfloat16 the budget is half a unit in the last place of the result plus what float32 arithmetic may add.
 """
 
+import copy
+
 import pytest
 import torch
 from conftest import golden_config
 
 from wan.config import ModelConfig
 from wan.modules.causal_model import teacher_forcing_mask
-from wan.modules.layers import GatedAdd, ModulatedNorm, QueryKeyNorm, RotaryTable
+from wan.modules.layers import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm, RotaryTable
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = pytest.mark.parametrize(("batch", "frames", "tokens", "heads", "head_dim", "rows"), [
@@ -80,6 +82,18 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dt
         expected = torch.view_as_real(torch.view_as_complex(expected.unflatten(-1, (-1, 2))) * turns).flatten(-2)
     extra = expected.abs().max() * 2 ** -8 if dtype == torch.bfloat16 and device.type == "cpu" else 0
     assert found.shape == expected.shape and ((found - expected).abs() <= budget(expected, dtype) + extra).all()
+
+
+@DTYPES
+@torch.no_grad()
+def test_feed_forward(dtype, device):
+    """No worse than twice the error of three plain PyTorch operations in the same dtype."""
+    torch.manual_seed(0)
+    ffn = FeedForward(48, 96).to(device, dtype)
+    (x,) = inputs(dtype, device, (2, 15, 48))
+    expected = copy.deepcopy(ffn).double().cpu()(x.double().cpu()).to(device)
+    plain = torch.nn.Sequential.forward(ffn, x)
+    assert (ffn(x) - expected).abs().max() <= 2 * (plain - expected).abs().max() + 1e-6
 
 
 def test_time_turns_once_in_two_pi_frames():

@@ -68,7 +68,7 @@ def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:
-    """The Triton kernels that compute the three modules below, where they apply: on CUDA, when nobody wants gradients."""
+    """The Triton kernels for the modules below, where they apply: on CUDA, when nobody wants gradients."""
     if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
         return None
     from wan.modules import fused  # Triton is there only beside CUDA
@@ -113,6 +113,20 @@ class GatedAdd(nn.Module):
             return kernels.gated_add(x, y, gate)
         frames = (gate.shape[1], -1)
         return torch.addcmul(x.unflatten(1, frames), y.unflatten(1, frames), gate[:, :, None]).flatten(1, 2).to(x.dtype)
+
+
+class FeedForward(nn.Sequential):
+    """Linear, GELU (tanh), Linear."""
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__(nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not fused_kernels(x):
+            return super().forward(x)
+        widen, _, narrow = self       # cuBLAS applies the GELU while it stores: one reading and writing of the widest tensor less
+        hidden = torch._addmm_activation(widen.bias, x.flatten(0, 1), widen.weight.t(), use_gelu=True)
+        return narrow(hidden).unflatten(0, x.shape[:2])
 
 
 class _Attention(nn.Module):
@@ -169,7 +183,7 @@ class Block(nn.Module):
         self.norm3 = nn.LayerNorm(dim, eps)
         self.self_attn = SelfAttention(config, layer)
         self.cross_attn = CrossAttention(config, layer)
-        self.ffn = nn.Sequential(nn.Linear(dim, config.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(config.ffn_dim, dim))
+        self.ffn = FeedForward(dim, config.ffn_dim)
         self.gate1, self.gate2 = GatedAdd(), GatedAdd()
         self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim ** 0.5)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from wan.config import ConfigError, ModelConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.kv_cache import KVCache
-from wan.modules.layers import Block, GatedAdd, Head, ModulatedNorm, QueryKeyNorm, RotaryTable, sinusoidal_embedding
+from wan.modules.layers import Block, Head, RotaryTable, sinusoidal_embedding
 
 TextKeysValues = list[tuple[Tensor, Tensor]]     # per layer, [B, text_len, H, D] each
 
@@ -70,12 +70,6 @@ class WanModel(nn.Module):
         x = self.head(x, time.float())                                                   # [B, L, ph·pw·channels]
         return rearrange(x, "b (f h w) (ph pw c) -> b c f (h ph) (w pw)",
                          h=grid_h, w=grid_w, ph=config.patch_size[1], pw=config.patch_size[2])
-
-    def compile_elementwise(self) -> None:
-        """Fuse norms, modulation, RoPE and gates with torch.compile; products and attention stay as they are."""
-        for module in self.modules():
-            if isinstance(module, ModulatedNorm | GatedAdd | QueryKeyNorm):
-                module.compile()
 
     def init_weights(self) -> None:
         """Initial values for training: Xavier for products, small normal for embeddings, a head that predicts zero flow."""
