@@ -9,7 +9,9 @@ Rows are run in turn, repeat after repeat, and reported as medians. Every row's 
 import argparse
 import gc
 import json
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -135,7 +137,9 @@ def measure(rollout: Rollout, table: dict[str, list[CaptureRequest]], repeats: i
 
 def environment(device: torch.device) -> dict:
     """What a number depends on besides the code."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = os.environ.get("GIT_COMMIT")      # where the tree travelled without its history
+    if git is None and shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
             "git": git or "unknown", "date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", *sys.argv])}

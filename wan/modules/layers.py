@@ -124,7 +124,7 @@ class FeedForward(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if not fused_kernels(x):
             return super().forward(x)
-        widen, _, narrow = self       # cuBLAS applies the GELU while it stores: one reading and writing of the widest tensor less
+        widen, _, narrow = self       # cuBLAS applies the GELU while it stores: the widest tensor is touched once
         hidden = torch._addmm_activation(widen.bias, x.flatten(0, 1), widen.weight.t(), use_gelu=True)
         return narrow(hidden).unflatten(0, x.shape[:2])
 
