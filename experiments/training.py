@@ -1,0 +1,93 @@
+"""A training loop that ends on time: float32 masters behind bf16 weights, and their moving average."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from itertools import compress
+
+import torch
+from torch import Tensor, nn
+
+
+class Clock:
+    """The time a stage has, from now on."""
+
+    def __init__(self, minutes: float):
+        self.begin, self.budget = time.monotonic(), 60 * minutes
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begin
+
+    @property
+    def progress(self) -> float:
+        return self.seconds / self.budget
+
+
+class Trainer:
+    """Working weights in bf16 (float32 on a CPU), float32 masters under AdamW, and their moving average as modules.
+
+    Parameters that do not require gradients stay as they are.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], peak_lr: float, clock: Clock, ema_decay: float = 0.998):
+        self.ema = [deepcopy(m).float().requires_grad_(False) for m in modules]
+        trained = [p.requires_grad for m in modules for p in m.parameters()]
+        self.params = list(compress((p for m in modules for p in m.parameters()), trained))
+        self.averages = list(compress((p for m in self.ema for p in m.parameters()), trained))
+        self.masters = [p.detach().float().clone() for p in self.params]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        device = self.params[0].device
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
+        )
+        for m in modules:
+            m.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.peak_lr, self.ema_decay, self.clock = peak_lr, ema_decay, clock
+        self.steps, self.curve = 0, []
+
+    def step(self, loss: Tensor) -> None:
+        """One update; the learning rate warms up over 100 steps and falls to zero by a cosine over the time given."""
+        loss.backward()
+        torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.params])
+        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        decayed = self.peak_lr * 0.5 * (1 + math.cos(math.pi * min(self.clock.progress, 1)))
+        self.optimizer.param_groups[0]["lr"] = decayed * min(1, (self.steps + 1) / 100)
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.params, self.masters)
+            torch._foreach_zero_([p.grad for p in self.params])
+            decay = min(self.ema_decay, (1 + self.steps) / (10 + self.steps))
+            torch._foreach_lerp_(self.averages, self.masters, 1 - decay)
+        if self.steps % 50 == 0:
+            self.curve.append([self.steps, round(self.clock.seconds, 1), round(loss.item(), 5)])
+        self.steps += 1
+
+    def loop(self, save: Callable[[], None]) -> Iterator[int]:
+        """Step numbers until the time is over; save() is called every minute and at the end."""
+        saved = self.clock.seconds
+        while self.clock.progress < 1:
+            yield self.steps
+            if self.clock.seconds - saved > 60:
+                save()
+                saved = self.clock.seconds
+        save()
+
+    def averaged(self) -> list[nn.Module]:
+        """Copies of the modules with averaged weights in bf16, as they are written."""
+        return [deepcopy(m).to(torch.bfloat16) for m in self.ema]
+
+    def numbers(self) -> dict:
+        """What a log says of the training; the curve holds [step, seconds, loss]."""
+        last = [loss for *_, loss in self.curve[-10:]]
+        return {
+            "steps": self.steps,
+            "seconds": round(self.clock.seconds, 1),
+            "parameters": sum(p.numel() for p in self.params),
+            "loss_mean_of_last_10": round(sum(last) / len(last), 5),
+            "loss_curve": self.curve,
+        }
