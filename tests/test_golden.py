@@ -126,7 +126,7 @@ def test_rope_tables_are_exact(head_dim):
 def test_time_embedding_is_exact(dim):
     arrays = golden_arrays("tables")
     embedding = layers.sinusoidal_embedding(arrays["time_embed_t"], dim)
-    assert torch.equal(embedding, arrays[f"time_embed_dim{dim}"])
+    torch.testing.assert_close(embedding, arrays[f"time_embed_dim{dim}"], atol=2.3e-16, rtol=0)    # an ulp of 1: CPUs differ
 
 
 @pytest.mark.parametrize("shift", [5, 8])
