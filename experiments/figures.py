@@ -41,7 +41,7 @@ LABELS = {
 }
 TOKEN_LABELS = LABELS | {"mean_logit": "Logit q·k/√D, query mean", "mean_prob": "Probability, query mean"}
 NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mean probability"}
-BLUE, DARK, ORANGE, GREEN, PURPLE, GREY = "#4C72B0", "#1F3552", "#DD8452", "#55A868", "#8172B3", "0.85"
+BLUE, DARK, ORANGE, GREEN, PURPLE, RED, GREY = "#4C72B0", "#1F3552", "#DD8452", "#55A868", "#8172B3", "#C44E52", "0.85"
 ABSENT = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
 SHADE = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
 THIN_ABOVE = 25                      # frames: up to here every frame has a tick, where there is room
@@ -52,13 +52,16 @@ NONE: Mapping = MappingProxyType({})
 
 
 class HeadPanel(NamedTuple):
-    """One head for head_curves; profile [F], curve [F*S] per key token or None."""
+    """One head for head_curves; profile [F], curve [F*S] per key token or None; and what it is compared with."""
 
     label: str
     layer: int
     head: int
     profile: np.ndarray
     curve: np.ndarray | None
+    reference: np.ndarray | None = None    # [F] read off another figure
+    clipped: np.ndarray | None = None      # [F] bool: where that figure cuts it off
+    agreement: str = ""                    # how well the two agree, in words
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -87,7 +90,8 @@ def save_svg(figure: Figure, path: str | Path) -> Path:
 @styled
 def head_curves(panels: Sequence[HeadPanel], *, quantity: str, taken: str, shaded: Shaded = NONE) -> Figure:
     """Figure 4: one panel per head. Filled per key token where the curve is known, as in the paper, and the mean of
-    each key frame on it; else a bar per key frame. The highest frame is annotated."""
+    each key frame on it; else a bar per key frame. The highest frame is annotated. A reference is drawn over it, with an
+    arrow where its own figure cut it off."""
     figure, axes = _grid(len(panels), columns=2, size=(6.6, 3.5))
     legend = {}
     for axis, panel in zip(axes, panels, strict=True):
@@ -104,9 +108,11 @@ def head_curves(panels: Sequence[HeadPanel], *, quantity: str, taken: str, shade
         axis.set_title(f"{panel.label}: layer {panel.layer}, head {panel.head}, {NAMES[quantity]}, {taken}")
         axis.set_ylabel((LABELS if panel.curve is None else TOKEN_LABELS)[quantity])
         axis.margins(y=0.12)
+        _overlay(axis, panel)
         if np.isfinite(panel.profile).any():
             k = int(np.nanargmax(panel.profile))
             top = panel.profile[k] if panel.curve is None else np.split(panel.curve, F)[k].max()
+            top = top if panel.reference is None else np.fmax(top, panel.reference[k])
             side = "left" if k < 0.06 * F else "right" if k > 0.94 * F else "center"
             axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side,
                           weight="bold", color=DARK)
@@ -114,6 +120,21 @@ def head_curves(panels: Sequence[HeadPanel], *, quantity: str, taken: str, shade
         legend |= {h.get_label(): h for h in axis.get_legend_handles_labels()[0]} | _mark(axis, panel.profile, shaded)
     _label(figure, axes, "", legend=legend)
     return figure
+
+
+def _overlay(axis: Axes, panel: HeadPanel) -> None:
+    """The reference of a panel and the words about it, in room made for them at the top."""
+    if panel.reference is None:
+        return
+    frames, cut = np.arange(len(panel.reference)), panel.clipped
+    axis.plot(frames, panel.reference, color=RED, linewidth=1.2, linestyle="--", marker="D", markersize=3,
+              markevery=list(np.flatnonzero(~cut)), label="read off the paper")
+    if cut.any():
+        axis.plot(frames[cut], panel.reference[cut], color=RED, linestyle="", marker="^", markersize=7,
+                  label="cut off by the paper's plot")
+    axis.margins(y=0.18)
+    axis.text(0.5, 0.98, panel.agreement, transform=axis.transAxes, ha="center", va="top", color=RED, weight="bold",
+              bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5})
 
 
 @styled

@@ -27,6 +27,7 @@ class Profiles:
     """Frame attention of some layers in one pass. Frames are global latent frames; what was not attended is NaN."""
 
     kind: str                          # format of the cache
+    model: str
     layers: tuple[int, ...]
     num_heads: int
     num_frames: int
@@ -68,6 +69,11 @@ class Profiles:
     def own_block(self) -> tuple[int, ...]:
         """Key frames that are the queries' own block; at a noisy pass they are noise, not context."""
         return tuple(f for f in self.query_frames if f in self.key_frames)
+
+    @property
+    def context_frames(self) -> tuple[int, ...]:
+        """Key frames of earlier blocks: clean in every pass, the only ones that a head can remember."""
+        return tuple(f for f in self.key_frames if f < min(self.query_frames))
 
     @property
     def noise_frames(self) -> tuple[int, ...]:
@@ -118,6 +124,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     last = frames.block_frames(cache["block_sizes"], -1)
     return Profiles(**{
         "kind": cache["format"],
+        "model": cache["model"],
         "num_heads": cache["num_heads"],
         "num_frames": cache["num_frames"],
         "frame_seq_length": cache["frame_seq_length"],
@@ -127,6 +134,11 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         "source": _source(cache),
         "notes": tuple(cache.get("notes", ())),
     } | {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})  # fmt: skip
+
+
+def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
+    """Every pass of a cache, in the quantity of one that is open already, which is not read again."""
+    return [opened if step == opened.step else open_profiles(cache, step, opened.quantity) for step in _steps(cache)]
 
 
 def _figure4(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
@@ -163,9 +175,7 @@ def _layer(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[st
 
 def _inference(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
     """The last captured block's calls of one pass."""
-    block = max(call["block"] for call in cache["attention_weights"])
-    calls = [call for call in cache["attention_weights"] if call["block"] == block]
-    step = _pick([call["step"] for call in calls], step)
+    calls, step = _last_calls(cache), _pick(_steps(cache), step)
     by_layer = {call["layer_idx"]: call for call in reversed(calls) if call["step"] == step}
     first = by_layer[min(by_layer)]
 
@@ -178,8 +188,7 @@ def _inference(cache: Mapping[str, Any], step: int | None, quantity: str) -> dic
 
 
 def _atlas(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
-    timesteps = [float(t) for t in cache["pass_timesteps"]]
-    steps = list(cache.get("pass_steps", range(len(timesteps))))
+    timesteps, steps = [float(t) for t in cache["pass_timesteps"]], _steps(cache)
     step = _pick(steps, step)
     p = steps.index(step)
     clean = cache.get("pass_is_clean", [t == 0 for t in timesteps])[p]
@@ -233,6 +242,20 @@ def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:
     if stored != wanted and (stored, wanted) not in factors:
         raise CacheError(f"this cache holds no {wanted}; it has {stored}")
     return values * factors.get((stored, wanted), 1)
+
+
+def _last_calls(cache: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    block = max(call["block"] for call in cache["attention_weights"])
+    return [call for call in cache["attention_weights"] if call["block"] == block]
+
+
+def _steps(cache: Mapping[str, Any]) -> list[int | None]:
+    """Passes that a cache holds, in its order."""
+    if cache["format"] == "atlas":
+        return list(cache.get("pass_steps", range(len(cache["pass_timesteps"]))))
+    if cache["format"] == "inference":
+        return list(dict.fromkeys(call["step"] for call in _last_calls(cache)))
+    return [cache["step"]]
 
 
 def _pick(stored: Sequence[int | None], step: int | None) -> int | None:

@@ -1,12 +1,14 @@
 """What notebooks say about a cache in words: which heads to show, what was captured, statistics per head."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from experiments.figures import HeadPanel
+from experiments.matching import Candidate, compared_frames, pearson, place, rank_heads, rms_difference
 from experiments.measures import DELTA_THRESHOLD, RATIO_THRESHOLD, HeadStatistics
 from experiments.profiles import Profiles
+from experiments.published import Curve
 
 UNITS = {
     "mean_logit": "mean logit q·k/√D over the token pairs of two frames",
@@ -58,6 +60,47 @@ def _panel(profiles: Profiles, layer: int, head: int, label: str) -> HeadPanel:
         spread[list(profiles.key_frames)] = curve[head].reshape(-1, S)
         curve = spread.reshape(-1)
     return HeadPanel(label, layer, head, profiles.frame_profile(layer)[head], curve)
+
+
+def with_reference(panels: Iterable[HeadPanel], view: Profiles, curves: Mapping[str, Curve]) -> list[HeadPanel]:
+    """Panels with the published curve of their label, and how well the two agree over the context frames."""
+    compared = []
+    for panel in panels:
+        if (curve := curves.get(panel.label)) is not None:
+            frames = compared_frames(view, curve)
+            r, rms = (measure(panel.profile[frames], curve.values[frames]) for measure in (pearson, rms_difference))
+            panel = panel._replace(reference=curve.values, clipped=curve.clipped,
+                                   agreement=f"r = {r:.3f}, RMS {rms:.2f} over context frames {ranges(frames)}")
+        compared.append(panel)
+    return compared
+
+
+def match_lines(views: Sequence[Profiles], heads: Iterable[tuple[int, int, str]], curves: Mapping[str, Curve],
+                step: int | None) -> str:
+    """For every curve: where the heads (layer, head, label) of its name rank in a pass among all heads of all views, the
+    best heads, and, as a warning, what the head counted from 1 would give."""
+    lines = []
+    for label, curve in curves.items():
+        ranking = rank_heads(views, curve)
+        among = f"{len(ranking)} heads" + (f" in {len(views)} passes" if len(views) > 1 else "")
+        lines.append(f"{label}, {len(compared_frames(views[0], curve))} context frames, {among}")
+        for layer, head, name in heads:
+            if name == label:
+                lines.append(_place_line("shown", ranking, step, layer, head))
+                if min(layer, head) > 0:
+                    lines.append(_place_line("WARNING, counted from 1 it would be", ranking, step, layer - 1, head - 1))
+        for i, best in enumerate(ranking[:3]):
+            lines.append(_place_line(f"best {i + 1}", ranking, best.step, best.layer, best.head))
+    return "\n".join(lines)
+
+
+def _place_line(what: str, ranking: Sequence[Candidate], step: int | None, layer: int, head: int) -> str:
+    where = f"  {what}: layer {layer}, head {head}" + (f", pass {step}" if len({c.step for c in ranking}) > 1 else "")
+    found = place(ranking, step, layer, head)
+    if found is None:
+        return f"{where}: not in this cache"
+    rank, candidate = found
+    return f"{where}: r = {candidate.r:.3f}, RMS {candidate.rms:.2f}, rank {rank} of {len(ranking)}"
 
 
 def layers_to_draw(profiles: Profiles, panels: Iterable[HeadPanel]) -> tuple[int, ...]:

@@ -92,6 +92,18 @@ def test_bars_curve_and_maximum():
     np.testing.assert_allclose(drawn.edges[:6], [-0.5, -0.3, -0.1, 0.1, 0.3, 0.5])
 
 
+def test_a_reference_lies_over_the_head():
+    values, reference = profiles()[0, -1], np.linspace(-3, 9, 21)
+    clipped = np.arange(21) == 20
+    panel = figures.HeadPanel("x", 0, 2, values, None, reference, clipped, "r = 0.500")
+    axis = figures.head_curves([panel], **CAPTION).axes[0]
+    line, arrow = (next(line for line in axis.lines if line.get_label() == label)
+                   for label in ("read off the paper", "cut off by the paper's plot"))
+    np.testing.assert_array_equal(line.get_ydata(), reference)
+    np.testing.assert_array_equal(arrow.get_xydata(), [[20, 9]])
+    assert "r = 0.500" in [text.get_text() for text in axis.texts]
+
+
 def test_absent_frames_are_not_zero(tmp_path):
     values = profiles(absent=[1, 2, 3, 9])
     drawn, whole = all_figures(values), all_figures(profiles())

@@ -76,6 +76,29 @@ def test_inference_window_of_probabilities(tmp_path):
     assert "not attended" in (tmp_path / "figures" / "figure4_reproduction.svg").read_text()
 
 
+@pytest.mark.parametrize("F", [21, 72])
+def test_published_data_over_the_papers_curve(tmp_path, F):
+    printed = run(tmp_path, CACHE_PATH=f"../cache/published/self_forcing_dmd_eagle_{F}f.pt")
+    words = re.sub(r"<[^>]*>", "", (tmp_path / "figures" / "figure4_reproduction.svg").read_text())
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(1, 5)
+    assert "not there: mass" in printed
+    if F == 72:
+        assert "they have 21 frames, this cache has 72" in printed and "read off the paper" not in words
+        return
+    shown = re.findall(r"shown: layer \d+, head \d+: r = (0\.\d{3}), RMS \d\.\d\d, rank 1 of 360\n", printed)
+    assert len(shown) == 2 and min(map(float, shown)) >= 0.98
+    assert printed.count("WARNING, counted from 1 it would be: layer 0, head 0") == 1
+    assert all(f"r = {r}" in words for r in shown)
+    assert "read off the paper" in words and "cut off by the paper's plot" in words.replace("&#x27;", "'")
+
+
+def test_a_reference_can_be_switched_off(tmp_path):
+    printed = run(tmp_path, CACHE_PATH="../cache/published/self_forcing_dmd_castle_21f.pt", REFERENCE_CSV=None,
+                  HEADS=[[0, 0, "L1H1"], [4, 9, "L5H10"]])
+    assert "none was asked for" in printed and "r = " not in printed
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(0, 4)
+
+
 @pytest.mark.parametrize(("cache", "message"), [
     (None, "../cache/none.pt not found; run: python experiments/run_extraction_figure4.py --output_path cache/none.pt"),
     (synthetic_caches.layer(), "is a cache of format layer: open it with notebooks/extract_all_attention.ipynb"),

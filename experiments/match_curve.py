@@ -1,0 +1,33 @@
+"""Rank every head and pass of a cache against digitised curves, such as the paper's Figure 4.
+
+    python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_eagle_21f.pt
+"""
+
+import argparse
+
+from experiments import reports
+from experiments.caches import load_cache
+from experiments.cli import Parser, main
+from experiments.formats import CacheError
+from experiments.profiles import open_passes, open_profiles
+from experiments.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--cache_path", default="cache/atlas.pt", help="any figure4, inference, layer or atlas cache of logits")
+    parser.add_argument("--curves", default=FOLDER / FIGURE4_CSV, help="CSV with a column key_frame and a column per curve")
+    parser.add_argument("--step", type=int, help="the pass in which heads named by a curve are looked up; default the first")
+    args = parser.parse_args(argv)
+    cache = load_cache(args.cache_path)
+    view = open_profiles(cache, args.step)
+    curves, why_not = curves_for(view, args.curves)
+    if why_not:
+        raise CacheError(f"{args.cache_path}: {why_not}")
+    print(f"{args.cache_path}: {view.source}")
+    heads = FIGURE4_HEADS if view.model == FIGURE4_MODEL else ()       # other models have no such heads
+    print(reports.match_lines(open_passes(cache, view), heads, curves, view.step))
+
+
+if __name__ == "__main__":
+    main(run)
