@@ -114,8 +114,14 @@ def visible_frames(block_sizes: Sequence[int], block: int, local_attn_size: int 
 
 def later_block(block_sizes: Sequence[int]) -> Tensor:
     """[F, F] bool: the key's block comes after the query's, so the cell was never attended."""
+    return earlier_block(block_sizes).T
+
+
+def earlier_block(block_sizes: Sequence[int]) -> Tensor:
+    """[F, F] bool: the key's block comes before the query's. Such keys are clean context in every pass; the query's own
+    block is as noisy as the query."""
     block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))
-    return block[None, :] > block[:, None]
+    return block[None, :] < block[:, None]
 
 
 def video_to_latent_frame(video_frame: int) -> int:
