@@ -1,8 +1,9 @@
-"""Train the miniature Wan2.1 of checkpoints/wan-mini in three stages, each starting from the files of the one before.
+"""Train the miniature Wan2.1 of checkpoints/wan-mini in stages, each starting from the files of the one before.
 
     python experiments/train_mini.py --stage vae --minutes 4       # AutoencoderKLWan on 64x64 videos of moving shapes
     python experiments/train_mini.py --stage base --minutes 4      # bidirectional WanModel and its umT5, flow matching
     python experiments/train_mini.py --stage causal --minutes 4    # block-causal fine-tune, teacher forcing
+    python experiments/train_mini.py --stage decoder --minutes 4   # the VAE's decoder alone; the latents stay as they are
 
 A stage ends after its minutes with bf16 weights written (the moving average of training) and its numbers in
 training.json. On a CPU, `--minutes 0.1 --batch 1 --clips 4` rehearses a stage in seconds.
