@@ -63,7 +63,8 @@ class Rollout:
         gc.collect()
         before = memory(reset=True, cuda=cuda)
         start = time.perf_counter()
-        with ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as calls:
+        capture = ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
+        with capture as calls, extraction.threads_for(self.noise, self.pipeline.model.config):
             latents = self.pipeline.inference(self.noise, prompt_embeds=self.prompt_embeds, renoise=self.renoise)[1]
         if cuda:
             torch.cuda.synchronize()

@@ -4,7 +4,8 @@ The scripts are faces of this file: extract() runs, and the *_cache functions ar
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def extract(config: RunConfig, requests: Sequence[CaptureRequest]) -> Extraction
     pipeline = load_pipeline(config, model_config, dtype, device)
     noise, renoise = draw_noise(config, model_config, dtype, device)
     with (tqdm(total=len(config.block_sizes) * config.num_passes, desc="rollout", unit="pass", leave=False) as progress,
-          ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records):
+          ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records, threads_for(noise, model_config)):
         _, latents = pipeline.inference(noise, prompt_embeds=prompt_embeds, renoise=renoise, on_pass=progress.update)
     if not latents.isfinite().all():
         raise RunError("the generated latents are not finite; try --device cpu or another dtype in the config")
@@ -121,6 +122,22 @@ def choose_dtype(name: str) -> torch.dtype:
     if name not in dtypes:
         raise ConfigError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
     return dtypes[name]
+
+
+@contextmanager
+def threads_for(noise: Tensor, model_config: ModelConfig) -> Iterator[None]:
+    """One CPU thread for the rollout of a small model, as many as there are for a large one.
+
+    Threads that wait for each other at every small operation gain a fifth on an idle machine and made the miniature's
+    rollout 80 times slower on a busy one.
+    """
+    before = torch.get_num_threads()
+    if noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def encode_prompt(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
