@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from experiments.caches import save_cache
-from experiments.extraction import Extraction, RunError, save_video
+from experiments.extraction import Extraction, RunError, require_writable, save_video
 from experiments.formats import CacheError
-from wan.config import ConfigError, RunConfig, block_sizes, load_config
+from wan.config import ConfigError, RunConfig, block_sizes, check_window, load_config
 
 OVERRIDES = ("ckpt_dir", "checkpoint_path", "prompt", "num_frames", "independent_first_frame", "seed", "device",
              "use_ema", "step", "layer_indices", "layer_index")
@@ -64,6 +64,9 @@ def config_from(args: argparse.Namespace) -> RunConfig:
             print(f"notice: with an independent first frame {config.num_frames} frames become {fits}")
             config = replace(config, num_frames=fits)
     block_sizes(config.num_frames, config.num_frame_per_block, config.independent_first_frame)
+    check_window(config.local_attn_size, config.sink_size, config.num_frame_per_block)
+    if args.save_video:
+        require_writable(args.save_video)
     if not 0 <= config.step < config.num_passes:
         raise ConfigError(f"step {config.step} is not in 0..{config.num_passes - 1}; "
                           f"{config.num_passes - 1} is the clean pass")
