@@ -237,6 +237,29 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
         "key_frames": run.records[0]["key_frames"]}
 
 
+def inference_requests(config: RunConfig, blocks: Sequence[int] | None = None, steps: Sequence[int] | None = None,
+                       is_logits: bool = False) -> list[CaptureRequest]:
+    """Token matrices of the chosen layers, blocks (None: the last; -1 counts from the end) and passes (None: the config's).
+
+    Float32 probabilities, or float16 logits.
+    """
+    count = len(config.block_sizes)
+    chosen = [block + count if -count <= block < 0 else block for block in (blocks or [-1])]
+    return [CaptureRequest(layers=config.layer_indices, blocks=chosen, steps=steps or [config.step], is_logits=is_logits,
+                           token_dtype=torch.float16 if is_logits else torch.float32)]
+
+
+def inference_cache(run: Extraction) -> dict[str, Any]:
+    """The captured calls in the order of the rollout, each with its tags; layer_idx is the layer, not the call index."""
+    is_logits = run.records[0]["is_logits"]
+    tags = ("is_logits", "block", "step", "timestep", "is_clean_pass", "query_frames", "key_frames", "q_shape", "k_shape")
+    calls = [{"layer_idx": r["layer"], "attn_logits" if is_logits else "attn_weights": r["attn_weights"]}
+             | {tag: r[tag] for tag in tags} for r in run.records]
+    return run.common | {
+        "format": "inference", "is_logits": is_logits, "attention_weights": calls,
+        "layer_indices": list(dict.fromkeys(run.config.layer_indices)), "num_transformer_blocks": run.num_layers}
+
+
 def layer_requests(config: RunConfig, granularity: str = "frame") -> list[CaptureRequest]:
     """All blocks of one layer in the chosen pass; token granularity gives the same numbers the long way, as a check."""
     return [CaptureRequest(layers=[config.layer_index], steps=[config.step], granularity=granularity, mass=False)]
