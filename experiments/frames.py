@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from wan.config import block_ranges
+from wan.config import VIDEO_FRAMES_PER_LATENT, block_ranges
 
 CHUNK_ELEMENTS = 2**21  # 8 MiB of float32: a chunk is still in the CPU's cache when it is summed
 
@@ -124,6 +124,6 @@ def earlier_block(block_sizes: Sequence[int]) -> Tensor:
     return block[None, :] < block[:, None]
 
 
-def video_to_latent_frame(video_frame: int) -> int:
-    """Latent frame that holds a video frame: the VAE encodes frame 0 alone, then groups of four."""
-    return (video_frame + 3) // 4
+def video_to_latent_frame(video_frame: int, stride: int = VIDEO_FRAMES_PER_LATENT) -> int:
+    """Latent frame that holds a video frame, or array of them: the VAE encodes frame 0 alone, then groups of stride."""
+    return (video_frame + stride - 1) // stride
