@@ -90,6 +90,33 @@ def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
                           f"{block_size}; it must be at least {sink_size + block_size}, or -1 for no window")
 
 
+def latent_frames(video_frames: int) -> int:
+    """Latent frames of a video of 4n + 1 frames, e.g. 21 -> 6. Raises ConfigError for other counts, naming those that fit."""
+    rest, left_over = divmod(video_frames - 1, VIDEO_FRAMES_PER_LATENT)
+    if video_frames < 1 or left_over:
+        fits = [1 + VIDEO_FRAMES_PER_LATENT * n for n in (max(rest, 0), max(rest, 0) + 1)]
+        raise ConfigError(f"{video_frames} video frames are not {VIDEO_FRAMES_PER_LATENT}n + 1; try {fits[0]} or {fits[1]}")
+    return 1 + rest
+
+
+# Of https://github.com/Wan-Video/Wan2.1, wan/configs/shared_config.py: what a video should not look like.
+WAN_NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走")
+
+
+@dataclass
+class BaseSampling:
+    """Bidirectional sampling of the base weights with classifier-free guidance (wan/text2video.py)."""
+
+    shift: float = 8.0                    # these two are Wan's own for 1.3B; 5 and 5 for 14B
+    guidance_scale: float = 6.0
+    num_steps: int = 50
+    negative_prompt: str = WAN_NEGATIVE_PROMPT
+    num_video_frames: int = 21            # 4n + 1
+    layer_index: int = 20                 # the last one where the model has fewer
+
+
 @dataclass
 class RunConfig:
     """Everything one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
@@ -118,6 +145,8 @@ class RunConfig:
     layer_indices: list[int] = field(default_factory=lambda: [1, 5])
     layer_index: int = 3
     step: int = 0                         # which pass is extracted; 0 is t = 1000
+
+    base: BaseSampling = field(default_factory=BaseSampling)
 
     device: str = "auto"
     dtype: str = "bfloat16"

@@ -1,0 +1,70 @@
+"""Base Wan2.1 text to video (https://github.com/Wan-Video/Wan2.1): all frames at once, classifier-free guidance, UniPC."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from diffusers import UniPCMultistepScheduler
+from torch import Tensor
+
+from wan.config import ConfigError
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import Pass
+from wan.modules.model import TextKeysValues, WanModel
+
+SIGMA_MAX = 0.999     # where the native solver starts, before the shift; diffusers' own default would start at 1
+
+
+class TextToVideoPipeline:
+    """Bidirectional sampling: every step predicts the flow with the prompt and without, and follows their difference."""
+
+    def __init__(self, model: WanModel, shift: float = 8.0, guidance_scale: float = 6.0, num_steps: int = 50):
+        """shift 8 and guidance_scale 6 are Wan's for 1.3B, 5 and 5 for 14B."""
+        if num_steps < 1:
+            raise ConfigError(f"num_steps must be at least 1, not {num_steps}")
+        if shift <= 0:
+            raise ConfigError(f"shift must be above 0, not {shift:g}")
+        self.model, self.shift, self.guidance_scale, self.num_steps = model, shift, guidance_scale, num_steps
+
+    def solver(self) -> UniPCMultistepScheduler:
+        """A fresh solver, which counts its steps and remembers earlier flows: one per video."""
+        solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=self.shift)
+        solver.set_timesteps(sigmas=np.linspace(SIGMA_MAX, 0, self.num_steps + 1)[:-1])
+        solver.set_begin_index(0)     # or it looks steps up by their timesteps, which may repeat
+        return solver
+
+    @property
+    def pass_timesteps(self) -> list[float]:
+        """Timestep of every step: 999, 997, 994 ... 249, 140 for 50 steps at shift 8."""
+        return [float(t) for t in self.solver().timesteps]
+
+    @torch.no_grad()
+    def inference(self, noise: Tensor, prompt_embeds: Tensor, negative_embeds: Tensor,
+                  on_pass: Callable[[], None] | None = None) -> Tensor:
+        """Latents of as many frames as noise [B, F, C, h, w] has, from text states [B, n, text_dim].
+
+        The solver runs in float32, the model in its own dtype. on_pass is called after each step.
+        """
+        if noise.ndim != 5:
+            raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
+        solver, timesteps = self.solver(), self.pass_timesteps
+        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, num_blocks=1, num_passes=len(timesteps))
+        frames = tuple(range(noise.shape[1]))
+        prompt, negative = (self.model.text_keys_values(states) for states in (prompt_embeds, negative_embeds))
+
+        def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:
+            t = x.new_full((x.shape[0], 1), timesteps[step])                                 # [B, 1]
+            with ATTENTION_WEIGHT_CAPTURE.during(Pass(frames, frames, 0, step, timesteps[step], branch=branch)):
+                return self.model.flow(x, t, text, frames=range(len(frames))).float()
+
+        x = noise.float().transpose(1, 2)                                                     # [B, C, F, h, w]
+        for step, t in enumerate(solver.timesteps):
+            # 1. Flow with the prompt and without; guidance goes further in the direction of the prompt.
+            cond = predict_flow(x, step, prompt, "cond")
+            uncond = predict_flow(x, step, negative, "uncond")
+            flow = uncond + self.guidance_scale * (cond - uncond)
+            # 2. One step of the solver to the next, lower noise level.
+            x = solver.step(flow, t, x, return_dict=False)[0]
+            if on_pass:
+                on_pass()
+        return x.transpose(1, 2)                                                              # [B, F, C, h, w]
