@@ -93,14 +93,19 @@ def extract(config: RunConfig, requests: Sequence[CaptureRequest]) -> Extraction
     if not latents.isfinite().all():
         raise RunError("the generated latents are not finite; try --device cpu or another dtype in the config")
 
-    common = {
+    common = common_fields(config, model_config, weights_file)
+    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, prompt_tokens, common)
+
+
+def common_fields(config: RunConfig, model_config: ModelConfig, weights_file: Path) -> dict[str, Any]:
+    """The fields that every cache of a run carries."""
+    return {
         "schema_version": SCHEMA_VERSION, "prompt": config.prompt, "seed": config.seed, "num_frames": config.num_frames,
         "num_frame_per_block": config.num_frame_per_block, "block_sizes": config.block_sizes,
         "frame_seq_length": model_config.tokens_per_frame(config.height, config.width), "num_heads": model_config.num_heads,
         "model": config.model, "weights": "checkpoint" if config.checkpoint_path else "base",
         "weights_file": weights_file.name, "weights_sha256": checkpoint.file_sha256(weights_file),
     }
-    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, prompt_tokens, common)
 
 
 def choose_device(name: str) -> torch.device:
