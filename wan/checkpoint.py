@@ -1,7 +1,8 @@
-"""Weights from their files: a diffusers directory, a Self-Forcing style .pt, and one report of what does not fit.
+"""Weights from their files: a model directory, a Self-Forcing style .pt, and one report of what does not fit.
 
-Layout of a directory as in Wan-AI/Wan2.1-T2V-1.3B-Diffusers: transformer/, text_encoder/, tokenizer/, vae/, each with
-its config. Names inside are converted to the native ones of https://github.com/Wan-Video/Wan2.1 on loading.
+A directory is laid out as Wan-AI/Wan2.1-T2V-1.3B-Diffusers (transformer/, text_encoder/, tokenizer/, vae/, each with its
+config; names are converted to the native ones of https://github.com/Wan-Video/Wan2.1 on loading) or as the original
+Wan-AI/Wan2.1-T2V-1.3B (wan/native.py).
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import json
 import pickle
 import re
 import zipfile
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import torch
@@ -74,9 +76,24 @@ def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str:
     return name
 
 
+def is_native(ckpt_dir: str | Path) -> bool:
+    """Whether a directory has the layout of the original release (wan/native.py) rather than that of diffusers."""
+    return not (require_dir(ckpt_dir) / "transformer").is_dir() and (Path(ckpt_dir) / "config.json").is_file()
+
+
 def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
-    """Sizes of the transformer in a diffusers directory. text_len is not diffusers' to say: 512 unless the file has it."""
-    config = _read_json(require_dir(ckpt_dir) / "transformer" / "config.json")
+    """Sizes of the transformer in a directory of either layout.
+
+    text_len is not diffusers' to say, nor text_dim the original's: 512 and 4096 unless the file has them.
+    """
+    if is_native(ckpt_dir):
+        config = _read_json(Path(ckpt_dir) / "config.json")
+        try:
+            sizes = [f for f in fields(ModelConfig) if f.default is MISSING or f.name in config]
+            return ModelConfig(**{f.name: config[f.name] for f in sizes})
+        except KeyError as error:
+            raise CheckpointError(f"{ckpt_dir}/config.json has no {error.args[0]!r}: not a WanModel of Wan2.1") from None
+    config = _read_json(Path(ckpt_dir) / "transformer" / "config.json")
     try:
         return ModelConfig(
             dim=config["num_attention_heads"] * config["attention_head_dim"], ffn_dim=config["ffn_dim"],
@@ -89,8 +106,9 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
 
 
 def transformer_file(ckpt_dir: str | Path) -> Path:
-    """The base weights of a diffusers directory: one .safetensors file, or the index of its shards."""
-    name = require_dir(ckpt_dir) / "transformer" / "diffusion_pytorch_model.safetensors"
+    """The base weights of a directory: one .safetensors file, or the index of its shards."""
+    folder = Path(ckpt_dir) if is_native(ckpt_dir) else Path(ckpt_dir) / "transformer"
+    name = folder / "diffusion_pytorch_model.safetensors"
     index = name.with_name(name.name + ".index.json")
     return index if index.is_file() else require_file(name, DOWNLOAD_HINT)
 
@@ -104,14 +122,17 @@ def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Pa
 
 def read_transformer_state(ckpt_dir: str | Path) -> StateDict:
     """Base weights under native names."""
-    path = transformer_file(ckpt_dir)
-    if path.suffix == ".safetensors":
-        return to_native_names(_read_safetensors(path))
-    shards = sorted(set(_read_json(path)["weight_map"].values()))
     state: StateDict = {}
-    for shard in shards:
-        state |= _read_safetensors(require_file(path.with_name(shard), DOWNLOAD_HINT))
-    return to_native_names(state)
+    for path in shards(transformer_file(ckpt_dir)):
+        state |= _read_safetensors(require_file(path, DOWNLOAD_HINT))
+    return state if is_native(ckpt_dir) else to_native_names(state)
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of weights: those that a shard index names, or the one file itself."""
+    if not path.name.endswith(".index.json"):
+        return [path]
+    return [path.with_name(name) for name in sorted(set(_read_json(path)["weight_map"].values()))]
 
 
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
@@ -120,15 +141,27 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
     The file holds {"generator_ema": ..., "generator": ...}, one of them, or a bare state dict. Prefixes that training
     wrappers leave behind are taken off.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint of tensors: {_first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict")
+    content = read_torch_file(path)
     order = ("generator_ema", "generator") if use_ema else ("generator", "generator_ema")
     state = next((content[key] for key in order if key in content), content)
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise CheckpointError(f"{path} holds no state dict of tensors, but: {', '.join(map(str, list(content)[:5]))}")
     return {_strip_wrappers(name): tensor for name, tensor in state.items()}
+
+
+def read_torch_file(path: str | Path) -> dict:
+    """A .pt or .pth file of tensors in a dict, memory-mapped where its format allows; nothing in it is executed."""
+    for mmap in (True, False):
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            break
+        except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+            if mmap and "mmap can only be used" in str(error):
+                continue      # the format before torch 1.6
+            raise CheckpointError(f"{path} cannot be read as a checkpoint of tensors: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict")
+    return content
 
 
 def _strip_wrappers(name: str) -> str:
@@ -145,13 +178,17 @@ def build_model(model_class: type[WanModel], config: ModelConfig, state: StateDi
     """
     with torch.device("meta"):
         model = model_class(**vars(config), **kwargs)
-    wanted = model.state_dict()
+    report_keys(source, state, model.state_dict())
+    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def report_keys(source: str | Path, state: StateDict, wanted: StateDict) -> None:
+    """Raise CheckpointError for keys that are missing, unexpected or of another shape: the first few, and how many."""
     _report(source, "missing", [name for name in wanted if name not in state], len(wanted))
     _report(source, "unexpected", [name for name in state if name not in wanted], len(wanted))
     _report(source, "of another shape", [f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
                                          for name in wanted if state[name].shape != wanted[name].shape], len(wanted))
-    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
-    return model.eval().requires_grad_(False)
 
 
 def _report(source: str | Path, what: str, names: list[str], total: int) -> None:
@@ -163,12 +200,8 @@ def _report(source: str | Path, what: str, names: list[str], total: int) -> None
 
 def file_sha256(path: str | Path) -> str:
     """SHA-256 of a weights file; of a shard index, of its shards one after the other."""
-    path = Path(path)
-    files = [path]
-    if path.name.endswith(".index.json"):
-        files = [path.with_name(name) for name in sorted(set(_read_json(path)["weight_map"].values()))]
     digest = hashlib.sha256()
-    for file in files:
+    for file in shards(Path(path)):
         with file.open("rb") as f:
             while chunk := f.read(1 << 22):
                 digest.update(chunk)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from wan.checkpoint import require_dir
+from wan import native
+from wan.checkpoint import is_native, require_dir
 
 
 def clean_prompt(text: str) -> str:
@@ -28,10 +29,14 @@ class TextEncoder(nn.Module):
     @classmethod
     def from_pretrained(cls, ckpt_dir: str | Path, text_len: int, dtype: torch.dtype = torch.bfloat16,
                         device: torch.device | str = "cpu") -> "TextEncoder":
-        """From the text_encoder/ and tokenizer/ folders of a diffusers directory."""
+        """From a model directory of either layout: the umT5 files and the tokenizer beside them."""
         ckpt_dir = Path(ckpt_dir)
-        encoder = UMT5EncoderModel.from_pretrained(require_dir(ckpt_dir / "text_encoder"), dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(require_dir(ckpt_dir / "tokenizer"))
+        if is_native(ckpt_dir):
+            encoder, tokenizer_dir = native.load_umt5(ckpt_dir, dtype, device), ckpt_dir / native.TOKENIZER_DIR
+        else:
+            encoder = UMT5EncoderModel.from_pretrained(require_dir(ckpt_dir / "text_encoder"), dtype=dtype)
+            tokenizer_dir = ckpt_dir / "tokenizer"
+        tokenizer = AutoTokenizer.from_pretrained(require_dir(tokenizer_dir))
         return cls(encoder.to(device).eval().requires_grad_(False), tokenizer, text_len)
 
     def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 
-from wan.checkpoint import require_dir
+from wan import native
+from wan.checkpoint import is_native, require_dir
 
 
 class VAE(nn.Module):
@@ -22,8 +23,12 @@ class VAE(nn.Module):
     @classmethod
     def from_pretrained(cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32,
                         device: torch.device | str = "cpu") -> "VAE":
-        """From the vae/ folder of a diffusers directory."""
-        vae = AutoencoderKLWan.from_pretrained(require_dir(Path(ckpt_dir) / "vae"), torch_dtype=dtype, low_cpu_mem_usage=False)
+        """From a model directory of either layout."""
+        if is_native(ckpt_dir):
+            vae = native.load_vae(ckpt_dir, dtype)
+        else:
+            folder = require_dir(Path(ckpt_dir) / "vae")
+            vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
         return cls(vae.eval().requires_grad_(False)).to(device)
 
     @torch.no_grad()
