@@ -116,9 +116,9 @@ def head_curves(panels: Sequence[HeadPanel], *, quantity: str, taken: str, shade
             side = "left" if k < 0.06 * F else "right" if k > 0.94 * F else "center"
             axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side,
                           weight="bold", color=DARK)
-        _frame_axis(axis, F, room=25)
+        frame_axis(axis, F, room=25)
         legend |= {h.get_label(): h for h in axis.get_legend_handles_labels()[0]} | _mark(axis, panel.profile, shaded)
-    _label(figure, axes, "", legend=legend)
+    label_figure(figure, axes, "", legend=legend)
     return figure
 
 
@@ -150,9 +150,9 @@ def per_head_grid(profiles: np.ndarray, delta: np.ndarray, *, layer: int, quanti
         number = f"{delta[head]:+.2f}".replace("-", "−") if np.isfinite(delta[head]) else "N/A"
         axis.set_title(f"H{head}, Δ = {number}", fontsize=9)
         axis.yaxis.set_major_locator(MaxNLocator(4))
-        _frame_axis(axis, F, room=8)
+        frame_axis(axis, F, room=8)
         legend |= _mark(axis, profiles[head], shaded)
-    _label(figure, axes, f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}; Δ = first − middle; scales differ",
+    label_figure(figure, axes, f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}; Δ = first − middle; scales differ",
            LABELS[quantity], legend)
     return figure
 
@@ -166,8 +166,8 @@ def all_heads(profiles: np.ndarray, *, layer: int, quantity: str, taken: str, sh
     axis.set_facecolor(GREY)
     mesh = axis.pcolormesh(np.arange(F + 1) - 0.5, np.arange(H + 1) - 0.5, np.ma.masked_invalid(profiles),
                            cmap="viridis", edgecolors="face", linewidth=0.2)
-    _frame_axis(axis, F, room=25)
-    axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=_ticks(H, room=20))
+    frame_axis(axis, F, room=25)
+    axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=ticks(H, room=20))
     figure.colorbar(mesh, ax=axis, label=LABELS[quantity], pad=0.02, aspect=30)
     legend = {"not attended": Patch(facecolor=GREY, label="not attended")} if np.isnan(profiles).any() else {}
     edge = offset_copy(axis.get_xaxis_transform(), figure, y=4, units="points")  # a shade would change the colours
@@ -176,7 +176,7 @@ def all_heads(profiles: np.ndarray, *, layer: int, quantity: str, taken: str, sh
         axis.axvline(span[0], color=ORANGE, linewidth=1.2, linestyle="--")
         legend[text] = axis.plot(span, [1, 1], color=ORANGE, linewidth=4, solid_capstyle="butt", clip_on=False,
                                  transform=edge, label=text)[0]
-    _label(figure, [axis], f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}", legend=legend)
+    label_figure(figure, [axis], f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}", legend=legend)
     return figure
 
 
@@ -196,10 +196,10 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], *, quantity: s
         axis.axhline(0, color="0.4", linewidth=0.6)
         axis.set_title(f"Layer {layer}")
         axis.yaxis.set_major_locator(MaxNLocator(6 if N <= 4 else 4))
-        _frame_axis(axis, F, room=25 if N <= 4 else 8)
+        frame_axis(axis, F, room=25 if N <= 4 else 8)
         legend |= _mark(axis, mean, shaded)
     scales = "; scales differ" if N > 1 else ""
-    _label(figure, axes, f"{_capital(NAMES[quantity])}, mean ± std over {H} heads, {taken}{scales}", LABELS[quantity],
+    label_figure(figure, axes, f"{_capital(NAMES[quantity])}, mean ± std over {H} heads, {taken}{scales}", LABELS[quantity],
            legend)
     return figure
 
@@ -219,7 +219,7 @@ def layer_statistics(first: np.ndarray, middle: np.ndarray, last: np.ndarray, la
     axis.set(ylabel=LABELS[quantity], xlim=(-0.6, N - 0.4))
     axis.grid(False, axis="x")
     legend = {h.get_label(): h for h in axis.get_legend_handles_labels()[0]}
-    _label(figure, [axis], f"{_capital(NAMES[quantity])}, mean ± std over {H} heads, {taken}", legend=legend, x="Layer")
+    label_figure(figure, [axis], f"{_capital(NAMES[quantity])}, mean ± std over {H} heads, {taken}", legend=legend, x="Layer")
     return figure
 
 
@@ -237,7 +237,7 @@ def _grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list
     return figure, axes[:n]
 
 
-def _label(figure: Figure, axes: Sequence[Axes], title: str, y: str = "", legend: Mapping = NONE,
+def label_figure(figure: Figure, axes: Sequence[Axes], title: str, y: str = "", legend: Mapping = NONE,
            x: str = "Key frame (latent)") -> None:
     """Title, x label under the lowest axes, one y label for all, and a legend below everything."""
     figure.suptitle(title)
@@ -250,15 +250,15 @@ def _label(figure: Figure, axes: Sequence[Axes], title: str, y: str = "", legend
         figure.legend(handles=list(legend.values()), loc="outside lower center", ncols=len(legend), frameon=False)
 
 
-def _ticks(n: int, room: int) -> np.ndarray:
+def ticks(n: int, room: int) -> np.ndarray:
     """0, step, 2 step, ... below n: every one where there is room for that many, else a round step."""
     step = next(s for s in (1, 2, 3, 5, 6, 10, 12, 20, 25, 50, 100, 200, 500, n) if n / s <= room or s >= n)
     return np.arange(0, n, step)
 
 
-def _frame_axis(axis: Axes, F: int, room: int) -> None:
+def frame_axis(axis: Axes, F: int, room: int) -> None:
     axis.set_xlim(-0.6, F - 0.4)
-    axis.set_xticks(_ticks(F, room if F <= THIN_ABOVE else min(room, 15)))
+    axis.set_xticks(ticks(F, room if F <= THIN_ABOVE else min(room, 15)))
 
 
 def _mark(axis: Axes, profile: np.ndarray, shaded: Shaded) -> dict[str, Patch]:

@@ -106,6 +106,7 @@ ATLAS = COMMON | {
     "cross_mass?": "f16/f32 [N, P, H, F, tokens]",
     "cross_tokens?": "str [tokens]",
     "frame_logits_by_band?": "f16/f32 [N, P, H, F, F, bands]",
+    "rope_bands?": "str [bands]",           # what each band is: a time frequency, height or width
     "last_block_frame_logits?": "f16/f32 [N, P, H, F]",
     "frame_logits_error?": "f32 [N] | float [N]",
 }

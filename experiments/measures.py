@@ -125,13 +125,13 @@ def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None
 
     amplitude = sqrt(c^2 + s^2) at w = 1, the fastest frequency of Wan's temporal RoPE (RoFormer, arXiv 2104.09864:
     10000^0); r2 = 1 - RSS / RSS of the line a + b f alone. period maximises r2 over periods, by default 2.5 frames to
-    the span of the context in 400 equal steps of frequency.
+    half the span of the context, so that a wave is seen twice, in 400 equal steps of frequency.
     """
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
         return Wave(*np.full((4, *y.shape[:-1]), np.nan))
     if periods is None:
-        periods = 2 * np.pi / np.linspace(2 * np.pi / np.ptp(f), 2 * np.pi / 2.5, 400)
+        periods = 2 * np.pi / np.linspace(4 * np.pi / np.ptp(f), 2 * np.pi / 2.5, 400)
     line = np.stack([np.ones_like(f), f], -1)
     rest = y - _fit(line, y) @ line.T
 

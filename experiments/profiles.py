@@ -53,6 +53,12 @@ class Profiles:
         matrix = self._values(layer).matrix
         return None if matrix is None else matrix.float().numpy()
 
+    def frame_matrices(self) -> np.ndarray | None:
+        """[layers, H, F, F] float32: frame_matrix of all layers, None where a query frame is not there."""
+        if len(self.matrix_rows) < self.num_frames:
+            return None
+        return np.stack([self.frame_matrix(layer) for layer in self.layers])
+
     def key_curve(self, layer: int) -> np.ndarray | None:
         """[H, Lk] float32, mean over all queries of the last block per key token of key_frames; None where absent.
 

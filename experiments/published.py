@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.caches import load_cache
 from experiments.formats import CacheError
-from experiments.profiles import Profiles
+from experiments.profiles import Profiles, open_profiles
 
 FOLDER = Path("cache/published")
 FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"   # the paper's Figure 4, by key frame
@@ -58,6 +59,26 @@ def curves_for(view: Profiles, path: str | Path | None, model: str | None = None
         ("the queries of this cache see no earlier block", not view.context_frames),
     ) if applies]
     return ({}, f"Not compared with the curves of {Path(path).name}: {reasons[0]}") if reasons else (curves, "")
+
+
+def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray, np.ndarray] | None:
+    """Published kinds and reaches [layers, H] of a view's layers; None where they are of another model."""
+    if view.model != FIGURE4_MODEL or not Path(folder).is_dir():
+        return None
+    both = [read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV)]
+    fits = view.num_heads == both[0].shape[1] and max(view.layers) < len(both[0])
+    return tuple(labels[list(view.layers)] for labels in both) if fits else None
+
+
+def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profiles]:
+    """Other published atlases with the same heads as a view, by name, to compare heads with."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.pt")):
+        other = open_profiles(load_cache(path))
+        same = (other.model, other.layers, other.num_heads) == (view.model, view.layers, view.num_heads)
+        if same and (other.source, other.num_frames) != (view.source, view.num_frames):
+            found[path.stem] = other
+    return found
 
 
 def read_labels(path: str | Path) -> np.ndarray:

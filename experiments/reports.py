@@ -6,7 +6,16 @@ import numpy as np
 
 from experiments.figures import HeadPanel
 from experiments.matching import Candidate, compared_frames, pearson, place, rank_heads, rms_difference
-from experiments.measures import DELTA_THRESHOLD, RATIO_THRESHOLD, HeadStatistics
+from experiments.measures import (
+    DELTA_THRESHOLD,
+    RATIO_THRESHOLD,
+    HeadStatistics,
+    distance_profile,
+    equal_distance_excess,
+    first_minus_context,
+    head_statistics,
+    wave,
+)
 from experiments.profiles import Profiles
 from experiments.published import Curve
 
@@ -101,6 +110,47 @@ def _place_line(what: str, ranking: Sequence[Candidate], step: int | None, layer
         return f"{where}: not in this cache"
     rank, candidate = found
     return f"{where}: r = {candidate.r:.3f}, RMS {candidate.rms:.2f}, rank {rank} of {len(ranking)}"
+
+
+def what_it_shows(view: Profiles, panels: Iterable[HeadPanel]) -> str:
+    """What a Figure 4 is made of: noise, waves, and what is left for the first frame at equal distance. Every number is
+    computed from the view; what it does not hold is said to be absent."""
+    if view.quantity != "mean_logit" or not view.context_frames:
+        reason = f"it holds {view.quantity}" if view.quantity != "mean_logit" else "its queries see no earlier block"
+        return f"Absent: this needs mean logits of context frames; of this cache, {reason}"
+    profile, matrix = view.profiles(), view.frame_matrices()
+    s, context, lines = head_statistics(profile), view.context_frames, []
+    if view.noise_frames:
+        peaks = np.isin(s.max_frame, view.noise_frames)
+        lines.append(f"Noise: key frames {ranges(view.noise_frames)} are noise, as the queries are; {peaks.sum()} of "
+                     f"{peaks.size} heads are highest there, so that arm of the curve is not memory")
+    waves = wave(profile, context)
+    excess = None if matrix is None else equal_distance_excess(matrix, view.block_sizes)
+    by_distance = None if matrix is None else first_minus_context(distance_profile(matrix, view.block_sizes), context)
+    for panel in panels:
+        at = view.layers.index(panel.layer), panel.head
+        lines.append(f"{panel.label}, layer {panel.layer}, head {panel.head}: a wave at 1 rad/frame explains "
+                     f"{waves.r2[at]:.0%} of what a line leaves over, amplitude {waves.amplitude[at]:.2f}, best period "
+                     f"{waves.period[at]:.1f} frames; first − middle {s.delta[at]:+.2f}"
+                     + ("" if excess is None else f", excess at equal distance {excess[at]:+.2f}"))
+    high = s.delta > DELTA_THRESHOLD
+    lines.append(f"All {high.size} heads: first − middle {_mean(s.delta):+.2f} on average, above {DELTA_THRESHOLD:g} for "
+                 f"{high.sum()}")
+    if excess is None:
+        return "\n".join([*lines, "Excess at equal distance: absent, it needs every query frame, as an atlas holds them"])
+    lonely = high & ~(excess > DELTA_THRESHOLD)
+    lines.append(f"  excess at equal distance {_mean(excess):+.2f} on average, above {DELTA_THRESHOLD:g} for "
+                 f"{(excess > DELTA_THRESHOLD).sum()}")
+    lines.append(f"  were distance all that matters, first − context would be {_mean(by_distance):+.2f} on average; it is "
+                 f"{_mean(first_minus_context(profile, context)):+.2f}")
+    if lonely.any():
+        lines.append(f"  of {lonely.sum()} heads above {DELTA_THRESHOLD:g} by the first alone, distance by itself gives more "
+                     f"than half of it for {(by_distance > s.delta / 2)[lonely].sum()}")
+    return "\n".join(lines)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
 def layers_to_draw(profiles: Profiles, panels: Iterable[HeadPanel]) -> tuple[int, ...]:

@@ -54,10 +54,9 @@ def context_sign_rate(view: Profiles) -> np.ndarray:
     strictly earlier than the query's, or where a cache has no whole matrix the last block's context frames."""
     if view.quantity != "mean_logit" or not view.context_frames:
         return np.full((len(view.layers), view.num_heads), np.nan)
-    if len(view.matrix_rows) < view.num_frames:
+    if (matrix := view.frame_matrices()) is None:
         return sign_rate(view.profiles()[..., list(view.context_frames)])
-    context = earlier_block(view.block_sizes).numpy()
-    return sign_rate(np.stack([view.frame_matrix(layer)[:, context] for layer in view.layers]))
+    return sign_rate(matrix[..., earlier_block(view.block_sizes).numpy()])
 
 
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:

@@ -135,7 +135,7 @@ def test_delta_in_the_titles():
 def test_ticks_thin_out(F, room, expected):
     figure = figures.plt.figure()
     axis = figure.add_subplot()
-    figures._frame_axis(axis, F, room)
+    figures.frame_axis(axis, F, room)
     assert axis.get_xticks().tolist() == expected
     figures.plt.close(figure)
 

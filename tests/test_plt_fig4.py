@@ -9,10 +9,11 @@ import numpy as np
 import papermill
 import pytest
 import synthetic_caches
+import torch
 from papermill.exceptions import PapermillExecutionError
 
 from experiments import reports
-from experiments.caches import save_cache
+from experiments.caches import load_cache, save_cache
 from experiments.measures import head_statistics
 from experiments.profiles import open_profiles
 
@@ -82,7 +83,15 @@ def test_published_data_over_the_papers_curve(tmp_path, F):
     words = re.sub(r"<[^>]*>", "", (tmp_path / "figures" / "figure4_reproduction.svg").read_text())
     assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(1, 5)
     assert "not there: mass" in printed
+    view = open_profiles(load_cache(NOTEBOOK.parents[1] / f"cache/published/self_forcing_dmd_eagle_{F}f.pt"))
+    delta = view.profiles()[..., 0] - view.profiles()[..., 1:-1].mean(-1)
+    assert f"All 360 heads: first − middle {delta.mean():+.2f} on average, above 2 for {(delta > 2).sum()}\n" in printed
+    highest = (view.profiles().argmax(-1) >= F - 3).sum()
+    assert f"{highest} of 360 heads are highest there" in printed
+    (line,) = [line for line in printed.split("\n") if line.startswith("L1H1, layer 1, head 1: a wave at 1 rad/frame")]
+    assert f"first − middle {delta[1, 1]:+.2f}" in line and abs(float(line.split("equal distance ")[1])) < 0.5
     if F == 72:
+        assert "excess at equal distance +0.44 on average, above 2 for 15\n" in printed
         assert "they have 21 frames, this cache has 72" in printed and "read off the paper" not in words
         return
     shown = re.findall(r"shown: layer \d+, head \d+: r = (0\.\d{3}), RMS \d\.\d\d, rank 1 of 360\n", printed)
@@ -148,6 +157,29 @@ def test_a_windows_curve_lies_where_its_frames_are():
     by_frame = panel.curve.reshape(21, 4)
     assert np.isnan(by_frame[1:17]).all()
     np.testing.assert_allclose(by_frame.mean(1), panel.profile, atol=1e-6)
+
+
+def test_what_it_shows_says_what_is_absent():
+    view = open_profiles(synthetic_caches.figure4(H=3, S=4, granularity="frame"))
+    panels, _ = reports.choose_heads(view, [(1, 1, "x")])
+    assert "Excess at equal distance: absent" in reports.what_it_shows(view, panels)
+    mass = open_profiles(synthetic_caches.figure4(H=3, S=4), quantity="mass")
+    assert reports.what_it_shows(mass, panels).endswith("of this cache, it holds mass")
+    alone = open_profiles(synthetic_caches.atlas(blocks=[9]))
+    assert reports.what_it_shows(alone, []).endswith("its queries see no earlier block")
+    clean = open_profiles(synthetic_caches.atlas(), step=4)
+    assert "noise" not in reports.what_it_shows(clean, []).lower()
+
+
+def test_what_it_shows_tells_a_wave_from_a_sink():
+    """Two made-up layers: waves that crest on frame 0, and true sinks; first − middle is high in both."""
+    cache = synthetic_caches.atlas(layers=(0, 1), F=21, H=2, curve=False)
+    distance = torch.arange(21)[:, None] - torch.arange(21)[None]
+    cache["frame_logits"][0] = torch.where(cache["frame_logits"][0].isnan(), torch.nan, 4 * torch.cos(distance - 19.0))
+    cache["frame_logits"][1] = torch.where(cache["frame_logits"][1].isnan(), torch.nan, 4.0 * (torch.arange(21) == 0))
+    lines = reports.what_it_shows(open_profiles(cache), []).split("\n")
+    assert "above 2 for 4" in lines[1] and "above 2 for 2" in lines[2]
+    assert lines[4] == "  of 2 heads above 2 by the first alone, distance by itself gives more than half of it for 2"
 
 
 def test_lines_and_ranges():

@@ -1,0 +1,150 @@
+"""layer_atlas.ipynb from top to bottom, the survey behind it, and its drawings."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import papermill
+import pytest
+import synthetic_caches
+import torch
+from conftest import ROOT
+
+from experiments import atlas_figures, figures, published, survey, taxonomy
+from experiments.caches import load_cache, save_cache
+from experiments.profiles import open_profiles
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "layer_atlas.ipynb"
+ALWAYS = {"measures.svg", "kinds_of_heads.svg", "stability.svg"}
+
+
+def run(tmp_path, **parameters):
+    """Printed text of the executed notebook, from the folder a user starts it in."""
+    out = tmp_path / "out.ipynb"
+    papermill.execute_notebook(NOTEBOOK, out, cwd=NOTEBOOK.parent, progress_bar=False, kernel_name="python3",
+                               parameters={"SAVE_DIR": str(tmp_path / "figures")} | parameters)
+    outputs = [output for cell in nbformat.read(out, 4).cells for output in cell.get("outputs", [])]
+    return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+
+
+def words(path):
+    return re.sub(r"<[^>]*>", " ", path.read_text())
+
+
+def with_bands(cache, names=("time, period 6.28 frames", "height", "width")):
+    """Bands that are known shares of the logits."""
+    shares = torch.tensor([0.5, 0.3, 0.2])[:len(names)]
+    return cache | {"frame_logits_by_band": cache["frame_logits"][..., None] * shares, "rope_bands": list(names)}
+
+
+def test_published_data(tmp_path):
+    printed = run(tmp_path, CACHE_PATH="../cache/published/self_forcing_dmd_eagle_21f.pt")
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == ALWAYS
+    agree = re.search(r"anchor / wave / veil: agree on (\d+\.\d)% of 360 heads", printed)[1]
+    assert float(agree) >= 88
+    assert "static / dynamic: ours absent, no mass in this cache; published there" in printed
+    assert "first_mass: absent, no mass in this cache" in printed
+    assert "RoPE bands: absent in this cache; capture them with: " in printed
+    assert re.search(r"chosen on this cache.* 8[89]\.\d% on self_forcing_dmd_castle_21f", printed)
+    shown = words(tmp_path / "figures" / "kinds_of_heads.svg")
+    assert f"{agree}% agree" in shown and "absent:" in shown and "label differs" in shown
+
+
+def test_own_atlas_with_everything(tmp_path):
+    cache = with_bands(synthetic_caches.atlas(F=12, H=3, layers=(0, 1, 5)))
+    save_cache(tmp_path / "c.pt", cache)
+    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), LAYER=5, HEAD=2, STEP=4)
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == ALWAYS | {"rope_bands_layer5_head2.svg"}
+    assert "absent" not in printed.replace("published absent, published for another model", "")
+    assert "No published labels of this model" in printed and "clean pass (t = 0)" in printed
+    shown = words(tmp_path / "figures" / "rope_bands_layer5_head2.svg")
+    assert "Layer 5, head 2" in shown and "time, period 6.28 frames" in shown
+    assert "time, period 6.28 frames: mean" in printed
+    svgs = {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
+    assert run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), LAYER=5, HEAD=2, STEP=4) == printed
+    assert {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()} == svgs
+
+
+def test_mass_alone_and_a_head_that_is_not_there(tmp_path):
+    cache = with_bands(synthetic_caches.atlas(curve=False))
+    for name in ("frame_logits", "frame_logits_by_band", "rope_bands"):
+        cache.pop(name)
+    save_cache(tmp_path / "c.pt", cache | {"is_logits": False})
+    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), LAYER=77)
+    assert "first_minus_middle: absent, no mean logits in this cache" in printed
+    assert "first_mass (share of all): mean" in printed
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == ALWAYS - {"stability.svg"}
+
+
+def test_how_it_is_stored():
+    notebook = json.loads(NOTEBOOK.read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    (parameters,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
+    assert 'CACHE_PATH = "../cache/atlas.pt"' in "".join(parameters["source"])
+    for cell in code:
+        assert len("".join(cell["source"]).split("\n")) <= 12
+        assert not re.search(r"^\s*(def|class) ", "".join(cell["source"]), re.MULTILINE)
+    headings = [line for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+                for line in "".join(cell["source"]).split("\n") if line.startswith("#")]
+    assert all(re.search(r"[\u4e00-\u9fff].* · .*[A-Za-z]", heading) for heading in headings)
+
+
+def test_the_survey_keeps_noise_apart():
+    """Only the two older scores and the mass as a share of all may change when the own block's values do."""
+    cache = synthetic_caches.atlas(F=12, H=3)
+    spoiled = {name: value.clone() if torch.is_tensor(value) else value for name, value in cache.items()}
+    block = torch.arange(12) // 3
+    for name in ("frame_logits", "frame_mass"):
+        spoiled[name][..., block[:, None] == block[None]] += 7
+    maps, after = ({m.name: m.values for m in survey.survey(survey.open_quantity(c, 0, "mean_logit"),
+                                                            survey.open_quantity(c, 0, "mass"))} for c in (cache, spoiled))
+    changed = {name for name in maps if not np.allclose(maps[name], after[name], equal_nan=True)}
+    assert changed == {"first_minus_middle", "first_over_middle"}
+    assert all(values.shape == (3, 3) for values in maps.values())
+
+
+def test_label_maps_and_confusion():
+    view = open_profiles(load_cache(ROOT / published.FOLDER / "self_forcing_dmd_castle_21f.pt"))
+    labels = published.labels_for(view, ROOT / published.FOLDER)
+    rule = taxonomy.load_thresholds(ROOT / "configs/taxonomy.yaml")
+    ours, theirs, reach, static = survey.label_maps(view, None, rule, labels)
+    assert reach.labels is None and reach.absent == "no mass in this cache" and static.labels.sum() == labels[1].sum()
+    assert ours.differs.sum() == (ours.labels != theirs.labels).sum() and 0 < ours.differs.sum() <= 43
+    lines = survey.confusion_lines([ours, theirs, reach, static])
+    counts = [int(n) for n in re.findall(r"published (\d+) anchor, (\d+) wave, (\d+) veil", lines)[0]]
+    assert sum(counts) == (ours.labels == taxonomy.ANCHOR).sum()
+    assert published.labels_for(open_profiles(synthetic_caches.atlas()), ROOT / published.FOLDER) is None
+    assert sorted(published.views_like(view, ROOT / published.FOLDER)) == [
+        "self_forcing_dmd_castle_72f", "self_forcing_dmd_eagle_21f", "self_forcing_dmd_eagle_72f"]
+
+
+def test_bands_of_a_head():
+    cache = with_bands(synthetic_caches.atlas(curve=False))
+    view = open_profiles(cache, step=4)
+    values, names = survey.band_profile(cache, view, 1, 2)
+    np.testing.assert_allclose(values.sum(-1), view.frame_profile(1)[2], atol=1e-6)
+    np.testing.assert_allclose(values[:, 1], 0.3 * view.frame_profile(1)[2], atol=1e-6)
+    assert survey.band_profile(cache, view, 1, 3) is None and survey.band_profile(cache, view, 4, 0) is None
+    assert survey.band_lines(values, names).startswith("time, period 6.28 frames: mean")
+
+
+@pytest.mark.parametrize(("N", "H"), [(1, 3), (8, 12), (30, 12), (40, 40)])
+def test_every_size_draws(tmp_path, N, H):
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(N, H))
+    maps = [atlas_figures.HeadMap(s, s, "unit", s, values) for s in ("diverging", "ratio", "share", "sequential")]
+    maps += [atlas_figures.HeadMap("gone", "gone", "unit", "share", None, "no mass in this cache")]
+    maps += [atlas_figures.HeadMap("nan", "nan", "unit", "sequential", np.full((N, H), np.nan))]
+    figure = atlas_figures.head_maps(maps, range(N), taken="pass 0")
+    assert "no mass in this cache" in " ".join(words(figures.save_svg(figure, tmp_path / "m.svg")).split())
+    labels = rng.choice([1, -1, 2], (N, H))
+    kinds = [atlas_figures.LabelMap("a", taxonomy.KINDS, labels, "", labels == 1),
+             atlas_figures.LabelMap("b", taxonomy.REACHES, None, "none")]
+    figure = atlas_figures.label_maps(kinds, range(N), taken="pass 0")
+    (dots,) = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert len(dots.get_xdata()) == (labels == 1).sum()
+    drawn = figure.axes[0].collections[0].get_array().reshape(N, H)
+    np.testing.assert_array_equal(np.array(list(taxonomy.KINDS))[drawn.astype(int)], labels)
