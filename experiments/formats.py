@@ -43,6 +43,15 @@ COMMON = {
     "quantity?": "str",                     # one of QUANTITIES where is_logits leaves it open
     "notes?": "str [notes]",                # what a reader should know, such as a guess about an older file
 }
+SAMPLING = {                                # bidirectional runs of base weights, all frames as one block
+    "orig_num_frames?": "int",              # video frames
+    "vae_stride_t?": "int",
+    "branch?": "str",                       # of guidance: cond or uncond, where a cache holds one
+    "guidance_scale?": "float",
+    "timestep_shift?": "float",
+    "num_steps?": "int",
+    "negative_prompt?": "str",
+}
 PASS = {"step": "int | none", "timestep": "float | none", "is_clean_pass": "bool | none"}  # none: not recorded
 
 FIGURE4_LAYER = {
@@ -67,7 +76,7 @@ FIGURE4 = COMMON | PASS | {
     "query_frames": "int [Fq]",
     "key_frames": "int [Fk]",
 }
-LAYER = COMMON | PASS | {
+LAYER = COMMON | PASS | SAMPLING | {
     "layer_index": "int",
     "full_frame_attention": "f16/f32 [H, F, F]",
     "last_block_frame_attention": "f16/f32 [H, F]",
@@ -75,9 +84,6 @@ LAYER = COMMON | PASS | {
     "key_frames": "int [F]",
     "last_block_query_frames": "int [last]",
     "full_frame_attention_uncond?": "f16/f32 [H, F, F]",
-    "orig_num_frames?": "int",
-    "vae_stride_t?": "int",
-    "guidance_scale?": "float",
 }
 CALL = PASS | {
     "layer_idx": "int",
@@ -95,7 +101,7 @@ INFERENCE = COMMON | {
     "layer_indices": "int [N]",
     "num_transformer_blocks": "int",
 }
-ATLAS = COMMON | {
+ATLAS = COMMON | SAMPLING | {
     "layers": "int [N]",
     "pass_timesteps": "float [P] | f32 [P]",
     "pass_steps?": "int [P]",               # which passes of the rollout; all of them where absent
