@@ -14,6 +14,7 @@ from torch import Tensor
 
 from experiments import frames
 from experiments.formats import CacheError
+from wan.config import block_ranges
 
 
 class LayerValues(NamedTuple):
@@ -74,12 +75,14 @@ class Profiles:
     @property
     def own_block(self) -> tuple[int, ...]:
         """Key frames that are the queries' own block; at a noisy pass they are noise, not context."""
-        return tuple(f for f in self.query_frames if f in self.key_frames)
+        blocks = block_ranges(list(self.block_sizes))
+        own = {f for block in blocks if not set(block).isdisjoint(self.query_frames) for f in block}
+        return tuple(f for f in self.key_frames if f in own)
 
     @property
     def context_frames(self) -> tuple[int, ...]:
         """Key frames of earlier blocks: clean in every pass, the only ones that a head can remember."""
-        return tuple(f for f in self.key_frames if f < min(self.query_frames))
+        return tuple(f for f in self.key_frames if f not in self.own_block)
 
     @property
     def noise_frames(self) -> tuple[int, ...]:
