@@ -99,6 +99,14 @@ def latent_frames(video_frames: int) -> int:
     return 1 + rest
 
 
+def check_sampling(shift: float, num_steps: int) -> None:
+    """A sampler takes at least one step, and its shift of noise levels keeps them between 0 and 1."""
+    if num_steps < 1:
+        raise ConfigError(f"num_steps must be at least 1, not {num_steps}")
+    if shift <= 0:
+        raise ConfigError(f"shift must be above 0, not {shift:g}")
+
+
 # Of https://github.com/Wan-Video/Wan2.1, wan/configs/shared_config.py: what a video should not look like.
 WAN_NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"

@@ -7,7 +7,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
-from wan.config import ConfigError
+from wan.config import ConfigError, check_sampling
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import Pass
 from wan.modules.model import TextKeysValues, WanModel
@@ -20,10 +20,7 @@ class TextToVideoPipeline:
 
     def __init__(self, model: WanModel, shift: float = 8.0, guidance_scale: float = 6.0, num_steps: int = 50):
         """shift 8 and guidance_scale 6 are Wan's for 1.3B, 5 and 5 for 14B."""
-        if num_steps < 1:
-            raise ConfigError(f"num_steps must be at least 1, not {num_steps}")
-        if shift <= 0:
-            raise ConfigError(f"shift must be above 0, not {shift:g}")
+        check_sampling(shift, num_steps)
         self.model, self.shift, self.guidance_scale, self.num_steps = model, shift, guidance_scale, num_steps
 
     def solver(self) -> UniPCMultistepScheduler:

@@ -1,0 +1,148 @@
+"""From a config to a cache of the base model: sample all frames at once with guidance, keep frame attention of some steps.
+
+The two branches of guidance, with the prompt and without, stay apart: a layer cache holds both, atlases are one each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from experiments.extraction import (
+    Extraction,
+    RunError,
+    choose_device,
+    choose_dtype,
+    common_fields,
+    draw_noise,
+    threads_for,
+)
+from wan import checkpoint
+from wan.config import (
+    MODELS,
+    VIDEO_FRAMES_PER_LATENT,
+    ConfigError,
+    ModelConfig,
+    RunConfig,
+    check_sampling,
+    latent_frames,
+    load_config,
+)
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import CaptureRequest
+from wan.modules.model import WanModel
+from wan.modules.text_encoder import TextEncoder
+from wan.text2video import TextToVideoPipeline
+
+CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
+LAST_FRAMES = 3       # query frames of last_block_frame_attention: as many as the last block of a causal rollout
+
+
+def config_for(ckpt_dir: str | Path) -> str:
+    """The config whose model has the sizes of a directory's. Raises ConfigError where none has."""
+    sizes = checkpoint.read_model_config(ckpt_dir)
+    for path in CONFIGS:
+        config = load_config(path)
+        if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(config.ckpt_dir)):
+            return path
+    raise ConfigError(f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} is in "
+                      f"{', '.join(CONFIGS)}; name its settings with --config_path")
+
+
+def as_one_block(config: RunConfig) -> RunConfig:
+    """The settings of a bidirectional run: base weights, base.num_video_frames as one block of latent frames."""
+    check_sampling(config.base.shift, config.base.num_steps)
+    frames = latent_frames(config.base.num_video_frames)
+    return replace(config, checkpoint_path=None, num_frames=frames, num_frame_per_block=frames,
+                   independent_first_frame=False, local_attn_size=-1, sink_size=0)
+
+
+def choose_layer(config: RunConfig, layer: int | None) -> int:
+    """The layer asked for, else the config's, or the last one where the model has fewer."""
+    num_layers = checkpoint.read_model_config(config.ckpt_dir).num_layers
+    if layer is None:
+        return min(config.base.layer_index, num_layers - 1)
+    if not 0 <= layer < num_layers:
+        raise ConfigError(f"layer {layer} is not in 0..{num_layers - 1}")
+    return layer
+
+
+def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
+    """first, last, all or numbers -> increasing steps of the sampler."""
+    count, chosen = config.base.num_steps, set()
+    for name in names:
+        known = {"first": [0], "last": [count - 1], "all": range(count)}
+        step = known.get(name, [int(name)] if name.isdecimal() else [])
+        if not step or max(step) >= count:
+            raise ConfigError(f"step {name!r} is not first, last, all or in 0..{count - 1}")
+        chosen.update(step)
+    return sorted(chosen)
+
+
+def sample(config: RunConfig, layers: Sequence[int] | None, steps: Sequence[int], mass: bool) -> Extraction:
+    """Generate one video with the base weights and capture frame attention of layers (None: all) in steps, both branches.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where the result is not finite.
+    """
+    config = as_one_block(config)
+    device, dtype = choose_device(config.device), choose_dtype(config.dtype)
+    model_config = checkpoint.read_model_config(config.ckpt_dir)
+    common = common_fields(config, model_config, checkpoint.transformer_file(config.ckpt_dir)) | {
+        "orig_num_frames": config.base.num_video_frames, "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
+        "guidance_scale": config.base.guidance_scale, "timestep_shift": config.base.shift,
+        "num_steps": config.base.num_steps, "negative_prompt": config.base.negative_prompt}
+
+    prompt, negative, words = encode_branches(config, model_config, dtype, device)
+    state = checkpoint.read_transformer_state(config.ckpt_dir)
+    model = checkpoint.build_model(WanModel, model_config, state, config.ckpt_dir, dtype, device)
+    pipeline = TextToVideoPipeline(model, config.base.shift, config.base.guidance_scale, config.base.num_steps)
+    noise, _ = draw_noise(config, model_config, torch.float32, device)
+    request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=mass)
+    with (tqdm(total=config.base.num_steps, desc="sampling", unit="step", leave=False) as progress,
+          ATTENTION_WEIGHT_CAPTURE.capture(request) as records, threads_for(noise, model_config)):
+        latents = pipeline.inference(noise, prompt, negative, on_pass=progress.update)
+    if not latents.isfinite().all():
+        raise RunError("the generated latents are not finite; try --device cpu or another dtype in the config")
+    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words, common)
+
+
+def encode_branches(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
+                    device: torch.device) -> tuple[Tensor, Tensor, list[str]]:
+    """Text states [1, text_len, text_dim] of the prompt and of the negative prompt, and the prompt's tokens."""
+    encoder = TextEncoder.from_pretrained(config.ckpt_dir, model_config.text_len, dtype, device)
+    states = encoder([config.prompt, config.base.negative_prompt])
+    return states[:1], states[1:], encoder.words(config.prompt)
+
+
+# -- arranging a run in a format --------------------------------------------------------------------------------------
+
+
+def of_branch(run: Extraction, branch: str) -> Extraction:
+    """The run as if only one branch of guidance, "cond" or "uncond", had been captured."""
+    return replace(run, records=[record for record in run.records if record["branch"] == branch])
+
+
+def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
+    """Mean logits of every frame pair of one layer at one step, with the prompt and without."""
+    full, uncond = (of_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond"))
+    everything = list(range(run.config.num_frames))
+    last = everything[-LAST_FRAMES:]
+    return run.common | {
+        "format": "layer", "is_logits": True, "step": step, "timestep": run.pass_timesteps[step], "is_clean_pass": False,
+        "layer_index": layer, "full_frame_attention": full, "full_frame_attention_uncond": uncond,
+        "last_block_frame_attention": full[:, last].mean(1), "query_frames": everything, "key_frames": everything,
+        "last_block_query_frames": last}
+
+
+def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
+    """Mean logits and mass of every layer at some steps, of one branch."""
+    layers, branch_run = list(range(run.num_layers)), of_branch(run, branch)
+    matrices = {name: torch.stack([torch.stack([branch_run.frame_matrix(name, layer, step) for step in steps])
+                                   for layer in layers]) for name in ("frame_logits", "frame_mass")}
+    return run.common | matrices | {
+        "format": "atlas", "is_logits": True, "branch": branch, "layers": layers, "pass_steps": list(steps),
+        "pass_timesteps": [run.pass_timesteps[step] for step in steps], "pass_is_clean": [False] * len(steps)}
