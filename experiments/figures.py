@@ -92,7 +92,7 @@ def head_curves(panels: Sequence[HeadPanel], *, quantity: str, taken: str, shade
     """Figure 4: one panel per head. Filled per key token where the curve is known, as in the paper, and the mean of
     each key frame on it; else a bar per key frame. The highest frame is annotated. A reference is drawn over it, with an
     arrow where its own figure cut it off."""
-    figure, axes = _grid(len(panels), columns=2, size=(6.6, 3.5))
+    figure, axes = panel_grid(len(panels), columns=2, size=(6.6, 3.5))
     legend = {}
     for axis, panel in zip(axes, panels, strict=True):
         F = len(panel.profile)
@@ -117,7 +117,7 @@ def head_curves(panels: Sequence[HeadPanel], *, quantity: str, taken: str, shade
             axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side,
                           weight="bold", color=DARK)
         frame_axis(axis, F, room=25)
-        legend |= {h.get_label(): h for h in axis.get_legend_handles_labels()[0]} | _mark(axis, panel.profile, shaded)
+        legend |= {h.get_label(): h for h in axis.get_legend_handles_labels()[0]} | mark_frames(axis, panel.profile, shaded)
     label_figure(figure, axes, "", legend=legend)
     return figure
 
@@ -142,7 +142,7 @@ def per_head_grid(profiles: np.ndarray, delta: np.ndarray, *, layer: int, quanti
                   shaded: Shaded = NONE) -> Figure:
     """One small panel per head of profiles [H, F], each on its own scale; delta [H] = first - middle in the titles."""
     H, F = profiles.shape
-    figure, axes = _grid(H, columns=4 if H <= 16 else 8, size=(2.9, 1.9) if H <= 16 else (2.2, 1.5))
+    figure, axes = panel_grid(H, columns=4 if H <= 16 else 8, size=(2.9, 1.9) if H <= 16 else (2.2, 1.5))
     legend = {}
     for head, axis in enumerate(axes):
         axis.bar(np.arange(F), profiles[head], width=0.85, color=BLUE, linewidth=0)
@@ -151,7 +151,7 @@ def per_head_grid(profiles: np.ndarray, delta: np.ndarray, *, layer: int, quanti
         axis.set_title(f"H{head}, Δ = {number}", fontsize=9)
         axis.yaxis.set_major_locator(MaxNLocator(4))
         frame_axis(axis, F, room=8)
-        legend |= _mark(axis, profiles[head], shaded)
+        legend |= mark_frames(axis, profiles[head], shaded)
     label_figure(figure, axes, f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}; Δ = first − middle; scales differ",
            LABELS[quantity], legend)
     return figure
@@ -187,7 +187,7 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], *, quantity: s
     the logits of the real model's last layers would flatten all others."""
     N, H, F = profiles.shape
     columns, size = (2, (5.0, 3.2)) if N <= 4 else (4, (2.9, 1.9)) if N <= 12 else (6, (2.3, 1.7))
-    figure, axes = _grid(N, columns, size)
+    figure, axes = panel_grid(N, columns, size)
     legend = {}
     for axis, layer, values in zip(axes, layers, profiles, strict=True):
         mean, std = values.mean(0), values.std(0)
@@ -197,7 +197,7 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], *, quantity: s
         axis.set_title(f"Layer {layer}")
         axis.yaxis.set_major_locator(MaxNLocator(6 if N <= 4 else 4))
         frame_axis(axis, F, room=25 if N <= 4 else 8)
-        legend |= _mark(axis, mean, shaded)
+        legend |= mark_frames(axis, mean, shaded)
     scales = "; scales differ" if N > 1 else ""
     label_figure(figure, axes, f"{_capital(NAMES[quantity])}, mean ± std over {H} heads, {taken}{scales}", LABELS[quantity],
            legend)
@@ -223,7 +223,7 @@ def layer_statistics(first: np.ndarray, middle: np.ndarray, last: np.ndarray, la
     return figure
 
 
-def _grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+def panel_grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
     """n axes in rows of at most columns, each of size inches; cells left over are empty."""
     columns = min(n, columns)
     rows = -(-n // columns)
@@ -261,7 +261,7 @@ def frame_axis(axis: Axes, F: int, room: int) -> None:
     axis.set_xticks(ticks(F, room if F <= THIN_ABOVE else min(room, 15)))
 
 
-def _mark(axis: Axes, profile: np.ndarray, shaded: Shaded) -> dict[str, Patch]:
+def mark_frames(axis: Axes, profile: np.ndarray, shaded: Shaded) -> dict[str, Patch]:
     """Shade the frames of shaded, hatch those that were not attended; legend entries by their text."""
     legend = {}
     for text, frames in shaded.items():

@@ -12,11 +12,9 @@ import torch
 
 from experiments.caches import load_cache, save_cache
 from experiments.cli import Parser, main
-from experiments.formats import COMMON, CacheError
+from experiments.formats import COMMON, SAMPLING, CacheError
 from experiments.frames import block_frames
 from experiments.profiles import open_profiles
-
-BIDIRECTIONAL = ("orig_num_frames", "vae_stride_t", "guidance_scale")     # an atlas of the base model has them too
 
 
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     H, F = profile.shape
     profile = torch.from_numpy(profile if matrix is None or len(blocks) > 1 else matrix[:, last].mean(1))
     matrix = torch.full((H, F, F), torch.nan) if matrix is None else torch.from_numpy(matrix)
-    kept = {name: atlas[name] for name in (*(field.rstrip("?") for field in COMMON), *BIDIRECTIONAL) if name in atlas}
+    kept = {name: atlas[name] for field in COMMON | SAMPLING if (name := field.rstrip("?")) in atlas}
     return kept | {
         "format": "layer", "is_logits": True, "step": view.step, "timestep": view.timestep,
         "is_clean_pass": view.is_clean_pass, "layer_index": layer, "full_frame_attention": matrix,

@@ -159,16 +159,30 @@ def layers_to_draw(profiles: Profiles, panels: Iterable[HeadPanel]) -> tuple[int
     return tuple(shown) if profiles.kind == "atlas" and shown else profiles.layers
 
 
+def layer_lines(matrix: np.ndarray, profile: np.ndarray) -> str:
+    """Means of a layer's frame matrices [H, F, F] over the diagonal and over the first key frame's column, what was not
+    attended left out, then a line per head of its profiles [H, F]: the lines of earlier work's notebook."""
+    diagonal, column = np.diagonal(matrix, axis1=1, axis2=2), matrix[..., 0]
+    heads = head_statistics(profile)
+    return "\n".join([f"Diagonal mean (self-attention): {_number(_mean(diagonal), '.4f')}",
+                      f"First frame mean (sink): {_number(_mean(column), '.4f')}",
+                      *(_head_line(heads, h) for h in range(len(profile)))])
+
+
 def head_lines(statistics: HeadStatistics) -> str:
     """One line per head of statistics [H]; N/A where a ratio has no positive middle or a frame was not attended."""
     s = statistics
     return "\n".join(
-        f"  H{h:2d}: first={_number(s.first[h])}, mid={_number(s.middle[h])}, last={_number(s.last[h])}, "
-        f"sink={_number(s.delta[h], '+7.3f')}, first/mid={_number(s.ratio[h], '7.2f')}, "
+        f"{_head_line(s, h)}, first/mid={_number(s.ratio[h], '7.2f')}, "
         f"first-last={_number(s.first_minus_last[h], '+8.3f')}, max@{s.max_frame[h]}, "
         f"(max-min)/|mean|={_number(s.spread[h], '6.2f')}"
         for h in range(len(s.first))
     )
+
+
+def _head_line(s: HeadStatistics, h: int) -> str:
+    return (f"  H{h:2d}: first={_number(s.first[h])}, mid={_number(s.middle[h])}, last={_number(s.last[h])}, "
+            f"sink={_number(s.delta[h], '+7.3f')}")
 
 
 def called_sinks(statistics: HeadStatistics) -> str:

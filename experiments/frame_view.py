@@ -1,0 +1,91 @@
+"""Latent or video frames along the axes of a layer's figures.
+
+The VAE encodes video frame 0 alone and then groups of four: video frame i is in latent frame (i + 3) // 4. Attention is
+measured per latent frame, so the video view repeats values: it places them in time and adds no measurement.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from experiments.formats import CacheError
+from experiments.frames import video_to_latent_frame
+from experiments.reports import ranges
+from wan.config import VIDEO_FRAMES_PER_LATENT
+
+
+@dataclass(frozen=True)
+class FrameView:
+    """Which latent frame each shown frame is in."""
+
+    unit: str                  # "latent" or "video", for axis labels
+    stride: int                # video frames per latent frame
+    latent: np.ndarray         # [n] latent frame of every shown frame
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """Profiles [..., F] of latent frames -> [..., n] of shown frames."""
+        return values[..., self.latent]
+
+    def spread_matrix(self, matrix: np.ndarray) -> np.ndarray:
+        """Matrices [..., F, F] of latent frames -> [..., n, n] of shown frames."""
+        return matrix[..., self.latent[:, None], self.latent]
+
+    def shown(self, latent_frames: Sequence[int]) -> list[int]:
+        """The shown frames that are in some latent frames."""
+        return np.flatnonzero(np.isin(self.latent, list(latent_frames))).tolist()
+
+    def latent_frames(self, shown: Sequence[int]) -> list[int]:
+        """The latent frame of each of some shown frames. CacheError for a frame that is not shown."""
+        for f in shown:
+            if not 0 <= f < len(self.latent):
+                raise CacheError(f"query frame {f} is not in 0..{len(self.latent) - 1}, the {self.unit} frames of this view")
+        return [int(self.latent[f]) for f in shown]
+
+    def __str__(self) -> str:
+        n = len(self.latent)
+        if self.unit == "latent":
+            return f"View: {n} latent frames"
+        return (f"View: {n} video frames; the VAE encodes frame 0 alone, then groups of {self.stride}: video frame i is in "
+                f"latent frame (i + {self.stride - 1}) // {self.stride}, and shows its value")
+
+
+def choose_view(cache: Mapping[str, Any], use_video: bool | None = None, num_video_frames: int | None = None,
+                stride: int | None = None) -> FrameView:
+    """The frames of a layer cache to show: video frames if use_video, or None and the cache knows orig_num_frames.
+
+    num_video_frames and stride are the cache's orig_num_frames and vae_stride_t, else as many as the latents hold in
+    groups of four. Raises CacheError for a count that is not that of the cache's latent frames.
+    """
+    F = cache["num_frames"]
+    stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
+    if not (use_video if use_video is not None else "orig_num_frames" in cache):
+        return FrameView("latent", stride, np.arange(F))
+    n = num_video_frames or cache.get("orig_num_frames", 1 + stride * (F - 1))
+    needed = video_to_latent_frame(n - 1, stride) + 1
+    if needed != F:
+        fits = f"{1 + stride * (F - 2) + 1}..{1 + stride * (F - 1)}" if F > 1 else "1"
+        raise CacheError(f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}; "
+                         f"ORIG_NUM_FRAMES may be {fits}")
+    return FrameView("video", stride, video_to_latent_frame(np.arange(n), stride))
+
+
+def query_profile(matrix: np.ndarray, latent_frames: Sequence[int]) -> np.ndarray:
+    """Mean over some query frames of A [H, F, F] -> [H, F]; a key frame counts the queries that attend to it, NaN for
+    none."""
+    rows = matrix[:, list(latent_frames)]
+    count = (~np.isnan(rows)).sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(count > 0, np.nansum(rows, 1) / count, np.nan)
+
+
+def own_blocks(block_sizes: Sequence[int], latent_frames: Sequence[int]) -> list[int]:
+    """All frames of the blocks that hold some frames: what their queries were denoised with."""
+    block = np.repeat(np.arange(len(block_sizes)), block_sizes)
+    return np.flatnonzero(np.isin(block, block[list(latent_frames)])).tolist()
+
+
+def taken(pass_label: str, view: FrameView, query_frames: Sequence[int]) -> str:
+    """For titles: "pass 0 (t = 1000), query frames 18–20"."""
+    return f"{pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)} ({view.unit})"
