@@ -21,6 +21,7 @@ from wan.config import ConfigError, ModelConfig, RunConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
+from wan.modules.layers import RotaryTable
 from wan.modules.text_encoder import TextEncoder
 from wan.pipeline import CausalInferencePipeline
 
@@ -280,9 +281,10 @@ def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
         "last_block_query_frames": run.last_block}
 
 
-def atlas_requests(config: RunConfig, mass: bool, key_curve: bool, cross: bool) -> list[CaptureRequest]:
+def atlas_requests(config: RunConfig, mass: bool, key_curve: bool, cross: bool,
+                   rope_bands: bool = False) -> list[CaptureRequest]:
     """Every layer, block and pass at frame granularity; the key curve of the last block."""
-    requests = [CaptureRequest(granularity="frame", mass=mass)]
+    requests = [CaptureRequest(granularity="frame", mass=mass, rope_bands=rope_bands)]
     if key_curve:
         requests.append(CaptureRequest(granularity="key", blocks=[len(config.block_sizes) - 1]))
     if cross:
@@ -302,6 +304,9 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
     atlas["frame_logits"] = everywhere(lambda layer, step: run.frame_matrix("frame_logits", layer, step))
     if "frame_mass" in captured:
         atlas["frame_mass"] = everywhere(lambda layer, step: run.frame_matrix("frame_mass", layer, step))
+    if "frame_logits_by_band" in captured:
+        atlas["frame_logits_by_band"] = everywhere(lambda layer, step: run.frame_matrix("frame_logits_by_band", layer, step))
+        atlas["rope_bands"] = list(RotaryTable(run.records[0]["q_shape"][-1]).bands)
     if "key_curve" in captured:
         atlas["key_curve"] = everywhere(lambda layer, step: _spread_curve(run, run.kept("key_curve", layer, step)[0]))
     if "cross_mass" in captured:

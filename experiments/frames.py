@@ -75,13 +75,14 @@ def curves_to_frames(curves: Tensor, S: int) -> Tensor:
 def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
     """Pieces (query_frames, key_frames, values [H, Fq, Fk]) -> [H, F, F] float32, NaN where nothing was attended.
 
-    Frame numbers are global, so a sliding window's pieces land where they belong.
+    Frame numbers are global, so a sliding window's pieces land where they belong. Further axes of values are kept.
     """
     pieces = list(pieces)
-    matrix = torch.full((len(pieces[0][2]), num_frames, num_frames), float("nan"))
+    heads, _, _, *more = pieces[0][2].shape
+    matrix = torch.full((heads, num_frames, num_frames, *more), float("nan"))
     for query_frames, key_frames, values in pieces:
-        if values.shape[1:] != (len(query_frames), len(key_frames)):
-            raise ValueError(f"piece of {tuple(values.shape[1:])} frames for queries {list(query_frames)} "
+        if values.shape[1:3] != (len(query_frames), len(key_frames)):
+            raise ValueError(f"piece of {tuple(values.shape[1:3])} frames for queries {list(query_frames)} "
                              f"and keys {list(key_frames)}")
         rows, columns = torch.as_tensor(query_frames), torch.as_tensor(key_frames)
         matrix[:, rows[:, None], columns] = values.float().cpu()

@@ -59,6 +59,7 @@ class CaptureRequest:
     granularity: Literal["token", "key", "frame"] = "token"
     is_logits: bool = True
     mass: bool = True
+    rope_bands: bool = False        # "frame" keeps the mean logits by RoPE band too, [B, H, Fq, Fk, bands]
     token_dtype: torch.dtype = torch.float32
     call_indices: frozenset[int] | None = None     # of the older enable(); overrides layers and kinds
 
@@ -69,6 +70,8 @@ class CaptureRequest:
             raise ValueError(f"kinds {self.kinds} may hold 'self' and 'cross'")
         if self.granularity == "key" and not self.is_logits:
             raise ValueError("granularity 'key' keeps mean logits; probabilities need granularity 'token'")
+        if self.rope_bands and (self.granularity != "frame" or "self" not in self.kinds):
+            raise ValueError("rope_bands needs granularity 'frame' of self-attention: nothing else has RoPE bands")
 
     def wants(self, site: Site, at: Pass | None) -> bool:
         if self.call_indices is not None:
@@ -196,6 +199,10 @@ class AttentionCapture:
             return {"cross_mass": reductions.token_mass(q, k, num_query_frames), "is_logits": False}
         key_means = frame_key_means() if frame_key_means else reductions.frame_means(k, num_key_frames)
         kept = {"frame_logits": reductions.frame_logits(q, key_means, num_query_frames), "is_logits": True}
+        if request.rope_bands:
+            from wan.modules.layers import RotaryTable  # which imports this module
+            bands = RotaryTable(q.shape[-1]).bands.values()
+            kept["frame_logits_by_band"] = reductions.frame_logits_by_band(q, key_means, num_query_frames, bands)
         if request.mass:
             kept["frame_mass"] = reductions.frame_mass(q, k, lse, num_query_frames, num_key_frames)
         return kept

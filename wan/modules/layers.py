@@ -4,6 +4,7 @@ Letters: B batch, F latent frames, S tokens per frame, L = F·S, H heads, D head
 in float32 whatever the dtype of the weights, and stored in that dtype.
 """
 
+import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -30,6 +31,14 @@ class RotaryTable:
         spatial = 2 * (head_dim // 6)
         self.shares = (head_dim - 2 * spatial, spatial, spatial)
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def bands(self) -> dict[str, int]:
+        """Consecutive bands of the head's dims by name, with their sizes: one per time frequency, then height and width."""
+        time, height, width = self.shares
+        periods = [2 * math.pi * ROPE_THETA ** (2 * i / time) for i in range(time // 2)]                # frames
+        named = {f"time, period {period:.{0 if period > 100 else 2}f} frames": 2 for period in periods}
+        return named | {"height": height, "width": width}
 
     def turns(self, axis: int, positions: Tensor) -> Tensor:
         """exp(i position frequency) of each pair of dims along time (0), height (1) or width (2): complex128 [n, share/2]."""

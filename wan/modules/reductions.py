@@ -5,6 +5,8 @@ The mean logit of a frame pair is linear in q and in k, so it follows from their
 the sum of the softmax over its keys; on CUDA a kernel takes the call's own log-sum-exp and forms no matrix at all.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,16 @@ def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> T
     """Mean logit of every frame pair from the frames' mean keys [B, Fk, H, D] -> [B, H, Fq, Fk]."""
     q_means = frame_means(q, num_query_frames) * q.shape[-1] ** -0.5
     return q_means.transpose(1, 2) @ frame_key_means.permute(0, 2, 3, 1)
+
+
+def frame_logits_by_band(q: Tensor, frame_key_means: Tensor, num_query_frames: int, bands: Sequence[int]) -> Tensor:
+    """frame_logits split into consecutive bands of the head's dims, of the given sizes -> [B, H, Fq, Fk, bands].
+
+    Exact: a dot product is the sum of those of its parts, and RoPE turns every pair of dims within one band.
+    """
+    q_means = frame_means(q, num_query_frames) * q.shape[-1] ** -0.5
+    parts = (x.transpose(1, 2).split(list(bands), -1) for x in (q_means, frame_key_means))           # [B, H, F, size]
+    return torch.stack([q_part @ k_part.mT for q_part, k_part in zip(*parts, strict=True)], -1)
 
 
 def key_curve(q: Tensor, k: Tensor) -> Tensor:
