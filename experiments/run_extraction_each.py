@@ -1,23 +1,38 @@
 """Capture the full frame x frame matrix of mean logits of one layer, each block at the chosen pass.
 
     python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --layer_index 3
+    python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --output_dir cache/layers    # every layer
 """
+
+from dataclasses import replace
+from pathlib import Path
 
 from experiments import extraction
 from experiments.cli import config_from, main, run_parser, save_results
+from wan.checkpoint import read_model_config
+from wan.config import ConfigError
 
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
     parser.add_argument("--layer_index", type=int, help="layer, counted from 0; the cache goes to cache/layerN.pt")
+    parser.add_argument("--output_dir", help="folder for layerN.pt of every layer, from one rollout")
     parser.add_argument("--granularity", choices=("token", "frame"), default="frame",
                         help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check")
     args = parser.parse_args(argv)
     config = config_from(args)
-    path = args.output_path or f"cache/layer{config.layer_index}.pt"
-    extraction.require_writable(path)
-    result = extraction.extract(config, extraction.layer_requests(config, args.granularity))
-    save_results(args, result, {path: extraction.layer_cache(result, config.layer_index)})
+    if args.output_dir and (args.output_path or args.layer_index is not None):
+        raise ConfigError("--output_dir takes every layer: it excludes --layer_index and --output_path")
+    if args.output_dir and args.granularity == "token":
+        raise ConfigError("--output_dir keeps frames: whole matrices of every layer would not fit in memory")
+    layers = range(read_model_config(config.ckpt_dir).num_layers) if args.output_dir else [config.layer_index]
+    folder = Path(args.output_dir or "cache")
+    paths = {layer: args.output_path or str(folder / f"layer{layer}.pt") for layer in layers}
+    for path in paths.values():
+        extraction.require_writable(path)
+    request = extraction.layer_requests(config, args.granularity)[0]
+    result = extraction.extract(config, [replace(request, layers=list(layers))])
+    save_results(args, result, {path: extraction.layer_cache(result, layer) for layer, path in paths.items()})
 
 
 if __name__ == "__main__":
