@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments.formats import CacheError
 from experiments.frames import video_to_latent_frame
+from experiments.profiles import Profiles
 from experiments.reports import ranges
 from wan.config import VIDEO_FRAMES_PER_LATENT
 
@@ -71,21 +72,49 @@ def choose_view(cache: Mapping[str, Any], use_video: bool | None = None, num_vid
     return FrameView("video", stride, video_to_latent_frame(np.arange(n), stride))
 
 
-def query_profile(matrix: np.ndarray, latent_frames: Sequence[int]) -> np.ndarray:
-    """Mean over some query frames of A [H, F, F] -> [H, F]; a key frame counts the queries that attend to it, NaN for
-    none."""
-    rows = matrix[:, list(latent_frames)]
-    count = (~np.isnan(rows)).sum(1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(count > 0, np.nansum(rows, 1) / count, np.nan)
+def query_profile(view: Profiles, axes: FrameView, query_frames: Sequence[int] | None = None) -> tuple[np.ndarray, dict]:
+    """Profile [H, F] over latent key frames of a layer view, and what figures want to know about it.
+
+    query_frames None takes the stored mean over the last block's queries; frames as the axes count them take the mean of
+    those rows, in which a key frame counts the queries that attend to it. CacheError for a frame that is not there.
+    """
+    (layer,) = view.layers
+    if query_frames is None:
+        profile, latent = view.frame_profile(layer), list(view.query_frames)
+        query_frames, noise = axes.shown(latent), view.noise_frames
+    else:
+        latent = axes.latent_frames(query_frames)
+        profile = _mean_of_rows(view.frame_matrix(layer), latent)
+        noise = own_blocks(view.block_sizes, latent) if view.is_clean_pass is False else ()
+    shaded = {}
+    if noise and len(noise) < len(view.key_frames):     # else there is no context to tell them from
+        t = "" if view.timestep is None else f" at t = {view.timestep:g}"
+        shaded = {f"own block (noise{t})": axes.shown(noise)}
+    taken = f"{view.pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)}"
+    return profile, {"quantity": view.quantity, "taken": taken, "shaded": shaded, "unit": axes.unit}
+
+
+def of_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
+    """A layer cache as it is ("cond"), or of guidance's unconditional branch ("uncond"), whose queries are the same."""
+    if branch == "cond":
+        return cache
+    if branch != "uncond" or "full_frame_attention_uncond" not in cache:
+        raise CacheError(f"no branch {branch!r} in this cache; it has cond"
+                         f"{' and uncond' if 'full_frame_attention_uncond' in cache else ' alone'}")
+    matrix = cache["full_frame_attention_uncond"]
+    return {**cache, "full_frame_attention": matrix, "notes": [*cache.get("notes", []), "the unconditional branch of guidance"],
+            "last_block_frame_attention": matrix[:, cache["last_block_query_frames"]].float().mean(1)}
 
 
 def own_blocks(block_sizes: Sequence[int], latent_frames: Sequence[int]) -> list[int]:
-    """All frames of the blocks that hold some frames: what their queries were denoised with."""
+    """All frames of the blocks that hold some frames: those that were denoised together with them."""
     block = np.repeat(np.arange(len(block_sizes)), block_sizes)
     return np.flatnonzero(np.isin(block, block[list(latent_frames)])).tolist()
 
 
-def taken(pass_label: str, view: FrameView, query_frames: Sequence[int]) -> str:
-    """For titles: "pass 0 (t = 1000), query frames 18–20"."""
-    return f"{pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)} ({view.unit})"
+def _mean_of_rows(matrix: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """Mean over rows of A [H, F, F] -> [H, F], without NaN; NaN where nothing is left."""
+    chosen = matrix[:, list(rows)]
+    count = (~np.isnan(chosen)).sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(count > 0, np.nansum(chosen, 1) / count, np.nan)
