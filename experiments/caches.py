@@ -4,6 +4,7 @@ A cache is a dict of tensors and plain Python values; experiments/formats.py has
 extraction -> save_cache -> load_cache -> experiments/profiles.py, which gives notebooks one view of all formats.
 """
 
+import re
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     """
     path, expect = Path(path), tuple(expect)
     if not path.is_file():
-        raise CacheError(f"{path} not found; run: {_command(path, expect)}")
+        raise CacheError(f"{path} not found{_others_of_its_kind(path)}; run: {_command(path, expect)}")
     try:
         with torch.serialization.safe_globals(older_caches.ALLOWED):
             raw = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
@@ -95,8 +96,18 @@ def _command(path: Path, expect: Sequence[str]) -> str:
     """The command that makes a cache, by its expected format or else by its name."""
     by_name = [kind for kind, form in FORMATS.items() if form.default == path.name]
     kind = (by_name or list(expect) or (["layer"] if path.name.startswith("layer") else ["figure4"]))[0]
-    output = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
-    return f"python experiments/{FORMATS[kind].script}{output} (on a CPU add --config_path configs/wan_mini.yaml)"
+    flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
+    if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
+        flags = f" --layer_index {layer[1]}"
+    return f"python experiments/{FORMATS[kind].script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
+
+
+def _others_of_its_kind(path: Path) -> str:
+    """Which layerN.pt are there where one is not."""
+    if not re.fullmatch(r"layer\d+\.pt", path.name):
+        return ""
+    there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
+    return f"; there is {', '.join(p.name for p in there[:8])}{', ...' if len(there) > 8 else ''}" if there else ""
 
 
 def _first_line(error: BaseException) -> str:

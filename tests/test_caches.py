@@ -129,14 +129,19 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
 def test_what_cannot_be_read(tmp_path):
     for name, command in {
         "attention_cache_figure4.pt": "run_extraction_figure4.py (",
-        "layer7.pt": "run_extraction_each.py --output_path cache/layer7.pt",
+        "layer7.pt": "run_extraction_each.py --layer_index 7 (",
+        "mine.pt": "run_extraction_each.py --output_path cache/mine.pt (",
         "atlas.pt": "run_extraction_all.py (",
         "attention_cache.pt": "run_extraction.py (",
     }.items():
         with pytest.raises(CacheError) as error:
-            load_cache(tmp_path / name)
+            load_cache(tmp_path / name, expect=("layer",) if name == "mine.pt" else ())
         assert f"{name} not found; run: python experiments/{command}" in str(error.value)
         assert "\n" not in str(error.value)
+    for name in ("layer10.pt", "layer3.pt"):
+        save_cache(tmp_path / name, synthetic_caches.layer())
+    with pytest.raises(CacheError, match=r"layer7.pt not found; there is layer3.pt, layer10.pt; run: python experiments/run_"):
+        load_cache(tmp_path / "layer7.pt")
     save_cache(tmp_path / "whole.pt", synthetic_caches.layer())
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-700])
     (tmp_path / "text.pt").write_text("not a cache")
