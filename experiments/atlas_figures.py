@@ -62,8 +62,8 @@ def head_maps(maps: Sequence[HeadMap], layers: Sequence[int], *, taken: str) -> 
     around_0 = [m.values for m in maps if m.scale == "diverging" and m.values is not None]
     for axis, panel in zip(axes.flat, maps, strict=False):
         axis.set_title(panel.title)
-        if panel.values is None:
-            _absent(axis, panel.absent)
+        if panel.values is None or not np.isfinite(panel.values).any():
+            _absent(axis, panel.absent or "no head has one")
             continue
         cmap, low, high = _range(panel.scale, np.stack(around_0) if panel.scale == "diverging" else panel.values)
         mesh = axis.pcolormesh(np.ma.masked_invalid(panel.values), cmap=cmap, vmin=low, vmax=high)
@@ -149,6 +149,7 @@ def rope_bands(values: np.ndarray, names: Sequence[str], *, layer: int, head: in
         axes[1].axvline(min(marked) - 0.5, color=ORANGE, linestyle="--", linewidth=1.2)
         legend[text] = Patch(color=ORANGE, alpha=0.2, linewidth=0, label=text)
     frame_axis(axes[1], F, room=25)
+    axes[1].set_xlim(-0.5, F - 0.5)
     axes[0].tick_params(labelbottom=False)
     label_figure(figure, axes[1:], f"Layer {layer}, head {head}: mean logit by RoPE band, {taken}", legend=legend)
     return figure
@@ -189,7 +190,7 @@ def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:
         return "viridis", 0.0, 1.0
     if scale == "ratio":
         return "RdBu_r", 0.0, 2.0
-    low, high = np.nanpercentile(values, [2, 98]) if np.isfinite(values).any() else (0.0, 1.0)
+    low, high = np.nanpercentile(values, [2, 98])
     if scale == "diverging":
         high = max(abs(low), abs(high), 1e-9)
         return "RdBu_r", -high, high

@@ -170,8 +170,17 @@ def band_profile(cache: Mapping[str, Any], view: Profiles, layer: int, head: int
     return values, cache.get("rope_bands", [f"band {i}" for i in range(values.shape[-1])])
 
 
-def band_lines(values: np.ndarray, names: Sequence[str]) -> str:
-    """Bands [F, bands] by how much they vary over key frames: the standard deviation of each, the largest first."""
+def why_no_bands(cache: Mapping[str, Any], layer: int, head: int) -> str:
+    """One line on why band_profile gave nothing."""
+    return f"RoPE bands: layer {layer}, head {head} is not in this cache" if "frame_logits_by_band" in cache else NO_BANDS
+
+
+def band_lines(values: np.ndarray, names: Sequence[str], context: Sequence[int]) -> str:
+    """Bands [F, bands] by how much they vary over the context frames: the standard deviation, largest first."""
+    if not context:
+        return NO_CONTEXT
+    values = values[list(context)]
     spread = np.nanstd(values, 0)
     order = np.argsort(-spread, kind="stable")
-    return "\n".join(f"{names[i]}: mean {np.nanmean(values[:, i]):+.3f}, std over key frames {spread[i]:.3f}" for i in order)
+    return "\n".join(f"{names[i]}: mean {np.nanmean(values[:, i]):+.3f}, std over context frames {spread[i]:.3f}"
+                     for i in order)

@@ -127,8 +127,14 @@ def test_bands_of_a_head():
     values, names = survey.band_profile(cache, view, 1, 2)
     np.testing.assert_allclose(values.sum(-1), view.frame_profile(1)[2], atol=1e-6)
     np.testing.assert_allclose(values[:, 1], 0.3 * view.frame_profile(1)[2], atol=1e-6)
+    assert survey.why_no_bands(cache, 4, 0) == "RoPE bands: layer 4, head 0 is not in this cache"
+    assert "--rope_bands" in survey.why_no_bands(synthetic_caches.atlas(), 1, 0)
     assert survey.band_profile(cache, view, 1, 3) is None and survey.band_profile(cache, view, 4, 0) is None
-    assert survey.band_lines(values, names).startswith("time, period 6.28 frames: mean")
+    lines = survey.band_lines(values, names, view.context_frames).split("\n")
+    profile = view.frame_profile(1)[2, :6]                                 # half of it is in the first band
+    assert lines[0] == (f"time, period 6.28 frames: mean {profile.mean() / 2:+.3f}, "
+                        f"std over context frames {profile.std() / 2:.3f}")
+    assert survey.band_lines(values, names, ()).startswith("no context")
 
 
 @pytest.mark.parametrize(("N", "H"), [(1, 3), (8, 12), (30, 12), (40, 40)])
