@@ -8,6 +8,7 @@ NaN was not attended. Titles are single lines: an SVG's own font is centred righ
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from textwrap import fill
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import seaborn
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
@@ -272,6 +273,16 @@ def mark_frames(axis: Axes, profile: np.ndarray, shaded: Shaded) -> dict[str, Pa
         axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **ABSENT)
         legend["not attended"] = Patch(**ABSENT, label="not attended")
     return legend
+
+
+def say_absent(axis: Axes, why: str, width: int = 22) -> None:
+    """An axis for what a cache does not hold, with the reason in lines of at most width letters. Its limits are left as
+    they are: axes may share them."""
+    axis.grid(False)
+    axis.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
+    axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **ABSENT))
+    axis.text(0.5, 0.5, "absent:\n" + fill(why, width), transform=axis.transAxes, ha="center", va="center", fontsize=8,
+              bbox={"facecolor": "white", "edgecolor": "none", "pad": 3})
 
 
 def _capital(text: str) -> str:

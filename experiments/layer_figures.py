@@ -14,7 +14,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from experiments.figures import (
-    ABSENT,
     BLUE,
     DARK,
     GREY,
@@ -27,6 +26,7 @@ from experiments.figures import (
     label_figure,
     mark_frames,
     panel_grid,
+    say_absent,
     styled,
     ticks,
 )  # fmt: skip
@@ -42,7 +42,7 @@ def frame_maps(matrices: np.ndarray, query_frames: Sequence[int], *, layer: int,
     title = f"Layer {layer}, {f'{H} heads' if H > 1 else f'head {heads[0]}'}: {NAMES[quantity]}, query × key frames, {taken}"
     if not np.isfinite(matrices).any():
         figure, (axis,) = panel_grid(1, columns=1, size=(7.0, 1.0))
-        _say_absent(axis, "no frame matrix in this cache")
+        say_absent(axis, "no frame matrix in this cache", width=40)
         label_figure(figure, [], title)
         return figure
     square = rows > F / 2
@@ -149,10 +149,3 @@ def _bars(profiles: np.ndarray, titles: Sequence[str], shaded: Shaded) -> tuple[
 def _frame_ticks(axis, frames: Sequence[int]) -> None:
     shown = ticks(len(frames), room=8)
     axis.set_ticks(shown, [str(frames[i]) for i in shown])
-
-
-def _say_absent(axis: Axes, why: str) -> None:
-    axis.grid(False)
-    axis.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
-    axis.axvspan(0, 1, zorder=0, **ABSENT)
-    axis.text(0.5, 0.5, f"absent: {why}", ha="center", va="center", bbox={"facecolor": "white", "edgecolor": "none"})
