@@ -60,6 +60,14 @@ def choose_heads(profiles: Profiles, heads: Iterable[tuple[int, int, str]]) -> t
                     f"0–{profiles.num_heads - 1}; shown: {', '.join(panel.label for panel in panels)}")
 
 
+def choose_layer(profiles: Profiles, layer: int) -> tuple[int, str]:
+    """A layer and a note: one that the cache lacks is replaced by its first, and the note says so."""
+    if layer in profiles.layers:
+        return layer, ""
+    first = profiles.layers[0]
+    return first, f"Note: layer {layer} not in this cache, which has layers {ranges(profiles.layers)}; shown: layer {first}"
+
+
 def _panel(profiles: Profiles, layer: int, head: int, label: str) -> HeadPanel:
     curve, S = profiles.key_curve(layer), profiles.frame_seq_length
     if profiles.quantity == "mass":

@@ -30,10 +30,10 @@ class Strip(NamedTuple):
 
 
 @styled
-def strips(panels: Sequence[Strip], title: str, *, columns: int = 6, shaded: Shaded = NONE) -> Figure:
+def strips(panels: Sequence[Strip], title: str, *, columns: int | None = None, shaded: Shaded = NONE) -> Figure:
     """A panel per strip, a row per head; panels of one quantity share one colour scale."""
     H, F = next((p.values.shape for p in panels if p.values is not None), (1, 1))
-    columns = min(columns, len(panels))
+    columns = min(columns or (4 if len(panels) <= 12 else 6), len(panels))
     width = max(2.0, min(3.4, 0.9 + 0.1 * F), 7.2 / columns)
     height = max(0.9 if len(panels) > columns else 1.9, 0.55 + 0.065 * H)      # a lone row holds the colour bar's label
     figure, axes = panel_grid(len(panels), columns, (width, height))

@@ -17,7 +17,12 @@ from experiments.caches import load_cache, save_cache
 from experiments.profiles import open_profiles
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "layer_atlas.ipynb"
-ALWAYS = {"measures.svg", "kinds_of_heads.svg", "stability.svg"}
+
+
+def always(layer):
+    """Files of any atlas that has logits."""
+    of_layer = {f"layer{layer}_{name}.svg" for name in ("per_head_grid", "frame_maps", "passes", "logits_and_mass")}
+    return of_layer | {"profile_strips.svg", "measures.svg", "kinds_of_heads.svg", "stability.svg"}
 
 
 def run(tmp_path, **parameters):
@@ -39,9 +44,20 @@ def with_bands(cache, names=("time, period 6.28 frames", "height", "width")):
     return cache | {"frame_logits_by_band": cache["frame_logits"][..., None] * shares, "rope_bands": list(names)}
 
 
+def with_words(cache, tokens=("▁a", "▁cine", "matic", "</s>")):
+    """Mass on prompt tokens: head h gives (h + 1) / 100 to each."""
+    N, P, H, F, _ = cache["frame_logits"].shape
+    mass = (torch.arange(H)[:, None, None] + 1.0).expand(N, P, H, F, len(tokens)) / 100
+    return cache | {"cross_mass": mass.contiguous(), "cross_tokens": list(tokens)}
+
+
 def test_published_data(tmp_path):
     printed = run(tmp_path, CACHE_PATH="../cache/published/self_forcing_dmd_eagle_21f.pt")
-    assert {p.name for p in (tmp_path / "figures").iterdir()} == ALWAYS
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == always(1)
+    assert "One pass in this cache" in printed and "Mass per prompt word: absent in this cache" in printed
+    assert "Shown: layer 1\n" in printed and "absent: no mass in this cache" in " ".join(
+        words(tmp_path / "figures" / "layer1_logits_and_mass.svg").split())
+    assert all(f"Layer {layer} " in words(tmp_path / "figures" / "profile_strips.svg") for layer in range(30))
     agree = re.search(r"anchor / wave / veil: agree on (\d+\.\d)% of 360 heads", printed)[1]
     assert float(agree) >= 88
     assert "static / dynamic: ours absent, no mass in this cache; published there" in printed
@@ -53,10 +69,14 @@ def test_published_data(tmp_path):
 
 
 def test_own_atlas_with_everything(tmp_path):
-    cache = with_bands(synthetic_caches.atlas(F=12, H=3, layers=(0, 1, 5)))
+    cache = with_words(with_bands(synthetic_caches.atlas(F=12, H=3, layers=(0, 1, 5))))
     save_cache(tmp_path / "c.pt", cache)
     printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), LAYER=5, HEAD=2, STEP=4)
-    assert {p.name for p in (tmp_path / "figures").iterdir()} == ALWAYS | {"rope_bands_layer5_head2.svg"}
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == always(5) | {
+        "rope_bands_layer5_head2.svg", "layer5_prompt_words.svg"}
+    assert "2 passes in this cache" in printed
+    assert "On the whole prompt: 0.080 of the mass, mean over heads" in printed
+    assert "  cinematic: 0.040, at most 0.060 (H2)\n" in printed
     assert "absent" not in printed.replace("published absent, published for another model", "")
     assert "No published labels of this model" in printed and "clean pass (t = 0)" in printed
     shown = words(tmp_path / "figures" / "rope_bands_layer5_head2.svg")
@@ -75,7 +95,8 @@ def test_mass_alone_and_a_head_that_is_not_there(tmp_path):
     printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), LAYER=77)
     assert "first_minus_middle: absent, no mean logits in this cache" in printed
     assert "first_mass (share of all): mean" in printed
-    assert {p.name for p in (tmp_path / "figures").iterdir()} == ALWAYS - {"stability.svg"}
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == always(0) - {"stability.svg"}
+    assert "Note: layer 77 not in this cache, which has layers 0–1, 5; shown: layer 0" in printed
 
 
 def test_how_it_is_stored():
