@@ -154,7 +154,7 @@ def per_head_grid(profiles: np.ndarray, delta: np.ndarray, *, layer: int, quanti
         frame_axis(axis, F, room=8)
         legend |= mark_frames(axis, profiles[head], shaded)
     label_figure(figure, axes, f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}; Δ = first − middle; scales differ",
-           LABELS[quantity], legend)
+                 LABELS[quantity], legend)
     return figure
 
 
@@ -201,7 +201,7 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], *, quantity: s
         legend |= mark_frames(axis, mean, shaded)
     scales = "; scales differ" if N > 1 else ""
     label_figure(figure, axes, f"{_capital(NAMES[quantity])}, mean ± std over {H} heads, {taken}{scales}", LABELS[quantity],
-           legend)
+                 legend)
     return figure
 
 
@@ -239,7 +239,7 @@ def panel_grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure,
 
 
 def label_figure(figure: Figure, axes: Sequence[Axes], title: str, y: str = "", legend: Mapping = NONE,
-           x: str = "Key frame (latent)") -> None:
+                 x: str = "Key frame (latent)") -> None:
     """Title, x label under the lowest axes, one y label for all, and a legend below everything."""
     figure.suptitle(title)
     for axis in axes:
