@@ -47,7 +47,7 @@ BLOCK_NAMES = {
 }
 WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
-DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B-Diffusers --local-dir wan_models/Wan2.1-T2V-1.3B-Diffusers"
+DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir wan_models/Wan2.1-T2V-1.3B"
 CHECKPOINT_HINT = "hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir ."
 
 

@@ -130,7 +130,7 @@ class RunConfig:
     """Everything one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
 
     model: str = "Wan2.1-T2V-1.3B"        # the name caches and figures carry
-    ckpt_dir: str = "wan_models/Wan2.1-T2V-1.3B-Diffusers"
+    ckpt_dir: str = "wan_models/Wan2.1-T2V-1.3B"
     checkpoint_path: str | None = None    # Self-Forcing style .pt; None runs the base weights
     use_ema: bool = True
 
