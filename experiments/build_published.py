@@ -65,8 +65,8 @@ def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.nda
     blocks = block_sizes(F)
     cache = {
         "format": "atlas", "schema_version": SCHEMA_VERSION, "prompt": prompt, "seed": 42, "num_frames": F,
-        "num_frame_per_block": RUN.num_frame_per_block, "block_sizes": blocks, "num_heads": heads,
-        "frame_seq_length": MODELS[RUN.model].tokens_per_frame(RUN.height, RUN.width),
+        "num_frame_per_block": RUN.num_frame_per_block, "block_sizes": blocks,
+        "frame_seq_length": MODELS[RUN.model].tokens_per_frame(RUN.height, RUN.width), "num_heads": heads,
         "model": "Wan2.1-T2V-1.3B", "weights": "published", "weights_file": "self_forcing_dmd.pt", "weights_sha256": None,
         "is_logits": True, "layers": list(range(layers)), "pass_timesteps": [1000.0], "pass_steps": [0],
         "pass_is_clean": [False], "last_block_frame_logits": torch.from_numpy(last_block)[:, None],
