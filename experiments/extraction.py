@@ -21,7 +21,7 @@ from wan.config import ConfigError, ModelConfig, RunConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
-from wan.modules.layers import RotaryTable
+from wan.modules.rope import RotaryTable
 from wan.modules.text_encoder import TextEncoder
 from wan.pipeline import CausalInferencePipeline
 
