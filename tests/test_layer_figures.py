@@ -42,7 +42,7 @@ def drawings(H, F, N):
 
 @pytest.mark.parametrize(("H", "F", "N", "name", "shown"), [
     (3, 19, 1, "maps", "H2"), (3, 19, 1, "one map", "head 5"), (3, 19, 1, "heads", "H2"), (3, 9, 1, "strips", "Layer 0"),
-    (12, 72, 30, "strips", "Layer 29"), (12, 72, 1, "one", "min@"), (40, 21, 1, "sinks", "H39 (sink="),
+    (12, 72, 30, "strips", "Layer 29"), (12, 72, 1, "one", "min@"), (12, 21, 1, "sinks", "H11 (sink="),
     (40, 72, 1, "words", "on the whole prompt"), (40, 72, 1, "beside", "Attention mass"),
 ])
 def test_every_size_draws(tmp_path, H, F, N, name, shown):

@@ -115,8 +115,8 @@ def test_video_frames_some_queries_and_the_other_branch(tmp_path):
             "(i + 3) // 4, and shows its value\n") in printed
     rows = -cache["full_frame_attention"].numpy()[:, [0, 1, 1, 5]].mean(1)
     assert "\n".join(older_lines(rows)) in printed and "query frames 0–2, 20 (video)" in printed
-    assert "Note: the unconditional branch of guidance" in printed
     drawn = executed.figures(tmp_path)
+    assert all("pass 0 (t = 1000), unconditional branch" in text for text in (printed, *map(executed.words, drawn.values())))
     assert "Key frame (video)" in executed.words(drawn["layer4/layer4_perhead_grid.svg"])
     assert executed.run("extract_all_attention.ipynb", tmp_path, **parameters) == printed
     assert executed.figures(tmp_path) == drawn
