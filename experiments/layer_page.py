@@ -31,15 +31,16 @@ Passes = list[dict[str, dict[int, Profiles]]]     # per pass, by quantity, by la
 def page_data(passes: Passes, layers: Sequence[int]) -> dict[str, Any]:
     """What the page shows. Numbers are rounded to 4 digits; frame matrices are coded in one or two bytes a cell, whichever
     fits the budget, and where neither fits, passes are left out evenly and the page says so."""
-    for cell_bytes, every in [(2, 1), *((1, 2**i) for i in range(8))]:
-        kept = passes[::every]
-        data = _describe(passes, kept, layers) | {
-            "cell_bytes": cell_bytes,
-            "passes": [_pass_data(views, layers, cell_bytes) for views in kept],
-        }
-        if len(to_json(data)) <= BUDGET:
+    for cell_bytes in (2, 1):
+        coded = [_pass_data(views, layers, cell_bytes) for views in passes]
+        sizes = [len(to_json(one)) for one in coded]
+        if sum(sizes) <= BUDGET:
             break
-    return data
+    every = 1
+    while sum(sizes[::every]) > BUDGET and every < len(sizes):
+        every *= 2
+    notes = [] if every == 1 else [f"{len(sizes[::every])} of {len(sizes)} passes are shown: more would not fit in one page."]
+    return _describe(passes, layers, notes) | {"cell_bytes": cell_bytes, "passes": coded[::every]}
 
 
 def open_passes_of(path: str | Path) -> tuple[Passes, list[int]]:
@@ -82,16 +83,13 @@ def to_json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _describe(passes: Passes, kept: Passes, layers: Sequence[int]) -> dict[str, Any]:
+def _describe(passes: Passes, layers: Sequence[int], notes: Sequence[str]) -> dict[str, Any]:
     """What holds for every pass."""
-    view = next(iter(kept[0].values()))[layers[0]]
-    notes = list(view.notes)
-    if len(kept) < len(passes):
-        notes.append(f"{len(kept)} of {len(passes)} passes are shown: all of them would not fit in one page.")
+    view = next(iter(passes[0].values()))[layers[0]]
     return {
-        "model": view.model, "source": view.source, "notes": notes, "layers": list(layers), "num_heads": view.num_heads,
-        "num_frames": view.num_frames, "blocks": list(view.block_sizes), "query_frames": list(view.query_frames),
-        "labels": {quantity: LABELS[quantity] for quantity in kept[0]},
+        "model": view.model, "source": view.source, "notes": [*view.notes, *notes], "layers": list(layers),
+        "num_heads": view.num_heads, "num_frames": view.num_frames, "blocks": list(view.block_sizes),
+        "query_frames": list(view.query_frames), "labels": {quantity: LABELS[quantity] for quantity in passes[0]},
     }  # fmt: skip
 
 

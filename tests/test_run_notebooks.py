@@ -14,7 +14,7 @@ import synthetic_caches
 import torch
 from conftest import ROOT
 
-from experiments import cli, run_notebooks
+from experiments import cli, contact_sheet, run_notebooks
 from experiments.caches import load_cache, save_cache
 from experiments.contact_sheet import save_contact_sheet
 from experiments.formats import CacheError
@@ -167,3 +167,7 @@ def test_the_contact_sheet(tmp_path):
     (tmp_path / "no.svg").write_text("<p/>")
     with pytest.raises(CacheError, match=r"no.svg is not an SVG figure"):
         save_contact_sheet(path, {"a": tmp_path / "no.svg"}, "t")
+    contact_sheet.run([str(path), f"A={tmp_path / '0.svg'}", f"B={tmp_path / '1.svg'}", "--title", "two"])
+    assert path.read_text().count("words") == 2
+    with pytest.raises(CacheError, match=r"none.svg not found; figures are given as LABEL=SVG"):
+        contact_sheet.run([str(path), "A=none.svg"])
