@@ -44,7 +44,8 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["extract_all_attention.ipynb", str(layer_folder), "all", "--output_dir", str(out), "--jobs", "1"]
     running = subprocess.Popen(["bash", "experiments/run_notebooks.sh", *command], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+                               stderr=subprocess.PIPE, text=True, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))    # ignored in a background job
     first = out / "notebooks" / "layer0.ipynb"
     deadline = time.monotonic() + 120
     while not first.exists() and running.poll() is None and time.monotonic() < deadline:
