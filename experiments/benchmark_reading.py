@@ -23,7 +23,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.cli import Parser, main
 from experiments.extraction import require_writable
 from experiments.formats import SCHEMA_VERSION
-from wan.config import ConfigError
+from wan.config import MODELS, ConfigError, RunConfig
 
 
 def make_cache(path: Path, heads: int, query_frames: int, key_frames: int, tokens: int) -> None:
@@ -101,7 +101,10 @@ def measure(path: Path, tokens: int, repeats: int) -> dict:
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, default in (("heads", 12), ("query_frames", 3), ("key_frames", 21), ("tokens", 1560), ("repeats", 3)):
+    real = RunConfig()
+    sizes = MODELS[real.model]
+    for name, default in (("heads", sizes.num_heads), ("query_frames", real.num_frame_per_block), ("repeats", 3),
+                          ("key_frames", real.num_frames), ("tokens", sizes.tokens_per_frame(real.height, real.width))):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output_path", help="write the numbers as JSON")
     args = parser.parse_args(argv)

@@ -18,8 +18,9 @@ from experiments.files import replacing
 from experiments.formats import SCHEMA_VERSION, CacheError
 from experiments.frames import block_frames, later_block
 from experiments.published import FIGURE4_CSV, FOLDER, HEAD_LABELS_CSV, STATIC_HEADS_CSV
-from wan.config import block_sizes
+from wan.config import MODELS, RunConfig, block_sizes
 
+RUN = RunConfig()                                  # the published runs are the defaults: Wan2.1-T2V-1.3B at 480 x 832
 LOGITS = "self_forcing_dmd_last_block_logits.npz"
 MATRICES = "self_forcing_dmd_frame_matrix_quantised.npz"
 COLOURS = 256                                      # of the heat maps that the matrices were read from
@@ -64,7 +65,8 @@ def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.nda
     blocks = block_sizes(F)
     cache = {
         "format": "atlas", "schema_version": SCHEMA_VERSION, "prompt": prompt, "seed": 42, "num_frames": F,
-        "num_frame_per_block": 3, "block_sizes": blocks, "frame_seq_length": 1560, "num_heads": heads,
+        "num_frame_per_block": RUN.num_frame_per_block, "block_sizes": blocks,
+        "frame_seq_length": MODELS[RUN.model].tokens_per_frame(RUN.height, RUN.width), "num_heads": heads,
         "model": "Wan2.1-T2V-1.3B", "weights": "published", "weights_file": "self_forcing_dmd.pt", "weights_sha256": None,
         "is_logits": True, "layers": list(range(layers)), "pass_timesteps": [1000.0], "pass_steps": [0],
         "pass_is_clean": [False], "last_block_frame_logits": torch.from_numpy(last_block)[:, None],

@@ -103,7 +103,9 @@ def _command(path: Path, expect: Sequence[str]) -> str:
     kind = (by_name or list(expect) or (["layer"] if path.name.startswith("layer") else ["figure4"]))[0]
     flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
     if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
-        flags = f" --layer_index {layer[1]}"
+        published = "python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt"
+        return (f"python experiments/{FORMATS[kind].script} --layer_index {layer[1]} (without a model: {published} "
+                f"--layers {layer[1]})")
     return f"python experiments/{FORMATS[kind].script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
 
 

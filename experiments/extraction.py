@@ -22,7 +22,7 @@ from wan import checkpoint
 from wan.config import ConfigError, ModelConfig, RunConfig
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
-from wan.modules.layers import RotaryTable
+from wan.modules.rope import RotaryTable
 from wan.modules.text_encoder import TextEncoder
 from wan.pipeline import CausalInferencePipeline
 

@@ -102,7 +102,7 @@ def of_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
         raise CacheError(f"no branch {branch!r} in this cache; it has cond"
                          f"{' and uncond' if 'full_frame_attention_uncond' in cache else ' alone'}")
     matrix = cache["full_frame_attention_uncond"]
-    return {**cache, "full_frame_attention": matrix, "notes": [*cache.get("notes", []), "the unconditional branch of guidance"],
+    return {**cache, "branch": branch, "full_frame_attention": matrix,
             "last_block_frame_attention": matrix[:, cache["last_block_query_frames"]].float().mean(1)}
 
 

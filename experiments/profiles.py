@@ -41,6 +41,7 @@ class Profiles:
     step: int | None                   # pass: 0 is the noisiest; None where the file does not say
     timestep: float | None
     is_clean_pass: bool | None
+    branch: str | None                 # of a base model's guidance: cond or uncond; None where there is one alone
     source: str                        # one line: model, weights, prompt, seed
     notes: tuple[str, ...]
     _read: Callable[[int], LayerValues]
@@ -91,10 +92,11 @@ class Profiles:
 
     @property
     def pass_label(self) -> str:
-        """For titles: "pass 0 (t = 1000)", "clean pass (t = 0)"."""
+        """For titles: "pass 0 (t = 1000)", "clean pass (t = 0)", "pass 9 (t = 640), unconditional branch"."""
+        branch = ", unconditional branch" if self.branch == "uncond" else ""
         if self.timestep is None:
-            return "pass not recorded" if self.step is None else f"pass {self.step}"
-        return f"{'clean pass' if self.is_clean_pass else f'pass {self.step}'} (t = {self.timestep:g})"
+            return ("pass not recorded" if self.step is None else f"pass {self.step}") + branch
+        return f"{'clean pass' if self.is_clean_pass else f'pass {self.step}'} (t = {self.timestep:g}){branch}"
 
     @property
     def captured(self) -> str:
@@ -140,6 +142,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         "block_sizes": tuple(cache["block_sizes"]),
         "query_frames": tuple(last),
         "quantity": quantity,
+        "branch": cache.get("branch"),
         "source": _source(cache),
         "notes": (*cache.get("notes", ()), *_partial_note(cache)),
     } | {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})  # fmt: skip

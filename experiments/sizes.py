@@ -7,7 +7,7 @@ from experiments.files import MARGIN
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.modules.capture import CaptureRequest
-from wan.modules.layers import RotaryTable
+from wan.modules.rope import RotaryTable
 
 
 def estimate_bytes(config: RunConfig, requests: Sequence[CaptureRequest]) -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests:  bash tests/run.sh [pytest arguments]
+# All tests, a process for each core:  bash tests/run.sh [pytest arguments]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/env.sh"
-python -m pytest "$@"
+python -m pytest -n auto --dist loadfile "$@"

@@ -129,7 +129,7 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
 def test_what_cannot_be_read(tmp_path):
     for name, command in {
         "attention_cache_figure4.pt": "run_extraction_figure4.py (",
-        "layer7.pt": "run_extraction_each.py --layer_index 7 (",
+        "layer7.pt": "run_extraction_each.py --layer_index 7 (without a model: python experiments/layers_from_atlas.py cache/",
         "mine.pt": "run_extraction_each.py --output_path cache/mine.pt (",
         "atlas.pt": "run_extraction_all.py (",
         "attention_cache.pt": "run_extraction.py (",

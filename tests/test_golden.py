@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import golden_arrays, golden_config, golden_model
 
-from wan.modules import layers
+from wan.modules import layers, rope
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import Pass
 from wan.modules.model import WanModel
@@ -111,14 +111,14 @@ def test_bidirectional_model():
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_rope_tables_are_exact(head_dim):
     arrays = golden_arrays("tables")
-    table = layers.RotaryTable(head_dim)
+    table = rope.RotaryTable(head_dim)
     positions = arrays["rope_positions"]
     turns = torch.cat([table.turns(axis, positions) for axis in range(3)], -1)
     assert torch.equal(turns.real, arrays[f"rope_table_d{head_dim}_real"])
     assert torch.equal(turns.imag, arrays[f"rope_table_d{head_dim}_imag"])
     for start in (0, 6):
         x, (frames, height, width) = arrays[f"rope_apply_d{head_dim}_x"], arrays[f"rope_apply_d{head_dim}_grid"].tolist()
-        turned = layers.rotate(x, *table(range(start, start + frames), height, width, x.device))
+        turned = rope.rotate(x, *table(range(start, start + frames), height, width, x.device))
         torch.testing.assert_close(turned, arrays[f"rope_apply_d{head_dim}_start{start}"], atol=5e-7, rtol=0)
 
 

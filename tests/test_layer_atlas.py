@@ -1,12 +1,9 @@
 """layer_atlas.ipynb from top to bottom, the survey behind it, and its drawings."""
 
-import json
 import re
-from pathlib import Path
 
-import nbformat
+import executed
 import numpy as np
-import papermill
 import pytest
 import synthetic_caches
 import torch
@@ -16,8 +13,6 @@ from experiments import atlas_figures, figures, published, survey, taxonomy
 from experiments.caches import load_cache, save_cache
 from experiments.profiles import open_profiles
 
-NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "layer_atlas.ipynb"
-
 
 def always(layer):
     """Files of any atlas that has logits."""
@@ -26,12 +21,7 @@ def always(layer):
 
 
 def run(tmp_path, **parameters):
-    """Printed text of the executed notebook, from the folder a user starts it in."""
-    out = tmp_path / "out.ipynb"
-    papermill.execute_notebook(NOTEBOOK, out, cwd=NOTEBOOK.parent, progress_bar=False, kernel_name="python3",
-                               parameters={"SAVE_DIR": str(tmp_path / "figures")} | parameters)
-    outputs = [output for cell in nbformat.read(out, 4).cells for output in cell.get("outputs", [])]
-    return "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    return executed.run("layer_atlas.ipynb", tmp_path, **parameters)
 
 
 def words(path):
@@ -97,20 +87,6 @@ def test_mass_alone_and_a_head_that_is_not_there(tmp_path):
     assert "first_mass (share of all): mean" in printed
     assert {p.name for p in (tmp_path / "figures").iterdir()} == always(0) - {"stability.svg"}
     assert "Note: layer 77 not in this cache, which has layers 0–1, 5; shown: layer 0" in printed
-
-
-def test_how_it_is_stored():
-    notebook = json.loads(NOTEBOOK.read_text())
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
-    (parameters,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
-    assert 'CACHE_PATH = "../cache/atlas.pt"' in "".join(parameters["source"])
-    for cell in code:
-        assert len("".join(cell["source"]).split("\n")) <= 12
-        assert not re.search(r"^\s*(def|class) ", "".join(cell["source"]), re.MULTILINE)
-    headings = [line for cell in notebook["cells"] if cell["cell_type"] == "markdown"
-                for line in "".join(cell["source"]).split("\n") if line.startswith("#")]
-    assert all(re.search(r"[\u4e00-\u9fff].* · .*[A-Za-z]", heading) for heading in headings)
 
 
 def test_the_survey_keeps_noise_apart():

@@ -11,7 +11,8 @@ from conftest import golden_config
 
 from wan.config import ModelConfig
 from wan.modules.causal_model import teacher_forcing_mask
-from wan.modules.layers import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm, RotaryTable
+from wan.modules.layers import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm
+from wan.modules.rope import RotaryTable
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = pytest.mark.parametrize(("batch", "frames", "tokens", "heads", "head_dim", "rows"), [

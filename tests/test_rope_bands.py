@@ -12,7 +12,7 @@ from experiments.caches import load_cache
 from wan.modules import reductions
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest
-from wan.modules.layers import RotaryTable, rotate
+from wan.modules.rope import RotaryTable, rotate
 
 SIZES = [(16, 5, 3, 6), (64, 5, 1, 7), (128, 24, 3, 5), (128, 1560, 1, 2)]     # head dim, tokens a frame, query, key frames
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wan.modules import reductions
+from wan.modules.rope import RotaryTable
 
 Kind = Literal["self", "cross"]
 
@@ -200,7 +201,6 @@ class AttentionCapture:
         key_means = frame_key_means() if frame_key_means else reductions.frame_means(k, num_key_frames)
         kept = {"frame_logits": reductions.frame_logits(q, key_means, num_query_frames), "is_logits": True}
         if request.rope_bands:
-            from wan.modules.layers import RotaryTable  # which imports this module
             bands = RotaryTable(q.shape[-1]).bands.values()
             kept["frame_logits_by_band"] = reductions.frame_logits_by_band(q, key_means, num_query_frames, bands)
         if request.mass:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from wan.config import ConfigError, ModelConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.kv_cache import KVCache
-from wan.modules.layers import Block, Head, RotaryTable, sinusoidal_embedding
+from wan.modules.layers import Block, Head, sinusoidal_embedding
+from wan.modules.rope import RotaryTable
 
 TextKeysValues = list[tuple[Tensor, Tensor]]     # per layer, [B, text_len, H, D] each
 
