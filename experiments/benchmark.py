@@ -167,6 +167,8 @@ def run(argv=None):
     config = config_from(args)
     if args.repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, not {args.repeats}")
+    if args.output_path:
+        extraction.require_writable(args.output_path)
     rollout, sizes = make_rollout(config, args.random_weights)
     results = measure(rollout, rows(config, sizes.num_layers), args.repeats)
     print(as_table(results))

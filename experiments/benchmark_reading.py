@@ -21,8 +21,9 @@ from experiments import frames
 from experiments.benchmark import environment
 from experiments.caches import load_cache, save_cache
 from experiments.cli import Parser, main
+from experiments.extraction import require_writable
 from experiments.formats import SCHEMA_VERSION
-from wan.config import MODELS, RunConfig
+from wan.config import MODELS, ConfigError, RunConfig
 
 
 def make_cache(path: Path, heads: int, query_frames: int, key_frames: int, tokens: int) -> None:
@@ -107,6 +108,11 @@ def run(argv=None):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output_path", help="write the numbers as JSON")
     args = parser.parse_args(argv)
+    for name in ("heads", "query_frames", "key_frames", "tokens", "repeats"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.output_path:
+        require_writable(args.output_path)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.pt"
         make_cache(path, args.heads, args.query_frames, args.key_frames, args.tokens)

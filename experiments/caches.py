@@ -5,19 +5,19 @@ extraction -> save_cache -> load_cache -> experiments/profiles.py, which gives n
 """
 
 import re
+import shutil
 import sys
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments import older_caches
-from experiments.files import replacing
-from experiments.formats import FORMATS, SCHEMA_VERSION, CacheError, check
+from experiments.files import replacing, tensor_bytes
+from experiments.formats import FORMATS, SCHEMA_VERSION, CacheError, check, check_counts
+from wan.safe_load import UnreadableError, load_tensors
 
 __all__ = ["SCHEMA_VERSION", "CacheError", "check", "load_cache", "save_cache"]
 
@@ -37,7 +37,9 @@ def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
         with replacing(path) as file:
             torch.save(cache, file)  # an open file, not a path: its archive is then always called "archive"
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        raise CacheError(f"{path} cannot be written: {_first_line(error)}") from error
+        needed, free = tensor_bytes(cache), shutil.disk_usage(Path(path).parent).free if Path(path).parent.is_dir() else 0
+        full = f"; it needs {needed} bytes, {free} are free" if 0 < free < needed else ""
+        raise CacheError(f"{path} cannot be written: {_first_line(error)}{full}") from error
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
@@ -51,18 +53,21 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         raise CacheError(f"{path} not found{_others_of_its_kind(path)}; run: {_command(path, expect)}")
     try:
         with torch.serialization.safe_globals(older_caches.ALLOWED):
-            raw = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise CacheError(f"{path} cannot be read as a cache: {_reason(error)}; "
+            raw = load_tensors(path, mmap)
+    except UnreadableError as error:
+        raise CacheError(f"{path} cannot be read as a cache: {error}; "
                          f"make it again: {_command(path, expect)}") from error
     try:
         if not isinstance(raw, dict):
             raise CacheError(f"holds a {type(raw).__name__}, not a dict")
         if "format" not in raw:
-            raw = older_caches.modernise(older_caches.to_plain(raw))
+            raw = older_caches.to_plain(raw)
+            check_counts(raw)
+            raw = older_caches.modernise(raw)
         check(raw)
-    except ValueError as error:
-        raise CacheError(f"{path}: {error}; make it again: {_command(path, expect)}") from None
+    except Exception as error:  # fields of unheard-of types can fail in any way; the reader must hear of it in one line
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} in its fields: {_first_line(error)}"
+        raise CacheError(f"{path}: {reason}; make it again: {_command(path, expect)}") from None
     if expect and raw["format"] not in expect:
         raise CacheError(f"{path} is a cache of format {raw['format']}: open it with "
                          f"notebooks/{FORMATS[raw['format']].notebook}. Here it takes {' or '.join(expect)}, "
@@ -113,11 +118,4 @@ def _others_of_its_kind(path: Path) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, UnpicklingError) and "GLOBAL" in str(error):
-        name = str(error).partition("GLOBAL ")[2].split()[0]
-        return f"it holds a {name}, which is neither tensor nor plain value, and is not opened for safety"
-    return _first_line(error)
+    return str(error).strip().split("\n")[0][:300]

@@ -13,6 +13,7 @@ import transformers
 from experiments.caches import save_cache
 from experiments.extraction import Extraction, RunError, require_writable, save_video
 from experiments.formats import CacheError
+from experiments.guards import StoppedError
 from wan.config import ConfigError, RunConfig, block_sizes, check_window, load_config
 
 OVERRIDES = ("ckpt_dir", "checkpoint_path", "prompt", "num_frames", "independent_first_frame", "seed", "device",
@@ -46,7 +47,17 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     flag("--step", type=int, help="which pass: 0 is t = 1000, the last is the clean pass")
     flag("--save_video", metavar="PATH", nargs="?", const="",
          help="also decode the video and write an mp4, beside the cache unless PATH says where")
+    add_run_flags(parser)
     return parser
+
+
+def add_run_flags(parser: Parser) -> None:
+    """How a run behaves; nothing of what it makes."""
+    flag = parser.add_argument
+    flag("--overwrite", action=argparse.BooleanOptionalAction, default=None, help="replace what is there; a sweep leaves it")
+    flag("--deterministic", action="store_true", help="equal bits in every run on one device, slower on a GPU")
+    flag("--quiet", action="store_true", help="say nothing but errors")
+    flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")
 
 
 def config_from(args: argparse.Namespace) -> RunConfig:
@@ -67,6 +78,9 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     check_window(config.local_attn_size, config.sink_size, config.num_frame_per_block)
     if args.save_video:
         require_writable(args.save_video)
+    for seed in (config.seed, *(getattr(args, "seeds", None) or ())):
+        if not -2**63 <= seed < 2**63:
+            raise ConfigError(f"seed {seed} does not fit 64 bits")
     if not 0 <= config.step < config.num_passes:
         raise ConfigError(f"step {config.step} is not in 0..{config.num_passes - 1}; "
                           f"{config.num_passes - 1} is the clean pass")
@@ -82,9 +96,15 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
     except (ConfigError, CacheError) as error:
         fail(error, 2)
     except torch.OutOfMemoryError as error:
-        fail(f"out of GPU memory: {str(error).splitlines()[0]}", 1)
+        fail(f"out of GPU memory: {str(error).splitlines()[0]}; try fewer frames, or --device cpu", 1)
+    except StoppedError as error:
+        fail(error, 130)
     except RunError as error:
         fail(error, 1)
+    except OSError as error:
+        fail(f"{error.filename or 'a file'}: {error.strerror or error}", 2)
+    except UnicodeDecodeError as error:
+        fail(f"not a text file: {error}", 2)
     except KeyboardInterrupt:
         fail("stopped", 130)
 
@@ -96,11 +116,12 @@ def fail(message: object, code: int):
 
 def save_results(args: argparse.Namespace, result: Extraction, caches: dict[str, dict]) -> None:
     """Write the caches by path, and the video where it was asked for; say what was written."""
+    say = (lambda line: None) if args.quiet else print
     for path, cache in caches.items():
         save_cache(path, cache)
-        print(f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
+        say(f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
               f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}")
     if args.save_video is not None:
         video = args.save_video or str(Path(next(iter(caches))).with_suffix(".mp4"))
         save_video(result, video)
-        print(f"{video}: the generated video")
+        say(f"{video}: the generated video")

@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments import extraction, extraction_base
-from experiments.cli import Parser, main, save_results
+from experiments.cli import Parser, add_run_flags, main, save_results
 from experiments.formats import FORMATS
+from experiments.locks import claimed
+from experiments.progress import Progress
+from experiments.runs import deterministic
 from wan.config import ConfigError, RunConfig, load_config
 
 OF_RUN = ("ckpt_dir", "prompt", "seed", "device")
@@ -36,6 +39,7 @@ def parser() -> Parser:
     p.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     p.add_argument("--gpu_id", type=int, help="short for --device cuda:N")
     p.add_argument("--save_video", metavar="PATH", nargs="?", const="", help="also decode the video and write an mp4")
+    add_run_flags(p)
     return p
 
 
@@ -61,16 +65,20 @@ def run(argv=None):
     layer = None if args.all_layers else extraction_base.choose_layer(config, args.layer_index)
     names = [f"layer{layer}.pt"] if layer is not None else ["atlas_base.pt", "atlas_base_uncond.pt"]
     paths = [str(Path(args.output_dir) / name) for name in names]
-    for path in [*paths, *filter(None, [args.save_video])]:
-        extraction.require_writable(path)
+    if args.save_video:
+        extraction.require_writable(args.save_video)
 
-    result = extraction_base.sample(config, None if layer is None else [layer], steps, mass=args.all_layers)
-    if layer is not None:
-        caches = [extraction_base.base_layer_cache(result, layer, steps[0])]
-    else:
-        caches = [extraction_base.base_atlas_cache(result, steps, branch) for branch in ("cond", "uncond")]
-    save_results(args, result, dict(zip(paths, caches, strict=True)))
-    say_what_next(paths[0], caches[0]["format"])
+    with (Progress(args.quiet, args.log_file) as watch, claimed(dict.fromkeys(paths, 0), args.overwrite is not False),
+          deterministic(args.deterministic)):
+        result = extraction_base.sample(config, None if layer is None else [layer], steps, mass=args.all_layers)
+        if layer is not None:
+            caches = [extraction_base.base_layer_cache(result, layer, steps[0])]
+        else:
+            caches = [extraction_base.base_atlas_cache(result, steps, branch) for branch in ("cond", "uncond")]
+        save_results(args, result, dict(zip(paths, caches, strict=True)))
+        watch.event("saved", paths=paths)
+    if not args.quiet:
+        say_what_next(paths[0], caches[0]["format"])
 
 
 def say_what_next(path: str, kind: str) -> None:

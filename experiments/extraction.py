@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from experiments import frames
-from experiments.formats import SCHEMA_VERSION, CacheError
+from experiments import frames, guards
+from experiments.formats import READ_BY, SCHEMA_VERSION, CacheError
+from experiments.guards import RunError
+from experiments.progress import Watch
+from experiments.rollout import out_of_memory, roll_out
 from wan import checkpoint
 from wan.config import ConfigError, ModelConfig, RunConfig
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.rope import RotaryTable
@@ -26,25 +27,26 @@ from wan.modules.text_encoder import TextEncoder
 from wan.pipeline import CausalInferencePipeline
 
 
-class RunError(RuntimeError):
-    """A run that started but cannot give a result, such as NaN in the latents."""
-
-
 @dataclass(frozen=True)
 class Extraction:
-    """One finished rollout: what was captured, what was generated, and the fields that every cache of it carries."""
+    """One rollout, finished or stopped: what was captured, what was generated, and the fields that every cache carries."""
 
     config: RunConfig
     num_layers: int
     records: list[dict]
-    latents: Tensor                  # [1, F, C, h, w]
+    latents: Tensor                  # [1, F, C, h, w]; fewer frames where the run was stopped
     pass_timesteps: list[float]      # of a block's passes, the clean pass last
     prompt_tokens: list[str]         # text of each prompt token, without padding
     common: dict[str, Any]
 
     @property
     def last_block(self) -> list[int]:
-        return frames.block_frames(self.config.block_sizes, -1)
+        """Frames of the last finished block."""
+        return frames.block_frames(self.config.block_sizes, self.blocks_done - 1)
+
+    @property
+    def blocks_done(self) -> int:
+        return self.common.get("blocks_done", len(self.config.block_sizes))
 
     def pass_fields(self, step: int) -> dict[str, Any]:
         last = len(self.pass_timesteps) - 1
@@ -71,37 +73,71 @@ class Extraction:
         return frames.assemble(pieces, self.config.num_frames)
 
 
-def extract(config: RunConfig, requests: Sequence[CaptureRequest]) -> Extraction:
-    """Generate one video as the config says and capture on the way.
+@dataclass(frozen=True)
+class Prepared:
+    """What rollouts of one config share: the model, loaded once, the states of every prompt, and the caches' fields."""
 
-    Raises ConfigError for bad input, before anything large is loaded, and RunError where the result is not finite.
+    model_config: ModelConfig
+    pipeline: CausalInferencePipeline
+    texts: dict[str, tuple[Tensor, list[str]]]     # prompt -> states [1, text_len, text_dim], tokens
+    common: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def extract(config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch | None = None) -> Extraction:
+    """Generate one video as the config says and capture on the way; fewer blocks of it where the watch asks to stop.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
     """
+    return extract_next(prepare(config, requests), config, requests, watch)
+
+
+def prepare(config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequence[str] | None = None) -> Prepared:
+    """Load what rollouts of the config need, for its own prompt or for several. Raises ConfigError for bad input."""
     device, dtype = choose_device(config.device), choose_dtype(config.dtype)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
+    guards.check_model(config, model_config)
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    check_requests(config, model_config, requests)
+    with out_of_memory("encoding the prompt"):
+        texts = encode_prompts(config, prompts or [config.prompt], model_config, dtype, device)
+    with out_of_memory("loading the model"):
+        pipeline = load_pipeline(config, model_config, dtype, device)
+    return Prepared(model_config, pipeline, texts, common_fields(config, model_config, weights_file), device, dtype)
+
+
+def check_requests(config: RunConfig, model_config: ModelConfig, requests: Sequence[CaptureRequest]) -> None:
+    """Raise ConfigError for a layer, block or pass that the model or the rollout does not have."""
     for request in requests:
         try:
             request.check(model_config.num_layers, len(config.block_sizes), config.num_passes)
         except ValueError as error:
             raise ConfigError(f"{config.model}: {error}") from None
 
-    prompt_embeds, prompt_tokens = encode_prompt(config, model_config, dtype, device)
-    pipeline = load_pipeline(config, model_config, dtype, device)
-    noise, renoise = draw_noise(config, model_config, dtype, device)
-    with (tqdm(total=len(config.block_sizes) * config.num_passes, desc="rollout", unit="pass", leave=False) as progress,
-          ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records, threads_for(noise, model_config)):
-        _, latents = pipeline.inference(noise, prompt_embeds=prompt_embeds, renoise=renoise, on_pass=progress.update)
-    if not latents.isfinite().all():
-        raise RunError("the generated latents are not finite; try --device cpu or another dtype in the config")
 
-    common = common_fields(config, model_config, weights_file)
-    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, prompt_tokens, common)
+def extract_next(ready: Prepared, config: RunConfig, requests: Sequence[CaptureRequest],
+                 watch: Watch | None = None) -> Extraction:
+    """extract() with what is loaded already; config may differ in prompt and seed from the one it was loaded for."""
+    watch = watch or Watch()
+    prompt_embeds, prompt_tokens = ready.texts[config.prompt]
+    noise, renoise = draw_noise(config, ready.model_config, ready.dtype, ready.device)
+    watch.event("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, ready.model_config):
+        latents, records = roll_out(ready.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, watch)
+    common = ready.common | {"prompt": config.prompt, "seed": config.seed}
+    if latents.shape[1] < config.num_frames:
+        ends = [sum(config.block_sizes[:n]) for n in range(len(config.block_sizes))]
+        common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}
+    return Extraction(config, ready.model_config.num_layers, records, latents, ready.pipeline.pass_timesteps,
+                      prompt_tokens, common)
 
 
 def common_fields(config: RunConfig, model_config: ModelConfig, weights_file: Path) -> dict[str, Any]:
     """The fields that every cache of a run carries."""
     return {
-        "schema_version": SCHEMA_VERSION, "prompt": config.prompt, "seed": config.seed, "num_frames": config.num_frames,
+        "schema_version": SCHEMA_VERSION, "read_by": READ_BY,
+        "prompt": config.prompt, "seed": config.seed, "num_frames": config.num_frames,
         "num_frame_per_block": config.num_frame_per_block, "block_sizes": config.block_sizes,
         "frame_seq_length": model_config.tokens_per_frame(config.height, config.width), "num_heads": model_config.num_heads,
         "model": config.model, "weights": "checkpoint" if config.checkpoint_path else "base",
@@ -146,11 +182,17 @@ def threads_for(noise: Tensor, model_config: ModelConfig) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def encode_prompts(config: RunConfig, prompts: Sequence[str], model_config: ModelConfig, dtype: torch.dtype,
+                   device: torch.device) -> dict[str, tuple[Tensor, list[str]]]:
+    """Text states [1, text_len, text_dim] and tokens of each prompt; the encoder is freed before the model is loaded."""
+    encoder = TextEncoder.from_pretrained(config.ckpt_dir, model_config.text_len, dtype, device)
+    return {prompt: (encoder([prompt]), encoder.words(prompt)) for prompt in prompts}
+
+
 def encode_prompt(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
                   device: torch.device) -> tuple[Tensor, list[str]]:
-    """Text states [1, text_len, text_dim] and the text of each token; the encoder is freed before the model is loaded."""
-    encoder = TextEncoder.from_pretrained(config.ckpt_dir, model_config.text_len, dtype, device)
-    return encoder([config.prompt]), encoder.words(config.prompt)
+    """encode_prompts of the config's own."""
+    return encode_prompts(config, [config.prompt], model_config, dtype, device)[config.prompt]
 
 
 def load_pipeline(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
@@ -222,6 +264,8 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
 def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
     """Attention of the last block over all key frames, a dict per layer: tokens, or key curve, frame logits and mass."""
     layers = []
+    if run.blocks_done < len(run.config.block_sizes):
+        raise RunError("the last block was not reached")
     for layer in run.config.layer_indices:
         calls = [r for r in run.records if r["layer"] == layer]
         entry = {"layer_idx": layer, "is_logits": is_logits, "num_frames": run.config.num_frames,
@@ -312,9 +356,17 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
     if "cross_mass" in captured:
         words = len(run.prompt_tokens)
         atlas["cross_mass"] = everywhere(
-            lambda layer, step: torch.cat([r["cross_mass"][0, ..., :words] for r in run.kept("cross_mass", layer, step)], 1))
+            lambda layer, step: _stack_queries([r["cross_mass"][0, ..., :words] for r in run.kept("cross_mass", layer, step)],
+                                               run.config.num_frames))
         atlas["cross_tokens"] = run.prompt_tokens
     return atlas
+
+
+def _stack_queries(pieces: Sequence[Tensor], num_frames: int) -> Tensor:
+    """Values [H, Fq, ...] of blocks in order -> [H, F, ...], NaN for frames that were not reached."""
+    rows = torch.cat(list(pieces), 1)
+    missing = rows.new_full((rows.shape[0], num_frames - rows.shape[1], *rows.shape[2:]), float("nan"))
+    return torch.cat([rows, missing], 1)
 
 
 def _spread_curve(run: Extraction, call: dict) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments import guards
 from experiments.extraction import (
     Extraction,
     RunError,
@@ -91,6 +92,7 @@ def sample(config: RunConfig, layers: Sequence[int] | None, steps: Sequence[int]
     config = as_one_block(config)
     device, dtype = choose_device(config.device), choose_dtype(config.dtype)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
+    guards.check_model(config, model_config)
     common = common_fields(config, model_config, checkpoint.transformer_file(config.ckpt_dir)) | {
         "orig_num_frames": config.base.num_video_frames, "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
         "guidance_scale": config.base.guidance_scale, "timestep_shift": config.base.shift,
@@ -107,6 +109,9 @@ def sample(config: RunConfig, layers: Sequence[int] | None, steps: Sequence[int]
         latents = pipeline.inference(noise, prompt, negative, on_pass=progress.update)
     if not latents.isfinite().all():
         raise RunError("the generated latents are not finite; try --device cpu or another dtype in the config")
+    for branch in ("cond", "uncond"):
+        of_one = [record for record in records if record["branch"] == branch]
+        guards.check_records(of_one, [request], model_config.num_layers, 1, config.base.num_steps)
     return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words, common)
 
 

@@ -1,10 +1,14 @@
-"""Files appear whole or not at all."""
+"""Files appear whole or not at all, and how large they will be."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+MARGIN = 1 << 16       # bytes of a cache beside its tensors: names, numbers, the archive's directory
 
 
 @contextmanager
@@ -28,3 +32,12 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             part.unlink()
         raise
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes that a cache, or what is in it, takes in a file; a little too many."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() + 512
+    if isinstance(value, Mapping):
+        return MARGIN * ("format" in value) + sum(map(tensor_bytes, value.values()))
+    return sum(map(tensor_bytes, value)) if isinstance(value, list) else 16

@@ -10,7 +10,9 @@ from torch import Tensor
 from experiments.frames import later_block
 
 SCHEMA_VERSION = 1
+READ_BY = "0.1.0"           # the first version of this project that reads this schema; caches carry it
 WEIGHTS = ("base", "checkpoint", "published", "unknown")  # unknown: older files, which did not record it
+MAX_COUNT = 1 << 17        # frames, tokens per frame, heads; an hour of video has 14400 latent frames
 QUANTITIES = ("mean_logit", "mass", "mean_prob")
 
 
@@ -41,6 +43,9 @@ COMMON = {
     "weights_sha256": "str | none",
     "is_logits": "bool",
     "quantity?": "str",                     # one of QUANTITIES where is_logits leaves it open
+    "read_by?": "str",                      # the first version of this project that reads this schema
+    "partial?": "bool",                     # stopped after blocks_done blocks; what the others would hold is NaN
+    "blocks_done?": "int",
     "notes?": "str [notes]",                # what a reader should know, such as a guess about an older file
 }
 SAMPLING = {                                # bidirectional runs of base weights, all frames as one block
@@ -147,17 +152,29 @@ FORMATS = {
 def check(cache: Mapping[str, Any]) -> None:
     """Raise CacheError for the first field of a cache that is missing, of a wrong type or shape, or inconsistent."""
     kind = cache.get("format")
-    if kind not in FORMATS:
+    if type(kind) is not str or kind not in FORMATS:
         raise CacheError(f"format is {kind!r}, not one of {', '.join(FORMATS)}")
     version = cache.get("schema_version")
     if type(version) is int and version > SCHEMA_VERSION:
-        raise CacheError(f"schema_version {version} is newer than this code's {SCHEMA_VERSION}")
+        reader = cache.get("read_by")
+        needs = f"version {reader}" if type(reader) is str else "a later version"
+        raise CacheError(f"schema_version {version} is newer than this code's {SCHEMA_VERSION}; "
+                         f"{needs} of this project reads it (git pull)")
+    check_counts(cache)
     _check_fields(cache, FORMATS[kind].fields, _sizes(cache, {}), "")
     entries = cache.get("attention_weights", [cache])
     for i, entry in enumerate(entries):
         if FORMATS[kind].any_of and not any(name in entry for name in FORMATS[kind].any_of):
             raise CacheError(f"{_entry(cache, i)}none of {', '.join(FORMATS[kind].any_of)} is there")
     _check_values(cache, entries)
+
+
+def check_counts(cache: Mapping[str, Any]) -> None:
+    """Raise CacheError for counts that no video has: lists and masks are made from them before tensors confirm them."""
+    for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
+        value = cache.get(name)
+        if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
+            raise CacheError(f"{name} is {value!r}, not a number of 1..{MAX_COUNT}")
 
 
 def _check_fields(values: Mapping[str, Any], fields: Mapping[str, Any], sizes: dict[str, int], where: str) -> None:
@@ -205,6 +222,8 @@ def _sizes(values: Mapping[str, Any], outer: dict[str, int]) -> dict[str, int]:
 def _check_values(cache: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
     """What types and shapes do not show: frames inside the video, layers as announced, no values where none can be."""
     F, blocks = cache["num_frames"], cache["block_sizes"]
+    if not 1 <= cache.get("blocks_done", 1) <= len(blocks):
+        raise CacheError(f"blocks_done is {cache['blocks_done']}, not in 1..{len(blocks)}")
     if sum(blocks) != F or min(blocks, default=0) < 1:
         raise CacheError(f"block_sizes {blocks} do not add up to num_frames {F}")
     for name, allowed in (("weights", WEIGHTS), ("quantity", QUANTITIES)):
@@ -213,14 +232,14 @@ def _check_values(cache: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
     for i, values in enumerate([cache, *entries]):
         for name in ("query_frames", "key_frames", "last_block_query_frames"):
             numbers = values.get(name, [])
-            if numbers != sorted(set(numbers)) or not set(numbers) <= set(range(F)):
+            if numbers != sorted(set(numbers)) or not all(0 <= n < F for n in numbers):
                 raise CacheError(f"{_entry(cache, i - 1)}{name} {numbers} are not increasing frames of 0..{F - 1}")
     if "layer_indices" in cache and {entry["layer_idx"] for entry in entries} != set(cache["layer_indices"]):
         raise CacheError(f"layer_indices {cache['layer_indices']} are not the layers of attention_weights, "
                          f"{sorted({entry['layer_idx'] for entry in entries})}")
-    later = later_block(blocks)
     for name in FRAME_MATRICES:
         if cache["format"] in ("layer", "atlas") and name in cache:
+            later = later_block(blocks)
             matrices = cache[name].movedim(-1, 0) if name.endswith("by_band") else cache[name]  # [..., F, F]
             if not matrices[..., later].isnan().all():
                 raise CacheError(f"{name} has values where the key's block comes after the query's; absent is NaN")

@@ -132,7 +132,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     quantity = quantity or ("mean_logit" if cache["is_logits"] else "mass")
     opener = {"figure4": _figure4, "layer": _layer, "inference": _inference, "atlas": _atlas}[cache["format"]]
     fields = opener(cache, step, quantity)
-    last = frames.block_frames(cache["block_sizes"], -1)
+    last = frames.block_frames(cache["block_sizes"], _last_block(cache))
     return Profiles(**{
         "kind": cache["format"],
         "model": cache["model"],
@@ -144,7 +144,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         "quantity": quantity,
         "branch": cache.get("branch"),
         "source": _source(cache),
-        "notes": tuple(cache.get("notes", ())),
+        "notes": (*cache.get("notes", ()), *_partial_note(cache)),
     } | {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def _atlas(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[st
     step = _pick(steps, step)
     p = steps.index(step)
     clean = cache.get("pass_is_clean", [t == 0 for t in timesteps])[p]
-    S, last, layers = cache["frame_seq_length"], frames.block_frames(cache["block_sizes"], -1), cache["layers"]
+    S, last, layers = cache["frame_seq_length"], frames.block_frames(cache["block_sizes"], _last_block(cache)), cache["layers"]
     of_pass = {name: cache[name][:, p] for name in ("frame_logits", "frame_mass", "last_block_frame_logits", "key_curve")
                if name in cache}
     by_means = quantity == "mean_logit"
@@ -254,6 +254,16 @@ def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:
     if stored != wanted and (stored, wanted) not in factors:
         raise CacheError(f"this cache holds no {wanted}; it has {stored}")
     return values * factors.get((stored, wanted), 1)
+
+
+def _last_block(cache: Mapping[str, Any]) -> int:
+    """The last block that a cache has: of a run that was stopped, the last one it finished."""
+    return cache.get("blocks_done", len(cache["block_sizes"])) - 1
+
+
+def _partial_note(cache: Mapping[str, Any]) -> list[str]:
+    done, total = _last_block(cache) + 1, len(cache["block_sizes"])
+    return [f"partial: the run was stopped after {done} of {total} blocks; what comes later is absent"] if done < total else []
 
 
 def _last_calls(cache: Mapping[str, Any]) -> list[Mapping[str, Any]]:

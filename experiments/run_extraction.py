@@ -4,7 +4,8 @@
 """
 
 from experiments import extraction
-from experiments.cli import config_from, main, run_parser, save_results
+from experiments.cli import config_from, main, run_parser
+from experiments.runs import make_caches
 from wan.config import ConfigError
 
 
@@ -20,9 +21,7 @@ def run(argv=None):
         raise ConfigError("--step and --steps exclude each other")
     config = config_from(args)
     requests = extraction.inference_requests(config, args.blocks, args.steps, args.capture == "logits")
-    extraction.require_writable(args.output_path)
-    result = extraction.extract(config, requests)
-    save_results(args, result, {args.output_path: extraction.inference_cache(result)})
+    make_caches(args, config, requests, {args.output_path: extraction.inference_cache})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Capture every layer, head, block and pass of one rollout as frame logits and mass: an atlas.
 
     python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --key_curve --cross
+    python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --output_dir cache/sweep
 """
 
 import argparse
 
-from experiments import extraction
-from experiments.cli import config_from, main, run_parser, save_results
+from experiments import extraction, sweep
+from experiments.cli import config_from, main, run_parser
+from experiments.runs import make_caches
+from wan.config import ConfigError
 
 
 def run(argv=None):
@@ -16,12 +19,18 @@ def run(argv=None):
     parser.add_argument("--cross", action="store_true", help="also the mass on every prompt token")
     parser.add_argument("--rope_bands", action="store_true", help="also the mean logits by RoPE band: time frequencies, "
                                                                   "height, width; 4 bytes per band, frame pair, head and pass")
+    sweep.add_arguments(parser)
     args = parser.parse_args(argv)
     config = config_from(args)
-    extraction.require_writable(args.output_path)
     requests = extraction.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
-    result = extraction.extract(config, requests)
-    save_results(args, result, {args.output_path: extraction.atlas_cache(result)})
+    if not (args.prompts or args.seeds or args.output_dir):
+        make_caches(args, config, requests, {args.output_path: extraction.atlas_cache})
+        return
+    if args.output_path != parser.get_default("output_path"):
+        raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
+    quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross,
+                  "frame_logits_by_band": args.rope_bands}
+    sweep.run_sweep(args, config, requests, extraction.atlas_cache, quantities)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from experiments import extraction
-from experiments.cli import config_from, main, run_parser, save_results
+from experiments.cli import config_from, main, run_parser
+from experiments.runs import make_caches
 from wan.checkpoint import read_model_config
 from wan.config import ConfigError
 
@@ -28,11 +30,9 @@ def run(argv=None):
     layers = range(read_model_config(config.ckpt_dir).num_layers) if args.output_dir else [config.layer_index]
     folder = Path(args.output_dir or "cache")
     paths = {layer: args.output_path or str(folder / f"layer{layer}.pt") for layer in layers}
-    for path in paths.values():
-        extraction.require_writable(path)
     request = extraction.layer_requests(config, args.granularity)[0]
-    result = extraction.extract(config, [replace(request, layers=list(layers))])
-    save_results(args, result, {path: extraction.layer_cache(result, layer) for layer, path in paths.items()})
+    outputs = {path: partial(extraction.layer_cache, layer=layer) for layer, path in paths.items()}
+    make_caches(args, config, [replace(request, layers=list(layers))], outputs)
 
 
 if __name__ == "__main__":

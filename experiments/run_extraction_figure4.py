@@ -3,8 +3,11 @@
     python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml --layer_indices 1 5
 """
 
+from functools import partial
+
 from experiments import extraction
-from experiments.cli import config_from, main, run_parser, save_results
+from experiments.cli import config_from, main, run_parser
+from experiments.runs import make_caches
 
 
 def run(argv=None):
@@ -16,9 +19,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config, is_logits = config_from(args), args.capture == "logits"
     requests = extraction.figure4_requests(config, args.granularity, is_logits)
-    extraction.require_writable(args.output_path)
-    result = extraction.extract(config, requests)
-    save_results(args, result, {args.output_path: extraction.figure4_cache(result, is_logits)})
+    make_caches(args, config, requests, {args.output_path: partial(extraction.figure4_cache, is_logits=is_logits)})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ Wan-AI/Wan2.1-T2V-1.3B (wan/native.py).
 
 import hashlib
 import json
-import pickle
 import re
-import zipfile
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from wan.config import ConfigError, ModelConfig
 from wan.modules.model import WanModel
+from wan.safe_load import UnreadableError, load_tensors
 
 StateDict = dict[str, Tensor]
 
@@ -49,6 +48,9 @@ WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_modu
 
 DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir wan_models/Wan2.1-T2V-1.3B"
 CHECKPOINT_HINT = "hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir ."
+
+
+MAX_LAYERS, MAX_SIZE = 1024, 1 << 18      # beyond any model of this kind
 
 
 class CheckpointError(ConfigError):
@@ -90,19 +92,38 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
         config = _read_json(Path(ckpt_dir) / "config.json")
         try:
             sizes = [f for f in fields(ModelConfig) if f.default is MISSING or f.name in config]
-            return ModelConfig(**{f.name: config[f.name] for f in sizes})
+            return _plausible(ckpt_dir, {f.name: config[f.name] for f in sizes})
         except KeyError as error:
             raise CheckpointError(f"{ckpt_dir}/config.json has no {error.args[0]!r}: not a WanModel of Wan2.1") from None
     config = _read_json(Path(ckpt_dir) / "transformer" / "config.json")
     try:
-        return ModelConfig(
-            dim=config["num_attention_heads"] * config["attention_head_dim"], ffn_dim=config["ffn_dim"],
-            num_heads=config["num_attention_heads"], num_layers=config["num_layers"], freq_dim=config["freq_dim"],
-            text_dim=config["text_dim"], text_len=config.get("text_len", 512), in_dim=config["in_channels"],
-            out_dim=config["out_channels"], patch_size=tuple(config["patch_size"]), eps=config["eps"])
+        return _plausible(ckpt_dir, {
+            "dim": _product(config["num_attention_heads"], config["attention_head_dim"]), "ffn_dim": config["ffn_dim"],
+            "num_heads": config["num_attention_heads"], "num_layers": config["num_layers"], "freq_dim": config["freq_dim"],
+            "text_dim": config["text_dim"], "text_len": config.get("text_len", 512), "in_dim": config["in_channels"],
+            "out_dim": config["out_channels"], "patch_size": config["patch_size"], "eps": config["eps"]})
     except KeyError as error:
         raise CheckpointError(f"{ckpt_dir}/transformer/config.json has no {error.args[0]!r}: "
                               "not a WanTransformer3DModel of diffusers") from None
+
+
+def _product(a: object, b: object) -> object:
+    return a * b if type(a) is type(b) is int else a if type(a) is not int else b      # what is no number is told later
+
+
+def _plausible(ckpt_dir: str | Path, sizes: dict) -> ModelConfig:
+    """Sizes that a model can have; a damaged config must not ask for a billion layers. Raises CheckpointError."""
+    patch = sizes.get("patch_size", (1, 2, 2))
+    numbers = {name: value for name, value in sizes.items() if name not in ("eps", "patch_size")}
+    if not isinstance(patch, (list, tuple)) or len(patch) != 3:
+        raise CheckpointError(f"{ckpt_dir}: patch_size is {patch!r:.40}, not three numbers")
+    for name, value in [*numbers.items(), *(("patch_size", n) for n in patch)]:
+        limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
+        if type(value) is not int or not 1 <= value <= limit:
+            raise CheckpointError(f"{ckpt_dir}: {name} is {value!r:.40}, not a number of 1..{limit}")
+    if "eps" in sizes and not (type(sizes["eps"]) in (int, float) and 0 <= sizes["eps"] < 1):
+        raise CheckpointError(f"{ckpt_dir}: eps is {sizes['eps']!r:.40}, not a small number")
+    return ModelConfig(**sizes)
 
 
 def transformer_file(ckpt_dir: str | Path) -> Path:
@@ -132,7 +153,10 @@ def shards(path: Path) -> list[Path]:
     """The files of weights: those that a shard index names, or the one file itself."""
     if not path.name.endswith(".index.json"):
         return [path]
-    return [path.with_name(name) for name in sorted(set(_read_json(path)["weight_map"].values()))]
+    names = _read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) and name for name in names.values()):
+        raise CheckpointError(f"{path} has no weight_map of file names: not an index of shards")
+    return [path.with_name(Path(name).name) for name in sorted(set(names.values()))]      # beside the index, never elsewhere
 
 
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
@@ -146,19 +170,15 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
     state = next((content[key] for key in order if key in content), content)
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise CheckpointError(f"{path} holds no state dict of tensors, but: {', '.join(map(str, list(content)[:5]))}")
-    return {_strip_wrappers(name): tensor for name, tensor in state.items()}
+    return {_strip_wrappers(str(name)): tensor for name, tensor in state.items()}
 
 
 def read_torch_file(path: str | Path) -> dict:
     """A .pt or .pth file of tensors in a dict, memory-mapped where its format allows; nothing in it is executed."""
-    for mmap in (True, False):
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-            break
-        except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-            if mmap and "mmap can only be used" in str(error):
-                continue      # the format before torch 1.6
-            raise CheckpointError(f"{path} cannot be read as a checkpoint of tensors: {_first_line(error)}") from error
+    try:
+        content = load_tensors(path)
+    except UnreadableError as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint of tensors: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict")
     return content
@@ -187,6 +207,7 @@ def report_keys(source: str | Path, state: StateDict, wanted: StateDict) -> None
     """Raise CheckpointError for keys that are missing, unexpected or of another shape: the first few, and how many."""
     _report(source, "missing", [name for name in wanted if name not in state], len(wanted))
     _report(source, "unexpected", [name for name in state if name not in wanted], len(wanted))
+    _report(source, "not of floating point", [name for name in wanted if not state[name].is_floating_point()], len(wanted))
     _report(source, "of another shape", [f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
                                          for name in wanted if state[name].shape != wanted[name].shape], len(wanted))
 
@@ -224,15 +245,18 @@ def require_file(path: str | Path, hint: str, otherwise: str = "") -> Path:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(require_file(path, DOWNLOAD_HINT).read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        content = json.loads(require_file(path, DOWNLOAD_HINT).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a table of settings")
+    return content
 
 
 def _read_safetensors(path: Path) -> StateDict:
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
 
 

@@ -37,11 +37,13 @@ class CausalInferencePipeline:
     @torch.no_grad()
     def inference(self, noise: Tensor, text_prompts: Sequence[str] | None = None, prompt_embeds: Tensor | None = None,
                   renoise: Tensor | None = None, initial_latent: Tensor | None = None, return_latents: bool = True,
-                  generator: torch.Generator | None = None, on_pass: Callable[[], None] | None = None):
+                  generator: torch.Generator | None = None, on_pass: Callable[[], None] | None = None,
+                  on_block: Callable[[int, Tensor], None] | None = None):
         """Generate as many frames as noise [B, F, C, h, w] has -> (video or None, latents [B, G + F, C, h, w]), or the video.
 
         renoise [steps - 1, B, F, C, h, w] replaces the fresh noise between steps, else generator draws it.
-        initial_latent [B, G, C, h, w] is a given beginning, and must fill whole blocks. on_pass is called after each forward.
+        initial_latent [B, G, C, h, w] is a given beginning, and must fill whole blocks. on_pass is called after each forward,
+        on_block with the block and its latents when it is finished.
         """
         given, blocks = self._blocks(noise, initial_latent)
         if prompt_embeds is None:
@@ -84,6 +86,8 @@ class CausalInferencePipeline:
 
             # 2. Remember: the clean pass overwrites this block's keys and values.
             predict_flow(latents[:, now], here(len(self.timesteps), self.clean_timestep, is_clean_pass=True))
+            if on_block:
+                on_block(block, latents[:, now])
 
         video = None if self.vae is None else self.vae.decode(latents)
         return (video, latents) if return_latents else video

@@ -1,0 +1,105 @@
+"""What a run says while it goes on: a line per block, a JSON line per event; and whether it was asked to stop."""
+
+import json
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from experiments.formats import CacheError
+
+
+class Watch:
+    """Looks on in silence. stopping becomes true when the run should end after the current block."""
+
+    stopping = False
+
+    def block(self, block: int, frames: range, num_blocks: int) -> None:
+        """A block is finished."""
+
+    def event(self, name: str, **values) -> None:
+        """Something worth a line in the log."""
+
+    def say(self, line: str) -> None:
+        """Something worth a line on the screen."""
+
+
+class Progress(Watch):
+    """Lines on stderr, unless quiet, and JSON lines in log_file, where there is one.
+
+    Raises CacheError where log_file cannot be written.
+    """
+
+    def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
+        self.quiet, self.start = quiet, time.monotonic()
+        self.rollout_start, self._log = self.start, None
+        try:
+            if log_file:
+                Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+                self._log = Path(log_file).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115  __exit__ closes it
+        except OSError as error:
+            raise CacheError(f"{log_file} cannot be written: {error.strerror or error}") from error
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.event("end", ok=error is None, **({} if error is None else {"error": f"{kind.__name__}: {error}"}))
+        if self._log:
+            self._log.close()
+
+    def event(self, name: str, **values) -> None:
+        if name == "rollout":
+            self.rollout_start = time.monotonic()
+        if self._log:
+            seconds = round(time.monotonic() - self.start, 3)
+            self._log.write(json.dumps({"event": name, "seconds": seconds} | values, ensure_ascii=False) + "\n")
+
+    def say(self, line: str) -> None:
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def block(self, block: int, frames: range, num_blocks: int) -> None:
+        passed = time.monotonic() - self.rollout_start
+        left = passed / (block + 1) * (num_blocks - block - 1)         # later blocks see more keys: a little too short
+        self.say(f"block {block + 1}/{num_blocks} (frames {frames.start}-{frames[-1]}): {passed:.1f} s, "
+                 f"{left:.1f} s left, {memory()}")
+        self.event("block", block=block, num_blocks=num_blocks, seconds_left=round(left, 3), **memory_bytes())
+
+
+@contextmanager
+def stopping_on_ctrl_c(watch: Watch) -> Iterator[None]:
+    """The first Ctrl-C lets the current block finish, the second one stops at once. Outside the main thread: as ever."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        if watch.stopping:
+            raise KeyboardInterrupt
+        watch.stopping = True
+        print("stopping after this block; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, asked)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def memory_bytes() -> dict[str, int]:
+    """The most memory used so far: of the process, and of the GPU where one is in use."""
+    host = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return host | ({"gpu_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {})
+
+
+def memory() -> str:
+    used = memory_bytes()
+    return f"{used['gpu_bytes'] / 2**30:.1f} GiB GPU" if "gpu_bytes" in used else f"{used['host_bytes'] / 2**30:.1f} GiB memory"

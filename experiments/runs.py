@@ -1,0 +1,97 @@
+"""From a request to files, safely: outputs claimed, the rollout watched, what is complete saved, also when stopped."""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments import extraction
+from experiments.caches import load_cache, save_cache
+from experiments.cli import save_results
+from experiments.extraction import Extraction
+from experiments.formats import CacheError
+from experiments.guards import RunError, StoppedError
+from experiments.locks import claimed
+from experiments.progress import Progress, Watch, memory, stopping_on_ctrl_c
+from experiments.sizes import estimate_bytes
+from wan.config import RunConfig
+from wan.modules.capture import CaptureRequest
+
+Arrange = Callable[[Extraction], dict[str, Any]]
+
+
+def make_caches(args: argparse.Namespace, config: RunConfig, requests: Sequence[CaptureRequest],
+                outputs: Mapping[str, Arrange]) -> None:
+    """One rollout -> a cache for each path, arranged by its function.
+
+    Raises CacheError or ConfigError for what is known to go wrong before the rollout, RunError for what goes wrong
+    in it, and StoppedError after Ctrl-C.
+    """
+    each = estimate_bytes(config, requests) // len(outputs)
+    with (Progress(args.quiet, args.log_file) as watch, claimed(dict.fromkeys(outputs, each), args.overwrite is not False),
+          stopping_on_ctrl_c(watch), deterministic(args.deterministic)):
+        start = time.monotonic()
+        result = extraction.extract(config, requests, watch)
+        save(args, result, outputs, watch)
+        watch.say(f"{result.blocks_done} blocks of {config.num_frames} frames, {len(outputs)} "
+                  f"file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, {memory()}")
+
+
+def save(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, Arrange], watch: Watch) -> None:
+    """Write a rollout's caches. Raises RunError where that fails, and StoppedError after what a stopped one has is saved."""
+    try:
+        if "partial" not in result.common:
+            save_results(args, result, {path: arrange(result) for path, arrange in outputs.items()})
+            watch.event("saved", paths=list(outputs))
+            return
+        written = save_partial(result, outputs)
+    except CacheError as error:                    # after the rollout: no longer the fault of the input
+        raise RunError(str(error)) from error
+    watch.event("saved", paths=written, partial=True)
+    kept = f"saved as partial: {', '.join(written)}" if written else "none of what was asked for was captured yet"
+    raise StoppedError(f"stopped after {result.blocks_done} of {len(result.config.block_sizes)} blocks; {kept}; "
+                       "to make the rest, run the same command again")
+
+
+def save_partial(result: Extraction, outputs: Mapping[str, Arrange]) -> list[str]:
+    """Write what a stopped rollout completed, beside a whole cache where one is there already -> the paths."""
+    written = []
+    for path, arrange in outputs.items():
+        try:
+            cache = arrange(result)
+        except (RunError, IndexError):             # the blocks that it needs were not reached
+            continue
+        target = str(Path(path).with_suffix(".partial.pt")) if is_whole(path) else path
+        save_cache(target, cache)
+        written.append(target)
+    return written
+
+
+def is_whole(path: str | Path) -> bool:
+    """Whether a cache that is complete lies at path."""
+    try:
+        return not load_cache(path).get("partial", False)
+    except CacheError:
+        return False
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Refuse operations whose results differ from run to run on one device, where wanted."""
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read when CUDA starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

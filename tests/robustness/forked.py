@@ -1,0 +1,93 @@
+"""Run a function in a fork of this warmed process: its own memory, its own end, no cold start.
+
+How much is tried: a little in CI, all of it with ROBUSTNESS=full.
+"""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FULL = os.environ.get("ROBUSTNESS") == "full"
+
+
+def tell(capfd, line: str) -> None:
+    """Print past pytest's capture: what was tried and found."""
+    with capfd.disabled():
+        print(f"\n  {line}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    value: Any                  # what the function returned; None where it did not come to that
+    code: int                   # of exit; -N where signal N ended it
+    seconds: float
+    more_bytes: int             # peak memory beyond what the parent held
+    said: str = ""              # on stderr
+
+
+def own_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def forked(function: Callable[[], Any], timeout: float = 60, kill_after: float | None = None) -> Outcome:
+    """Call function in a fork, and kill the fork by SIGKILL after kill_after seconds, or as hung after timeout."""
+    before, start = own_bytes(), time.monotonic()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _child(function, writing)
+    os.close(writing)
+    received, deadline = b"", start + (timeout if kill_after is None else kill_after)
+    while True:
+        ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+            break
+        if not (more := os.read(reading, 1 << 16)):
+            break
+        received += more
+    os.close(reading)
+    _, status, usage = os.wait4(child, 0)
+    value, said = pickle.loads(received) if received and os.WIFEXITED(status) else (None, "")
+    return Outcome(value, os.waitstatus_to_exitcode(status), time.monotonic() - start,
+                   max(0, usage.ru_maxrss * 1024 - before), said)
+
+
+def _child(function: Callable[[], Any], pipe: int) -> None:
+    """Never returns: pytest must not go on in a fork."""
+    import io
+    code, value, said = 0, None, io.StringIO()
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        sys.stdout, sys.stderr = open(os.devnull, "w"), said  # noqa: SIM115
+        torch.set_num_threads(1)      # a fork makes its thread pool anew: here, before threads that race for it
+        value = function()
+    except BaseException as error:
+        code, value = 70, f"{type(error).__name__}: {error}"
+    with contextlib.suppress(BaseException):
+        os.write(pipe, pickle.dumps((value, said.getvalue())))
+    os._exit(code)
+
+
+def exit_code(run: Callable[[], Any]) -> Callable[[], int]:
+    """The function's exit code as its value."""
+    def call() -> int:
+        try:
+            run()
+        except SystemExit as ended:
+            return ended.code or 0
+        return 0
+    return call

@@ -1,0 +1,109 @@
+"""Numbers that cannot be right stop a run, and the message says where: layer, block, pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments import cli, extraction, run_extraction_all, run_extraction_figure4
+from wan.config import load_config
+from wan.modules import reductions
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import CaptureRequest
+
+SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
+ALL = [CaptureRequest(granularity="frame")]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def config():
+    return replace(load_config("configs/wan_mini.yaml"), num_frames=6)
+
+
+def said_by(script, flags, tmp_path, capfd, code) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(script.run, [*SHORT, *flags, "--output_path", str(tmp_path / "out.pt")])
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("block ")]
+    assert ended.value.code == code and len(said) == 1 and not list(tmp_path.iterdir()), said
+    return said[0]
+
+
+def test_not_finite_in_the_middle_names_layer_block_and_pass(tmp_path, monkeypatch, capfd):
+    """NaN enters at layer 3 of block 1 in pass 2: the weights are spoilt from there on."""
+    original = extraction.load_pipeline
+
+    def broken(*args):
+        pipeline = original(*args)
+
+        def spoil(module, inputs):
+            at = ATTENTION_WEIGHT_CAPTURE._pass
+            if (at.block, at.step) == (1, 2):
+                module.self_attn.q.bias.fill_(float("nan"))
+
+        pipeline.model.blocks[3].register_forward_pre_hook(spoil)
+        return pipeline
+
+    monkeypatch.setattr(extraction, "load_pipeline", broken)
+    said = said_by(run_extraction_all, [], tmp_path, capfd, 1)
+    assert "block 1 (frames 3-5), step 2 (t = 833.333): the model's flow is not finite" in said
+    assert "captured first in layer 3, block 1, step 2 (t = 833.333): frame_logits" in said
+
+
+def spoilt(monkeypatch, name, change):
+    original = getattr(reductions, name)
+    monkeypatch.setattr(reductions, name, lambda *args: change(original(*args)))
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("frame_logits", lambda x: x / 0, r"layer 0, block 0, step 0 (t = 1000): frame_logits is not finite"),
+    ("frame_mass", lambda x: x * 1.01, "layer 0, block 0, step 0 (t = 1000): rows of frame_mass sum to 1 ± 0.01, not to 1"),
+    ("token_mass", lambda x: x[..., 1:], "rows of cross_mass sum to 1 ± "),
+])
+def test_captured_numbers_are_guarded(name, change, message, tmp_path, monkeypatch, capfd):
+    spoilt(monkeypatch, name, change)
+    assert message in said_by(run_extraction_all, ["--cross"], tmp_path, capfd, 1)
+
+
+def test_float16_logits_that_overflow(tmp_path, monkeypatch, capfd):
+    spoilt(monkeypatch, "token_matrix", lambda x: x * 1e5)
+    said = said_by(run_extraction_figure4, [], tmp_path, capfd, 1)
+    assert "layer 1, block 1, step 0 (t = 1000): attn_weights is not finite in float16; --capture probabilities" in said
+
+
+def test_layers_that_never_fired(tmp_path, monkeypatch, capfd):
+    wants = CaptureRequest.wants
+    monkeypatch.setattr(CaptureRequest, "wants", lambda self, site, at: site.layer != 4 and wants(self, site, at))
+    said = said_by(run_extraction_all, [], tmp_path, capfd, 1)
+    assert "layer 4, block 0, step 0: its self-attention never reported frame_" in said
+    assert "10 of 80 calls are missing" in said
+
+
+def test_a_directory_that_holds_another_model_than_its_config_names(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_extraction_all.run, ["--ckpt_dir", "checkpoints/wan-mini", "--output_path", str(tmp_path / "out.pt")])
+    assert ended.value.code == 2 and not list(tmp_path.iterdir())
+    assert "checkpoints/wan-mini is not Wan2.1-T2V-1.3B: num_layers 8 instead of 30" in capfd.readouterr().err
+
+
+def test_guards_change_no_bit_and_wait_once_a_block(config, monkeypatch):
+    """The latents are those of the bare pipeline; flags of a block's passes are read together."""
+    ready = extraction.prepare(config, ALL)
+    noise, renoise = extraction.draw_noise(config, ready.model_config, ready.dtype, ready.device)
+    embeds = ready.texts[config.prompt][0]
+    with extraction.threads_for(noise, ready.model_config):
+        bare = ready.pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+    reads, original = [], extraction.guards.check_block
+
+    def counted(block, frames, latents, flags, *more):
+        reads.append(len(flags))
+        original(block, frames, latents, flags, *more)
+
+    monkeypatch.setattr(extraction.guards, "check_block", counted)
+    result = extraction.extract_next(ready, config, ALL)
+    assert torch.equal(result.latents, bare) and reads == [5, 5]
