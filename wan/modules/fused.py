@@ -1,7 +1,6 @@
 """Triton kernels for what stands between a layer's products: each reads its input once and writes its result once.
 
-They compute in float32 what layers.py says in PyTorch, which stays the definition and the path of CPU and training. At
-480 x 832 on an H200 the PyTorch operations cost as much time as the matrix products (tests/gpu/).
+They compute in float32 what layers.py says in PyTorch, which stays the definition and the path of CPU and training.
 """
 
 import torch
