@@ -1,6 +1,8 @@
 """Synthetic captioned videos: shapes that move at constant speed over a background and bounce off the borders.
 
-Lengths are in frame sides (0 is left or top, 1 is right or bottom), speeds in sides per second.
+Four kinds of scenes: one shape; one shape past a small landmark that stays where it is; two shapes whose paths cross; a
+shape that goes behind a wall and comes back. Lengths are in frame sides (0 is left or top, 1 is right or bottom), speeds
+in sides per second.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 FPS = 16
 COLORS = {
@@ -29,8 +32,17 @@ DIRECTIONS = {  # unit steps (x right, y down)
     "up and right": (1, -1), "up and left": (-1, -1), "down and right": (1, 1), "down and left": (-1, 1),
 }  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "diamond", "cross")
+CORNERS = {"top left": (0.13, 0.13), "top right": (0.87, 0.13), "bottom left": (0.13, 0.87), "bottom right": (0.87, 0.87)}
+KINDS = ("single", "landmark", "crossing", "wall")
 MIN_CONTRAST = 0.60  # RGB distance below which a shape would be lost in its background
-RADII, SPEEDS = (0.16, 0.22), (0.10, 0.25)
+RADII, SPEEDS = (0.16, 0.22), (0.10, 0.25)  # of a shape that moves alone
+SMALL_RADII = (0.11, 0.15)  # of shapes that cross or hide
+WALL_SPEEDS = (0.22, 0.30)
+LANDMARK_RADIUS = 0.07
+WALL = 0.42  # its thickness; it stands at the border that the shape moves to
+STRAIGHT = 1.25  # seconds at the start in which no shape bounces: the direction in the caption is the one to see
+CROSS_BETWEEN = (1.0, 3.0)  # seconds; two paths meet in this time
+BACK_BY = 4.2  # seconds; what went behind a wall is wholly visible again
 
 
 @dataclass(frozen=True)
@@ -54,37 +66,119 @@ class Mover:
 
 
 @dataclass(frozen=True)
+class Landmark:
+    """A small shape in a corner that does not move."""
+
+    shape: str
+    color: str
+    corner: str
+
+
+@dataclass(frozen=True)
 class Scene:
-    """Movers, the later ones in front, over a background of one colour."""
+    """Movers, the later ones in front, over a background of one colour.
+
+    A landmark is behind the movers. A wall (its colour) is in front of them and covers the side that the first mover goes to.
+    With `unnamed_color` the caption does not say the first mover's colour: only the past of the video does.
+    """
 
     movers: tuple[Mover, ...]
     background: str
+    landmark: Landmark | None = None
+    wall: str | None = None
+    unnamed_color: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "wall" if self.wall else "landmark" if self.landmark else "crossing" if len(self.movers) > 1 else "single"
 
     @property
     def caption(self) -> str:
-        phrases = (f"{m.color} {m.shape} moving {m.direction}" for m in self.movers)
-        movers = " and ".join(("an " if p[0] in "aeiou" else "a ") + p for p in phrases)
-        return f"{movers} over a {self.background} background"
+        names = [m.shape if self.unnamed_color else f"{m.color} {m.shape}" for m in self.movers]
+        movers = " and ".join(f"{_a(name)} moving {m.direction}" for name, m in zip(names, self.movers, strict=True))
+        wall = f" behind {_a(self.wall)} wall" if self.wall else ""
+        text = f"{movers}{wall} over a {self.background} background"
+        if self.landmark:
+            text += f" with a small {self.landmark.color} {self.landmark.shape} at the {self.landmark.corner}"
+        return text
+
+
+def _a(noun: str) -> str:
+    return ("an " if noun[0] in "aeiou" else "a ") + noun
+
+
+# -- sampling ------------------------------------------------------------------------------------------------------------
 
 
 def combinations(held_out: bool) -> list[tuple[str, str, str, str]]:
-    """(shape, color, direction, background) of one side of the fixed split: a tenth of all captions is held out."""
+    """(shape, color, direction, background) of one side of the fixed split: a tenth of all is held out."""
     grid = itertools.product(SHAPES, COLORS, DIRECTIONS, BACKGROUNDS)
     visible = (c for c in grid if math.dist(COLORS[c[1]], BACKGROUNDS[c[3]]) >= MIN_CONTRAST)
     return [c for c in visible if (crc32(" ".join(c).encode()) % 10 == 0) == held_out]
 
 
-def sample_scenes(seed: int, held_out: bool = False) -> Iterator[Scene]:
-    """Endless random scenes; the same seed gives the same ones."""
-    rng, grid = random.Random(seed), combinations(held_out)
+def sample_scenes(seed: int, held_out: bool = False, kinds: Iterable[str] = KINDS) -> Iterator[Scene]:
+    """Endless random scenes of these kinds; the same seed gives the same ones. Every mover is from one side of the split."""
+    rng, grid, kinds = random.Random(seed), combinations(held_out), tuple(kinds)
+    samplers = {"single": _single, "landmark": _with_landmark, "crossing": _crossing, "wall": _behind_wall}
     while True:
-        shape, color, direction, background = rng.choice(grid)
-        radius, speed = rng.uniform(*RADII), rng.uniform(*SPEEDS)
-        x, y = (rng.uniform(radius, 1 - radius) for _ in range(2))
-        yield Scene((Mover(shape, color, direction, x, y, radius, speed),), background)
+        sampler, scene = samplers[rng.choice(kinds)], None
+        while scene is None:
+            scene = sampler(rng, grid)
+        yield scene
 
 
-def positions(scene: Scene, frames: int) -> torch.Tensor:
+def _mover(rng: random.Random, combination: tuple[str, ...], radii=RADII, speeds=SPEEDS) -> Mover:
+    """A mover that starts where it will not bounce for a while."""
+    shape, color, direction, _ = combination
+    mover = Mover(shape, color, direction, 0, 0, rng.uniform(*radii), rng.uniform(*speeds))
+    x, y = (rng.uniform(mover.radius + max(0, -v * STRAIGHT), 1 - mover.radius - max(0, v * STRAIGHT)) for v in mover.velocity)
+    return replace(mover, x=x, y=y)
+
+
+def _other_color(rng: random.Random, *seen: tuple[float, ...]) -> str:
+    """A colour that stands out against these."""
+    return rng.choice([c for c, rgb in COLORS.items() if all(math.dist(rgb, other) >= MIN_CONTRAST for other in seen)])
+
+
+def _single(rng: random.Random, grid: list) -> Scene:
+    combination = rng.choice(grid)
+    return Scene((_mover(rng, combination),), combination[-1])
+
+
+def _with_landmark(rng: random.Random, grid: list) -> Scene:
+    scene = _single(rng, grid)
+    color = _other_color(rng, BACKGROUNDS[scene.background], COLORS[scene.movers[0].color])
+    return replace(scene, landmark=Landmark(rng.choice(SHAPES), color, rng.choice(list(CORNERS))))
+
+
+def _crossing(rng: random.Random, grid: list) -> Scene | None:
+    """None where the two do not meet in time."""
+    first = rng.choice(grid)
+    second = rng.choice([c for c in rng.sample(grid, 200) if c[3] == first[3] and c[2] != first[2]] or [first])
+    if math.dist(COLORS[first[1]], COLORS[second[1]]) < MIN_CONTRAST:
+        return None
+    scene = Scene(tuple(_mover(rng, c, SMALL_RADII) for c in (first, second)), first[-1])
+    gap = positions(scene, round(CROSS_BETWEEN[1] * FPS)).diff(dim=1).norm(dim=-1)[:, 0]
+    closest = int(gap.argmin())
+    return scene if gap[closest] < 0.08 and closest >= CROSS_BETWEEN[0] * FPS else None
+
+
+def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
+    """None where the mover would start behind the wall or come back late."""
+    combination = rng.choice([c for c in grid if 0 in DIRECTIONS[c[2]]])
+    mover = _mover(rng, combination, SMALL_RADII, WALL_SPEEDS)
+    color = _other_color(rng, BACKGROUNDS[combination[-1]], COLORS[mover.color])
+    scene = Scene((mover,), combination[-1], wall=color, unnamed_color=rng.random() < 0.5)
+    hidden = hidden_share(scene, 81)
+    back = hidden[round(BACK_BY * FPS) :]
+    return scene if hidden[0] == 0 and hidden.max() == 1 and back.max() == 0 else None
+
+
+# -- pictures ------------------------------------------------------------------------------------------------------------
+
+
+def positions(scene: Scene, frames: int) -> Tensor:
     """Centres of the movers [F, N, 2] (x, y), reflected where the shape would leave the frame."""
     start = torch.tensor([(m.x, m.y) for m in scene.movers])
     velocity = torch.tensor([m.velocity for m in scene.movers])
@@ -92,20 +186,53 @@ def positions(scene: Scene, frames: int) -> torch.Tensor:
     return _reflect(start, velocity, margin, torch.arange(frames) / FPS)
 
 
-def render(scene: Scene, frames: int, size: int) -> torch.Tensor:
+def hidden_share(scene: Scene, frames: int) -> Tensor:
+    """How much of the first mover's width is behind the wall [F], in 0..1."""
+    mover, toward = scene.movers[0], torch.tensor(DIRECTIONS[scene.movers[0].direction], dtype=torch.float32)
+    ahead = ((positions(scene, frames)[:, 0] - 0.5) * toward).sum(-1) + 0.5  # 1 is the border it goes to first
+    return ((ahead + mover.radius - (1 - WALL)) / (2 * mover.radius)).clamp(0, 1)
+
+
+def render(scene: Scene, frames: int, size: int) -> Tensor:
     """One scene as video [F, 3, H, W] in [-1, 1]."""
     return render_batch([scene], frames, size)[0].transpose(0, 1)
 
 
-def render_batch(scenes: list[Scene], frames: int, size: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """Scenes with equally many movers as video [B, 3, F, H, W] in [-1, 1], anti-aliased over one pixel."""
-    table = torch.tensor([[_numbers(m) for m in s.movers] for s in scenes], device=device)  # [B, N, 9]
+def render_batch(scenes: list[Scene], frames: int, size: int, device: str | torch.device = "cpu") -> Tensor:
+    """Scenes as video [B, 3, F, H, W] in [-1, 1], anti-aliased over one pixel."""
+    return render_table(scene_table(scenes).to(device), frames, size)
+
+
+def scene_table(scenes: list[Scene]) -> Tensor:
+    """Scenes as numbers [B, 1 + layers, 9]: the background, then what is drawn over it from back to front.
+
+    Columns: x, y, speed along x and y, radius, r, g, b, number of the outline.
+    """
+    rows = [_layers(scene) for scene in scenes]
+    most = max(map(len, rows))
+    nothing = (0.5, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0)
+    return torch.tensor([row + [nothing] * (most - len(row)) for row in rows])
+
+
+def _layers(scene: Scene) -> list[tuple[float, ...]]:
+    rows = [(0.0, 0.0, 0.0, 0.0, 0.0, *BACKGROUNDS[scene.background], 0.0)]
+    if mark := scene.landmark:
+        rows.append((*CORNERS[mark.corner], 0.0, 0.0, LANDMARK_RADIUS, *COLORS[mark.color], SHAPES.index(mark.shape)))
+    rows += [(m.x, m.y, *m.velocity, m.radius, *COLORS[m.color], SHAPES.index(m.shape)) for m in scene.movers]
+    if scene.wall:
+        dx, dy = DIRECTIONS[scene.movers[0].direction]
+        centre = (0.5 + dx * (1 - WALL) / 2, 0.5 + dy * (1 - WALL) / 2)
+        rows.append((*centre, 0.0, 0.0, WALL / 2, *COLORS[scene.wall], len(SHAPES) + (dx == 0)))
+    return rows
+
+
+def render_table(table: Tensor, frames: int, size: int) -> Tensor:
+    """Rows of `scene_table` [B, layers, 9] as video [B, 3, F, H, W] in [-1, 1]."""
     start, velocity, margin, color, kind = table.split((2, 2, 1, 3, 1), -1)
-    centre = _reflect(start, velocity, margin, torch.arange(frames, device=device) / FPS)  # [B, F, N, 2]
-    video = torch.tensor([BACKGROUNDS[s.background] for s in scenes], device=device)[:, :, None, None, None]
-    video = video.expand(-1, -1, frames, size, size)  # [B, 3, F, H, W]
-    axis = (torch.arange(size, device=device) + 0.5) / size
-    for n in range(table.shape[1]):
+    centre = _reflect(start, velocity, margin, torch.arange(frames, device=table.device) / FPS)  # [B, F, layers, 2]
+    video = color[:, 0, :, None, None, None].expand(-1, -1, frames, size, size)  # [B, 3, F, H, W]
+    axis = (torch.arange(size, device=table.device) + 0.5) / size
+    for n in range(1, table.shape[1]):
         x = axis - centre[:, :, n, 0, None, None]  # [B, F, 1, W]
         y = axis[:, None] - centre[:, :, n, 1, None, None]  # [B, F, H, 1]
         distance = _signed_distance(x, y, margin[:, n, :, None, None], kind[:, n, :, None, None])
@@ -114,11 +241,7 @@ def render_batch(scenes: list[Scene], frames: int, size: int, device: str | torc
     return 2 * video - 1
 
 
-def _numbers(mover: Mover) -> tuple[float, ...]:
-    return (mover.x, mover.y, *mover.velocity, mover.radius, *COLORS[mover.color], SHAPES.index(mover.shape))
-
-
-def _reflect(start: torch.Tensor, velocity: torch.Tensor, margin: torch.Tensor, seconds: torch.Tensor) -> torch.Tensor:
+def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -> Tensor:
     """Straight paths [..., N, 2] folded into [margin, 1 - margin]; [..., F, N, 2]."""
     start, velocity, margin = (a.unsqueeze(-3) for a in (start, velocity, margin))
     room = 1 - 2 * margin
@@ -126,8 +249,8 @@ def _reflect(start: torch.Tensor, velocity: torch.Tensor, margin: torch.Tensor, 
     return margin + room - (path % (2 * room) - room).abs()
 
 
-def _signed_distance(x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-    """Distance to the outline of the shape numbered `kind`, negative inside; [B, F, H, W]."""
+def _signed_distance(x: Tensor, y: Tensor, radius: Tensor, kind: Tensor) -> Tensor:
+    """Distance to the outline of the shape numbered `kind`, negative inside; [B, F, H, W]. The last two are walls."""
     ax, ay = x.abs(), y.abs()
     long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
     outlines = (
@@ -136,6 +259,8 @@ def _signed_distance(x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, kin
         torch.maximum(0.87 * ax - 0.5 * y, y) - 0.55 * radius,
         (ax + ay - 1.1 * radius) / math.sqrt(2),
         torch.maximum(long - radius, short - 0.36 * radius),
+        ax - radius,
+        ay - radius,
     )
     distance = outlines[0].expand_as(outlines[1])
     for k, outline in enumerate(outlines[1:], 1):
