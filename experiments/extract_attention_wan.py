@@ -9,11 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments import extraction, extraction_base
-from experiments.cli import Parser, add_run_flags, main, save_results
+from experiments.cli import Parser, add_run_flags, main
 from experiments.formats import FORMATS
-from experiments.locks import claimed
-from experiments.progress import Progress
-from experiments.runs import deterministic
 from wan.config import ConfigError, RunConfig, load_config
 
 OF_RUN = ("ckpt_dir", "prompt", "seed", "device")
@@ -63,22 +60,11 @@ def run(argv=None):
     if len(steps) > 1 and not args.all_layers:
         raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers for an atlas")
     layer = None if args.all_layers else extraction_base.choose_layer(config, args.layer_index)
-    names = [f"layer{layer}.pt"] if layer is not None else ["atlas_base.pt", "atlas_base_uncond.pt"]
-    paths = [str(Path(args.output_dir) / name) for name in names]
     if args.save_video:
         extraction.require_writable(args.save_video)
-
-    with (Progress(args.quiet, args.log_file) as watch, claimed(dict.fromkeys(paths, 0), args.overwrite is not False),
-          deterministic(args.deterministic)):
-        result = extraction_base.sample(config, None if layer is None else [layer], steps, mass=args.all_layers)
-        if layer is not None:
-            caches = [extraction_base.base_layer_cache(result, layer, steps[0])]
-        else:
-            caches = [extraction_base.base_atlas_cache(result, steps, branch) for branch in ("cond", "uncond")]
-        save_results(args, result, dict(zip(paths, caches, strict=True)))
-        watch.event("saved", paths=paths)
+    paths = extraction_base.make_base_caches(args, config, layer, steps)
     if not args.quiet:
-        say_what_next(paths[0], caches[0]["format"])
+        say_what_next(paths[0], "atlas" if args.all_layers else "layer")
 
 
 def say_what_next(path: str, kind: str) -> None:

@@ -38,6 +38,7 @@ class Extraction:
     pass_timesteps: list[float]      # of a block's passes, the clean pass last
     prompt_tokens: list[str]         # text of each prompt token, without padding
     common: dict[str, Any]
+    stopped: str = ""                # where, of a run that was stopped: "3 of 7 blocks"
 
     @property
     def last_block(self) -> list[int]:
@@ -107,11 +108,12 @@ def prepare(config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequ
     return Prepared(model_config, pipeline, texts, common_fields(config, model_config, weights_file), device, dtype)
 
 
-def check_requests(config: RunConfig, model_config: ModelConfig, requests: Sequence[CaptureRequest]) -> None:
-    """Raise ConfigError for a layer, block or pass that the model or the rollout does not have."""
+def check_requests(config: RunConfig, model_config: ModelConfig, requests: Sequence[CaptureRequest],
+                   num_passes: int | None = None) -> None:
+    """Raise ConfigError for a layer, block or pass that the model or the rollout (num_passes: None) does not have."""
     for request in requests:
         try:
-            request.check(model_config.num_layers, len(config.block_sizes), config.num_passes)
+            request.check(model_config.num_layers, len(config.block_sizes), num_passes or config.num_passes)
         except ValueError as error:
             raise ConfigError(f"{config.model}: {error}") from None
 
@@ -125,12 +127,13 @@ def extract_next(ready: Prepared, config: RunConfig, requests: Sequence[CaptureR
     watch.event("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, ready.model_config):
         latents, records = roll_out(ready.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, watch)
-    common = ready.common | {"prompt": config.prompt, "seed": config.seed}
+    common, stopped = ready.common | {"prompt": config.prompt, "seed": config.seed}, ""
     if latents.shape[1] < config.num_frames:
         ends = [sum(config.block_sizes[:n]) for n in range(len(config.block_sizes))]
         common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}
+        stopped = f"{common['blocks_done']} of {len(config.block_sizes)} blocks"
     return Extraction(config, ready.model_config.num_layers, records, latents, ready.pipeline.pass_timesteps,
-                      prompt_tokens, common)
+                      prompt_tokens, common, stopped)
 
 
 def common_fields(config: RunConfig, model_config: ModelConfig, weights_file: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ COMMON = {
     "is_logits": "bool",
     "quantity?": "str",                     # one of QUANTITIES where is_logits leaves it open
     "read_by?": "str",                      # the first version of this project that reads this schema
-    "partial?": "bool",                     # stopped after blocks_done blocks; what the others would hold is NaN
+    "partial?": "bool",                     # stopped after blocks_done blocks, or before some steps of the base model
     "blocks_done?": "int",
     "notes?": "str [notes]",                # what a reader should know, such as a guess about an older file
 }

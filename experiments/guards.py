@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from wan.config import MODELS, ConfigError, ModelConfig, RunConfig
-from wan.modules.capture import CaptureRequest
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import CaptureRequest, Pass
 
 MASS_TOLERANCE = 1e-3      # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
 FIELD = {"token": "attn_weights", "key": "key_curve", "frame": "frame_logits"}     # what a granularity keeps at least
+
+REMEDY = "try --device cpu or another dtype in the config"
 
 
 class RunError(RuntimeError):
@@ -23,61 +26,69 @@ class StoppedError(Exception):
 
 
 @contextmanager
-def watched_flow(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield a list that gets, for every forward of the model, whether its result was finite: a bool on the device.
+def watched_layers(model: nn.Module) -> Iterator[list[tuple]]:
+    """Yield a list that gets, for every layer and the head in every forward: pass, name, module, least and largest value.
 
-    Nothing waits for the device here; check_block reads them, once a block.
+    The values stay on the device: nothing waits for it until check_outputs reads them, once a block.
     """
-    flags: list[Tensor] = []
-    hook = model.register_forward_hook(lambda module, inputs, flow: flags.append(flow.isfinite().all()))
+    outputs: list[tuple] = []
+
+    def looking_at(name: str):
+        return lambda module, inputs, output: outputs.append((ATTENTION_WEIGHT_CAPTURE.now, name, module, *output.aminmax()))
+
+    parts = [*((f"layer {layer}", block) for layer, block in enumerate(model.blocks)), ("head", model.head)]
+    hooks = [part.register_forward_hook(looking_at(name)) for name, part in parts]
     try:
-        yield flags
+        yield outputs
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
-def check_block(block: int, frames: range, latents: Tensor, flags: list[Tensor], timesteps: Sequence[float],
-                records: Sequence[dict]) -> None:
-    """Raise RunError where a block's passes or latents are not finite, naming pass and layer as far as they are known.
+def check_outputs(outputs: list[tuple], latents: Tensor) -> None:
+    """Raise RunError where a layer's output or the latents are not finite, naming the first layer, its block and pass.
 
-    flags are those of watched_flow for this block, and are taken out of the list.
+    outputs are those of watched_layers since the last check, and are taken out of the list.
     """
-    finite = torch.stack([*flags, latents.isfinite().all()]).tolist()             # the block's one wait for the device
-    flags.clear()
+    edges = torch.stack([edge.float() for *_, low, high in outputs for edge in (low, high)] + [*latents.float().aminmax()])
+    finite = edges.isfinite().view(-1, 2).all(1).tolist()                         # the block's one wait for the device
+    seen = list(outputs)
+    outputs.clear()
     if all(finite):
         return
-    step = finite.index(False)
-    where = f"block {block} (frames {frames.start}-{frames[-1]})"
-    where += f", step {step} (t = {timesteps[step]:g}): the model's flow is" if step < len(timesteps) else ": its latents are"
-    seen = next((f"; captured first in {_call(r)}: {name}" for r in records for name in _tensors(r)
-                 if not is_finite(r[name])), "")
-    raise RunError(f"{where} not finite{seen}; try --device cpu or another dtype in the config")
+    if all(finite[:-1]):
+        raise RunError(f"{_pass(seen[-1][0])}: the latents are not finite; {REMEDY}")
+    at, name, module, *_ = seen[finite.index(False)]
+    spoilt = next((weight for weight, values in module.named_parameters() if not values.isfinite().all()), None)
+    raise RunError(f"{name}, {_pass(at)}: its output is not finite"
+                   + (f", nor is its weight {spoilt}: get the file of the weights again" if spoilt else f"; {REMEDY}"))
 
 
-def check_records(records: Sequence[dict], requests: Sequence[CaptureRequest], num_layers: int, num_blocks: int,
-                  num_passes: int) -> None:
-    """Raise RunError for a call that was asked for but never reported, and for captured numbers that cannot be right.
-
-    num_blocks counts the blocks that were finished.
-    """
-    for request in requests:
-        _check_complete(records, request, num_layers, num_blocks, num_passes)
+def check_values(records: Sequence[dict]) -> None:
+    """Raise RunError for captured numbers that cannot be right, naming layer, block and pass."""
     for record in records:
         for name in _tensors(record):
             if not is_finite(record[name]):
+                in_half = record[name].dtype == torch.float16
                 raise RunError(f"{_call(record)}: {name} is not finite"
-                               + (" in float16; --capture probabilities keeps float32" if record[name].dtype == torch.float16
-                                  else "; try --device cpu or another dtype in the config"))
+                               f"{' in float16; --capture probabilities keeps float32' if in_half else f'; {REMEDY}'}")
             is_mass = name.endswith("_mass") or (name == "attn_weights" and not record["is_logits"])
             if is_mass and (off := (record[name].sum(-1, dtype=torch.float32) - 1).abs().max().item()) > MASS_TOLERANCE:
                 raise RunError(f"{_call(record)}: rows of {name} sum to 1 ± {off:.2g}, not to 1")
+
+
+def check_complete(records: Sequence[dict], requests: Sequence[CaptureRequest], num_layers: int, num_blocks: int,
+                   num_passes: int) -> None:
+    """Raise RunError for a call that was asked for but never reported. num_blocks and num_passes were finished."""
+    for request in requests:
+        _check_complete(records, request, num_layers, num_blocks, num_passes)
 
 
 def _check_complete(records: Sequence[dict], request: CaptureRequest, num_layers: int, num_blocks: int,
                     num_passes: int) -> None:
     blocks = [b for b in (range(num_blocks) if request.blocks is None else request.blocks) if b < num_blocks]
     layers = range(num_layers) if request.layers is None else request.layers
-    steps = range(num_passes) if request.steps is None else request.steps
+    steps = [s for s in (range(num_passes) if request.steps is None else request.steps) if s < num_passes]
     for kind in request.kinds:
         name = "cross_mass" if (kind, request.granularity) == ("cross", "frame") else FIELD[request.granularity]
         names = {name} | ({"frame_mass"} if name == "frame_logits" and request.mass else set())
@@ -110,5 +121,12 @@ def _tensors(record: dict) -> list[str]:
 
 
 def _call(record: dict) -> str:
-    branch = "" if record["branch"] in (None, "cond") else f", {record['branch']} branch"
-    return f"layer {record['layer']}, block {record['block']}, step {record['step']} (t = {record['timestep']:g}){branch}"
+    return f"layer {record['layer']}, {_where(record['block'], record['step'], record['timestep'], record['branch'])}"
+
+
+def _pass(at: Pass | None) -> str:
+    return "an unannounced pass" if at is None else _where(at.block, at.step, at.timestep, at.branch)
+
+
+def _where(block: int, step: int, timestep: float, branch: str | None) -> str:
+    return f"block {block}, step {step} (t = {timestep:g})" + (", unconditional branch" if branch == "uncond" else "")

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -17,12 +17,16 @@ from experiments.formats import CacheError
 
 
 class Watch:
-    """Looks on in silence. stopping becomes true when the run should end after the current block."""
+    """Looks on in silence. stopping becomes true when the run should end after the current block, or step of the base model."""
 
     stopping = False
+    generating = False         # from the first rollout on: before, nothing is lost by stopping at once
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
         """A block is finished."""
+
+    def step(self, step: int, timestep: float, num_steps: int) -> None:
+        """A step of the base model's sampler is finished."""
 
     def event(self, name: str, **values) -> None:
         """Something worth a line in the log."""
@@ -43,7 +47,8 @@ class Progress(Watch):
         try:
             if log_file:
                 Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-                self._log = Path(log_file).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115  __exit__ closes it
+                self._log = Path(log_file).open("a", buffering=1, encoding="utf-8",  # noqa: SIM115  __exit__ closes it
+                                                errors="backslashreplace")
         except OSError as error:
             raise CacheError(f"{log_file} cannot be written: {error.strerror or error}") from error
 
@@ -57,41 +62,56 @@ class Progress(Watch):
 
     def event(self, name: str, **values) -> None:
         if name == "rollout":
-            self.rollout_start = time.monotonic()
+            self.rollout_start, self.generating = time.monotonic(), True
         if self._log:
             seconds = round(time.monotonic() - self.start, 3)
-            self._log.write(json.dumps({"event": name, "seconds": seconds} | values, ensure_ascii=False) + "\n")
+            line = json.dumps({"event": name, "seconds": seconds} | values, ensure_ascii=False) + "\n"
+            try:
+                self._log.write(line)
+            except OSError as error:          # a full disk must not end a rollout
+                self.say(f"the log ends here: {error.strerror or error}")
+                self._log = None
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            print(line, file=sys.stderr, flush=True)
+            with suppress(OSError):           # nor must a terminal that is gone
+                print(line, file=sys.stderr, flush=True)
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
+        self._advance("block", block, num_blocks, f"frames {frames.start}-{frames[-1]}")
+
+    def step(self, step: int, timestep: float, num_steps: int) -> None:
+        self._advance("step", step, num_steps, f"t = {timestep:g}", every=-(-num_steps // 10))
+
+    def _advance(self, unit: str, index: int, count: int, what: str, every: int = 1) -> None:
         passed = time.monotonic() - self.rollout_start
-        left = passed / (block + 1) * (num_blocks - block - 1)         # later blocks see more keys: a little too short
-        self.say(f"block {block + 1}/{num_blocks} (frames {frames.start}-{frames[-1]}): {passed:.1f} s, "
-                 f"{left:.1f} s left, {memory()}")
-        self.event("block", block=block, num_blocks=num_blocks, seconds_left=round(left, 3), **memory_bytes())
+        left = passed / (index + 1) * (count - index - 1)              # later blocks see more keys: a little too short
+        if (index + 1) % every == 0 or index + 1 == count:
+            self.say(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
+        self.event(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
 
 
 @contextmanager
-def stopping_on_ctrl_c(watch: Watch) -> Iterator[None]:
-    """The first Ctrl-C lets the current block finish, the second one stops at once. Outside the main thread: as ever."""
+def stopping_when_asked(watch: Watch, unit: str = "block") -> Iterator[None]:
+    """The first Ctrl-C, or SIGTERM, lets the current block (or step) finish, the second one stops at once, as does one before
+    anything is generated. Outside the main thread: as ever."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def asked(number: int, frame: FrameType | None) -> None:
-        if watch.stopping:
+        if watch.stopping or not watch.generating:
             raise KeyboardInterrupt
         watch.stopping = True
-        print("stopping after this block; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        with suppress(OSError, RuntimeError):      # a terminal that is gone; a line that is just being printed
+            print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
-    before = signal.signal(signal.SIGINT, asked)
+    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def memory_bytes() -> dict[str, int]:

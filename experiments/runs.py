@@ -17,7 +17,7 @@ from experiments.extraction import Extraction
 from experiments.formats import CacheError
 from experiments.guards import RunError, StoppedError
 from experiments.locks import claimed
-from experiments.progress import Progress, Watch, memory, stopping_on_ctrl_c
+from experiments.progress import Progress, Watch, memory, stopping_when_asked
 from experiments.sizes import estimate_bytes
 from wan.config import RunConfig
 from wan.modules.capture import CaptureRequest
@@ -27,46 +27,52 @@ Arrange = Callable[[Extraction], dict[str, Any]]
 
 def make_caches(args: argparse.Namespace, config: RunConfig, requests: Sequence[CaptureRequest],
                 outputs: Mapping[str, Arrange]) -> None:
-    """One rollout -> a cache for each path, arranged by its function.
-
-    Raises CacheError or ConfigError for what is known to go wrong before the rollout, RunError for what goes wrong
-    in it, and StoppedError after Ctrl-C.
-    """
+    """One rollout -> a cache for each path, arranged by its function. Raises what run_watched raises."""
     each = estimate_bytes(config, requests) // len(outputs)
+    what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
+    run_watched(args, outputs, each, lambda watch: extraction.extract(config, requests, watch), what)
+
+
+def run_watched(args: argparse.Namespace, outputs: Mapping[str, Arrange], each: int, make: Callable[[Watch], Extraction],
+                what: str, unit: str = "block") -> None:
+    """make() -> a cache of at most each bytes for every path, arranged by its function.
+
+    Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for what goes
+    wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
+    """
     with (Progress(args.quiet, args.log_file) as watch, claimed(dict.fromkeys(outputs, each), args.overwrite is not False),
-          stopping_on_ctrl_c(watch), deterministic(args.deterministic)):
+          stopping_when_asked(watch, unit), deterministic(args.deterministic)):
         start = time.monotonic()
-        result = extraction.extract(config, requests, watch)
-        save(args, result, outputs, watch)
-        watch.say(f"{result.blocks_done} blocks of {config.num_frames} frames, {len(outputs)} "
-                  f"file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, {memory()}")
+        save(args, make(watch), outputs, watch)
+        watch.say(f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, {memory()}")
 
 
 def save(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, Arrange], watch: Watch) -> None:
     """Write a rollout's caches. Raises RunError where that fails, and StoppedError after what a stopped one has is saved."""
     try:
-        if "partial" not in result.common:
+        if not result.stopped:
             save_results(args, result, {path: arrange(result) for path, arrange in outputs.items()})
             watch.event("saved", paths=list(outputs))
             return
         written = save_partial(result, outputs)
     except CacheError as error:                    # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
-    watch.event("saved", paths=written, partial=True)
-    kept = f"saved as partial: {', '.join(written)}" if written else "none of what was asked for was captured yet"
-    raise StoppedError(f"stopped after {result.blocks_done} of {len(result.config.block_sizes)} blocks; {kept}; "
-                       "to make the rest, run the same command again")
+    partial = "partial" in result.common
+    watch.event("saved", paths=written, partial=partial)
+    kept = f"saved {'as partial' if partial else 'whole'}: {', '.join(written)}" if written else (
+        "none of what was asked for was captured yet")
+    raise StoppedError(f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again")
 
 
 def save_partial(result: Extraction, outputs: Mapping[str, Arrange]) -> list[str]:
-    """Write what a stopped rollout completed, beside a whole cache where one is there already -> the paths."""
+    """Write what a stopped rollout completed -> the paths. What is partial goes beside a whole cache that is there already."""
     written = []
     for path, arrange in outputs.items():
         try:
             cache = arrange(result)
         except (RunError, IndexError):             # the blocks that it needs were not reached
             continue
-        target = str(Path(path).with_suffix(".partial.pt")) if is_whole(path) else path
+        target = str(Path(path).with_suffix(".partial.pt")) if "partial" in cache and is_whole(path) else path
         save_cache(target, cache)
         written.append(target)
     return written

@@ -19,7 +19,7 @@ from experiments.files import replacing
 from experiments.formats import CacheError
 from experiments.guards import RunError, StoppedError
 from experiments.locks import claimed, require_space
-from experiments.progress import Progress, stopping_on_ctrl_c
+from experiments.progress import Progress, stopping_when_asked
 from experiments.runs import Arrange, deterministic, save
 from experiments.sizes import estimate_bytes
 from wan.config import ConfigError, RunConfig
@@ -84,7 +84,7 @@ def run_sweep(args: argparse.Namespace, config: RunConfig, requests: Sequence[Ca
     runs = plan(args, config)
     manifest = Path(args.output_dir) / "manifest.json"
     settings = {name: value for name, value in asdict(config).items() if name not in NOT_SETTINGS} | dict(quantities)
-    with (Progress(args.quiet, args.log_file) as watch, claimed({str(manifest): 0}), stopping_on_ctrl_c(watch),
+    with (Progress(args.quiet, args.log_file) as watch, claimed({str(manifest): 0}), stopping_when_asked(watch),
           deterministic(args.deterministic)):
         if not args.overwrite:
             _require_same_settings(manifest, settings)

@@ -37,10 +37,10 @@ class TextToVideoPipeline:
 
     @torch.no_grad()
     def inference(self, noise: Tensor, prompt_embeds: Tensor, negative_embeds: Tensor,
-                  on_pass: Callable[[], None] | None = None) -> Tensor:
+                  on_step: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Latents of as many frames as noise [B, F, C, h, w] has, from text states [B, n, text_dim].
 
-        The solver runs in float32, the model in its own dtype. on_pass is called after each step.
+        The solver runs in float32, the model in its own dtype. on_step is called with each step and its latents.
         """
         if noise.ndim != 5:
             raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
@@ -62,6 +62,6 @@ class TextToVideoPipeline:
             flow = uncond + self.guidance_scale * (cond - uncond)
             # 2. One step of the solver to the next, lower noise level.
             x = solver.step(flow, t, x, return_dict=False)[0]
-            if on_pass:
-                on_pass()
+            if on_step:
+                on_step(step, x.transpose(1, 2))
         return x.transpose(1, 2)                                                              # [B, F, C, h, w]

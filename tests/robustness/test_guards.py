@@ -51,8 +51,30 @@ def test_not_finite_in_the_middle_names_layer_block_and_pass(tmp_path, monkeypat
 
     monkeypatch.setattr(extraction, "load_pipeline", broken)
     said = said_by(run_extraction_all, [], tmp_path, capfd, 1)
-    assert "block 1 (frames 3-5), step 2 (t = 833.333): the model's flow is not finite" in said
-    assert "captured first in layer 3, block 1, step 2 (t = 833.333): frame_logits" in said
+    assert said == ("error: layer 3, block 1, step 2 (t = 833.333): its output is not finite, nor is its weight "
+                    "self_attn.q.bias: get the file of the weights again")
+
+
+@pytest.mark.parametrize(("place", "where"), [
+    (lambda model: model.blocks[5], "layer 5, block 0, step 0 (t = 1000)"),
+    (lambda model: model.head, "head, block 0, step 0 (t = 1000)")])
+def test_an_overflow_names_its_layer_whatever_is_captured(place, where, tmp_path, monkeypatch, capfd):
+    original = extraction.load_pipeline
+
+    def broken(*args):
+        pipeline = original(*args)
+        place(pipeline.model).register_forward_hook(lambda module, inputs, output: output * float("inf"))
+        return pipeline
+
+    monkeypatch.setattr(extraction, "load_pipeline", broken)
+    said = said_by(run_extraction_figure4, ["--layer_indices", "1"], tmp_path, capfd, 1)
+    assert said.startswith(f"error: {where}") and said.endswith(f"its output is not finite; {extraction.guards.REMEDY}")
+
+
+def test_latents_that_spoil_between_passes(config, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("wan.pipeline.flow_to_x0", lambda flow, x, sigma: x / 0)
+    said = said_by(run_extraction_figure4, [], tmp_path, capfd, 1)
+    assert said.startswith("error: layer 0, block 0, step 1 (t = 937.5): its output is not finite")
 
 
 def spoilt(monkeypatch, name, change):
@@ -98,12 +120,12 @@ def test_guards_change_no_bit_and_wait_once_a_block(config, monkeypatch):
     embeds = ready.texts[config.prompt][0]
     with extraction.threads_for(noise, ready.model_config):
         bare = ready.pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
-    reads, original = [], extraction.guards.check_block
+    reads, original = [], extraction.guards.check_outputs
 
-    def counted(block, frames, latents, flags, *more):
-        reads.append(len(flags))
-        original(block, frames, latents, flags, *more)
+    def counted(outputs, latents):
+        reads.append(len(outputs))
+        original(outputs, latents)
 
-    monkeypatch.setattr(extraction.guards, "check_block", counted)
+    monkeypatch.setattr(extraction.guards, "check_outputs", counted)
     result = extraction.extract_next(ready, config, ALL)
-    assert torch.equal(result.latents, bare) and reads == [5, 5]
+    assert torch.equal(result.latents, bare) and reads == [5 * 9, 5 * 9]       # passes of 8 layers and the head

@@ -144,6 +144,11 @@ class AttentionCapture:
         return bool(self._requests)
 
     @property
+    def now(self) -> Pass | None:
+        """The forward that runs, as the sampler announced it."""
+        return self._pass
+
+    @property
     def captured_weights(self) -> list[dict]:
         """What was kept, one dict a call in call order, on the CPU."""
         move_to_cpu(self._records)
