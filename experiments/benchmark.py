@@ -24,6 +24,7 @@ import torch
 
 from experiments import extraction
 from experiments.cli import Parser, config_from, main, run_parser
+from experiments.prompts import encode_prompts
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ConfigError, ModelConfig, RunConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
@@ -99,7 +100,8 @@ def random_pipeline(config: RunConfig, sizes: ModelConfig, dtype: torch.dtype, d
 
 
 def make_rollout(config: RunConfig, random_weights: bool) -> tuple[Rollout, ModelConfig]:
-    device, dtype = extraction.choose_device(config.device), extraction.choose_dtype(config.dtype)
+    device = extraction.choose_device(config.device, config.offload)
+    dtype = extraction.choose_dtype(config.dtype, device)
     if random_weights:
         if config.model not in MODELS:
             raise ConfigError(f"--random_weights knows the sizes of {', '.join(MODELS)}, not of {config.model}")
@@ -109,7 +111,7 @@ def make_rollout(config: RunConfig, random_weights: bool) -> tuple[Rollout, Mode
     else:
         sizes = read_model_config(config.ckpt_dir)
         pipeline = extraction.load_pipeline(config, sizes, dtype, device)
-        embeds, _ = extraction.encode_prompt(config, sizes, dtype, device)
+        embeds, _ = encode_prompts(config, [config.prompt], sizes, dtype, device)[config.prompt]
     noise, renoise = extraction.draw_noise(config, sizes, dtype, device)
     return Rollout(pipeline, noise, renoise, embeds), sizes
 
@@ -174,7 +176,8 @@ def run(argv=None):
     print(as_table(results))
     if args.output_path:
         report = {"model": config.model, "random_weights": args.random_weights, "num_frames": config.num_frames,
-                  "passes": config.num_passes, "layers": sizes.num_layers, "dtype": config.dtype,
+                  "passes": config.num_passes, "layers": sizes.num_layers,
+                  "dtype": str(rollout.noise.dtype).removeprefix("torch."),
                   "environment": environment(rollout.noise.device), "rows": results}
         Path(args.output_path).parent.mkdir(parents=True, exist_ok=True)
         Path(args.output_path).write_text(json.dumps(report, indent=1) + "\n")

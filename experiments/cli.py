@@ -11,13 +11,14 @@ import torch
 import transformers
 
 from experiments.caches import save_cache
-from experiments.extraction import Extraction, RunError, require_writable, save_video
+from experiments.extraction import DTYPES, Extraction, RunError, require_writable, save_video
 from experiments.formats import CacheError
 from experiments.guards import StoppedError
+from experiments.prompts import with_given_prompt
 from wan.config import ConfigError, RunConfig, block_sizes, check_window, load_config
 
 OVERRIDES = ("ckpt_dir", "checkpoint_path", "prompt", "num_frames", "independent_first_frame", "seed", "device",
-             "use_ema", "step", "layer_indices", "layer_index")
+             "use_ema", "step", "layer_indices", "layer_index", "dtype", "offload", "t5_cpu", "prompt_embeds")
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,8 +48,19 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     flag("--step", type=int, help="which pass: 0 is t = 1000, the last is the clean pass")
     flag("--save_video", metavar="PATH", nargs="?", const="",
          help="also decode the video and write an mp4, beside the cache unless PATH says where")
+    flag("--prompt_embeds", metavar="FILE", help="a .pt of text states, in place of umT5")
+    add_memory_flags(parser)
     add_run_flags(parser)
     return parser
+
+
+def add_memory_flags(parser: Parser) -> None:
+    """What of the model lies where, and how large its numbers are."""
+    flag, both = parser.add_argument, argparse.BooleanOptionalAction
+    flag("--dtype", choices=DTYPES, help="of weights and generation; auto: bfloat16 on a GPU, float32 on a CPU")
+    flag("--offload", action=both, default=None, help="keep the layers' weights on the host and stream them to the GPU; the "
+                                                      "same bits, less GPU memory; umT5 runs on the CPU")
+    flag("--t5_cpu", action=both, default=None, help="run umT5 on the CPU")
 
 
 def add_run_flags(parser: Parser) -> None:
@@ -69,6 +81,8 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         config = replace(config, checkpoint_path=None)
     if args.gpu_id is not None:
         config = replace(config, device=f"cuda:{args.gpu_id}")
+    if config.prompt_embeds:
+        config = replace(config, prompt=with_given_prompt(config, args.prompt))
     if config.independent_first_frame and config.num_frames > 1:
         fits = 1 + (config.num_frames - 1) // config.num_frame_per_block * config.num_frame_per_block
         if fits != config.num_frames:
@@ -96,7 +110,7 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
     except (ConfigError, CacheError) as error:
         fail(error, 2)
     except torch.OutOfMemoryError as error:
-        fail(f"out of GPU memory: {str(error).splitlines()[0]}; try fewer frames, or --device cpu", 1)
+        fail(f"out of GPU memory: {str(error).splitlines()[0]}; try --offload, fewer frames, or --device cpu", 1)
     except StoppedError as error:
         fail(error, 130)
     except RunError as error:

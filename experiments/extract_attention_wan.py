@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments import extraction, extraction_base
-from experiments.cli import Parser, add_run_flags, main
+from experiments.cli import Parser, add_memory_flags, add_run_flags, main
 from experiments.formats import FORMATS
 from wan.config import ConfigError, RunConfig, load_config
 
-OF_RUN = ("ckpt_dir", "prompt", "seed", "device")
+OF_RUN = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
 OF_SAMPLING = {"num_frames": "num_video_frames", "guidance_scale": "guidance_scale", "shift": "shift",
                "num_steps": "num_steps", "negative_prompt": "negative_prompt"}
 
@@ -36,6 +36,7 @@ def parser() -> Parser:
     p.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     p.add_argument("--gpu_id", type=int, help="short for --device cuda:N")
     p.add_argument("--save_video", metavar="PATH", nargs="?", const="", help="also decode the video and write an mp4")
+    add_memory_flags(p)
     add_run_flags(p)
     return p
 

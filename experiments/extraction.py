@@ -5,9 +5,11 @@ The scripts are faces of this file: extract() runs, and the *_cache functions ar
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -16,15 +18,20 @@ from torch import Tensor
 from experiments import frames, guards
 from experiments.formats import READ_BY, SCHEMA_VERSION, CacheError
 from experiments.guards import RunError
+from experiments.memory import Memory, check_memory
 from experiments.progress import Watch
+from experiments.prompts import encode_prompts, needs_encoder
+from experiments.provenance import provenance
 from experiments.rollout import out_of_memory, roll_out
+from experiments.sizes import check_requests
 from wan import checkpoint
 from wan.config import ConfigError, ModelConfig, RunConfig
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.rope import RotaryTable
-from wan.modules.text_encoder import TextEncoder
 from wan.pipeline import CausalInferencePipeline
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class Prepared:
     pipeline: CausalInferencePipeline
     texts: dict[str, tuple[Tensor, list[str]]]     # prompt -> states [1, text_len, text_dim], tokens
     common: dict[str, Any]
+    sha256: Future                   # of the weights file: hashed while the video is made
     device: torch.device
     dtype: torch.dtype
 
@@ -91,31 +99,32 @@ def extract(config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch 
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
     """
-    return extract_next(prepare(config, requests), config, requests, watch)
+    watch = watch or Watch()
+    return extract_next(prepare(config, requests, watch=watch), config, requests, watch)
 
 
-def prepare(config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequence[str] | None = None) -> Prepared:
-    """Load what rollouts of the config need, for its own prompt or for several. Raises ConfigError for bad input."""
-    device, dtype = choose_device(config.device), choose_dtype(config.dtype)
+def prepare(config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequence[str] | None = None,
+            watch: Watch | None = None) -> Prepared:
+    """Load what rollouts of the config need, for its own prompt or for several. Raises ConfigError for bad input.
+
+    What that takes is said before anything is loaded, and refused where it does not fit.
+    """
+    prompts = prompts or [config.prompt]
+    device = choose_device(config.device, config.offload)
+    dtype = choose_dtype(config.dtype, device)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
     guards.check_model(config, model_config)
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     check_requests(config, model_config, requests)
+    encodes = needs_encoder(config, prompts, model_config, dtype, device)
+    memory = Memory(config, model_config, requests, dtype, device, encodes)
+    check_memory(memory, quiet=watch is None or watch.quiet)
+    common = common_fields(config, model_config, weights_file, dtype, device)
     with out_of_memory("encoding the prompt"):
-        texts = encode_prompts(config, prompts or [config.prompt], model_config, dtype, device)
+        texts = encode_prompts(config, prompts, model_config, dtype, device)
     with out_of_memory("loading the model"):
         pipeline = load_pipeline(config, model_config, dtype, device)
-    return Prepared(model_config, pipeline, texts, common_fields(config, model_config, weights_file), device, dtype)
-
-
-def check_requests(config: RunConfig, model_config: ModelConfig, requests: Sequence[CaptureRequest],
-                   num_passes: int | None = None) -> None:
-    """Raise ConfigError for a layer, block or pass that the model or the rollout (num_passes: None) does not have."""
-    for request in requests:
-        try:
-            request.check(model_config.num_layers, len(config.block_sizes), num_passes or config.num_passes)
-        except ValueError as error:
-            raise ConfigError(f"{config.model}: {error}") from None
+    return Prepared(model_config, pipeline, texts, common, begin(checkpoint.file_sha256, weights_file), device, dtype)
 
 
 def extract_next(ready: Prepared, config: RunConfig, requests: Sequence[CaptureRequest],
@@ -127,7 +136,7 @@ def extract_next(ready: Prepared, config: RunConfig, requests: Sequence[CaptureR
     watch.event("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, ready.model_config):
         latents, records = roll_out(ready.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, watch)
-    common, stopped = ready.common | {"prompt": config.prompt, "seed": config.seed}, ""
+    common, stopped = ready.common | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": ready.sha256.result()}, ""
     if latents.shape[1] < config.num_frames:
         ends = [sum(config.block_sizes[:n]) for n in range(len(config.block_sizes))]
         common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}
@@ -136,20 +145,35 @@ def extract_next(ready: Prepared, config: RunConfig, requests: Sequence[CaptureR
                       prompt_tokens, common, stopped)
 
 
-def common_fields(config: RunConfig, model_config: ModelConfig, weights_file: Path) -> dict[str, Any]:
-    """The fields that every cache of a run carries."""
+def begin(function: Callable, *args) -> Future:
+    """The result of a function that runs beside this one; nobody waits for it when the process ends."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
+
+
+def common_fields(config: RunConfig, model_config: ModelConfig, weights_file: Path, dtype: torch.dtype,
+                  device: torch.device) -> dict[str, Any]:
+    """The fields that every cache of a run carries, weights_sha256 excepted: that takes as long as reading the file."""
     return {
         "schema_version": SCHEMA_VERSION, "read_by": READ_BY,
         "prompt": config.prompt, "seed": config.seed, "num_frames": config.num_frames,
         "num_frame_per_block": config.num_frame_per_block, "block_sizes": config.block_sizes,
         "frame_seq_length": model_config.tokens_per_frame(config.height, config.width), "num_heads": model_config.num_heads,
         "model": config.model, "weights": "checkpoint" if config.checkpoint_path else "base",
-        "weights_file": weights_file.name, "weights_sha256": checkpoint.file_sha256(weights_file),
-    }
+        "weights_file": weights_file.name,
+    } | provenance(config, weights_file, dtype, device)
 
 
-def choose_device(name: str) -> torch.device:
-    """auto, cpu, cuda or cuda:N -> a device that is there."""
+def choose_device(name: str, offload: bool = False) -> torch.device:
+    """auto, cpu, cuda or cuda:N -> a device that is there, and that layers can be streamed to where that is wanted."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -159,14 +183,18 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are there; "
                           "use --device cpu")
+    if offload and device.type != "cuda":
+        raise ConfigError(f"--offload keeps weights on the host for a GPU, and the device is {device}; leave it out")
     return device
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in dtypes:
-        raise ConfigError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
-    return dtypes[name]
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto is bfloat16 on a GPU and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES[1:]:
+        raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return getattr(torch, name)
 
 
 @contextmanager
@@ -185,19 +213,6 @@ def threads_for(noise: Tensor, model_config: ModelConfig) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def encode_prompts(config: RunConfig, prompts: Sequence[str], model_config: ModelConfig, dtype: torch.dtype,
-                   device: torch.device) -> dict[str, tuple[Tensor, list[str]]]:
-    """Text states [1, text_len, text_dim] and tokens of each prompt; the encoder is freed before the model is loaded."""
-    encoder = TextEncoder.from_pretrained(config.ckpt_dir, model_config.text_len, dtype, device)
-    return {prompt: (encoder([prompt]), encoder.words(prompt)) for prompt in prompts}
-
-
-def encode_prompt(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
-                  device: torch.device) -> tuple[Tensor, list[str]]:
-    """encode_prompts of the config's own."""
-    return encode_prompts(config, [config.prompt], model_config, dtype, device)[config.prompt]
-
-
 def load_pipeline(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
                   device: torch.device) -> CausalInferencePipeline:
     """The causal pipeline with the checkpoint's weights, or the base weights where the config names no checkpoint."""
@@ -206,7 +221,7 @@ def load_pipeline(config: RunConfig, model_config: ModelConfig, dtype: torch.dty
     else:
         state = checkpoint.read_transformer_state(config.ckpt_dir)
     source = config.checkpoint_path or config.ckpt_dir
-    model = checkpoint.build_model(CausalWanModel, model_config, state, source, dtype, device,
+    model = checkpoint.build_model(CausalWanModel, model_config, state, source, dtype, device, config.offload,
                                    local_attn_size=config.local_attn_size, sink_size=config.sink_size)
     return CausalInferencePipeline(model, config.num_frame_per_block, config.independent_first_frame,
                                    config.denoising_step_list, config.warp_denoising_step, config.timestep_shift,

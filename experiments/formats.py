@@ -27,6 +27,7 @@ class CacheError(ValueError):
 # "f16/f32" is a tensor, "int [Fq]" a list. H heads, F frames, S tokens per frame, L = F S, q/k: of the query and
 # key frames, N layers, P passes; a letter without a meaning of its own takes the first length it meets.
 
+FILE = {"name": "str", "size": "int", "sampled_sha256": "str"}     # bytes; wan.checkpoint.sampled_sha256
 COMMON = {
     "format": "str",
     "schema_version": "int",
@@ -41,6 +42,11 @@ COMMON = {
     "weights": "str",
     "weights_file": "str | none",
     "weights_sha256": "str | none",
+    "files?": [FILE],                       # that the run read: weights, text encoder and tokenizer or the file in their place
+    "config?": "dict",                      # settings of the rollout that have no field of their own
+    "versions?": "dict",                    # by package
+    "device?": "str",                       # cpu, or the GPU's name
+    "dtype?": "str",                        # of generation
     "is_logits": "bool",
     "quantity?": "str",                     # one of QUANTITIES where is_logits leaves it open
     "read_by?": "str",                      # the first version of this project that reads this schema
@@ -125,7 +131,7 @@ ATLAS = COMMON | SAMPLING | {
 TOKENS = ("attn_logits", "attn_weights")
 FRAME_MATRICES = ("full_frame_attention", "frame_logits", "frame_mass", "frame_logits_by_band")
 TENSORS = {"f16": torch.float16, "f32": torch.float32}
-PLAIN = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "none": (type(None),)}
+PLAIN = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "dict": (dict,), "none": (type(None),)}
 LENGTHS_OF = {"F": "num_frames", "S": "frame_seq_length", "H": "num_heads"}                    # letter: an int field
 LENGTHS_FROM = {"Fq": "query_frames", "Fk": "key_frames", "N": "layers", "P": "pass_timesteps"}  # letter: a list
 

@@ -21,6 +21,7 @@ class Watch:
 
     stopping = False
     generating = False         # from the first rollout on: before, nothing is lost by stopping at once
+    quiet = True
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
         """A block is finished."""

@@ -22,11 +22,14 @@ from experiments.locks import claimed, require_space
 from experiments.progress import Progress, stopping_when_asked
 from experiments.runs import Arrange, deterministic, save
 from experiments.sizes import estimate_bytes
+from wan import checkpoint
 from wan.config import ConfigError, RunConfig
 from wan.modules.capture import CaptureRequest
 
 SLUG_LENGTH = 60
-NOT_SETTINGS = ("prompt", "seed", "device", "layer_indices", "layer_index", "step", "base")     # do not change an atlas
+# These do not change an atlas, or only as another machine does.
+NOT_SETTINGS = ("prompt", "seed", "device", "layer_indices", "layer_index", "step", "base", "offload", "t5_cpu", "embeds_dir")
+NOT_COMPARED = ("device", "versions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,8 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     for one, many in (("prompt", "prompts"), ("seed", "seeds")):
         if getattr(args, one) is not None and getattr(args, many):
             raise ConfigError(f"--{one} and --{many} exclude each other")
+    if args.prompts and config.prompt_embeds:
+        raise ConfigError("--prompts and --prompt_embeds exclude each other: a file holds the states of one prompt")
     if args.save_video:
         raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
     prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
@@ -97,7 +102,7 @@ def run_sweep(args: argparse.Namespace, config: RunConfig, requests: Sequence[Ca
         if len(waiting) < len(runs):
             watch.say(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
         prompts = list(dict.fromkeys(runs[path].prompt for path in waiting))
-        ready = extraction.prepare(config, requests, prompts) if waiting else None
+        ready = extraction.prepare(config, requests, prompts, watch) if waiting else None
         failures = []
         for number, path in enumerate(waiting, 1):
             watch.say(f"run {number}/{len(waiting)}: {path}")
@@ -142,9 +147,12 @@ def state_of(path: str | Path, expected: Mapping[str, Any], quantities: Mapping[
 
 def _expected_fields(config: RunConfig) -> dict[str, Any]:
     """What the caches of a sweep have in common, without loading the model."""
-    model_config = extraction.checkpoint.read_model_config(config.ckpt_dir)
-    weights_file = extraction.checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    return extraction.common_fields(config, model_config, weights_file)
+    device = extraction.choose_device(config.device, config.offload)
+    model_config = checkpoint.read_model_config(config.ckpt_dir)
+    weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    fields = extraction.common_fields(config, model_config, weights_file, extraction.choose_dtype(config.dtype, device), device)
+    fields |= {"weights_sha256": checkpoint.file_sha256(weights_file)}
+    return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
 
 
 def _require_same_settings(manifest: Path, settings: Mapping[str, Any]) -> None:

@@ -8,8 +8,11 @@ Wan-AI/Wan2.1-T2V-1.3B (wan/native.py).
 import hashlib
 import json
 import re
+import warnings
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from wan.config import ConfigError, ModelConfig
 from wan.modules.model import WanModel
+from wan.modules.offload import StreamedBlocks
 from wan.safe_load import UnreadableError, load_tensors
 
 StateDict = dict[str, Tensor]
@@ -51,6 +55,7 @@ CHECKPOINT_HINT = "hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.
 
 
 MAX_LAYERS, MAX_SIZE = 1024, 1 << 18      # beyond any model of this kind
+EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16      # bytes and places that sampled_sha256 reads
 
 
 class CheckpointError(ConfigError):
@@ -143,9 +148,7 @@ def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Pa
 
 def read_transformer_state(ckpt_dir: str | Path) -> StateDict:
     """Base weights under native names."""
-    state: StateDict = {}
-    for path in shards(transformer_file(ckpt_dir)):
-        state |= _read_safetensors(require_file(path, DOWNLOAD_HINT))
+    state = read_safetensors(transformer_file(ckpt_dir))
     return state if is_native(ckpt_dir) else to_native_names(state)
 
 
@@ -162,12 +165,14 @@ def shards(path: Path) -> list[Path]:
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
     """Weights of a Self-Forcing style checkpoint under native names.
 
-    The file holds {"generator_ema": ..., "generator": ...}, one of them, or a bare state dict. Prefixes that training
-    wrappers leave behind are taken off.
+    The file holds {"generator_ema": ..., "generator": ...}, one of them (a warning says so where it is the other one), or
+    a bare state dict. Prefixes that training wrappers leave behind are taken off.
     """
     content = read_torch_file(path)
-    order = ("generator_ema", "generator") if use_ema else ("generator", "generator_ema")
-    state = next((content[key] for key in order if key in content), content)
+    wanted, other = ("generator_ema", "generator") if use_ema else ("generator", "generator_ema")
+    if wanted not in content and other in content:
+        warnings.warn(f"{path} holds no {wanted}; its {other} is used", stacklevel=2)
+    state = content.get(wanted, content.get(other, content))
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise CheckpointError(f"{path} holds no state dict of tensors, but: {', '.join(map(str, list(content)[:5]))}")
     return {_strip_wrappers(str(name)): tensor for name, tensor in state.items()}
@@ -191,32 +196,37 @@ def _strip_wrappers(name: str) -> str:
 
 
 def build_model(model_class: type[WanModel], config: ModelConfig, state: StateDict, source: str | Path,
-                dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", **kwargs) -> WanModel:
+                dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", offload: bool = False,
+                **kwargs) -> WanModel:
     """A model of the given sizes with the given weights, for inference. Its parameters are never held twice.
 
+    offload keeps the layers' weights on the host and streams them (wan/modules/offload.py).
     Raises CheckpointError naming source and the first few keys that are missing, unexpected or of another shape.
     """
     with torch.device("meta"):
         model = model_class(**vars(config), **kwargs)
     report_keys(source, state, model.state_dict())
-    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
-    return model.eval().requires_grad_(False)
+    model.load_state_dict({name: tensor if offload and name.startswith("blocks.") else tensor.to(device, dtype)
+                           for name, tensor in state.items()}, assign=True)
+    model.eval().requires_grad_(False)
+    if offload:
+        model.blocks = StreamedBlocks(model.blocks, dtype, device)
+    return model
 
 
 def report_keys(source: str | Path, state: StateDict, wanted: StateDict) -> None:
-    """Raise CheckpointError for keys that are missing, unexpected or of another shape: the first few, and how many."""
-    _report(source, "missing", [name for name in wanted if name not in state], len(wanted))
-    _report(source, "unexpected", [name for name in state if name not in wanted], len(wanted))
-    _report(source, "not of floating point", [name for name in wanted if not state[name].is_floating_point()], len(wanted))
-    _report(source, "of another shape", [f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
-                                         for name in wanted if state[name].shape != wanted[name].shape], len(wanted))
-
-
-def _report(source: str | Path, what: str, names: list[str], total: int) -> None:
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise CheckpointError(f"{source} does not fit the model: {len(names)} of {total} keys {what}: "
-                              f"{', '.join(names[:3])}{more}")
+    """Raise CheckpointError for keys that are missing, unexpected or of another shape: the first few of each, and how many."""
+    both = [name for name in wanted if name in state]
+    problems = {
+        "missing": [name for name in wanted if name not in state],
+        "unexpected": [name for name in state if name not in wanted],
+        "not of floating point": [name for name in both if not state[name].is_floating_point()],
+        "of another shape": [f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
+                             for name in both if state[name].shape != wanted[name].shape]}
+    found = [f"{len(names)} of {len(wanted)} keys {what}: {', '.join(names[:3])}"
+             + (f" and {len(names) - 3} more" if len(names) > 3 else "") for what, names in problems.items() if names]
+    if found:
+        raise CheckpointError(f"{source} does not fit the model: {'; '.join(found)}")
 
 
 def file_sha256(path: str | Path) -> str:
@@ -227,6 +237,27 @@ def file_sha256(path: str | Path) -> str:
             while chunk := f.read(1 << 22):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def sampled_sha256(path: str | Path) -> str:
+    """SHA-256 of a file's size, its first MiB, 64 KiB at each of 64 evenly spaced places, and its last MiB.
+
+    The first MiB holds the header of a .safetensors, the last the directory of a .pt. 6 MB of any file, however large.
+    """
+    size = Path(path).stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with Path(path).open("rb") as file:
+        between = ((size * i // SAMPLES, SAMPLE) for i in range(SAMPLES))
+        for start, length in ((0, EDGE), *between, (max(0, size - EDGE), EDGE)):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """Which files a run read, in order of their names: name, bytes and sampled_sha256 of each; of an index its shards."""
+    files = sorted({file for path in paths for file in shards(Path(path))}, key=lambda file: (file.name, str(file)))
+    return [{"name": file.name, "size": file.stat().st_size, "sampled_sha256": sampled_sha256(file)} for file in files]
 
 
 def require_dir(path: str | Path) -> Path:
@@ -253,11 +284,17 @@ def _read_json(path: Path) -> dict:
     return content
 
 
-def _read_safetensors(path: Path) -> StateDict:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+def read_safetensors(path: Path) -> StateDict:
+    """All tensors of a .safetensors, or of the shards of an index; memory-mapped."""
+    state: StateDict = {}
+    for file in shards(path):
+        try:
+            state |= load_file(require_file(file, DOWNLOAD_HINT))
+        except CheckpointError:
+            raise
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as error:
+            raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
+    return state
 
 
 def _first_line(error: Exception) -> str:

@@ -157,7 +157,11 @@ class RunConfig:
     base: BaseSampling = field(default_factory=BaseSampling)
 
     device: str = "auto"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"                   # bfloat16 on a GPU, float32 on a CPU
+    offload: bool = False                 # the layers' weights stay on the host and are streamed; umT5 runs there
+    t5_cpu: bool = False                  # umT5 runs on the CPU
+    prompt_embeds: str | None = None      # a file of text states, in place of umT5
+    embeds_dir: str | None = "cache/prompt_embeds"      # where text states are remembered; None: nowhere
 
     @property
     def block_sizes(self) -> list[int]:

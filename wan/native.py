@@ -51,9 +51,17 @@ def load_umt5(ckpt_dir: str | Path, dtype: torch.dtype, device: torch.device | s
               config: UMT5Config = UMT5_XXL) -> UMT5EncoderModel:
     """The text encoder of a native directory; its weights are mapped, not read twice."""
     path = require_file(Path(ckpt_dir) / UMT5_FILE, DOWNLOAD_HINT)
+    return build_umt5(umt5_to_transformers(read_torch_file(path)), config, path, dtype, device)
+
+
+def build_umt5(state: StateDict, config: UMT5Config, path: Path, dtype: torch.dtype,
+               device: torch.device | str) -> UMT5EncoderModel:
+    """umT5 of the given sizes with weights under transformers' names, which may leave out one of the embedding's two."""
     with torch.device("meta"):
         model = UMT5EncoderModel(config)
-    _assign(model, umt5_to_transformers(read_torch_file(path)), path, dtype, device)
+    embedding = ("shared.weight", "encoder.embed_tokens.weight")
+    tokens = next((state[name] for name in embedding if name in state), None)
+    _assign(model, state if tokens is None else state | dict.fromkeys(embedding, tokens), path, dtype, device)
     model.tie_weights()
     return model
 
@@ -68,7 +76,8 @@ def load_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes) -> AutoencoderKL
 
 
 def _assign(model: torch.nn.Module, state: StateDict, path: Path, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Strict loading with a report, by reference where dtype and device allow."""
+    """Strict loading with a report, by reference where dtype and device allow; a tensor of two names is moved once."""
     report_keys(path, state, model.state_dict())
-    model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
+    moved = {id(tensor): tensor.to(device, dtype) for tensor in {id(t): t for t in state.values()}.values()}
+    model.load_state_dict({name: moved[id(tensor)] for name, tensor in state.items()}, assign=True)
     model.eval().requires_grad_(False)

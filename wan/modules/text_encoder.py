@@ -8,15 +8,38 @@ from pathlib import Path
 import ftfy
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from wan import native
-from wan.checkpoint import is_native, require_dir
+from wan.checkpoint import DOWNLOAD_HINT, is_native, read_safetensors, require_dir, require_file
 
 
 def clean_prompt(text: str) -> str:
     """Mend broken unicode, unescape HTML twice, collapse white space, as Wan2.1 does before tokenising."""
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
+
+
+def encoder_file(ckpt_dir: str | Path) -> Path:
+    """umT5's weights in a directory of either layout; an index where they are in shards."""
+    if is_native(ckpt_dir):
+        return require_file(Path(ckpt_dir) / native.UMT5_FILE, DOWNLOAD_HINT)
+    name = require_dir(Path(ckpt_dir) / "text_encoder") / "model.safetensors"
+    index = name.with_name(name.name + ".index.json")
+    return index if index.is_file() else require_file(name, DOWNLOAD_HINT)
+
+
+def encoder_config(ckpt_dir: str | Path) -> UMT5Config:
+    """umT5's sizes; a native directory has none, and holds the real model."""
+    return native.UMT5_XXL if is_native(ckpt_dir) else UMT5Config.from_pretrained(encoder_file(ckpt_dir).parent)
+
+
+def tokenizer_dir(ckpt_dir: str | Path) -> Path:
+    return Path(ckpt_dir) / (native.TOKENIZER_DIR if is_native(ckpt_dir) else "tokenizer")
+
+
+def encoder_files(ckpt_dir: str | Path) -> list[Path]:
+    """All that text states depend on: umT5's weights and the tokenizer."""
+    return [encoder_file(ckpt_dir), *sorted(path for path in require_dir(tokenizer_dir(ckpt_dir)).iterdir() if path.is_file())]
 
 
 class TextEncoder(nn.Module):
@@ -30,14 +53,12 @@ class TextEncoder(nn.Module):
     def from_pretrained(cls, ckpt_dir: str | Path, text_len: int, dtype: torch.dtype = torch.bfloat16,
                         device: torch.device | str = "cpu") -> "TextEncoder":
         """From a model directory of either layout: the umT5 files and the tokenizer beside them."""
-        ckpt_dir = Path(ckpt_dir)
         if is_native(ckpt_dir):
-            encoder, tokenizer_dir = native.load_umt5(ckpt_dir, dtype, device), ckpt_dir / native.TOKENIZER_DIR
+            encoder = native.load_umt5(ckpt_dir, dtype, device)
         else:
-            encoder = UMT5EncoderModel.from_pretrained(require_dir(ckpt_dir / "text_encoder"), dtype=dtype)
-            tokenizer_dir = ckpt_dir / "tokenizer"
-        tokenizer = AutoTokenizer.from_pretrained(require_dir(tokenizer_dir))
-        return cls(encoder.to(device).eval().requires_grad_(False), tokenizer, text_len)
+            path = encoder_file(ckpt_dir)
+            encoder = native.build_umt5(read_safetensors(path), encoder_config(ckpt_dir), path, dtype, device)
+        return cls(encoder, AutoTokenizer.from_pretrained(require_dir(tokenizer_dir(ckpt_dir))), text_len)
 
     def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Token ids and mask, [B, text_len] each; warns where a prompt is longer and says what was cut."""

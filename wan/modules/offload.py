@@ -1,0 +1,74 @@
+"""Layers whose weights wait on the host: each is copied to the GPU while the one before it computes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT = 512        # bytes, that of torch's CUDA allocator: products choose their kernels by it
+PIECE = 1 << 20        # bytes; a layer is rounded up to it
+
+
+class StreamedBlocks(nn.ModuleList):
+    """The layers of a model, all of one structure, with room on the device for two of them.
+
+    To iterate is to compute in order: each layer has its own weights from when it is yielded until the next one is asked
+    for, and then those of its neighbour. Bits and alignment are those of a resident model, so results are equal bit for bit.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype, device: torch.device | str):
+        super().__init__(blocks)
+        self.device = torch.device(device)
+        nbytes = streamed_bytes(blocks[0], dtype)
+        self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        self._on_host: list[list[Tensor]] = []                 # per layer, page-locked pieces
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        layer_bytes = torch.empty(nbytes, dtype=torch.uint8)
+        for layer, block in enumerate(blocks):
+            for name, place in _places(block, layer_bytes, dtype).items():
+                place.copy_(block.get_parameter(name))
+            parts = layer_bytes.split(_powers_of_two(nbytes))
+            self._on_host.append([part.pin_memory() if self._copies else part.clone() for part in parts])
+            block.load_state_dict(_places(block, self._slots[layer % 2], dtype), assign=True)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        self._fetch(0)
+        for layer, block in enumerate(super().__iter__()):
+            if self._copies:
+                torch.cuda.current_stream(self.device).wait_stream(self._copies)
+            if layer + 1 < len(self):
+                self._fetch(layer + 1)
+            yield block
+
+    def _fetch(self, layer: int) -> None:
+        """Start to copy a layer's weights over those of the layer before the last one."""
+        if self._copies:       # what still computes with that place was launched before
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies):
+            pieces = self._on_host[layer]
+            for place, piece in zip(self._slots[layer % 2].split([len(p) for p in pieces]), pieces, strict=True):
+                place.copy_(piece, non_blocking=True)
+
+
+def streamed_bytes(block: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of one layer's place, on the device and on the host."""
+    return _round_up(sum(_round_up(p.numel() * dtype.itemsize, ALIGNMENT) for p in block.parameters()), PIECE)
+
+
+def _places(block: nn.Module, flat: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Views into flat bytes for each parameter of a layer."""
+    places, start = {}, 0
+    for name, parameter in block.named_parameters():
+        end = start + parameter.numel() * dtype.itemsize
+        places[name] = flat[start:end].view(dtype).view(parameter.shape)
+        start = _round_up(end, ALIGNMENT)
+    return places
+
+
+def _powers_of_two(nbytes: int) -> list[int]:
+    """Sizes that add up to nbytes: torch would round a page-locked tensor up to the next power of two."""
+    return [1 << bit for bit in reversed(range(nbytes.bit_length())) if nbytes >> bit & 1]
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
