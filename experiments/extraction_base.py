@@ -3,15 +3,16 @@
 The two branches of guidance, with the prompt and without, stay apart: a layer cache holds both, atlases are one each.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from experiments import guards
+from experiments import guards, rollout
 from experiments.extraction import (
     Extraction,
     RunError,
@@ -23,7 +24,10 @@ from experiments.extraction import (
     threads_for,
 )
 from experiments.memory import Memory, check_memory
+from experiments.progress import Watch
 from experiments.prompts import encode_prompts, needs_encoder
+from experiments.runs import run_watched
+from experiments.sizes import estimate_bytes
 from wan import checkpoint
 from wan.config import (
     MODELS,
@@ -83,43 +87,60 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     return sorted(chosen)
 
 
-def sample(config: RunConfig, layers: Sequence[int] | None, steps: Sequence[int], mass: bool,
-           quiet: bool = True) -> Extraction:
-    """Generate one video with the base weights and capture frame attention of layers (None: all) in steps, both branches.
+def make_base_caches(args: argparse.Namespace, config: RunConfig, layer: int | None, steps: Sequence[int]) -> list[str]:
+    """Sample one video -> a cache of a layer at one step, or (None) atlases of all layers at steps -> the paths.
 
-    Raises ConfigError for bad input, before anything large is loaded, and RunError where the result is not finite.
+    Raises what run_watched raises.
     """
-    config = as_one_block(config)
+    config, folder = as_one_block(config), Path(args.output_dir)
+    request = CaptureRequest(layers=None if layer is None else [layer], steps=steps, granularity="frame", mass=layer is None)
+    one_branch = estimate_bytes(config, [request], config.base.num_steps)
+    if layer is not None:
+        each, outputs = 2 * one_branch, {f"layer{layer}.pt": partial(base_layer_cache, layer=layer, step=steps[0])}
+    else:
+        each, outputs = one_branch, {f"atlas_base{name}.pt": partial(base_atlas_cache, steps=steps, branch=branch)
+                                     for name, branch in (("", "cond"), ("_uncond", "uncond"))}
+    outputs = {str(folder / name): arrange for name, arrange in outputs.items()}
+    run_watched(args, outputs, each, lambda watch: sample(config, request, watch),
+                f"{config.base.num_steps} steps of {config.num_frames} frames", "step")
+    return list(outputs)
+
+
+def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extraction:
+    """Generate one video with the base weights (see as_one_block) and capture on the way, both branches of guidance.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
+    """
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
     guards.check_model(config, model_config)
     weights_file = checkpoint.transformer_file(config.ckpt_dir)
-    request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=mass)
     encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
-    check_memory(Memory(config, model_config, [request], dtype, device, encodes, branches=2), quiet)
+    check_memory(Memory(config, model_config, [request], dtype, device, encodes, branches=2), watch.quiet)
     sha256 = begin(checkpoint.file_sha256, weights_file)
     common = common_fields(config, model_config, weights_file, dtype, device) | {
         "orig_num_frames": config.base.num_video_frames, "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
         "guidance_scale": config.base.guidance_scale, "timestep_shift": config.base.shift,
         "num_steps": config.base.num_steps, "negative_prompt": config.base.negative_prompt}
 
-    texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
+    with rollout.out_of_memory("encoding the prompt"):
+        texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
     (prompt, words), (negative, _) = (texts[text] for text in prompts_of(config))
-    state = checkpoint.read_transformer_state(config.ckpt_dir)
-    model = checkpoint.build_model(WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload)
+    with rollout.out_of_memory("loading the model"):
+        state = checkpoint.read_transformer_state(config.ckpt_dir)
+        model = checkpoint.build_model(WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload)
     pipeline = TextToVideoPipeline(model, config.base.shift, config.base.guidance_scale, config.base.num_steps)
     noise, _ = draw_noise(config, model_config, torch.float32, device)
-    with (tqdm(total=config.base.num_steps, desc="sampling", unit="step", leave=False) as progress,
-          ATTENTION_WEIGHT_CAPTURE.capture(request) as records, threads_for(noise, model_config)):
-        latents = pipeline.inference(noise, prompt, negative, on_pass=progress.update)
-    if not latents.isfinite().all():
-        raise RunError("the generated latents are not finite; try --device cpu or another dtype in the config")
-    for branch in ("cond", "uncond"):
-        of_one = [record for record in records if record["branch"] == branch]
-        guards.check_records(of_one, [request], model_config.num_layers, 1, config.base.num_steps)
-    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words,
-                      common | {"weights_sha256": sha256.result()})
+    watch.event("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, model_config):
+        latents, records, done = rollout.sample(pipeline, noise, prompt, negative, [request], watch)
+    common["weights_sha256"] = sha256.result()
+    stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
+    if absent := [step for step in request.steps if step >= done]:
+        common |= {"partial": True, "notes": [f"partial: the run was stopped after {stopped}; "
+                                              f"of what was asked for, steps {', '.join(map(str, absent))} are absent"]}
+    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words, common, stopped)
 
 
 def prompts_of(config: RunConfig) -> list[str]:

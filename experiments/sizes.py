@@ -9,24 +9,25 @@ from wan.modules.capture import CaptureRequest
 from wan.modules.rope import RotaryTable
 
 
-def estimate_bytes(config: RunConfig, requests: Sequence[CaptureRequest]) -> int:
-    """Upper bound of what is kept in a cache; exact for frames and tokens.
+def estimate_bytes(config: RunConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None) -> int:
+    """Upper bound of what is kept in a cache; exact for frames and tokens. num_passes is the rollout's where not given.
 
     Raises ConfigError for a request that does not fit the model or the rollout.
     """
     model = checkpoint.read_model_config(config.ckpt_dir)
-    check_requests(config, model, requests)
-    return MARGIN + captured_bytes(config, model, requests)
+    check_requests(config, model, requests, num_passes)
+    return MARGIN + captured_bytes(config, model, requests, num_passes)
 
 
-def captured_bytes(config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest]) -> int:
+def captured_bytes(config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest],
+                   num_passes: int | None = None) -> int:
     """What requests that fit keep of a rollout, in memory and in a cache alike."""
     S, H, F = model.tokens_per_frame(config.height, config.width), model.num_heads, config.num_frames
     blocks = config.block_sizes
     window = config.local_attn_size if config.local_attn_size > 0 else F
-    total = 0
+    passes, total = num_passes or config.num_passes, 0
     for request in requests:
-        calls = len(list(request.layers or range(model.num_layers))) * len(list(request.steps or range(config.num_passes)))
+        calls = len(list(request.layers or range(model.num_layers))) * len(list(request.steps or range(passes)))
         for block in range(len(blocks)) if request.blocks is None else request.blocks:
             queries, seen = blocks[block], min(sum(blocks[:block + 1]), window)
             for kind in request.kinds:
@@ -44,10 +45,11 @@ def captured_bytes(config: RunConfig, model: ModelConfig, requests: Sequence[Cap
     return total
 
 
-def check_requests(config: RunConfig, model_config: ModelConfig, requests: Sequence[CaptureRequest]) -> None:
+def check_requests(config: RunConfig, model_config: ModelConfig, requests: Sequence[CaptureRequest],
+                   num_passes: int | None = None) -> None:
     """Raise ConfigError for a layer, block or pass that the model or the rollout does not have."""
     for request in requests:
         try:
-            request.check(model_config.num_layers, len(config.block_sizes), config.num_passes)
+            request.check(model_config.num_layers, len(config.block_sizes), num_passes or config.num_passes)
         except ValueError as error:
             raise ConfigError(f"{config.model}: {error}") from None
