@@ -10,12 +10,12 @@ import string
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from experiments.moving_shapes import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES
+from experiments.moving_shapes import BACKGROUNDS, COLORS, CORNERS, DIRECTIONS, SHAPES
 
 SPECIAL = ("<pad>", "</s>", "<s>", "<unk>")
 WORD_START = "▁"
 WORDS = (
-    "a an the of in on and over with moving background fast slow small large big behind in front two landmark at to "
+    "a an the of in on and over with moving background fast slow small large big behind in front wall landmark two at to "
     "is it from through bright dark light black gray scene video shape object camera sky"
 )
 LETTER_GROUPS = (
@@ -29,7 +29,7 @@ LETTER_GROUPS = (
 
 def vocabulary() -> list[tuple[str, float]]:
     """(piece, log probability) by id; longer pieces win because every piece costs."""
-    grammar = " ".join((*SHAPES, *COLORS, *BACKGROUNDS, *DIRECTIONS))
+    grammar = " ".join((*SHAPES, *COLORS, *BACKGROUNDS, *DIRECTIONS, *CORNERS))
     words = dict.fromkeys(WORD_START + w for w in f"{grammar} {WORDS}".split())
     groups = dict.fromkeys(mark + g for g in LETTER_GROUPS.split() for mark in (WORD_START, ""))
     letters = dict.fromkeys([WORD_START, *string.ascii_letters, *string.digits, *string.punctuation])

@@ -231,14 +231,19 @@ def render_table(table: Tensor, frames: int, size: int) -> Tensor:
     start, velocity, margin, color, kind = table.split((2, 2, 1, 3, 1), -1)
     centre = _reflect(start, velocity, margin, torch.arange(frames, device=table.device) / FPS)  # [B, F, layers, 2]
     video = color[:, 0, :, None, None, None].expand(-1, -1, frames, size, size)  # [B, 3, F, H, W]
-    axis = (torch.arange(size, device=table.device) + 0.5) / size
     for n in range(1, table.shape[1]):
-        x = axis - centre[:, :, n, 0, None, None]  # [B, F, 1, W]
-        y = axis[:, None] - centre[:, :, n, 1, None, None]  # [B, F, H, 1]
-        distance = _signed_distance(x, y, margin[:, n, :, None, None], kind[:, n, :, None, None])
-        alpha = (0.5 - distance * size).clamp(0, 1)[:, None]  # [B, 1, F, H, W]
+        alpha = coverage(centre[:, :, n], margin[:, n], kind[:, n], size)[:, None]  # [B, 1, F, H, W]
         video = video + alpha * (color[:, n, :, None, None, None] - video)
     return 2 * video - 1
+
+
+def coverage(centre: Tensor, radius: Tensor, kind: Tensor, size: int) -> Tensor:
+    """How much of each pixel an outline covers: centre [..., 2], radius and number [...] -> [..., H, W], anti-aliased."""
+    axis = (torch.arange(size, device=centre.device) + 0.5) / size
+    x = axis - centre[..., 0, None, None]  # [..., 1, W]
+    y = axis[:, None] - centre[..., 1, None, None]  # [..., H, 1]
+    distance = _signed_distance(x, y, radius[..., None, None], kind[..., None, None])
+    return (0.5 - distance * size).clamp(0, 1)
 
 
 def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -> Tensor:
@@ -250,7 +255,7 @@ def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -
 
 
 def _signed_distance(x: Tensor, y: Tensor, radius: Tensor, kind: Tensor) -> Tensor:
-    """Distance to the outline of the shape numbered `kind`, negative inside; [B, F, H, W]. The last two are walls."""
+    """Distance to the outline of the shape numbered `kind`, negative inside; [..., H, W]. The last two are walls."""
     ax, ay = x.abs(), y.abs()
     long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
     outlines = (

@@ -44,6 +44,7 @@ CAPTION_DROPOUT = 0.1
 KL_WEIGHT = 1e-4
 HELD_OUT_SEED = 1_000_003
 SHORT_CLIPS = 0.4  # of the VAE's time
+MOMENTS = (0, 100, 250, 500, 1000, 2000, 4000, 8000)  # steps of causal training whose weights can be kept
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Recipe:
 NEEDS = {"vae": [], "base": ["vae"], "causal": ["vae", "transformer", "text_encoder"]}
 RECIPES = {
     "vae": Recipe(1e-3, 2, 16384),
-    "base": Recipe(1e-3, 192, 12288),
-    "causal": Recipe(6e-4, 64, 8192),
+    "base": Recipe(1e-3, 128, 16384),
+    "causal": Recipe(6e-4, 64, 16384),
 }
 
 
@@ -117,7 +118,10 @@ def vae_quality(vae: AutoencoderKLWan, device: torch.device, clips: int, batch: 
 
 
 def train_vae(args: argparse.Namespace, recipe: Recipe) -> dict:
-    """Clips of 5 and 17 frames first, which teach shapes and colours soonest; then long ones, against drift."""
+    """Clips of 5 and 17 frames first, which teach shapes and colours soonest; then long ones, against drift.
+
+    Resumed, it takes mostly whole clips.
+    """
     vae = AutoencoderKLWan.from_pretrained(args.output_dir / "vae").float() if args.resume else AutoencoderKLWan(**VAE)
     vae.to(args.device)
     set_layout(vae, torch.channels_last, torch.channels_last_3d)
@@ -141,8 +145,8 @@ def train_vae(args: argparse.Namespace, recipe: Recipe) -> dict:
         averaged.save_pretrained(args.output_dir / "vae")
 
     for step in trainer.loop(save):
-        short = args.clock.progress < SHORT_CLIPS and not args.resume
-        frames = (5, 17)[step % 2] if short else (17, 33, FRAMES)[step % 3]
+        lengths = (33, FRAMES, FRAMES) if args.resume else (5, 17) if args.clock.progress < SHORT_CLIPS else (17, 33, FRAMES)
+        frames = lengths[step % len(lengths)]
         trainer.step(f"{frames} frames", losses[frames])
     return trainer.numbers() | {"psnr_curve": curve} | vae_quality(trainer.averaged()[0], args.device, min(32, recipe.clips))
 
@@ -215,11 +219,14 @@ def train_base(args: argparse.Namespace, recipe: Recipe) -> dict:
         tokenizer.save_pretrained(args.output_dir / "tokenizer")
         save_index(args.output_dir)
 
-    for _ in trainer.loop(save):
+    def loss() -> Tensor:
         x0, ids, mask = clips.batch(recipe.batch)
         noise, t = torch.randn_like(x0), draw(timesteps, len(x0))
         flow = model(noised(x0, noise, t / 1000), t, encode_text(encoder, ids, mask))
-        trainer.step(F.mse_loss(flow.float(), (noise - x0).float()))
+        return F.mse_loss(flow.float(), (noise - x0).float())
+
+    for _ in trainer.loop(save):
+        trainer.step("clips", loss)
     return trainer.numbers()
 
 
@@ -253,21 +260,28 @@ def train_causal(args: argparse.Namespace, recipe: Recipe) -> dict:
         x = noised(x0, torch.randn_like(x0), t / 1000)
         return (x - t[:, :, None, None, None] / 1000 * predict(x0, x, t, text)).to(x0.dtype).detach()
 
-    def save() -> None:
-        weights = {f"model.{k}": v.cpu() for k, v in trainer.averaged()[0].state_dict().items()}
-        torch.save({"generator_ema": weights}, checkpoint)
-
-    for step in trainer.loop(save):
+    def loss(own: bool) -> Tensor:
         latents, ids, text_mask = clips.batch(recipe.batch)
         x0, noise = latents.transpose(1, 2), torch.randn_like(latents.transpose(1, 2))
         with torch.no_grad():
             context = encode_text(encoder, ids, text_mask)
         text = model.text_keys_values(context)
-        past = own_past(x0, text) if step % 2 and args.clock.progress > 1 / 3 else x0
+        past = own_past(x0, text) if own else x0
         t, sampled = draw(timesteps, len(x0), len(blocks)), draw(steps, len(x0), len(blocks))
         t = torch.where(torch.rand_like(t) < 0.5, sampled, t).repeat_interleave(per_block, 1)
         flow = predict(past, noised(x0, noise, t / 1000), t, text)
-        trainer.step(F.mse_loss(flow.float(), (noise - x0).float()))
+        return F.mse_loss(flow.float(), (noise - x0).float())
+
+    def save(path: Path = checkpoint) -> None:
+        path.parent.mkdir(exist_ok=True)
+        weights = {f"model.{k}": v.cpu() for k, v in trainer.averaged()[0].state_dict().items()}
+        torch.save({"generator_ema": weights}, path)
+
+    for step in trainer.loop(save):
+        if args.moments and step in MOMENTS:
+            save(args.moments / f"step_{step:05d}.pt")
+        own = bool(step % 2) and args.clock.progress > 1 / 3
+        trainer.step("own past" if own else "true past", lambda own=own: loss(own))
     return trainer.numbers()
 
 
@@ -317,8 +331,10 @@ def main() -> int:
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="JSON with the numbers of every stage (OUTPUT_DIR/training.json)")
+    parser.add_argument("--lr", type=float, help="peak learning rate")
     parser.add_argument("--batch", type=int, help="clips of 81 frames per step")
     parser.add_argument("--clips", type=int, help="different clips to train on")
+    parser.add_argument("--moments", type=Path, metavar="DIR", help="keep causal weights of some early steps there")
     parser.add_argument("--resume", action="store_true", help="start from the files this stage wrote before")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     args = parser.parse_args()
@@ -327,7 +343,7 @@ def main() -> int:
         print(f"error: {args.output_dir / missing[0]} not found; --stage {args.stage} needs it", file=sys.stderr)
         return 2
 
-    given = {k: v for k in ("batch", "clips") if (v := getattr(args, k)) is not None}
+    given = {k: v for k in ("lr", "batch", "clips") if (v := getattr(args, k)) is not None}
     recipe = replace(RECIPES[args.stage], **given)
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -339,7 +355,8 @@ def main() -> int:
     entry = {"vae": train_vae, "base": train_base, "causal": train_causal}[args.stage](args, recipe)
     device = torch.cuda.get_device_name() if args.device.type == "cuda" else "cpu"
     run = {"device": device, "torch": torch.__version__, "seed": args.seed, "dtype": str(args.dtype), **asdict(recipe)}
-    log_stage(args.log or args.output_dir / "training.json", args.stage, run | entry)
+    name = f"{args.stage}_resumed" if args.resume else args.stage
+    log_stage(args.log or args.output_dir / "training.json", name, run | entry)
     print(f"{args.stage}: " + ", ".join(f"{k} {v}" for k, v in entry.items() if k != "loss_curve"))
     return 0
 

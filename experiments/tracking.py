@@ -1,0 +1,207 @@
+"""What a video of moving shapes shows, measured: background, colour, outline and direction of what moves.
+
+Nothing is taken from the caption but where a wall and a landmark would be, which are left out of sight; with two movers, also
+their colours, to tell them apart. Videos are [F, 3, H, W] in 0..1, places in frame sides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.moving_shapes import (
+    BACKGROUNDS,
+    COLORS,
+    CORNERS,
+    DIRECTIONS,
+    FPS,
+    LANDMARK_RADIUS,
+    SHAPES,
+    STRAIGHT,
+    WALL,
+    Scene,
+    coverage,
+)
+
+DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
+SMALLEST = 0.008  # share of the picture; less is nothing, or the rest of something hidden
+SLOWEST = 0.03  # sides per second; slower does not move
+
+
+@dataclass(frozen=True)
+class Track:
+    """One shape through a video: where and how large it is, its colour and outline in each frame."""
+
+    centre: Tensor  # [F, 2] (x, y)
+    area: Tensor  # [F], share of the picture
+    color: Tensor  # [F, 3], NaN where nothing is seen
+    likeness: Tensor  # [F, shapes]: overlap (soft intersection over union) with each outline at the same place and area
+
+    @property
+    def seen(self) -> Tensor:
+        """Frames [F] that show it."""
+        return self.area > SMALLEST
+
+    def color_name(self, frames: slice | Tensor = slice(None)) -> str | None:
+        """The nearest colour over these frames."""
+        colors = self.color[frames][self.seen[frames]]
+        return nearest(colors.median(0).values, COLORS) if len(colors) else None
+
+    def shape_name(self, frames: slice | Tensor = slice(None)) -> str | None:
+        """The outline that fits best over these frames."""
+        likeness = self.likeness[frames][self.seen[frames]]
+        return SHAPES[int(likeness.mean(0).argmax())] if len(likeness) else None
+
+    @property
+    def direction(self) -> str | None:
+        """The nearest direction of its path at the start, before anything bounces; None where it does not move."""
+        seconds = torch.arange(len(self.area)) / FPS
+        early = self.seen & (seconds <= STRAIGHT)
+        if early.sum() < 4:
+            return None
+        t = seconds[early] - seconds[early].mean()
+        velocity = (t[:, None] * self.centre[early]).sum(0) / t.square().sum()
+        if velocity.norm() < SLOWEST:
+            return None
+        cosines = {name: (velocity[0] * x + velocity[1] * y).item() / math.hypot(x, y) for name, (x, y) in DIRECTIONS.items()}
+        return max(cosines, key=cosines.get)
+
+
+def nearest(rgb: Tensor, names: dict[str, tuple[float, ...]]) -> str:
+    return min(names, key=lambda name: math.dist(rgb.tolist(), names[name]))
+
+
+def in_sight(scene: Scene, size: int) -> Tensor:
+    """Pixels [H, W] that neither a wall nor a landmark of this scene covers."""
+    axis = (torch.arange(size) + 0.5) / size
+    x, y = axis.expand(size, size), axis[:, None].expand(size, size)
+    sight = torch.ones(size, size, dtype=torch.bool)
+    if scene.wall:
+        dx, dy = DIRECTIONS[scene.movers[0].direction]
+        sight &= (x - 0.5) * dx + (y - 0.5) * dy < 0.5 - WALL - 1 / size
+    if scene.landmark:
+        cx, cy = CORNERS[scene.landmark.corner]
+        sight &= torch.hypot(x - cx, y - cy) > LANDMARK_RADIUS + 2 / size
+    return sight
+
+
+def background(video: Tensor, sight: Tensor) -> Tensor:
+    """Colour [3] of most pixels in sight."""
+    return video.transpose(0, 1)[:, :, sight].flatten(1).median(1).values
+
+
+def track(video: Tensor, sight: Tensor) -> Track:
+    """The one shape that differs from the background."""
+    ground = background(video, sight)
+    difference = video - ground[:, None, None]
+    core = _shrunk((difference.norm(dim=1) > DIFFERS) & sight)  # [F, H, W]
+    color = torch.stack([frame[:, mask].median(1).values if mask.any() else torch.full((3,), torch.nan)
+                         for frame, mask in zip(video, core, strict=True)])  # fmt: skip
+    axis = color.nanmedian(0).values - ground  # from the background's colour to the shape's
+    alpha = ((difference * axis[:, None, None]).sum(1) / axis.square().sum()).clamp(0, 1)
+    return _measure((alpha * _grown(core) * sight).nan_to_num(), color)
+
+
+def track_colors(video: Tensor, names: list[str]) -> list[Track]:
+    """A track for each of several colours: every pixel belongs to the nearest of them and the background."""
+    everywhere = torch.ones(video.shape[2:], dtype=torch.bool)
+    palette = torch.stack([background(video, everywhere), *(torch.tensor(COLORS[name]) for name in names)])
+    owner = (video[:, None] - palette[:, :, None, None]).norm(dim=2).argmin(1)  # [F, H, W]
+    owned = (owner == i for i in range(1, len(palette)))
+    return [_measure((mine & _grown(_shrunk(mine))).float(), palette[i].expand(len(video), 3))
+            for i, mine in enumerate(owned, 1)]  # fmt: skip
+
+
+def _shrunk(mask: Tensor) -> Tensor:
+    """Pixels whose eight neighbours belong too: no edges, no specks."""
+    return ~_grown(~mask, 1)
+
+
+def _grown(mask: Tensor, pixels: int = 2) -> Tensor:
+    return F.max_pool2d(mask.float(), 2 * pixels + 1, 1, pixels) > 0
+
+
+def _measure(alpha: Tensor, color: Tensor) -> Track:
+    """Place, area and outlines of coverage alpha [F, H, W]."""
+    size = alpha.shape[-1]
+    axis = (torch.arange(size) + 0.5) / size
+    weight = alpha.sum((1, 2)).clamp(min=1e-6)
+    centre = torch.stack([(alpha * axis).sum((1, 2)) / weight, (alpha * axis[:, None]).sum((1, 2)) / weight], 1)
+    area = alpha.mean((1, 2))
+    likeness = []
+    for number in range(len(SHAPES)):
+        unit_area, drop = _outline(number)
+        radius = (area / unit_area).sqrt()
+        place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
+        template = coverage(place, radius, torch.full_like(radius, number), size)
+        likeness.append(torch.minimum(alpha, template).sum((1, 2)) / torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6))
+    return Track(centre, area, color, torch.stack(likeness, 1))
+
+
+@cache
+def _outline(number: int) -> tuple[float, float]:
+    """Of a shape of radius 1: its area, and how far its centre of mass is below its centre."""
+    radius = 0.4
+    alpha = coverage(torch.tensor([0.5, 0.5]), torch.tensor(radius), torch.tensor(number), 512)
+    rows = (torch.arange(512) + 0.5) / 512 - 0.5
+    return alpha.mean().item() / radius**2, ((alpha * rows[:, None]).sum() / alpha.sum()).item() / radius
+
+
+# -- judgements ----------------------------------------------------------------------------------------------------------
+
+
+def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
+    """Whether a video shows what the caption of a scene says."""
+    return _judge_crossing(video, scene) if scene.kind == "crossing" else _judge_one(video, scene)
+
+
+def _judge_one(video: Tensor, scene: Scene) -> dict[str, bool]:
+    sight = in_sight(scene, video.shape[-1])
+    mover, shape = scene.movers[0], track(video, sight)
+    before = slice(0, FPS) if scene.wall else slice(None)  # later, the wall cuts its outline
+    result = {
+        "background": nearest(background(video, sight), BACKGROUNDS) == scene.background,
+        "shape": shape.shape_name(before) == mover.shape,
+        "direction": shape.direction == mover.direction,
+    }
+    if not scene.unnamed_color:
+        result["color"] = shape.color_name(before) == mover.color
+    if mark := scene.landmark:
+        x, y = CORNERS[mark.corner]
+        spot = video[:, :, int(y * video.shape[-1]), int(x * video.shape[-1])]  # [F, 3]
+        result["landmark"] = nearest(spot.median(0).values, COLORS | BACKGROUNDS) == mark.color
+    if scene.wall:
+        result |= _judge_return(shape)
+    return result
+
+
+def _judge_return(shape: Track) -> dict[str, bool]:
+    """Whether a shape that hid comes back as what it was: the first second against the last half."""
+    first, last = slice(0, FPS), slice(-FPS // 2, None)
+    start = shape.area[first].median()
+    back = bool((shape.area[last] > 0.5 * start).float().mean() > 0.5)
+    hid = bool((shape.area < 0.15 * start).any())
+    same_color = back and shape.color_name(first) == shape.color_name(last)
+    same_shape = back and shape.shape_name(first) == shape.shape_name(last)
+    return {"hides": hid, "comes_back": hid and back, "same_color": same_color, "same_shape": same_shape,
+            "same": hid and same_color and same_shape}  # fmt: skip
+
+
+def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
+    everywhere = torch.ones(video.shape[2:], dtype=torch.bool)
+    tracks = track_colors(video, [m.color for m in scene.movers])
+    gap = (tracks[0].centre - tracks[1].centre).norm(dim=-1)
+    apart = gap > 0.8 * (tracks[0].area.sqrt() + tracks[1].area.sqrt())
+    both = list(zip(tracks, scene.movers, strict=True))
+    return {
+        "background": nearest(background(video, everywhere), BACKGROUNDS) == scene.background,
+        "color": all(shape.seen.float().mean() > 0.6 for shape in tracks),
+        "shape": all(shape.shape_name(apart) == mover.shape for shape, mover in both),
+        "direction": all(shape.direction == mover.direction for shape, mover in both),
+        "crossing": bool(gap.min() < 0.5 * gap.max()),
+    }
