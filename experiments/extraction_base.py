@@ -117,7 +117,7 @@ def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extracti
     guards.check_model(config, model_config)
     weights_file = checkpoint.transformer_file(config.ckpt_dir)
     encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
-    check_memory(Memory(config, model_config, [request], dtype, device, encodes, branches=2), watch.quiet)
+    check_memory(Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), watch.quiet)
     sha256 = begin(checkpoint.file_sha256, weights_file)
     common = common_fields(config, model_config, weights_file, dtype, device) | {
         "orig_num_frames": config.base.num_video_frames, "vae_stride_t": VIDEO_FRAMES_PER_LATENT,

@@ -54,7 +54,7 @@ class Memory:
     dtype: torch.dtype
     device: torch.device
     encodes: bool                  # whether umT5 is to be loaded
-    branches: int = 1              # prompts that the rollout holds the text states of
+    bidirectional: bool = False    # the base model's sampling: no KV cache, the texts of both branches
 
     def needs(self) -> list[Need]:
         """The parts of the run, for each memory."""
@@ -72,7 +72,6 @@ class Memory:
     def _rollout(self) -> Iterator[Need]:
         c, m, itemsize = self.config, self.model_config, self.dtype.itemsize
         layers, dim, S = m.num_layers, m.dim, m.tokens_per_frame(c.height, c.width)
-        causal = len(c.block_sizes) > 1
         frames = c.num_frames if c.local_attn_size == -1 else min(c.local_attn_size, c.num_frames)
         queries, keys = max(c.block_sizes) * S, frames * S
         with torch.device("meta"):
@@ -87,8 +86,8 @@ class Memory:
         tokens = captured_bytes(c, m, [r for r in self.requests if r.granularity == "token"])
         gpu = {
             "weights": weights,
-            "KV cache": 2 * layers * keys * dim * itemsize if causal else 0,
-            "text": self.branches * layers * 2 * m.text_len * dim * itemsize,
+            "KV cache": 2 * layers * keys * dim * itemsize * (not self.bidirectional),
+            "text": (1 + self.bidirectional) * layers * 2 * m.text_len * dim * itemsize,
             "activations": queries * ((m.ffn_dim + 6 * dim) * itemsize + 6 * m.head_dim * FLOAT),
             "latents": latents * (c.num_passes + 1) * itemsize,
             "capture": kept + max((self._capturing(r, queries, keys, S) for r in self.requests), default=0),
@@ -137,7 +136,7 @@ class Memory:
             yield "--t5_cpu", replace(self, config=replace(c, t5_cpu=True))
         if on_gpu and not c.offload:
             yield "--offload", replace(self, config=replace(c, offload=True))
-        if self.encodes and not c.prompt_embeds and self.branches == 1:
+        if self.encodes and not c.prompt_embeds and not self.bidirectional:
             yield "--prompt_embeds FILE", replace(self, config=replace(c, prompt_embeds="FILE"))
         if any(request.granularity == "token" for request in self.requests):
             frames = [replace(r, granularity="frame", is_logits=True) for r in self.requests]
