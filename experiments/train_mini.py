@@ -44,7 +44,7 @@ CAPTION_DROPOUT = 0.1
 KL_WEIGHT = 1e-4
 HELD_OUT_SEED = 1_000_003
 SHORT_CLIPS = 0.4  # of the VAE's time
-MOMENTS = (0, 100, 250, 500, 1000, 2000, 4000, 8000)  # steps of causal training whose weights can be kept
+MOMENTS = (0, 100, 250, 500, 1000, 2000, 4000, 8000)  # steps of causal training whose weights can be kept; and the last
 
 
 @dataclass(frozen=True)
@@ -282,6 +282,8 @@ def train_causal(args: argparse.Namespace, recipe: Recipe) -> dict:
             save(args.moments / f"step_{step:05d}.pt")
         own = bool(step % 2) and args.clock.progress > 1 / 3
         trainer.step("own past" if own else "true past", lambda own=own: loss(own))
+    if args.moments:
+        save(args.moments / f"step_{trainer.steps:05d}.pt")
     return trainer.numbers()
 
 
@@ -334,7 +336,7 @@ def main() -> int:
     parser.add_argument("--lr", type=float, help="peak learning rate")
     parser.add_argument("--batch", type=int, help="clips of 81 frames per step")
     parser.add_argument("--clips", type=int, help="different clips to train on")
-    parser.add_argument("--moments", type=Path, metavar="DIR", help="keep causal weights of some early steps there")
+    parser.add_argument("--moments", type=Path, metavar="DIR", help="keep causal weights of some steps there")
     parser.add_argument("--resume", action="store_true", help="start from the files this stage wrote before")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     args = parser.parse_args()

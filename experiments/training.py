@@ -106,9 +106,9 @@ class Trainer:
         return value.detach()
 
     def loop(self, save: Callable[[], None]) -> Iterator[int]:
-        """Step numbers until the time is over; save() is called every minute and at the end."""
+        """Step numbers until the time is over, at least one; save() is called every minute and at the end."""
         saved = self.clock.seconds
-        while self.clock.progress < 1:
+        while self.clock.progress < 1 or not self.steps:
             yield self.steps
             if self.clock.seconds - saved > 60:
                 save()
