@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.frames import later_block
+from experiments.frames import block_frames, later_block
 
 SCHEMA_VERSION = 1
 READ_BY = "0.1.0"           # the first version of this project that reads this schema; caches carry it
 WEIGHTS = ("base", "checkpoint", "published", "unknown")  # unknown: older files, which did not record it
 MAX_COUNT = 1 << 17        # frames, tokens per frame, heads; an hour of video has 14400 latent frames
+MASS_TOLERANCE = 1e-3      # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
 QUANTITIES = ("mean_logit", "mass", "mean_prob")
 
 
@@ -161,6 +162,8 @@ def check(cache: Mapping[str, Any]) -> None:
     if type(kind) is not str or kind not in FORMATS:
         raise CacheError(f"format is {kind!r}, not one of {', '.join(FORMATS)}")
     version = cache.get("schema_version")
+    if type(version) is int and version < 1:
+        raise CacheError(f"schema_version is {version}; they count from 1")
     if type(version) is int and version > SCHEMA_VERSION:
         reader = cache.get("read_by")
         needs = f"version {reader}" if type(reader) is str else "a later version"
@@ -228,18 +231,24 @@ def _sizes(values: Mapping[str, Any], outer: dict[str, int]) -> dict[str, int]:
 def _check_values(cache: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
     """What types and shapes do not show: frames inside the video, layers as announced, no values where none can be."""
     F, blocks = cache["num_frames"], cache["block_sizes"]
-    if not 1 <= cache.get("blocks_done", 1) <= len(blocks):
-        raise CacheError(f"blocks_done is {cache['blocks_done']}, not in 1..{len(blocks)}")
+    done = cache.get("blocks_done", len(blocks))
+    if not 1 <= done <= len(blocks) or ("blocks_done" in cache and not cache.get("partial")):
+        raise CacheError(f"blocks_done is {done}, not in 1..{len(blocks)} of a partial cache")
     if sum(blocks) != F or min(blocks, default=0) < 1:
         raise CacheError(f"block_sizes {blocks} do not add up to num_frames {F}")
     for name, allowed in (("weights", WEIGHTS), ("quantity", QUANTITIES)):
         if cache.get(name, allowed[0]) not in allowed:
             raise CacheError(f"{name} is {cache[name]!r}, not one of {', '.join(allowed)}")
     for i, values in enumerate([cache, *entries]):
+        for name in ("layers", "layer_indices", "layer_index", "layer_idx", "step", "pass_steps", "block", "timestep",
+                     "pass_timesteps"):
+            _check_numbers(f"{_entry(cache, i - 1)}{name}", values.get(name))
         for name in ("query_frames", "key_frames", "last_block_query_frames"):
             numbers = values.get(name, [])
             if numbers != sorted(set(numbers)) or not all(0 <= n < F for n in numbers):
                 raise CacheError(f"{_entry(cache, i - 1)}{name} {numbers} are not increasing frames of 0..{F - 1}")
+    for i, entry in enumerate(entries if "attention_weights" in cache else []):
+        _check_call(cache, entry, _entry(cache, i))
     if "layer_indices" in cache and {entry["layer_idx"] for entry in entries} != set(cache["layer_indices"]):
         raise CacheError(f"layer_indices {cache['layer_indices']} are not the layers of attention_weights, "
                          f"{sorted({entry['layer_idx'] for entry in entries})}")
@@ -249,6 +258,46 @@ def _check_values(cache: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
             matrices = cache[name].movedim(-1, 0) if name.endswith("by_band") else cache[name]  # [..., F, F]
             if not matrices[..., later].isnan().all():
                 raise CacheError(f"{name} has values where the key's block comes after the query's; absent is NaN")
+            if not matrices[..., sum(blocks[:done]):, :].isnan().all():
+                raise CacheError(f"{name} has values in blocks that were not done; absent is NaN")
+    for i, values in enumerate([cache, *entries]):
+        for name in (*FRAME_MATRICES, "last_block_frame_attention", "last_block_frame_logits"):
+            if name in values and values[name].isinf().any():
+                raise CacheError(f"{_entry(cache, i - 1)}{name} has values that are infinite; absent is NaN")
+        if "frame_mass" in values:
+            rows = values["frame_mass"].float()
+            there = ~rows.isnan().all(-1)
+            off = (rows.nan_to_num().sum(-1) - 1)[there].abs()
+            if (rows < 0).any() or (off > MASS_TOLERANCE).any():
+                raise CacheError(f"{_entry(cache, i - 1)}rows of frame_mass do not sum to 1")
+
+
+def _check_numbers(name: str, values: Any) -> None:
+    """Layers, passes and blocks count from 0, each once in an atlas; timesteps are numbers from 0."""
+    numbers = values.tolist() if isinstance(values, Tensor) else values if isinstance(values, list) else [values]
+    if not numbers or not all(number is None or 0 <= number < float("inf") for number in numbers):
+        raise CacheError(f"{name} is {_describe(values)}; it counts from 0")
+    if name in ("layers", "pass_steps") and len(set(numbers)) < len(numbers):
+        raise CacheError(f"{name} {values} name one twice")
+
+
+def _check_call(cache: Mapping[str, Any], call: Mapping[str, Any], where: str) -> None:
+    """What a call says of itself is what the cache says: its frames are those of its block, its sizes those of its tensors."""
+    blocks, queries, keys = (call.get(name, cache.get(name)) for name in ("block_sizes", "query_frames", "key_frames"))
+    said = {"num_query_frames": len(queries), "num_key_frames": len(keys), "last_block_start_frame": queries[0],
+            "num_frames": cache["num_frames"], "frame_seq_length": cache["frame_seq_length"], "num_heads": cache["num_heads"]}
+    for name, value in said.items():
+        if call.get(name, value) != value:
+            raise CacheError(f"{where}{name} is {call[name]}, and the cache says {value}")
+    block = call.get("block")
+    if block is not None and queries != (block_frames(blocks, block) if block < len(blocks) else None):
+        raise CacheError(f"{where}query_frames {queries} are not those of block {block} of {blocks}")
+    if later_block(blocks)[queries[-1], keys].any():
+        raise CacheError(f"{where}key_frames {keys} come after the queries' block")
+    for name, frames in (("q_shape", queries), ("k_shape", keys)):
+        if name in call and call[name][1:3] != [len(frames) * cache["frame_seq_length"], cache["num_heads"]]:
+            raise CacheError(f"{where}{name} {call[name]} is not [B, {len(frames)} frames of {cache['frame_seq_length']} "
+                             f"tokens, {cache['num_heads']} heads, D]")
 
 
 def _describe(value: Any) -> str:

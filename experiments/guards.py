@@ -7,11 +7,11 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from experiments.formats import MASS_TOLERANCE
 from wan.config import MODELS, ConfigError, ModelConfig, RunConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest, Pass
 
-MASS_TOLERANCE = 1e-3      # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
 FIELD = {"token": "attn_weights", "key": "key_curve", "frame": "frame_logits"}     # what a granularity keeps at least
 
 REMEDY = "try --device cpu or another dtype in the config"

@@ -295,7 +295,10 @@ def _pass_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _seen(profiles: Tensor) -> list[int]:
     """Frames with a value in any row of [..., F]."""
-    return (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
+    frames_with = (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
+    if not frames_with:
+        raise CacheError("this cache holds no values for its last block")
+    return frames_with
 
 
 def _source(cache: Mapping[str, Any]) -> str:
