@@ -3,7 +3,7 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from experiments.caches import save_cache
-from experiments.extraction import DTYPES, Extraction, RunError, require_writable, save_video
+from experiments.extraction import DTYPES, Extraction, RunError, save_video
 from experiments.formats import CacheError
 from experiments.guards import StoppedError
 from experiments.prompts import with_given_prompt
@@ -90,8 +90,6 @@ def config_from(args: argparse.Namespace) -> RunConfig:
             config = replace(config, num_frames=fits)
     block_sizes(config.num_frames, config.num_frame_per_block, config.independent_first_frame)
     check_window(config.local_attn_size, config.sink_size, config.num_frame_per_block)
-    if args.save_video:
-        require_writable(args.save_video)
     for seed in (config.seed, *(getattr(args, "seeds", None) or ())):
         if not -2**63 <= seed < 2**63:
             raise ConfigError(f"seed {seed} does not fit 64 bits")
@@ -130,12 +128,21 @@ def fail(message: object, code: int):
 
 def save_results(args: argparse.Namespace, result: Extraction, caches: dict[str, dict]) -> None:
     """Write the caches by path, and the video where it was asked for; say what was written."""
-    say = (lambda line: None) if args.quiet else print
     for path, cache in caches.items():
         save_cache(path, cache)
-        say(f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
-              f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}")
-    if args.save_video is not None:
-        video = args.save_video or str(Path(next(iter(caches))).with_suffix(".mp4"))
+    lines = [f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), {cache['num_frames']} latent "
+             f"frames, seed {cache['seed']}, {cache['prompt']!r}" for path, cache in caches.items()]
+    for video in videos_of(args, caches):
         save_video(result, video)
-        say(f"{video}: the generated video")
+        lines.append(f"{video}: the generated video")
+    if not args.quiet:            # last: a pipe that is closed must not keep a file from being written
+        print("\n".join(lines))
+
+
+def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
+    """The mp4 that --save_video asks for, beside the first cache unless it says where. Raises ConfigError for another name."""
+    if args.save_video is None:
+        return []
+    if args.save_video and Path(args.save_video).suffix != ".mp4":
+        raise ConfigError(f"--save_video writes an mp4, and {args.save_video} does not end in .mp4")
+    return [args.save_video or str(Path(next(iter(paths))).with_suffix(".mp4"))]

@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from experiments import extraction, extraction_base
+from experiments import extraction_base
 from experiments.cli import Parser, add_memory_flags, add_run_flags, main
 from experiments.formats import FORMATS
 from wan.config import ConfigError, RunConfig, load_config
@@ -61,8 +61,6 @@ def run(argv=None):
     if len(steps) > 1 and not args.all_layers:
         raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers for an atlas")
     layer = None if args.all_layers else extraction_base.choose_layer(config, args.layer_index)
-    if args.save_video:
-        extraction.require_writable(args.save_video)
     paths = extraction_base.make_base_caches(args, config, layer, steps)
     if not args.quiet:
         say_what_next(paths[0], "atlas" if args.all_layers else "layer")

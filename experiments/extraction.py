@@ -6,7 +6,7 @@ The scripts are faces of this file: extract() runs, and the *_cache functions ar
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from experiments import frames, guards
+from experiments.files import part_of, replacing, target_of
 from experiments.formats import READ_BY, SCHEMA_VERSION, CacheError
 from experiments.guards import RunError
 from experiments.memory import Memory, check_memory
@@ -240,18 +241,18 @@ def draw_noise(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
 
 def require_writable(path: str | Path) -> None:
     """Raise CacheError, before hours of work, where path cannot become a file."""
-    path = Path(path)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(f"Is a directory: '{path}'")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        target = target_of(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=target.parent).close()
+        with suppress(FileNotFoundError):
+            part_of(target).stat()         # its name may be too long where the output's own is not
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def save_video(extraction: Extraction, path: str | Path) -> None:
-    """Decode the latents and write an mp4 of 16 frames a second, small videos enlarged to at least 256 pixels."""
+    """Decode the latents and write an mp4 of 16 frames a second, whole or not at all; small ones are enlarged."""
     import imageio.v3 as iio  # ffmpeg is needed only here
 
     from wan.modules.vae import VAE
@@ -260,8 +261,9 @@ def save_video(extraction: Extraction, path: str | Path) -> None:
     pixels = (video * 255).round().byte().cpu()
     enlarge = -(-256 // min(pixels.shape[1:3]))
     pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    require_writable(path)
-    iio.imwrite(path, pixels.numpy(), fps=16, codec="libx264", macro_block_size=8)
+    content = iio.imwrite("<bytes>", pixels.numpy(), extension=".mp4", fps=16, codec="libx264", macro_block_size=8)
+    with replacing(path) as file:
+        file.write(content)
 
 
 # -- arranging a rollout in a format ----------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
     layers = []
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
-    for layer in run.config.layer_indices:
+    for layer in dict.fromkeys(run.config.layer_indices):
         calls = [r for r in run.records if r["layer"] == layer]
         entry = {"layer_idx": layer, "is_logits": is_logits, "num_frames": run.config.num_frames,
                  "frame_seq_length": run.common["frame_seq_length"], "num_heads": run.common["num_heads"],
@@ -301,7 +303,7 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
         layers.append(entry)
     return run.common | run.pass_fields(run.config.step) | {
         "format": "figure4", "is_logits": is_logits, "attention_weights": layers, "capture_method": "native_inference_capture",
-        "layer_indices": list(run.config.layer_indices), "query_frames": run.last_block,
+        "layer_indices": list(dict.fromkeys(run.config.layer_indices)), "query_frames": run.last_block,
         "key_frames": run.records[0]["key_frames"]}
 
 

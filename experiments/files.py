@@ -1,5 +1,6 @@
 """Files appear whole or not at all, and how large they will be."""
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,13 +16,11 @@ MARGIN = 1 << 16       # bytes of a cache beside its tensors: names, numbers, th
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A binary file beside path that becomes path when the block ends, and is removed when the block fails.
 
-    Missing folders are made. Raises OSError where that is not allowed.
+    Missing folders are made, and a link stays: its target is replaced. Raises OSError where that is not allowed.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"[Errno 21] Is a directory: '{path}'")
+    path = target_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = part_of(path)
     try:
         with open(part, "xb") as file:
             yield file
@@ -32,6 +31,20 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             part.unlink()
         raise
+
+
+def target_of(path: str | Path) -> Path:
+    """The file that is written under a path: that of a link is its target. Raises OSError for a folder, device or pipe."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EISDIR if path.is_dir() else errno.EINVAL,
+                      "Is a directory" if path.is_dir() else "Is a device or pipe", str(path))
+    return path
+
+
+def part_of(path: Path) -> Path:
+    """Where a file is while it is being written by this process."""
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 def tensor_bytes(value: Any) -> int:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from experiments.extraction import require_writable
+from experiments.files import target_of
 from experiments.formats import CacheError
 
 
@@ -26,12 +27,13 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
         require_writable(path)
         if not overwrite and Path(path).exists():
             raise CacheError(f"{path} is there already, and --no-overwrite keeps it; --overwrite replaces it")
+    targets = {target_of(path): size for path, size in paths.items()}
     with ExitStack() as held:
-        for path in sorted(set(paths)):
-            held.enter_context(_locked(Path(path)))
-            _remove_leftovers(Path(path))
-        for folder in sorted({Path(path).parent for path in paths}):
-            require_space(folder, {path: size for path, size in paths.items() if Path(path).parent == folder})
+        for path in sorted(targets):
+            held.enter_context(_locked(path))
+            _remove_leftovers(path)
+        for folder in sorted({path.parent for path in targets}):
+            require_space(folder, {str(path): size for path, size in targets.items() if path.parent == folder})
         yield
 
 
@@ -75,10 +77,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove unfinished files of runs that were killed; the lock says that nobody else is at it, the process id once more."""
+    """Remove unfinished files of runs that were killed; the lock says that nobody else is at it, the process id once more.
+
+    One of this process's own id is of another's: in a container every run may have the same.
+    """
     for part in path.parent.glob(f".{glob_escaped(path.name)}.*.part"):
         process = re.fullmatch(r".*\.(\d+)\.part", part.name)
-        if process and int(process[1]) != os.getpid() and not Path(f"/proc/{process[1]}").exists():
+        if process and (int(process[1]) == os.getpid() or not Path(f"/proc/{process[1]}").exists()):
             with suppress(OSError):
                 part.unlink()
 

@@ -45,6 +45,8 @@ class Progress(Watch):
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
         self.quiet, self.start = quiet, time.monotonic()
         self.rollout_start, self._log = self.start, None
+        if log_file and Path(log_file).suffix == ".pt":
+            raise CacheError(f"--log_file {log_file} has the name of a cache; give it another, such as log.jsonl")
         try:
             if log_file:
                 Path(log_file).parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 
 from experiments import extraction
 from experiments.caches import load_cache, save_cache
-from experiments.cli import save_results
+from experiments.cli import save_results, videos_of
 from experiments.extraction import Extraction
 from experiments.formats import CacheError
 from experiments.guards import RunError, StoppedError
@@ -40,7 +40,8 @@ def run_watched(args: argparse.Namespace, outputs: Mapping[str, Arrange], each: 
     Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for what goes
     wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
     """
-    with (Progress(args.quiet, args.log_file) as watch, claimed(dict.fromkeys(outputs, each), args.overwrite is not False),
+    claims = dict.fromkeys(outputs, each) | dict.fromkeys(videos_of(args, outputs), 0)
+    with (Progress(args.quiet, args.log_file) as watch, claimed(claims, args.overwrite is not False),
           stopping_when_asked(watch, unit), deterministic(args.deterministic)):
         start = time.monotonic()
         save(args, make(watch), outputs, watch)

@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments import extraction
 from experiments.caches import load_cache
+from experiments.cli import videos_of
 from experiments.files import replacing
 from experiments.formats import CacheError
 from experiments.guards import RunError, StoppedError
@@ -58,7 +59,7 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
 def read_prompts(path: str | Path) -> list[str]:
     """The lines of a text file, without empty ones, comments (#) and repetitions."""
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a file of prompts: {getattr(error, 'strerror', None) or error}") from None
     prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
@@ -74,7 +75,8 @@ def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
         slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") or "prompt"
         if len(slug.encode()) > SLUG_LENGTH or slug in slugs.values():
             cut = slug.encode()[:SLUG_LENGTH].decode(errors="ignore").rstrip("-")
-            slug = f"{cut}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
+            digits = hashlib.sha256(prompt.encode(errors="surrogateescape")).hexdigest()
+            slug = next(name for n in range(8, 65) if (name := f"{cut}-{digits[:n]}") not in slugs.values())
         slugs[prompt] = slug
     return slugs
 
@@ -107,7 +109,7 @@ def run_sweep(args: argparse.Namespace, config: RunConfig, requests: Sequence[Ca
         for number, path in enumerate(waiting, 1):
             watch.say(f"run {number}/{len(waiting)}: {path}")
             try:
-                with claimed({path: 0}):
+                with claimed(dict.fromkeys((path, *videos_of(args, [path])), 0)):
                     save(args, extraction.extract_next(ready, runs[path], requests, watch), {path: arrange}, watch)
                 states[path] = "done"
             except StoppedError as error:

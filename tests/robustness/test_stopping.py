@@ -1,5 +1,6 @@
 """Ctrl-C and sweeps: what is complete is kept, what is missing is said, and the same command goes on."""
 
+import hashlib
 import json
 import os
 import re
@@ -203,6 +204,18 @@ def test_slugs_tell_prompts_apart():
     assert slugs["A cat."] == "a-cat" and slugs["a cat"].startswith("a-cat-") and slugs["一只猫在海边"] == "一只猫在海边"
     assert len(set(slugs.values())) == 6 and slugs["!!"] == "prompt"
     assert all(len(slug.encode()) < 80 and "/" not in slug for slug in slugs.values())
+
+
+def test_a_slug_that_somebody_else_has_is_not_taken_twice():
+    digits = hashlib.sha256(b"a cat").hexdigest()
+    prompts = [f"a cat {digits[:8]}", "A cat", "a cat", f"a cat {digits[:9]}"]
+    slugs = sweep.slugs_of(prompts)
+    assert len(set(slugs.values())) == 4 and slugs["a cat"] == f"a-cat-{digits[:9]}"
+
+
+def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat\r\na dog\r\n", encoding="utf-8-sig", newline="")
+    assert sweep.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
 
 
 def test_two_sweeps_in_one_folder(tmp_path, prompts):
