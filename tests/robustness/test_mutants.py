@@ -26,6 +26,7 @@ from wan import checkpoint
 from wan.checkpoint import CheckpointError
 from wan.config import ConfigError
 from wan.modules.causal_model import CausalWanModel
+from wan.safe_load import LARGE_BYTES, UnreadableError, load_tensors
 
 SECONDS, BYTES = 2.0, 500 << 20
 CACHES, CHECKPOINTS = (900, 500) if FULL else (150, 50)
@@ -300,6 +301,18 @@ def test_checkpoints(tmp_path, monkeypatch, capfd):
         ways[how] += 1
     tell(capfd, f"{sum(found.values())} mutated checkpoints: {dict(found)}; {dict(ways)}")
     assert sum(found.values()) == CHECKPOINTS
+
+
+def test_one_bit_of_a_large_record(tmp_path):
+    """A token matrix is compared with its checksum as small records are."""
+    path = tmp_path / "c.pt"
+    torch.save({"large": torch.arange(LARGE_BYTES // 4 + 1000), "small": torch.zeros(3)}, path)
+    assert load_tensors(path)["large"][-1] == LARGE_BYTES // 4 + 999
+    content = path.read_bytes()
+    for place in (len(content) // 50, len(content) // 2, 2 * LARGE_BYTES):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1:])
+        with pytest.raises(UnreadableError, match=r"record 'c/data/0' is damaged .checksum"):
+            load_tensors(path)
 
 
 def test_a_bare_pickle(tmp_path, monkeypatch):
