@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKLWan
 from safetensors.torch import save_file
 from transformers import UMT5EncoderModel
 
@@ -30,6 +31,7 @@ from experiments import extraction
 from experiments.benchmark import environment
 from experiments.cli import Parser, main
 from experiments.memory import Memory
+from experiments.progress import Watch
 from experiments.prompts import encoding_device, needs_encoder, states_file
 from wan import checkpoint, native
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
@@ -136,13 +138,22 @@ def warm_up(device: torch.device) -> None:
 
 
 def gpu_peak(device: torch.device) -> dict[str, int]:
-    """Peaks of what tensors took and of what the allocator held, and what the whole device has in use at the end."""
+    """Peaks of what tensors took and of what the allocator held for them; CUDA's context is not in them."""
     if device.type != "cuda":
         return {}
     torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
     return {"gpu_peak_bytes": torch.cuda.max_memory_allocated(device),
-            "gpu_reserved_bytes": torch.cuda.max_memory_reserved(device), "gpu_in_use_bytes": total - free}
+            "gpu_reserved_bytes": torch.cuda.max_memory_reserved(device)}
+
+
+class Clock(Watch):
+    """When a rollout began and its last block ended, which has waited for the device."""
+
+    def event(self, name: str, **values) -> None:
+        self.begin = time.perf_counter()
+
+    def block(self, block: int, frames: range, num_blocks: int) -> None:
+        self.end = time.perf_counter()
 
 
 def drop_from_page_cache(config: RunConfig) -> None:
@@ -185,29 +196,28 @@ def roll_out(config: RunConfig) -> dict:
         prepared = gpu_peak(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        middle = time.perf_counter()
-        run = extraction.extract_next(ready, config, requests)
+        prepare_seconds = time.perf_counter() - start
+        run = extraction.extract_next(ready, config, requests, clock := Clock())
         rolled = gpu_peak(device)
         end = time.perf_counter()
-    where = "GPU" if device.type == "cuda" else "host"
-    predicted = {need.doing: need.total for need in plan if need.where == where}
+    predicted = {where: {need.doing: need.total for need in plan if need.where == where} for where in ("GPU", "host")}
     digest = hashlib.sha256()
     for tensor in (run.latents, *(r[name] for r in run.records for name in ("frame_logits", "frame_mass"))):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     result = {"frames": config.num_frames, "offload": config.offload,
               "encoded_on": str(encoding_device(config, device)) if encodes else None,
-              "prepare_seconds": middle - start, "rollout_seconds": end - middle, "calls": len(run.records),
+              "prepare_seconds": prepare_seconds, "rollout_seconds": clock.end - clock.begin, "seconds": end - start,
+              "waited_for_sha256_seconds": end - clock.end, "calls": len(run.records),
               "sha256_of_latents_and_capture": digest.hexdigest(), "predicted_bytes": predicted, **host}
     if rolled:
         result |= {"prepare": prepared, "rollout": rolled,
                    "gpu_peak_bytes": max(part["gpu_peak_bytes"] for part in (prepared, rolled)),
-                   "measured_of_predicted": rolled["gpu_peak_bytes"] / predicted["rolling out"]}
+                   "measured_of_predicted": rolled["gpu_peak_bytes"] / predicted["GPU"]["rolling out"]}
     return result
 
 
 def apart(function: Callable[..., dict], *args) -> dict:
     """The result of a function in a process of its own."""
-    print(f"{time.strftime('%X')} {function.__name__} {args}", flush=True)
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, *args))
@@ -239,8 +249,10 @@ def small_model(folder: Path, device: torch.device) -> dict:
     tuned = replace(config, checkpoint_path=str(folder / "self_forcing_dmd.pt"))
     make_checkpoint(Path(tuned.checkpoint_path), sizes, torch.float32, device)
     streamed = replace(config, offload=True)
+    with torch.device("meta"):
+        vae_bytes = sum(p.numel() * 4 for p in AutoencoderKLWan().parameters())            # released in float32; not made here
     found = {"files": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()},
-             "load": {"shards, from disk": apart(load, config, True), "shards": apart(load, config),
+             "vae_bytes": vae_bytes, "load": {"shards, from disk": apart(load, config, True), "shards": apart(load, config),
                       "shards, --offload": apart(load, streamed), "self_forcing_dmd.pt": apart(load, tuned)}}
     found["extract"] = {"resident": apart(roll_out, config), "--offload": apart(roll_out, streamed)}
     states = states_file(streamed, config.prompt, sizes, torch.bfloat16, torch.device("cpu"))

@@ -90,7 +90,7 @@ class Prepared:
     pipeline: CausalInferencePipeline
     texts: dict[str, tuple[Tensor, list[str]]]     # prompt -> states [1, text_len, text_dim], tokens
     common: dict[str, Any]
-    sha256: Future                   # of the weights file: hashed while the video is made
+    sha256: Future                   # of the weights file: hashed while models load and the video is made
     device: torch.device
     dtype: torch.dtype
 
@@ -121,11 +121,12 @@ def prepare(config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequ
     memory = Memory(config, model_config, requests, dtype, device, encodes)
     check_memory(memory, quiet=watch is None or watch.quiet)
     common = common_fields(config, model_config, weights_file, dtype, device)
+    sha256 = begin(checkpoint.file_sha256, weights_file)
     with out_of_memory("encoding the prompt"):
         texts = encode_prompts(config, prompts, model_config, dtype, device)
     with out_of_memory("loading the model"):
         pipeline = load_pipeline(config, model_config, dtype, device)
-    return Prepared(model_config, pipeline, texts, common, begin(checkpoint.file_sha256, weights_file), device, dtype)
+    return Prepared(model_config, pipeline, texts, common, sha256, device, dtype)
 
 
 def extract_next(ready: Prepared, config: RunConfig, requests: Sequence[CaptureRequest],

@@ -40,6 +40,9 @@ def encode_prompts(config: RunConfig, prompts: Sequence[str], model_config: Mode
             encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, model_config.text_len, dtype, where)
             known[prompt] = encoder([prompt]), encoder.words(prompt)
             _remember(path, prompt, *known[prompt])
+    if encoder is not None and where.type == "cuda":
+        del encoder
+        torch.cuda.empty_cache()                   # else its gigabytes stay reserved beside the transformer's
     return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
 
 

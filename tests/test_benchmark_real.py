@@ -50,6 +50,7 @@ def test_a_load_and_a_rollout_are_measured(config):
     ran = [benchmark_real.roll_out(config) for _ in range(2)]
     assert ran[0]["calls"] == golden_config()["model"]["num_layers"] * 5 * 2
     assert ran[0]["sha256_of_latents_and_capture"] == ran[1]["sha256_of_latents_and_capture"]
-    assert ran[0]["predicted_bytes"]["rolling out"] > 0 and ran[0]["encoded_on"] is None
+    assert ran[0]["predicted_bytes"]["host"]["rolling out"] > 0 and ran[0]["encoded_on"] is None
+    assert 0 < ran[0]["rollout_seconds"] < ran[0]["seconds"]
     other = benchmark_real.roll_out(replace(config, seed=1))
     assert other["sha256_of_latents_and_capture"] != ran[0]["sha256_of_latents_and_capture"]
