@@ -177,8 +177,8 @@ def load(config: RunConfig, cold: bool = False) -> dict:
         used = gpu_peak(device)
         seconds = time.perf_counter() - start
     size = sum(path.stat().st_size for path in paths)
-    del pipeline
-    return {"seconds": seconds, "file_bytes": size, "cold": cold, **host, **used,
+    parameters = sum(p.numel() * p.itemsize for p in pipeline.model.parameters())
+    return {"seconds": seconds, "file_bytes": size, "parameter_bytes": parameters, "cold": cold, **host, **used,
             "private_of_file": host["host_private_bytes"] / size, "resident_of_file": host["host_resident_bytes"] / size}
 
 
