@@ -8,14 +8,22 @@ import torch
 
 from experiments.mini_tokenizer import build_tokenizer
 from experiments.moving_shapes import (
+    BACK_BY,
     BACKGROUNDS,
     COLORS,
+    CORNERS,
+    CROSS_BETWEEN,
     DIRECTIONS,
     FPS,
+    KINDS,
     SHAPES,
+    STRAIGHT,
+    WALL,
+    Landmark,
     Mover,
     Scene,
     combinations,
+    hidden_share,
     positions,
     render,
     render_batch,
@@ -34,6 +42,10 @@ def test_caption_names_everything_that_moves():
     assert SCENE.caption == "a red circle moving right over a dark blue background"
     two = replace(SCENE, movers=(RED_CIRCLE, replace(RED_CIRCLE, color="orange", direction="up")))
     assert two.caption == "a red circle moving right and an orange circle moving up over a dark blue background"
+    marked = replace(SCENE, landmark=Landmark("square", "white", "top left"))
+    assert marked.caption == f"{SCENE.caption} with a small white square at the top left"
+    hidden = replace(SCENE, wall="orange", unnamed_color=True)
+    assert hidden.caption == "a circle moving right behind an orange wall over a dark blue background"
 
 
 def test_centre_has_the_movers_color_and_corner_the_backgrounds():
@@ -80,6 +92,45 @@ def test_batch_equals_single_scenes():
     batch = render_batch(scenes, 9, 32)
     for scene, video in zip(scenes, batch, strict=True):
         torch.testing.assert_close(render(scene, 9, 32), video.transpose(0, 1))
+
+
+def test_a_landmark_stays_behind_the_movers_where_the_caption_says():
+    scene = replace(SCENE, landmark=Landmark("square", "white", "top left"))
+    x, y = (int(64 * place) for place in CORNERS["top left"])
+    assert (render(scene, 33, 64)[:, :, y, x] == pixel(COLORS["white"])).all()
+    in_front = replace(RED_CIRCLE, x=CORNERS["top left"][0] + 0.1, y=0.2)
+    torch.testing.assert_close(render(replace(scene, movers=(in_front,)), 1, 64)[0, :, y, x], pixel(COLORS["red"]))
+
+
+@pytest.mark.parametrize("direction", ["right", "left", "up", "down"])
+def test_a_wall_hides_the_mover_and_stands_where_it_goes(direction):
+    dx, dy = DIRECTIONS[direction]
+    mover = replace(RED_CIRCLE, direction=direction, radius=0.12, speed=0.3, x=0.5 - 0.2 * dx, y=0.5 - 0.2 * dy)
+    scene = replace(SCENE, movers=(mover,), wall="white")
+    video, hidden = render(scene, 81, 64), hidden_share(scene, 81)
+    red = ((video - pixel(COLORS["red"])[:, None, None]).abs().sum(1) < 0.01).sum((1, 2))
+    assert red[0] > 100 and hidden[0] == 0 and (red[hidden == 1] == 0).all() and hidden.max() == 1
+    white = ((video[0] - pixel(COLORS["white"])[:, None, None]).abs().sum(0) < 0.01).float()
+    assert white.mean() == pytest.approx(WALL, abs=1 / 64)
+    rows, columns = (64 * white.nonzero().float().mean(0) / 64 - 31.5).tolist()
+    assert columns * dx + rows * dy > 10
+
+
+def test_scenes_keep_the_promises_of_their_kinds():
+    for kind in KINDS:
+        for scene in itertools.islice(sample_scenes(4, held_out=True, kinds=[kind]), 12):
+            assert scene.kind == kind
+            path = positions(scene, 81)
+            for n, mover in enumerate(scene.movers):                       # straight at first, as the caption says
+                straight = path[: int(STRAIGHT * FPS) + 1, n]
+                expected = straight[0] + torch.arange(len(straight))[:, None] / FPS * torch.tensor(mover.velocity)
+                torch.testing.assert_close(straight, expected, atol=1e-5, rtol=0)
+            if kind == "crossing":
+                gap = path.diff(dim=1).norm(dim=-1)[:, 0]
+                assert gap[: int(CROSS_BETWEEN[1] * FPS)].min() < 0.08 and gap[0] > 0.08
+            if kind == "wall":
+                hidden = hidden_share(scene, 81)
+                assert hidden[0] == 0 and (hidden == 1).any() and (hidden[int(BACK_BY * FPS) + 1 :] == 0).all()
 
 
 def test_split_is_fixed_and_disjoint():
