@@ -11,13 +11,45 @@ from pathlib import Path
 
 from experiments.benchmark import as_table
 
+SMALL, LARGE = "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def table(path: Path) -> str:
     """The rows of one benchmark, and under them what they were measured on."""
     report = json.loads(path.read_text())
+    if SMALL in report:
+        return real_table(report)
     return reading_table(report) if "streamed" in report else rollout_table(report)
+
+
+def real_table(report: dict) -> str:
+    """Disk, memory and times of the real models' shapes (experiments/benchmark_real.py)."""
+    env, small, large = report["environment"], report[SMALL], report[LARGE]
+    rows = {"21 frames": small["extract"]["resident"], "21 frames, `--offload`": small["extract"]["--offload"],
+            "21 frames, `--prompt_embeds`": small["extract"]["resident, --prompt_embeds"],
+            "72 frames, `--prompt_embeds`": small["extract"]["72 frames"], "14B, 3 frames": large["extract"]["one block"],
+            "14B, 3 frames, `--offload`": large["extract"]["one block, --offload"]}
+    lines = ["| every layer at 480 x 832, random weights of the same shapes | GPU: text, loading | GPU: rollout | / predicted | host | "
+             "text, loading | rollout |", "|---" * 7 + "|"]
+    lines += [f"| {name} | {gb(row['prepare']['gpu_peak_bytes'])} | {gb(row['rollout']['gpu_peak_bytes'])} | "
+              f"{row['measured_of_predicted']:.3f} x | {gb(row['host_private_bytes'])} | {row['prepare_seconds']:.1f} s | "
+              f"{row['rollout_seconds']:.1f} s |" for name, row in rows.items()]
+    sizes, cold = small["files"], small["load"]["shards, from disk"]
+    shards = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
+    encoder, tuned = (sizes[name] for name in ("models_t5_umt5-xxl-enc-bf16.pth", "self_forcing_dmd.pt"))
+    disk = (f"Disk: {gb(shards + encoder + tuned + small['vae_bytes'])}: transformer {gb(shards)}, umT5 {gb(encoder)}, VAE "
+            f"{gb(small['vae_bytes'])}, checkpoint {gb(tuned)}.")
+    loading = (f"The transformer's shards load from disk in {cold['seconds']:.1f} s, with {gb(cold['host_private_bytes'])} of "
+               f"private host memory; with mapped file pages {cold['resident_of_file']:.2f} x the files.")
+    same = "the same bits" if small["offload_gives_the_same_bits"] else "OTHER BITS"
+    where = f"{env['device']}, torch {env['torch']}, bfloat16, {env['date']}, `{env['git'][:9]}`"
+    return "\n".join(lines) + (f"\n\n{disk} {loading} `--offload` gives {same}, latents and capture. GPU memory is that of "
+                               f"tensors, without CUDA's context; host memory is private. {where}: `{env['command']}`\n")
+
+
+def gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
 
 
 def reading_table(report: dict) -> str:
