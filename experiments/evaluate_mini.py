@@ -2,12 +2,13 @@
 
     python experiments/evaluate_mini.py --output_path checkpoints/wan-mini/evaluation.json
 
-Captions are of the held-out side of experiments/moving_shapes.py; experiments/tracking.py judges. Every video is the one
-that the extraction scripts make of that prompt and seed.
+Captions are of the held-out side of experiments/miniature/moving_shapes.py; tracking.py beside it judges. Every video is
+the one that the extraction scripts make of that prompt and seed.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -22,8 +23,8 @@ from experiments.benchmark import environment
 from experiments.cli import Parser, main
 from experiments.extraction_base import as_one_block
 from experiments.files import replacing
-from experiments.moving_shapes import Scene, render, sample_scenes
-from experiments.tracking import judge
+from experiments.miniature.moving_shapes import Scene, render, sample_scenes
+from experiments.miniature.tracking import judge
 from experiments.train_mini import FRAMES, HELD_OUT_SEED, SIDE, vae_quality
 from wan import checkpoint
 from wan.config import RunConfig, load_config
@@ -38,7 +39,7 @@ BATCH = 16
 
 
 class Miniature:
-    """The miniature's parts, loaded once, and videos [B, frames, 3, H, W] of captions; caption i is rolled out with seed i."""
+    """The miniature's parts, loaded once, and its videos [frames, 3, H, W] in 0..1; the i-th caption is given seed i."""
 
     def __init__(self, config: RunConfig):
         self.config = config
@@ -53,29 +54,32 @@ class Miniature:
         """Few-step rollouts of the checkpoint, a batch at a time, with all of the past or a window of it."""
         config = replace(self.config, local_attn_size=local_attn_size, sink_size=sink_size)
         pipeline = extraction.load_pipeline(config, self.sizes, torch.float32, self.device)
-        for prompts, noise, renoise in self._batches(config, captions, first_seed):
+        for prompts, noise, renoise in self._batches(config, captions):
             _, latents = pipeline.inference(noise, prompt_embeds=self.encoder(prompts), renoise=renoise)
-            yield self.vae.decode(latents).cpu()
+            yield from self.vae.decode(latents).cpu()
 
-    def base(self, captions: list[str], first_seed: int = 0) -> Iterator[Tensor]:
+    def base(self, captions: list[str]) -> Iterator[Tensor]:
         """Guided sampling of the base weights, all frames at once."""
-        base, config = (
-            self.config.base,
-            as_one_block(replace(self.config, base=replace(self.config.base, num_video_frames=FRAMES))),
-        )
+        base = replace(self.config.base, num_video_frames=FRAMES)
+        config = as_one_block(replace(self.config, base=base))
         state = checkpoint.read_transformer_state(config.ckpt_dir)
         model = checkpoint.build_model(WanModel, self.sizes, state, config.ckpt_dir, torch.float32, self.device)
         pipeline = TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
-        for prompts, noise, _ in self._batches(config, captions, first_seed):
+        for prompts, noise, _ in self._batches(config, captions):
             negative = self.encoder([base.negative_prompt] * len(prompts))
-            yield self.vae.decode(pipeline.inference(noise, self.encoder(prompts), negative)).cpu()
+            yield from self.vae.decode(pipeline.inference(noise, self.encoder(prompts), negative)).cpu()
 
-    def _batches(self, config: RunConfig, captions: list[str], first_seed: int) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+    def reconstructed(self, videos: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Videos through the VAE: as good as the model can be."""
+        for video in videos:
+            yield self.vae.decode(self.vae.encode(video[None].to(self.device)))[0].cpu()
+
+    def _batches(self, config: RunConfig, captions: list[str]) -> Iterator[tuple[list[str], Tensor, Tensor]]:
         """Captions with the noise that a script would draw for each."""
         for i in range(0, len(captions), BATCH):
             prompts = captions[i : i + BATCH]
-            seeds = range(first_seed + i, first_seed + i + len(prompts))
-            drawn = (extraction.draw_noise(replace(config, seed=s), self.sizes, torch.float32, self.device) for s in seeds)
+            seeded = (replace(config, seed=i + n) for n in range(len(prompts)))
+            drawn = (extraction.draw_noise(one, self.sizes, torch.float32, self.device) for one in seeded)
             noise, renoise = zip(*drawn, strict=True)
             with extraction.threads_for(noise[0], self.sizes):
                 yield prompts, torch.cat(noise), torch.cat(renoise, 1)
@@ -86,11 +90,6 @@ def scenes(kinds: Iterable[str], count: int) -> list[Scene]:
     return list(itertools.islice(sample_scenes(HELD_OUT_SEED + 1, True, kinds), count))
 
 
-def judged(videos: Iterator[Tensor], of: list[Scene]) -> list[dict[str, bool]]:
-    """What each video shows of its scene."""
-    return [judge(video, scene) for video, scene in zip(itertools.chain.from_iterable(videos), of, strict=True)]
-
-
 def shares(judgements: list[dict[str, bool]]) -> dict[str, float]:
     """For each question, the share of the videos it was asked of that answer yes."""
     questions = dict.fromkeys(q for j in judgements for q in j)
@@ -98,32 +97,35 @@ def shares(judgements: list[dict[str, bool]]) -> dict[str, float]:
     return {q: round(sum(answers) / len(answers), 3) for q, answers in asked.items()}
 
 
-def evaluate(config: RunConfig, captions: int, others: int, clips: int) -> dict:
-    """All of it, as plain numbers. captions are of one moving shape, others of each of the other sets."""
+def evaluate(config: RunConfig, captions: int, others: int, clips: int, base: bool = True) -> dict:
+    """All of it, as plain numbers: captions with one moving shape, and others of each of the other sets."""
     mini = Miniature(config)
     report = {"vae": {"clips": clips} | vae_quality(mini.vae.vae, mini.device, clips), "captions": {}, "past": []}
     for name, kinds in SETS.items():
         chosen = scenes(kinds, captions if name == "one shape" else others)
-        prompts = [scene.caption for scene in chosen]
-        results = {
-            "rendered": judged((render(s, FRAMES, SIDE)[None] / 2 + 0.5 for s in chosen), chosen),
-            "vae": judged((mini.vae.decode(mini.vae.encode((render(s, FRAMES, SIDE)[None] / 2 + 0.5).to(mini.device))).cpu()
-                           for s in chosen), chosen),
-            "causal": judged(mini.causal(prompts), chosen),
-            "base": judged(mini.base(prompts), chosen),
-        }  # fmt: skip
+        prompts, real = [s.caption for s in chosen], [render(s, FRAMES, SIDE) / 2 + 0.5 for s in chosen]
+        videos = {"rendered": real, "vae": mini.reconstructed(real), "causal": mini.causal(prompts)}
+        if base:
+            videos["base"] = mini.base(prompts)
+        answers = {source: judged(each, chosen) for source, each in videos.items()}
         report["captions"][name] = {
             "count": len(chosen),
-            "shares": {source: shares(each) for source, each in results.items()},
-            "each": [{"caption": s.caption, "seed": i, "causal": results["causal"][i], "base": results["base"][i]}
-                     for i, s in enumerate(chosen)],
-        }  # fmt: skip
-    chosen = scenes(("wall",), others)
-    for local_attn_size, sink_size in PASTS:
-        videos = mini.causal([s.caption for s in chosen], local_attn_size=local_attn_size, sink_size=sink_size)
-        report["past"].append({"local_attn_size": local_attn_size, "sink_size": sink_size, "count": len(chosen)}
-                              | shares(judged(videos, chosen)))  # fmt: skip
+            "shares": {source: shares(each) for source, each in answers.items()},
+            "each": [
+                {"caption": prompt, "seed": i} | {s: answers[s][i] for s in answers if s in ("causal", "base")}
+                for i, prompt in enumerate(prompts)
+            ],
+        }
+    for local_attn_size, sink_size in PASTS:  # of the last set, behind a wall
+        answers = judged(mini.causal(prompts, local_attn_size, sink_size), chosen)
+        window = {"local_attn_size": local_attn_size, "sink_size": sink_size, "count": len(chosen)}
+        report["past"].append(window | shares(answers))
     return report
+
+
+def judged(videos: Iterable[Tensor], of: list[Scene]) -> list[dict[str, bool]]:
+    """What each video shows of its scene."""
+    return [judge(video, scene) for video, scene in zip(videos, of, strict=True)]
 
 
 def run(argv=None):
@@ -133,6 +135,7 @@ def run(argv=None):
     parser.add_argument("--captions", type=int, default=64, help="held-out captions with one moving shape")
     parser.add_argument("--others", type=int, default=32, help="captions of each of the other sets")
     parser.add_argument("--clips", type=int, default=32, help="held-out clips that the VAE is measured on")
+    parser.add_argument("--base", action=argparse.BooleanOptionalAction, default=True, help="the base weights too")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
     args = parser.parse_args(argv)
@@ -140,7 +143,7 @@ def run(argv=None):
     config = load_config(args.config_path, paths | {"device": args.device})
     extraction.require_writable(args.output_path)
     device = extraction.choose_device(args.device)
-    report = {"environment": environment(device)} | evaluate(config, args.captions, args.others, args.clips)
+    report = {"environment": environment(device)} | evaluate(config, args.captions, args.others, args.clips, args.base)
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
     print("VAE:", report["vae"])

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.mini_tokenizer import build_tokenizer
-from experiments.moving_shapes import FPS, Scene, render_batch, render_table, sample_scenes, scene_table
-from experiments.training import Clock, Trainer
+from experiments.miniature.moving_shapes import FPS, Scene, render_batch, render_table, sample_scenes, scene_table
+from experiments.miniature.tokenizer import build_tokenizer
+from experiments.miniature.training import Clock, Trainer
 from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
 from wan.config import ModelConfig, block_ranges, block_sizes
 from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from experiments import extraction
-from experiments.moving_shapes import BACKGROUNDS, sample_scenes
+from experiments.miniature.moving_shapes import BACKGROUNDS, sample_scenes
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
 from wan.modules.text_encoder import TextEncoder, clean_prompt
@@ -95,7 +95,7 @@ def test_prompts_are_cleaned_as_wan_does(dirty, clean):
 
 def test_latents_are_normalised_by_the_vae_config(vae):
     scene = HELD_OUT[0]
-    from experiments.moving_shapes import render_batch
+    from experiments.miniature.moving_shapes import render_batch
     video = render_batch([scene], 17, 64).transpose(1, 2) / 2 + 0.5                     # [1, frames, 3, H, W]
     latents = vae.encode(video)
     assert latents.shape == (1, 5, 16, 8, 8)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.moving_shapes import BACKGROUNDS, COLORS, FPS, Landmark, Mover, Scene, render, sample_scenes
-from experiments.tracking import background, in_sight, judge, nearest, track
+from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, FPS, Landmark, Mover, Scene, render, sample_scenes
+from experiments.miniature.tracking import background, in_sight, judge, nearest, track
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
 SCENE = Scene((MOVER,), "dark blue")

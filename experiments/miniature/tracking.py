@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.moving_shapes import (
+from experiments.miniature.moving_shapes import (
     BACKGROUNDS,
     COLORS,
     CORNERS,

@@ -10,7 +10,7 @@ import string
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from experiments.moving_shapes import BACKGROUNDS, COLORS, CORNERS, DIRECTIONS, SHAPES
+from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, CORNERS, DIRECTIONS, SHAPES
 
 SPECIAL = ("<pad>", "</s>", "<s>", "<unk>")
 WORD_START = "▁"
