@@ -138,6 +138,8 @@ class Memory:
             yield "--offload", replace(self, config=replace(c, offload=True))
         if self.encodes and not c.prompt_embeds and not self.bidirectional:
             yield "--prompt_embeds FILE", replace(self, config=replace(c, prompt_embeds="FILE"))
+        if self.dtype == torch.float32:
+            yield "--dtype bfloat16", replace(self, dtype=torch.bfloat16)
         if any(request.granularity == "token" for request in self.requests):
             frames = [replace(r, granularity="frame", is_logits=True) for r in self.requests]
             yield "--granularity frame", replace(self, requests=frames)
@@ -167,7 +169,7 @@ def _advice(memory: Memory, too_large: Callable[[Memory], Need | None]) -> str:
             found[flag] = None
     if found:
         return f"it fits with {' or '.join(found)}"
-    for name in ("--t5_cpu", "--offload", "--granularity frame"):
+    for name in ("--t5_cpu", "--offload", "--dtype bfloat16", "--granularity frame"):
         if name in (flags := dict(smaller.remedies())):
             smaller = flags[name]
             together.append(name)

@@ -30,8 +30,8 @@ def real_table(report: dict) -> str:
             "21 frames, `--prompt_embeds`": small["extract"]["resident, --prompt_embeds"],
             "72 frames, `--prompt_embeds`": small["extract"]["72 frames"], "14B, 3 frames": large["extract"]["one block"],
             "14B, 3 frames, `--offload`": large["extract"]["one block, --offload"]}
-    lines = ["| every layer at 480 x 832, random weights of the same shapes | GPU: text, loading | GPU: rollout | / predicted | host | "
-             "text, loading | rollout |", "|---" * 7 + "|"]
+    lines = ["| every layer at 480 x 832, random weights of the same shapes | GPU: text, loading | GPU: rollout | "
+             "/ predicted | host | text, loading | rollout |", "|---" * 7 + "|"]
     lines += [f"| {name} | {gb(row['prepare']['gpu_peak_bytes'])} | {gb(row['rollout']['gpu_peak_bytes'])} | "
               f"{row['measured_of_predicted']:.3f} x | {gb(row['host_private_bytes'])} | {row['prepare_seconds']:.1f} s | "
               f"{row['rollout_seconds']:.1f} s |" for name, row in rows.items()]

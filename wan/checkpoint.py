@@ -255,9 +255,13 @@ def sampled_sha256(path: str | Path) -> str:
 
 
 def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Which files a run read, in order of their names: name, bytes and sampled_sha256 of each; of an index its shards."""
-    files = sorted({file for path in paths for file in shards(Path(path))}, key=lambda file: (file.name, str(file)))
-    return [{"name": file.name, "size": file.stat().st_size, "sampled_sha256": sampled_sha256(file)} for file in files]
+    """Which files a run read, in order of their names: name, bytes and sampled_sha256 of each; of an index its shards.
+
+    Raises CheckpointError for one that is not there.
+    """
+    files = {require_file(file, DOWNLOAD_HINT) for path in paths for file in shards(Path(path))}
+    return [{"name": file.name, "size": file.stat().st_size, "sampled_sha256": sampled_sha256(file)}
+            for file in sorted(files, key=lambda file: (file.name, str(file)))]
 
 
 def require_dir(path: str | Path) -> Path:
