@@ -1,6 +1,7 @@
 """Weights from files: names, strictness, and one clear line for what does not fit."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,33 @@ def test_ema_or_not(tmp_path, native):
     torch.save({"generator_ema": {"model.a": torch.ones(1)}, "generator": {"model.a": torch.zeros(1)}}, tmp_path / "sf.pt")
     assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema=True)["a"] == 1
     assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema=False)["a"] == 0
+
+
+@pytest.mark.parametrize(("there", "use_ema"), [("generator", True), ("generator_ema", False)])
+def test_the_only_one_there_is_used_and_said(tmp_path, there, use_ema):
+    torch.save({there: {"model.a": torch.ones(1)}}, tmp_path / "sf.pt")
+    with pytest.warns(UserWarning, match=rf"sf.pt holds no generator\w*; its {there} is used"):
+        assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema)["a"] == 1
+
+
+def test_all_that_does_not_fit_is_reported(native):
+    native["lora"] = native.pop("head.head.bias")
+    native["head.modulation"] = torch.ones(3)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, native, "sf.pt")
+    assert str(caught.value) == (
+        "sf.pt does not fit the model: 1 of 150 keys missing: head.head.bias; 1 of 150 keys unexpected: lora; "
+        f"1 of 150 keys of another shape: head.modulation [3] instead of {[1, 2, GOLDEN_MODEL.dim]}")
+
+
+def test_weights_are_mapped_not_copied(tmp_path, native):
+    """On the CPU in the file's dtype a model's parameters are the pages of the file themselves."""
+    save_file(native, tmp_path / "w.safetensors")
+    state = checkpoint.read_safetensors(tmp_path / "w.safetensors")
+    model = checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "w", next(iter(native.values())).dtype)
+    maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("w.safetensors")]
+    spans = [tuple(int(end, 16) for end in span.split("-")) for span in maps]
+    assert spans and all(any(start <= p.data_ptr() < end for start, end in spans) for p in model.parameters())
 
 
 @pytest.mark.parametrize(("spoil", "message"), [

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
+from transformers import UMT5EncoderModel
 
 from experiments import cli, prompts, run_extraction_all, run_extraction_figure4
 from experiments.caches import load_cache
 from wan import checkpoint
 from wan.config import load_config
+from wan.modules.text_encoder import TextEncoder
 
 CPU = torch.device("cpu")
 
@@ -63,6 +65,17 @@ def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
             names.append(prompts.states_file(config, "a", sizes, torch.float32, CPU))
     assert len(set(names)) == len(names)
     assert prompts.states_file(replace(config, embeds_dir=None), "a", sizes, torch.float32, CPU) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_umt5_from_its_files_is_transformers_own(dtype):
+    folder = ROOT / "checkpoints/wan-mini"
+    ours = TextEncoder.from_pretrained(folder, 64, dtype)
+    theirs = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
+    ids, mask = ours.tokenize(["a red circle moving right"])
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
+    assert torch.equal(ours(["a red circle moving right"]), expected.to(dtype)) and expected.any()
 
 
 def test_where_umt5_runs():
