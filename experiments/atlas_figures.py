@@ -23,6 +23,7 @@ from experiments.figures import (
     Shaded,
     frame_axis,
     label_figure,
+    mark_frames,
     styled,
     ticks,
 )  # fmt: skip
@@ -143,11 +144,9 @@ def rope_bands(values: np.ndarray, names: Sequence[str], *, layer: int, head: in
     axes[1].set_yticks(np.arange(bands), names, fontsize=8)
     axes[1].set_ylim(bands - 0.5, -0.5)
     figure.colorbar(mesh, ax=axes[1], label=LABELS["mean_logit"], pad=0.02)
-    legend = {}
-    for text, marked in shaded.items():
-        axes[0].axvspan(min(marked) - 0.5, max(marked) + 0.5, color=ORANGE, alpha=0.2, linewidth=0, zorder=0)
+    legend = mark_frames(axes[0], total, shaded)
+    for marked in shaded.values():
         axes[1].axvline(min(marked) - 0.5, color=ORANGE, linestyle="--", linewidth=1.2)
-        legend[text] = Patch(color=ORANGE, alpha=0.2, linewidth=0, label=text)
     frame_axis(axes[1], F, room=25)
     axes[1].set_xlim(-0.5, F - 0.5)
     axes[0].tick_params(labelbottom=False)

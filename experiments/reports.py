@@ -137,9 +137,12 @@ def what_it_shows(view: Profiles, panels: Iterable[HeadPanel]) -> str:
     by_distance = None if matrix is None else first_minus_context(distance_profile(matrix, view.block_sizes), context)
     for panel in panels:
         at = view.layers.index(panel.layer), panel.head
-        lines.append(f"{panel.label}, layer {panel.layer}, head {panel.head}: a wave at 1 rad/frame explains "
-                     f"{waves.r2[at]:.0%} of what a line leaves over, amplitude {waves.amplitude[at]:.2f}, best period "
-                     f"{waves.period[at]:.1f} frames; first − middle {s.delta[at]:+.2f}"
+        told = np.isfinite(waves.r2[at])
+        lines.append(f"{panel.label}, layer {panel.layer}, head {panel.head}: "
+                     + (f"a wave at 1 rad/frame explains {waves.r2[at]:.0%} of what a line leaves over, amplitude "
+                        f"{waves.amplitude[at]:.2f}, best period {waves.period[at]:.1f} frames" if told else
+                        f"{len(context)} context frames are too few to tell a wave")
+                     + f"; first − middle {s.delta[at]:+.2f}"
                      + ("" if excess is None else f", excess at equal distance {excess[at]:+.2f}"))
     high = s.delta > DELTA_THRESHOLD
     lines.append(f"All {high.size} heads: first − middle {_mean(s.delta):+.2f} on average, above {DELTA_THRESHOLD:g} for "
@@ -149,8 +152,9 @@ def what_it_shows(view: Profiles, panels: Iterable[HeadPanel]) -> str:
     lonely = high & ~(excess > DELTA_THRESHOLD)
     lines.append(f"  excess at equal distance {_mean(excess):+.2f} on average, above {DELTA_THRESHOLD:g} for "
                  f"{(excess > DELTA_THRESHOLD).sum()}")
-    lines.append(f"  were distance all that matters, first − context would be {_mean(by_distance):+.2f} on average; it is "
-                 f"{_mean(first_minus_context(profile, context)):+.2f}")
+    if np.isfinite(by_distance).any():
+        lines.append(f"  were distance all that matters, first − context would be {_mean(by_distance):+.2f} on average; it "
+                     f"is {_mean(first_minus_context(profile, context)):+.2f}")
     if lonely.any():
         lines.append(f"  of {lonely.sum()} heads above {DELTA_THRESHOLD:g} by the first alone, distance by itself gives more "
                      f"than half of it for {(by_distance > s.delta / 2)[lonely].sum()}")

@@ -1,0 +1,87 @@
+"""Notebooks on caches of runs that were stopped: they run from top to bottom and show what is absent as absent."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+
+import executed
+import pytest
+from conftest import ROOT
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
+
+from experiments import cli, extract_attention_wan, run_extraction, run_extraction_all, run_extraction_each, run_notebooks
+from experiments.caches import load_cache
+from experiments.progress import Progress
+
+MINI = ["--config_path", "configs/wan_mini.yaml", "--quiet"]
+STOPPED = "partial: the run was stopped after 3 of 7 blocks; what comes later is absent"
+NOTEBOOKS = {          # name of the cache -> notebook, its parameters, and what it prints of the stop
+    "atlas": ("layer_atlas.ipynb", {"CACHE_PATH": "atlas.pt", "LAYER": 5}, STOPPED),
+    "layer": ("extract_all_attention.ipynb", {"DATA_PATH": "layer.pt"}, STOPPED),
+    "inference": ("plot_figure4.ipynb", {"CACHE_PATH": "inference.pt"}, STOPPED),
+    "inference, Figure 4": ("plt_fig4.ipynb", {"CACHE_PATH": "inference.pt"}, STOPPED),
+    "atlas, Figure 4": ("plt_fig4.ipynb", {"CACHE_PATH": "atlas.pt"}, STOPPED),
+    "base atlas": ("layer_atlas.ipynb", {"CACHE_PATH": "atlas_base.pt", "LAYER": 5}, "steps 5 are absent"),
+}
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
+    """What each notebook printed, and its figures; all of them in one kernel, emptied in between."""
+    folder = tmp_path_factory.mktemp("partial")
+    stop_after = {"block": 2, "step": 2}
+
+    def stopping(unit):
+        original = getattr(Progress, unit)
+
+        def advance(self, index, *more):
+            original(self, index, *more)
+            if index == stop_after[unit]:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+        return advance
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        for unit in stop_after:
+            patch.setattr(Progress, unit, stopping(unit))
+        for script, name, flags in (
+                (run_extraction_all, "atlas", ["--cross", "--key_curve", "--rope_bands"]), (run_extraction_each, "layer", []),
+                (run_extraction, "inference", ["--blocks", "1", "2", "-1"])):
+            stop(script, [*MINI, *flags, "--output_path", str(folder / f"{name}.pt")])
+        stop(extract_attention_wan,
+             [*MINI, "--num_steps", "6", "--all_layers", "--step", "0", "2", "5", "--output_dir", str(folder)])
+        assert all(load_cache(path)["partial"] for path in folder.glob("*.pt"))
+        return asyncio.run(run_all(folder))
+
+
+def stop(script, flags) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(script.run, flags)
+    assert ended.value.code == 130
+
+
+async def run_all(folder) -> dict[str, tuple[str, dict[str, bytes]]]:
+    results = {}
+    async with run_notebooks.kernel() as (manager, client):
+        for name, (notebook, parameters, _) in NOTEBOOKS.items():
+            values = {key: str(folder / value) if key.endswith("PATH") else value for key, value in parameters.items()}
+            source = load_notebook_node(str(executed.NOTEBOOKS / notebook))
+            filled = parameterize_notebook(source, values | {"SAVE_DIR": str(folder / name / "figures")})
+            await run_notebooks.execute(filled, manager, client)
+            printed = "".join(output.get("text", "") for cell in filled.cells for output in cell.get("outputs", []))
+            results[name] = printed, executed.figures(folder / name)
+    return results
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_says_where_the_run_was_stopped(name, shown):
+    printed, figures = shown[name]
+    assert NOTEBOOKS[name][2] in printed and figures
+    assert not re.search(r"\bnan\b", printed + "".join(map(executed.words, figures.values())), re.IGNORECASE)
+    hidden = [file for file, svg in figures.items() if "Key frame" in executed.words(svg)
+              and "not attended" not in executed.words(svg)]
+    assert hidden == [] or name == "base atlas"          # all of its frames attend to all
