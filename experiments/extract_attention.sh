@@ -6,10 +6,7 @@
 #
 # LAYER: 20, or the last one where the model has fewer. OUT_DIR: cache.
 set -euo pipefail
-if [ $# -eq 0 ]; then
-    echo "error: usage: bash experiments/extract_attention.sh CKPT_DIR [LAYER] [OUT_DIR]" >&2
-    exit 2
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 1 any "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 flags=(--ckpt_dir "$1" --output_dir "${3:-cache}")

@@ -74,7 +74,10 @@ class LayerCaches:
             if word == "all":
                 chosen.update(self.layers)
             elif first.isdecimal() and (last.isdecimal() if dash else True):
-                chosen.update(range(int(first), int(last or first) + 1))
+                layers = range(int(first), int(last or first) + 1)
+                if not layers:
+                    raise CacheError(f"layers {word!r} are none: a range goes from its lower number to its higher")
+                chosen.update(layers)
             else:
                 raise CacheError(f"layer {word!r} is not a number from 0, a range such as 0-29, or all")
         if absent := sorted(chosen - set(self.layers)):

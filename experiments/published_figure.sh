@@ -3,6 +3,7 @@
 #
 #     bash experiments/published_figure.sh
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 0 0 "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 cache=cache/published/self_forcing_dmd_eagle_21f.pt

@@ -3,6 +3,7 @@
 #
 #     bash experiments/quickstart.sh
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 0 0 "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 figure4=cache/attention_cache_figure4.pt

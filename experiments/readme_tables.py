@@ -1,6 +1,6 @@
 """Write the README's tables from the JSON of the benchmarks, so that no number in it is typed.
 
-    python experiments/readme_tables.py
+    python experiments/readme_tables.py [README.md]
 
 A table stands between "<!-- table: FILE.json -->" and "<!-- end of table -->".
 """
@@ -10,6 +10,9 @@ import re
 from pathlib import Path
 
 from experiments.benchmark import as_table
+from experiments.cli import Parser, main
+from experiments.files import replacing
+from experiments.formats import CacheError
 
 SMALL, LARGE = "Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -76,7 +79,18 @@ def fill(readme: str, root: Path) -> str:
     return MARKED.sub(lambda found: found[1] + table(root / found[2]) + found[3], readme)
 
 
-if __name__ == "__main__":
+def run(argv=None):
     root = Path(__file__).parent.parent
-    readme = root / "README.md"
-    readme.write_text(fill(readme.read_text(), root))
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("readme", nargs="?", type=Path, default=root / "README.md", help="the file whose tables are made anew")
+    readme = parser.parse_args(argv).readme
+    try:
+        filled = fill(readme.read_text(encoding="utf-8"), root)
+    except (json.JSONDecodeError, KeyError) as error:
+        raise CacheError(f"a benchmark that {readme} names cannot be read: {error}") from None
+    with replacing(readme) as file:
+        file.write(filled.encode())
+
+
+if __name__ == "__main__":
+    main(run)

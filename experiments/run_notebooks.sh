@@ -7,9 +7,6 @@
 # CACHE: an atlas, another cache with several layers, or a folder of layerN.pt. LAYERS: 0 5 7, 0-29, or all. Ctrl-C stops; the
 # same command continues.
 set -euo pipefail
-if [ $# -lt 3 ]; then
-    echo "error: usage: bash experiments/run_notebooks.sh NOTEBOOK CACHE LAYERS..." >&2
-    exit 2
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 3 any "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 exec python experiments/run_notebooks.py "$@"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,11 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
+from experiments.cli import Parser, main
+from experiments.extraction import choose_device, require_writable
 from experiments.miniature.moving_shapes import FPS, Scene, render_batch, render_table, sample_scenes, scene_table
 from experiments.miniature.tokenizer import build_tokenizer
 from experiments.miniature.training import Clock, Trainer
 from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
-from wan.config import ModelConfig, block_ranges, block_sizes
+from wan.config import ConfigError, ModelConfig, block_ranges, block_sizes
 from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
 from wan.modules.model import WanModel
 from wan.scheduler import FlowSchedule
@@ -325,12 +326,12 @@ def log_stage(path: Path, stage: str, entry: dict) -> None:
     path.write_text(json.dumps(log | {stage: entry}, indent=1) + "\n")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(argv=None):
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", required=True, choices=RECIPES)
     parser.add_argument("--minutes", type=float, default=8.0, help="of training, data included")
     parser.add_argument("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="JSON with the numbers of every stage (OUTPUT_DIR/training.json)")
     parser.add_argument("--lr", type=float, help="peak learning rate")
@@ -339,16 +340,20 @@ def main() -> int:
     parser.add_argument("--moments", type=Path, metavar="DIR", help="keep causal weights of some steps there")
     parser.add_argument("--resume", action="store_true", help="start from the files this stage wrote before")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    args.device, args.log = choose_device(args.device), args.log or args.output_dir / "training.json"
     missing = [p for p in NEEDS[args.stage] if not (args.output_dir / p).exists()]
     if missing:
-        print(f"error: {args.output_dir / missing[0]} not found; --stage {args.stage} needs it", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
+    for name in ("minutes", "lr", "batch", "clips"):
+        if (value := getattr(args, name)) is not None and not value > 0:
+            raise ConfigError(f"--{name} must be above 0, not {value:g}")
+    for path in (args.output_dir / "training.json", args.log):
+        require_writable(path)
 
     given = {k: v for k in ("lr", "batch", "clips") if (v := getattr(args, k)) is not None}
     recipe = replace(RECIPES[args.stage], **given)
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     args.clock = Clock(args.minutes)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -356,12 +361,11 @@ def main() -> int:
 
     entry = {"vae": train_vae, "base": train_base, "causal": train_causal}[args.stage](args, recipe)
     device = torch.cuda.get_device_name() if args.device.type == "cuda" else "cpu"
-    run = {"device": device, "torch": torch.__version__, "seed": args.seed, "dtype": str(args.dtype), **asdict(recipe)}
+    about = {"device": device, "torch": torch.__version__, "seed": args.seed, "dtype": str(args.dtype), **asdict(recipe)}
     name = f"{args.stage}_resumed" if args.resume else args.stage
-    log_stage(args.log or args.output_dir / "training.json", name, run | entry)
+    log_stage(args.log, name, about | entry)
     print(f"{args.stage}: " + ", ".join(f"{k} {v}" for k, v in entry.items() if k != "loss_curve"))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(run)

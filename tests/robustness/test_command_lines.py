@@ -1,6 +1,7 @@
 """Every script with every kind of bad input: exit code 2 and one line; --help: 0. In forks of one warmed process."""
 
 import os
+import subprocess
 from collections import Counter
 
 import pytest
@@ -12,16 +13,24 @@ from forked import exit_code, forked, tell
 from experiments import (
     benchmark,
     benchmark_reading,
+    benchmark_real,
     build_published,
     cli,
+    contact_sheet,
+    evaluate_mini,
     extract_attention_wan,
+    layer_page,
     layers_from_atlas,
     match_curve,
+    measure_moments,
     readme_figures,
+    readme_tables,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
     run_extraction_figure4,
+    run_notebooks,
+    train_mini,
 )
 from experiments.caches import save_cache
 
@@ -30,7 +39,8 @@ NO_DISK = "/proc/no/such"       # nobody may write there, root neither
 ROLLOUTS = {script.__name__.split(".")[-1]: script
             for script in (run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4)}
 OTHERS = {script.__name__.split(".")[-1]: script for script in (
-    benchmark, benchmark_reading, build_published, extract_attention_wan, layers_from_atlas, match_curve, readme_figures)}
+    benchmark, benchmark_reading, benchmark_real, build_published, contact_sheet, evaluate_mini, extract_attention_wan,
+    layer_page, layers_from_atlas, match_curve, measure_moments, readme_figures, readme_tables, run_notebooks, train_mini)}
 
 
 @pytest.fixture
@@ -43,6 +53,9 @@ def files(tmp_path):
     (tmp_path / "bytes.bin").write_bytes(bytes(range(256)) * 4)
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "marked.md").write_text("<!-- table: text.txt -->\n<!-- end of table -->\n")
+    (tmp_path / "moments").mkdir()
+    (tmp_path / "moments/step_1.pt").write_bytes(b"")
     return tmp_path
 
 
@@ -89,7 +102,38 @@ CASES |= {
     "readme_figures": [["--no_such_flag"], ["--mini_cache", "{}/none.pt"], ["--mini_cache", "{}/layer.pt"],
                        ["--output_dir", NO_DISK]],
 }
+EAGLE = "cache/published/self_forcing_dmd_eagle_21f.pt"
+CASES |= {
+    "benchmark_real": [["--no_such_flag"], ["--device", "abacus"], ["--device"],
+                       ["--device", "cpu", "--output_path", f"{NO_DISK}/out.json"]],
+    "contact_sheet": [["--no_such_flag"], [], ["{}/sheet.svg"], ["{}/sheet.svg", "A={}/none.svg"], ["{}/sheet.svg", "A"],
+                      *(["{}/sheet.svg", f"A={{}}/{name}"] for name in ("text.txt", "bytes.bin", "empty", "folder"))],
+    "evaluate_mini": [["--no_such_flag"], ["--captions", "x"], ["--config_path", "{}/none.yaml"],
+                      ["--config_path", "{}/text.txt"], ["--ckpt_dir", "{}/none"], ["--device", "abacus"],
+                      ["--output_path", f"{NO_DISK}/out.json"], ["--output_path", "{}/folder"]],
+    "layer_page": [["--no_such_flag"], [], *([f"{{}}/{name}"] for name in ("none.pt", "text.txt", "bytes.bin", "list.pt",
+                                                                          "folder", "empty")),
+                   ["{}/atlas.pt", "--output_path", f"{NO_DISK}/page.html"], ["{}/atlas.pt", "--output_path", "{}/folder"]],
+    "measure_moments": [["--no_such_flag"], [], ["{}/none"], ["{}/folder"], ["{}/text.txt"], ["{}/folder", "--steps", "x"],
+                        ["{}/folder", "--captions", "x"], ["{}/moments", "--config_path", "{}/none.yaml"],
+                        ["{}/moments", "--output_path", f"{NO_DISK}/out.json"], ["{}/moments", "--steps", "9"]],
+    "readme_tables": [["--no_such_flag"], ["{}/none.md"], ["{}/folder"], ["{}/bytes.bin"], ["{}/marked.md"], ["a", "b"]],
+    "run_notebooks": [["--no_such_flag"], [], ["none.ipynb", EAGLE, "1"], ["extract_all_attention.ipynb", "{}/none.pt", "1"],
+                      *(["extract_all_attention.ipynb", f"{{}}/{name}", "1"] for name in ("text.txt", "list.pt", "folder")),
+                      *(["extract_all_attention.ipynb", EAGLE, *more] for more in (
+                          ["99"], ["x"], ["3-1"], ["1", "--jobs", "0"], ["1", "--jobs", "x"], ["1", "--output_dir", NO_DISK],
+                          ["1", "--output_dir", "{}/text.txt"]))],
+    "train_mini": [["--no_such_flag"], [], ["--stage", "none"], ["--stage", "base", "--output_dir", "{}/folder"],
+                   ["--stage", "vae", "--minutes", "x"], ["--stage", "vae", "--device", "abacus"], ["--stage", "vae", "--batch",
+                   "x"], ["--stage", "vae", "--output_dir", NO_DISK], ["--stage", "vae", "--output_dir", "{}/text.txt"],
+                   ["--stage", "vae", "--batch", "0"], ["--stage", "vae", "--log", f"{NO_DISK}/log.json"]],
+}
 SCRIPTS = ROLLOUTS | OTHERS
+
+
+def test_every_script_is_here():
+    starts = {path.stem for path in (ROOT / "experiments").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert starts == SCRIPTS.keys() == CASES.keys()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -109,3 +153,33 @@ def test_bad_input_is_one_line_and_exit_code_2(name, files, monkeypatch, capfd):
     usage = forked(exit_code(lambda: cli.main(SCRIPTS[name].run, ["--help"])))
     assert usage.value == 0 and not usage.said
     tell(capfd, f"{name}: {codes.total()} bad command lines, exit code 2 and one line each; --help 0")
+
+
+SHELL = {          # too few or too many words, and what the script behind it refuses
+    "base_and_causal": [["1", "2"], ["x"]],
+    "download_weights": [["a", "b"]],
+    "extract_all_layers": [[], ["configs/wan_mini.yaml"], ["{}/none.yaml", "{}/o"], ["configs/wan_mini.yaml", "{}/text.txt"]],
+    "extract_attention": [[], ["{}/none"], ["{}/folder"], ["checkpoints/wan-mini", "99"],
+                          ["checkpoints/wan-mini", "1", NO_DISK]],
+    "published_figure": [["1"]],
+    "quickstart": [["1"]],
+    "run_notebooks": [[], ["a", "b"], ["none.ipynb", EAGLE, "1"], ["extract_all_attention.ipynb", "{}/text.txt", "all"]],
+}
+
+
+def test_every_shell_script(files, capfd):
+    paths = (ROOT / "experiments").glob("*.sh")
+    assert {path.stem for path in paths} - {"env", "usage"} == SHELL.keys()      # these two are sourced
+    wrong, tried = [], 0
+    for name, cases in SHELL.items():
+        script = ["bash", f"experiments/{name}.sh"]
+        usage = subprocess.run([*script, "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert usage.returncode == 0 and f"bash experiments/{name}.sh" in usage.stdout and not usage.stderr, usage
+        for case in (["--no_such_flag"], *cases):
+            argv = [*script, *(part.format(files) for part in case)]
+            done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+            tried += 1
+            if done.returncode != 2 or not done.stderr.startswith("error: ") or done.stderr.count("\n") != 1:
+                wrong.append((name, case, done.returncode, done.stderr[-300:]))
+    assert not wrong, "\n".join(map(str, wrong))
+    tell(capfd, f"{len(SHELL)} shell scripts: {tried} bad command lines, exit code 2 and one line each; --help 0")
