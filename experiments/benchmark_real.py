@@ -34,7 +34,7 @@ from experiments.memory import Memory
 from experiments.progress import Watch
 from experiments.prompts import encoding_device, needs_encoder, states_file
 from wan import checkpoint, native
-from wan.config import MODELS, ModelConfig, RunConfig, load_config
+from wan.config import MODELS, ConfigError, ModelConfig, RunConfig, load_config
 from wan.modules.causal_model import CausalWanModel
 
 SHARD_BYTES = 5 * 10**9
@@ -280,6 +280,8 @@ def run(argv=None):
     parser.add_argument("--output_path", help="write the numbers as JSON")
     args = parser.parse_args(argv)
     device = extraction.choose_device(args.device)
+    if device.type != "cuda":
+        raise ConfigError(f"these are the sizes of a GPU, not of {device}; give --device cuda or cuda:N")
     if args.output_path:
         extraction.require_writable(args.output_path)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

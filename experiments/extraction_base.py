@@ -122,7 +122,8 @@ def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extracti
     common = common_fields(config, model_config, weights_file, dtype, device) | {
         "orig_num_frames": config.base.num_video_frames, "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
         "guidance_scale": config.base.guidance_scale, "timestep_shift": config.base.shift,
-        "num_steps": config.base.num_steps, "negative_prompt": config.base.negative_prompt}
+        "num_steps": config.base.num_steps, "negative_prompt": config.base.negative_prompt,
+        "config": {"height": config.height, "width": config.width}}      # the causal rollout's other settings do not apply
 
     with rollout.out_of_memory("encoding the prompt"):
         texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)

@@ -37,6 +37,8 @@ def test_the_layer_cache(by_shell):
     assert (cache["num_frames"], cache["orig_num_frames"], cache["vae_stride_t"], cache["block_sizes"]) == (6, 21, 4, [6])
     assert (cache["step"], cache["timestep"], cache["is_clean_pass"]) == (0, 999.0, False)
     assert (cache["num_steps"], cache["guidance_scale"], cache["timestep_shift"]) == (50, 1.5, 5.0)
+    assert (cache["config"], cache["device"], cache["dtype"]) == ({"height": 8, "width": 8}, "cpu", "float32")
+    assert {"diffusion_pytorch_model.safetensors", "tokenizer.json"} <= {file["name"] for file in cache["files"]}
     assert cache["weights_file"] == "diffusion_pytorch_model.safetensors" and cache["last_block_query_frames"] == [3, 4, 5]
     full, uncond = cache["full_frame_attention"], cache["full_frame_attention_uncond"]
     assert full.shape == uncond.shape == (12, 6, 6) and full.isfinite().all() and uncond.isfinite().all()

@@ -9,6 +9,7 @@ from wan import checkpoint
 from wan.modules import offload
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.causal_model import CausalWanModel
+from wan.modules.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 
 
@@ -35,6 +36,17 @@ def test_the_same_bits(device, dtype):
     assert len(resident[1]) == GOLDEN_MODEL.num_layers * 2 * 5 * 3
     for found in (first, again):
         assert torch.equal(found[0], resident[0]) and all(map(torch.equal, found[1], resident[1]))
+
+
+def test_the_bidirectional_model_too(device):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, GOLDEN_MODEL.in_dim, 4, 6, 10, generator=generator).to(device)
+    text = torch.randn(2, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim, generator=generator).to(device)
+    state, t = dict(golden_arrays("weights")), torch.tensor([999.0, 140.0], device=device)
+    models = (checkpoint.build_model(WanModel, GOLDEN_MODEL, state, "golden", torch.float32, device, offload)
+              for offload in (False, True))
+    resident, streamed = (model(x, t, text) for model in models)
+    assert torch.equal(resident, streamed)
 
 
 def test_each_layer_has_its_own_weights_while_it_computes(device):
