@@ -48,10 +48,8 @@ class Miniature:
         self.vae = VAE.from_pretrained(config.ckpt_dir, device=self.device)
         self.encoder = TextEncoder.from_pretrained(config.ckpt_dir, self.sizes.text_len, torch.float32, self.device)
 
-    def causal(
-        self, captions: list[str], first_seed: int = 0, local_attn_size: int = -1, sink_size: int = 0
-    ) -> Iterator[Tensor]:
-        """Few-step rollouts of the checkpoint, a batch at a time, with all of the past or a window of it."""
+    def causal(self, captions: list[str], local_attn_size: int = -1, sink_size: int = 0) -> Iterator[Tensor]:
+        """Few-step rollouts of the checkpoint, with all of the past or a window of it."""
         config = replace(self.config, local_attn_size=local_attn_size, sink_size=sink_size)
         pipeline = extraction.load_pipeline(config, self.sizes, torch.float32, self.device)
         for prompts, noise, renoise in self._batches(config, captions):
@@ -100,7 +98,9 @@ def shares(judgements: list[dict[str, bool]]) -> dict[str, float]:
 def evaluate(config: RunConfig, captions: int, others: int, clips: int, base: bool = True) -> dict:
     """All of it, as plain numbers: captions with one moving shape, and others of each of the other sets."""
     mini = Miniature(config)
-    report = {"vae": {"clips": clips} | vae_quality(mini.vae.vae, mini.device, clips), "captions": {}, "past": []}
+    files = sorted(path for path in Path(config.ckpt_dir).rglob("*") if path.suffix in (".safetensors", ".pt"))
+    report = {"weights": {str(path.relative_to(config.ckpt_dir)): checkpoint.file_sha256(path) for path in files}}
+    report |= {"vae": {"clips": clips} | vae_quality(mini.vae.vae, mini.device, clips), "captions": {}, "past": []}
     for name, kinds in SETS.items():
         chosen = scenes(kinds, captions if name == "one shape" else others)
         prompts, real = [s.caption for s in chosen], [render(s, FRAMES, SIDE) / 2 + 0.5 for s in chosen]
