@@ -16,7 +16,7 @@ from wan.modules.text_encoder import TextEncoder, clean_prompt
 from wan.modules.vae import VAE
 
 MINI = ROOT / "checkpoints" / "wan-mini"
-HELD_OUT = list(itertools.islice(sample_scenes(5, held_out=True), 3))
+HELD_OUT = list(itertools.islice(sample_scenes(5, held_out=True, kinds=["single"]), 3))
 
 
 def config(**overrides) -> RunConfig:
