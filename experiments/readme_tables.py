@@ -23,6 +23,8 @@ def table(path: Path) -> str:
     report = json.loads(path.read_text())
     if SMALL in report:
         return real_table(report)
+    if "captions" in report:
+        return miniature_tables(report)
     return reading_table(report) if "streamed" in report else rollout_table(report)
 
 
@@ -49,6 +51,36 @@ def real_table(report: dict) -> str:
     where = f"{env['device']}, torch {env['torch']}, bfloat16, {env['date']}, `{env['git'][:9]}`"
     return "\n".join(lines) + (f"\n\n{disk} {loading} `--offload` gives {same}, latents and capture. GPU memory is that of "
                                f"tensors, without CUDA's context; host memory is private. {where}: `{env['command']}`\n")
+
+
+def miniature_tables(report: dict) -> str:
+    """What the miniature's videos show of held-out captions, and what its past is good for (experiments/evaluate_mini.py)."""
+    env, vae, past = report["environment"], report["vae"], report["past"]
+    sources = {"rendered": "rendered", "vae": "through the VAE", "causal": "causal, 4 steps", "base": "base, 50 steps, guided"}
+    special = {"one shape": "landmark", "two that cross": "crossing", "behind a wall": "comes_back"}
+    lines = ["| videos that show | colour | shape | background | direction | landmark, crossing, return |", "|---" * 6 + "|"]
+    for name, part in report["captions"].items():
+        for source, words in sources.items():
+            answers = part["shares"][source]
+            shown = (answers[q] for q in ("color", "shape", "background", "direction", special[name]))
+            lines.append(f"| {part['count']} captions, {name}: {words} | " + " | ".join(f"{x:.0%}" for x in shown) + " |")
+    lines += ["", f"| {past[0]['count']} shapes that go behind a wall; a block sees | hide | come back | in their colour | "
+                  "as their shape | all of it |", "|---" * 6 + "|"]
+    for row in past:
+        answers = (row[q] for q in ("hides", "comes_back", "same_color", "same_shape", "same"))
+        lines.append(f"| {window(row)} | " + " | ".join(f"{x:.0%}" for x in answers) + " |")
+    psnr = (f"VAE on {vae['clips']} held-out clips of 81 frames: {vae['psnr']:.1f} dB, first second "
+            f"{vae['psnr_first_second']:.1f}, last {vae['psnr_last_second']:.1f}.")
+    where = f"{env['device']}, torch {env['torch']}, {env['date']}, `{env['git'][:9]}`"
+    return "\n".join(lines) + f"\n\n{psnr} {where}: `{env['command']}`\n"
+
+
+def window(row: dict) -> str:
+    """The past that a rollout's blocks see, in words."""
+    size, sink = row["local_attn_size"], row["sink_size"]
+    if size < 0:
+        return "all of its past"
+    return f"{size} frames, its own 3 among them" + (f", the first {sink} too" if sink else "") if size > 3 else "itself alone"
 
 
 def gb(nbytes: float) -> str:

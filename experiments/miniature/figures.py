@@ -12,8 +12,9 @@ STRIP_FRAMES = 9  # shown of 81, evenly
 
 
 @styled
-def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[float]]) -> Figure:
-    """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all, first, last second]."""
+def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[float]], resumed: int) -> Figure:
+    """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all, first, last second];
+    resumed is the step at which the VAE's second run begins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
     for (name, curve), color in zip(losses.items(), (BLUE, ORANGE, GREEN), strict=False):
         _, seconds, loss = np.array(curve).T
@@ -25,32 +26,37 @@ def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[floa
     steps, *curves = np.array(psnr).T
     for values, color, name in zip(curves, (DARK, BLUE, ORANGE), ("81 frames", "first second", "last second"), strict=True):
         right.plot(steps, values, "o-", markersize=3, color=color, label=name)
+    right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
     right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
     right.legend(loc="lower right")
     return figure
 
 
 @styled
-def moments(steps: Sequence[int], measures: Mapping[str, tuple[str, np.ndarray]], shown: Sequence[int], taken: str) -> Figure:
+def moments(steps: Sequence[int], measures: Mapping[str, tuple[str, float, np.ndarray]], shown: Sequence[int],
+            taken: str) -> Figure:  # fmt: skip
     """Measures [moments, layers, heads] in training: a row for each, every head over the steps beside maps of some steps.
 
-    measures: title -> (unit, values). The three heads that end highest are named.
+    measures: title -> (unit, value without a preference, values). The three heads that end highest are named.
     """
     figure, axes = plt.subplots(
         len(measures), 1 + len(shown), figsize=(4.0 + 2.1 * len(shown), 0.5 + 2.5 * len(measures)), squeeze=False,
         width_ratios=[1.7, *[1] * len(shown)],
     )  # fmt: skip
-    for row, (title, (unit, values)) in zip(axes, measures.items(), strict=True):
+    for row, (title, (unit, neutral, values)) in zip(axes, measures.items(), strict=True):
         flat = values.reshape(len(steps), -1)
         row[0].plot(steps, flat, color="0.6", linewidth=0.5)
         row[0].plot(steps, flat.mean(1), color=DARK, linewidth=1.8, label="mean of all heads")
         for head, color in zip(np.argsort(-flat[-1])[:3], (RED, ORANGE, PURPLE), strict=True):
             row[0].plot(steps, flat[:, head], "o-", markersize=2.5, color=color,
                         label=f"L{head // values.shape[2]}H{head % values.shape[2]}")  # fmt: skip
+        row[0].axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
+        row[0].set_ylim(top=flat.max() + 0.4 * np.ptp(flat))  # room for the legend
         row[0].set(xlabel="Step of causal training", ylabel=unit, title=title)
         row[0].set_xscale("symlog", linthresh=100)
+        row[0].set_xlim(-10, 1.2 * steps[-1])
         row[0].set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= steps[-1])])
-        row[0].legend(fontsize=7, loc="upper left")
+        row[0].legend(fontsize=7, loc="upper left", ncols=2)
         limit = np.abs(values[[steps.index(s) for s in shown]]).max()
         low, cmap = (-limit, "RdBu_r") if values.min() < 0 else (0, "viridis")
         for axis, step in zip(row[1:], shown, strict=True):
@@ -76,7 +82,7 @@ def strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) ->
                         ((0, 0), (0, 0), (0, 0))) for videos in rows.values()]  # fmt: skip
         picture = np.concatenate(strip, 0)
         height = picture.shape[0] / len(rows)
-        axis.imshow(picture, interpolation="nearest")
+        axis.imshow(picture, interpolation="none")  # the SVG holds the pixels as they are
         axis.set_yticks([(n + 0.5) * height for n in range(len(rows))], list(rows))
         axis.set_xticks([])
         axis.set_title(caption, fontsize=8)
