@@ -24,6 +24,7 @@ import torch
 
 from experiments import extraction
 from experiments.cli import Parser, config_from, main, run_parser
+from experiments.files import require_writable
 from experiments.prompts import encode_prompts
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ConfigError, ModelConfig, RunConfig
@@ -170,7 +171,7 @@ def run(argv=None):
     if args.repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, not {args.repeats}")
     if args.output_path:
-        extraction.require_writable(args.output_path)
+        require_writable(args.output_path)
     rollout, sizes = make_rollout(config, args.random_weights)
     results = measure(rollout, rows(config, sizes.num_layers), args.repeats)
     print(as_table(results))

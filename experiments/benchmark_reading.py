@@ -21,7 +21,7 @@ from experiments import frames
 from experiments.benchmark import environment
 from experiments.caches import load_cache, save_cache
 from experiments.cli import Parser, main
-from experiments.extraction import require_writable
+from experiments.files import require_writable
 from experiments.formats import SCHEMA_VERSION
 from wan.config import MODELS, ConfigError, RunConfig
 

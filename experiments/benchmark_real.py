@@ -27,9 +27,10 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import save_file
 from transformers import UMT5EncoderModel
 
-from experiments import extraction
+from experiments import arrange, extraction
 from experiments.benchmark import environment
 from experiments.cli import Parser, main
+from experiments.files import require_writable
 from experiments.memory import Memory
 from experiments.progress import Watch
 from experiments.prompts import encoding_device, needs_encoder, states_file
@@ -186,7 +187,7 @@ def roll_out(config: RunConfig) -> dict:
     """One extraction of all layers, passes and blocks at frame level: seconds and memory of its parts, and its bits."""
     device = extraction.choose_device(config.device, config.offload)
     sizes, dtype = checkpoint.read_model_config(config.ckpt_dir), extraction.choose_dtype(config.dtype, device)
-    requests = extraction.atlas_requests(config, mass=True, key_curve=False, cross=False)
+    requests = arrange.atlas_requests(config, mass=True, key_curve=False, cross=False)
     encodes = needs_encoder(config, [config.prompt], sizes, dtype, device)
     plan = Memory(config, sizes, requests, dtype, device, encodes).needs()
     warm_up(device)
@@ -283,7 +284,7 @@ def run(argv=None):
     if device.type != "cuda":
         raise ConfigError(f"these are the sizes of a GPU, not of {device}; give --device cuda or cuda:N")
     if args.output_path:
-        extraction.require_writable(args.output_path)
+        require_writable(args.output_path)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         report = {"environment": environment(device), "Wan2.1-T2V-1.3B": small_model(Path(folder) / "1.3B", device)}
         states = next((Path(folder) / "1.3B/prompt_embeds").iterdir()).rename(Path(folder) / "states.pt")

@@ -22,7 +22,7 @@ from experiments import extraction
 from experiments.benchmark import environment
 from experiments.cli import Parser, main
 from experiments.extraction_base import as_one_block
-from experiments.files import replacing
+from experiments.files import replacing, require_writable
 from experiments.miniature.moving_shapes import Scene, render, sample_scenes
 from experiments.miniature.tracking import judge
 from experiments.train_mini import FRAMES, HELD_OUT_SEED, SIDE, vae_quality
@@ -141,7 +141,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     paths = {"ckpt_dir": args.ckpt_dir, "checkpoint_path": f"{args.ckpt_dir}/self_forcing_mini.pt"} if args.ckpt_dir else {}
     config = load_config(args.config_path, paths | {"device": args.device})
-    extraction.require_writable(args.output_path)
+    require_writable(args.output_path)
     device = extraction.choose_device(args.device)
     report = {"environment": environment(device)} | evaluate(config, args.captions, args.others, args.clips, args.base)
     with replacing(args.output_path) as file:

@@ -2,12 +2,15 @@
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch import Tensor
+
+from experiments.formats import CacheError
 
 MARGIN = 1 << 16       # bytes of a cache beside its tensors: names, numbers, the archive's directory
 
@@ -45,6 +48,18 @@ def target_of(path: str | Path) -> Path:
 def part_of(path: Path) -> Path:
     """Where a file is while it is being written by this process."""
     return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def require_writable(path: str | Path) -> None:
+    """Raise CacheError, before hours of work, where path cannot become a file."""
+    try:
+        target = target_of(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=target.parent).close()
+        with suppress(FileNotFoundError):
+            part_of(target).stat()         # its name may be too long where the output's own is not
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def tensor_bytes(value: Any) -> int:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from experiments.extraction import require_writable
-from experiments.files import target_of
+from experiments.files import require_writable, target_of
 from experiments.formats import CacheError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import extraction
+from experiments import arrange, extraction
 from experiments.benchmark import environment
 from experiments.caches import save_cache
 from experiments.cli import Parser, main
@@ -37,10 +37,10 @@ def measured(atlases: Sequence[dict], step: int) -> dict[str, list]:
 
 def atlases(config: RunConfig, captions: Sequence[str]) -> list[dict]:
     """Of each caption, with its number as seed."""
-    requests = extraction.atlas_requests(config, mass=True, key_curve=False, cross=False)
+    requests = arrange.atlas_requests(config, mass=True, key_curve=False, cross=False)
     ready = extraction.prepare(config, requests, captions)
     runs = (extraction.extract_next(ready, replace(config, prompt=c, seed=i), requests) for i, c in enumerate(captions))
-    return [extraction.atlas_cache(run) for run in runs]
+    return [arrange.atlas_cache(run) for run in runs]
 
 
 def run(argv=None):

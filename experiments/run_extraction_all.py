@@ -6,7 +6,7 @@
 
 import argparse
 
-from experiments import extraction, sweep
+from experiments import arrange, sweep
 from experiments.cli import config_from, main, run_parser
 from experiments.runs import make_caches
 from wan.config import ConfigError
@@ -22,15 +22,15 @@ def run(argv=None):
     sweep.add_arguments(parser)
     args = parser.parse_args(argv)
     config = config_from(args)
-    requests = extraction.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
+    requests = arrange.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
     if not (args.prompts or args.seeds or args.output_dir):
-        make_caches(args, config, requests, {args.output_path: extraction.atlas_cache})
+        make_caches(args, config, requests, {args.output_path: arrange.atlas_cache})
         return
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross,
                   "frame_logits_by_band": args.rope_bands}
-    sweep.run_sweep(args, config, requests, extraction.atlas_cache, quantities)
+    sweep.run_sweep(args, config, requests, arrange.atlas_cache, quantities)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments import extraction
+from experiments import arrange
 from experiments.cli import config_from, main, run_parser
 from experiments.runs import make_caches
 from wan.checkpoint import read_model_config
@@ -30,8 +30,8 @@ def run(argv=None):
     layers = range(read_model_config(config.ckpt_dir).num_layers) if args.output_dir else [config.layer_index]
     folder = Path(args.output_dir or "cache")
     paths = {layer: args.output_path or str(folder / f"layer{layer}.pt") for layer in layers}
-    request = extraction.layer_requests(config, args.granularity)[0]
-    outputs = {path: partial(extraction.layer_cache, layer=layer) for layer, path in paths.items()}
+    request = arrange.layer_requests(config, args.granularity)[0]
+    outputs = {path: partial(arrange.layer_cache, layer=layer) for layer, path in paths.items()}
     make_caches(args, config, [replace(request, layers=list(layers))], outputs)
 
 

@@ -5,7 +5,7 @@
 
 from functools import partial
 
-from experiments import extraction
+from experiments import arrange
 from experiments.cli import config_from, main, run_parser
 from experiments.runs import make_caches
 
@@ -18,8 +18,8 @@ def run(argv=None):
     parser.add_argument("--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds")
     args = parser.parse_args(argv)
     config, is_logits = config_from(args), args.capture == "logits"
-    requests = extraction.figure4_requests(config, args.granularity, is_logits)
-    make_caches(args, config, requests, {args.output_path: partial(extraction.figure4_cache, is_logits=is_logits)})
+    requests = arrange.figure4_requests(config, args.granularity, is_logits)
+    make_caches(args, config, requests, {args.output_path: partial(arrange.figure4_cache, is_logits=is_logits)})
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from experiments.cli import Parser, main
 from experiments.contact_sheet import save_contact_sheet
-from experiments.extraction import RunError, require_writable
-from experiments.files import replacing
+from experiments.files import replacing, require_writable
+from experiments.guards import RunError
 from experiments.layer_page import save_page
 from experiments.notebook_table import NOTEBOOKS, LayerCaches
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from experiments.cli import Parser, main
-from experiments.extraction import choose_device, require_writable
+from experiments.extraction import choose_device
+from experiments.files import require_writable
 from experiments.miniature.moving_shapes import FPS, Scene, render_batch, render_table, sample_scenes, scene_table
 from experiments.miniature.tokenizer import build_tokenizer
 from experiments.miniature.training import Clock, Trainer

@@ -12,6 +12,7 @@ from conftest import ROOT
 from experiments import (
     benchmark,
     cli,
+    extraction,
     frames,
     run_extraction_all,
     run_extraction_each,
@@ -211,14 +212,14 @@ def test_a_prompt_that_is_too_long_is_cut_with_a_warning(tmp_path):
 
 
 def test_nan_stops_the_run(tmp_path, monkeypatch, capfd):
-    original = run_extraction_each.extraction.load_pipeline
+    original = extraction.load_pipeline
 
     def broken(*args):
         pipeline = original(*args)
         pipeline.model.head.head.bias.fill_(float("nan"))
         return pipeline
 
-    monkeypatch.setattr(run_extraction_each.extraction, "load_pipeline", broken)
+    monkeypatch.setattr(extraction, "load_pipeline", broken)
     with pytest.raises(SystemExit) as ended:
         cli.main(run_extraction_each.run, [*SHORT, "--output_path", str(tmp_path / "out.pt")])
     assert ended.value.code == 1 and "not finite" in capfd.readouterr().err and not list(tmp_path.iterdir())

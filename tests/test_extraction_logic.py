@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments import extraction, formats
+from experiments import arrange, extraction, formats
 from experiments.frames import block_frames, later_block, visible_frames
 from wan.config import RunConfig, load_config
 from wan.modules.capture import AttentionCapture, Pass, Site
@@ -94,13 +94,13 @@ def test_the_rollout_announces_these_blocks(monkeypatch):
     """The KV cache of a real rollout and the pure functions agree on every block's frames."""
     monkeypatch.chdir(ROOT)
     config = replace(load_config("configs/wan_mini_window.yaml"), num_frames=18, denoising_step_list=[1000])
-    run = extraction.extract(config, extraction.inference_requests(config, blocks=range(6), steps=[0, 1]))
+    run = extraction.extract(config, arrange.inference_requests(config, blocks=range(6), steps=[0, 1]))
     assert len(run.records) == 6 * 2 * 2 and run.pass_timesteps == [1000.0, 0.0]
     for call in run.records:
         assert call["query_frames"] == block_frames(config.block_sizes, call["block"])
         assert call["key_frames"] == visible_frames(config.block_sizes, call["block"], 9, 3)
         assert call["layer_idx"] == 2 * call["layer"] and call["timestep"] == run.pass_timesteps[call["step"]]
-    cache = extraction.inference_cache(run)
+    cache = arrange.inference_cache(run)
     formats.check(cache)
     assert [call["layer_idx"] for call in cache["attention_weights"]] == [1, 5] * 12
 
@@ -130,14 +130,14 @@ def chosen(requests, config):
 def test_what_each_script_asks_for():
     last = len(WHOLE.block_sizes) - 1
     for granularity in ("token", "key", "frame"):
-        requests = extraction.figure4_requests(WHOLE, granularity)
+        requests = arrange.figure4_requests(WHOLE, granularity)
         assert chosen(requests, WHOLE) == {(0, last, 1), (2, last, 1)}
-    of_layer = extraction.layer_requests(replace(WHOLE, layer_index=1))
+    of_layer = arrange.layer_requests(replace(WHOLE, layer_index=1))
     assert chosen(of_layer, WHOLE) == {(1, block, 1) for block in range(last + 1)}
-    everything = chosen(extraction.atlas_requests(WHOLE, True, False, False), WHOLE)
+    everything = chosen(arrange.atlas_requests(WHOLE, True, False, False), WHOLE)
     assert len(everything) == LAYERS * (last + 1) * len(TIMESTEPS)
-    assert chosen(extraction.inference_requests(WHOLE), WHOLE) == {(0, last, 1), (2, last, 1)}
-    some = extraction.inference_requests(WHOLE, blocks=[0, -1], steps=[0, 2])
+    assert chosen(arrange.inference_requests(WHOLE), WHOLE) == {(0, last, 1), (2, last, 1)}
+    some = arrange.inference_requests(WHOLE, blocks=[0, -1], steps=[0, 2])
     assert chosen(some, WHOLE) == {(layer, block, step) for layer in (0, 2) for block in (0, last) for step in (0, 2)}
     assert not any(request.wants(Site(0, "cross"), Pass((), (), last, 1)) for request in some)
 
@@ -151,13 +151,13 @@ def only(run, **tags):
 
 @CONFIGS
 def test_a_layers_blocks_land_where_their_frames_are(config):
-    cache = extraction.layer_cache(only(hand_made(config), layer=[1], step=[1]), 1)
+    cache = arrange.layer_cache(only(hand_made(config), layer=[1], step=[1]), 1)
     formats.check(cache)
     same(cache["full_frame_attention"], expected(config, 1, 1))
     last = block_frames(config.block_sizes, -1)
     same(cache["last_block_frame_attention"], expected(config, 1, 1)[:, last].mean(1))
     assert (cache["layer_index"], cache["step"], cache["timestep"], cache["last_block_query_frames"]) == (1, 1, 625.0, last)
-    same(extraction.layer_cache(hand_made(config, "token"), 2)["full_frame_attention"], expected(config, 2, 1))
+    same(arrange.layer_cache(hand_made(config, "token"), 2)["full_frame_attention"], expected(config, 2, 1))
 
 
 @CONFIGS
@@ -165,7 +165,7 @@ def test_an_atlas_holds_every_layer_and_pass_in_its_place(config):
     run = hand_made(config)
     run = replace(run, records=run.records + hand_made(config, "cross").records
                   + only(hand_made(config, "key"), block=[len(config.block_sizes) - 1]).records)
-    cache = extraction.atlas_cache(run)
+    cache = arrange.atlas_cache(run)
     formats.check(cache)
     for layer in range(LAYERS):
         for step in range(len(TIMESTEPS)):
@@ -183,7 +183,7 @@ def test_an_atlas_holds_every_layer_and_pass_in_its_place(config):
 @CONFIGS
 def test_figure4_keeps_the_order_of_its_layers_and_absent_frames(config):
     last = len(config.block_sizes) - 1
-    cache = extraction.figure4_cache(only(hand_made(config), block=[last], layer=[0, 2], step=[1]))
+    cache = arrange.figure4_cache(only(hand_made(config), block=[last], layer=[0, 2], step=[1]))
     formats.check(cache)
     assert [entry["layer_idx"] for entry in cache["attention_weights"]] == cache["layer_indices"] == [2, 0]
     for entry in cache["attention_weights"]:
@@ -197,7 +197,7 @@ def test_figure4_keeps_the_order_of_its_layers_and_absent_frames(config):
 def test_every_call_of_an_inference_cache_carries_its_tags(config, is_logits):
     run = only(hand_made(config, "token"), layer=[0, 2])
     run = replace(run, records=[r | {"is_logits": is_logits} for r in run.records])
-    cache = extraction.inference_cache(run)
+    cache = arrange.inference_cache(run)
     formats.check(cache)
     assert len(cache["attention_weights"]) == 2 * len(config.block_sizes) * len(TIMESTEPS)
     for call in cache["attention_weights"]:
@@ -208,9 +208,9 @@ def test_every_call_of_an_inference_cache_carries_its_tags(config, is_logits):
 
 def test_caches_hold_declared_fields_only():
     run = hand_made(WHOLE)
-    made = {"layer": extraction.layer_cache(run, 0), "atlas": extraction.atlas_cache(run),
-            "inference": extraction.inference_cache(hand_made(WHOLE, "token")),
-            "figure4": extraction.figure4_cache(only(run, block=[2], step=[1]))}
+    made = {"layer": arrange.layer_cache(run, 0), "atlas": arrange.atlas_cache(run),
+            "inference": arrange.inference_cache(hand_made(WHOLE, "token")),
+            "figure4": arrange.figure4_cache(only(run, block=[2], step=[1]))}
     assert made.keys() == formats.FORMATS.keys()
     for kind, cache in made.items():
         assert cache["format"] == kind
@@ -219,4 +219,4 @@ def test_caches_hold_declared_fields_only():
 
 def test_what_was_not_captured_is_an_error():
     with pytest.raises(extraction.RunError, match="layer 7, step 1: no frame_logits was captured"):
-        extraction.layer_cache(hand_made(WHOLE), 7)
+        arrange.layer_cache(hand_made(WHOLE), 7)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments import cli, extraction, memory, run_extraction_figure4
+from experiments import arrange, cli, extraction, memory, run_extraction_figure4
 from experiments.memory import GB, Memory, check_memory
 from wan.config import MODELS, ConfigError, RunConfig, load_config
 from wan.modules.capture import CaptureRequest
@@ -20,7 +20,7 @@ def on_gpu(tmp_path, requests=None, encodes=False, model="Wan2.1-T2V-1.3B", **se
     """A run of a real model from a native directory that has its config alone."""
     (tmp_path / "config.json").write_text(json.dumps(vars(MODELS[model])))
     config = RunConfig(model=model, ckpt_dir=str(tmp_path), **settings)
-    requests = extraction.atlas_requests(config, True, False, False) if requests is None else requests
+    requests = arrange.atlas_requests(config, True, False, False) if requests is None else requests
     return Memory(config, MODELS[model], requests, torch.bfloat16, GPU, encodes)
 
 

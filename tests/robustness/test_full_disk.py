@@ -8,7 +8,7 @@ import synthetic_caches
 import torch
 from conftest import ROOT
 
-from experiments import extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
+from experiments import arrange, extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
 from experiments.caches import CacheError, load_cache, save_cache
 from experiments.sizes import estimate_bytes
 from wan.config import load_config
@@ -45,10 +45,10 @@ def test_found_while_writing(small_disk):
 
 
 @pytest.mark.parametrize(("script", "flags", "requests"), [
-    (run_extraction_figure4, [], lambda c: extraction.figure4_requests(c, "token")),
-    (run_extraction_figure4, ["--granularity", "key"], lambda c: extraction.figure4_requests(c, "key")),
-    (run_extraction_each, [], extraction.layer_requests),
-    (run_extraction_all, ["--rope_bands"], lambda c: extraction.atlas_requests(c, True, False, False, True)),
+    (run_extraction_figure4, [], lambda c: arrange.figure4_requests(c, "token")),
+    (run_extraction_figure4, ["--granularity", "key"], lambda c: arrange.figure4_requests(c, "key")),
+    (run_extraction_each, [], arrange.layer_requests),
+    (run_extraction_all, ["--rope_bands"], lambda c: arrange.atlas_requests(c, True, False, False, True)),
 ])
 def test_the_estimate_is_close_and_never_too_small(script, flags, requests, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
