@@ -1,6 +1,7 @@
 """Drawings of the miniature: its training, its attention meanwhile, strips of its videos. Arrays in, Figure out."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments.figures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
 
-STRIP_FRAMES = 9  # shown of 81, evenly
+STRIP_FRAMES = 7  # shown of 81, evenly
 
 
 @styled
@@ -76,17 +77,21 @@ def moments(steps: Sequence[int], measures: Mapping[str, tuple[str, float, np.nd
 def strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
     """Under each caption a strip of frames for each source: rows are source -> videos [F, H, W, 3] in 0..1."""
     chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
-    figure, axes = plt.subplots(len(captions), 1, figsize=(STRIP_FRAMES * 0.72 + 0.8, len(captions) * (0.72 * len(rows) + 0.3)))
-    for i, (axis, caption) in enumerate(zip(np.atleast_1d(axes), captions, strict=True)):
-        strip = [np.pad(np.concatenate([np.pad(videos[i][f], ((1, 1), (1, 1), (0, 0)), constant_values=1) for f in chosen], 1),
-                        ((0, 0), (0, 0), (0, 0))) for videos in rows.values()]  # fmt: skip
-        picture = np.concatenate(strip, 0)
+    lines = -(-len(captions) // 2)
+    figure, axes = plt.subplots(lines, 2, figsize=(1.2 * STRIP_FRAMES + 1.2, lines * (0.57 * len(rows) + 0.4)))
+    for i, (axis, caption) in enumerate(zip(axes.flat, captions, strict=False)):
+        shown = [
+            [np.pad(videos[i][f], ((1, 1), (1, 1), (0, 0)), constant_values=1) for f in chosen] for videos in rows.values()
+        ]
+        picture = np.concatenate([np.concatenate(strip, 1) for strip in shown])
         height = picture.shape[0] / len(rows)
         axis.imshow(picture, interpolation="none")  # the SVG holds the pixels as they are
         axis.set_yticks([(n + 0.5) * height for n in range(len(rows))], list(rows))
         axis.set_xticks([])
-        axis.set_title(caption, fontsize=8)
+        axis.set_title(fill(caption, 66), fontsize=8)
         axis.grid(False)
         for spine in axis.spines.values():
             spine.set_color(GREY)
+    for axis in axes.flat[len(captions) :]:
+        axis.remove()
     return figure
