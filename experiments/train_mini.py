@@ -1,8 +1,9 @@
 """Train the miniature Wan2.1 of checkpoints/wan-mini in stages, each starting from the files of the one before.
 
-    python experiments/train_mini.py --stage vae --minutes 8       # AutoencoderKLWan on 64x64 videos of moving shapes
-    python experiments/train_mini.py --stage base --minutes 8      # bidirectional WanModel and its umT5, flow matching
-    python experiments/train_mini.py --stage causal --minutes 8    # block-causal fine-tune, teacher forcing
+    python experiments/train_mini.py --stage vae --minutes 8                         # AutoencoderKLWan on moving shapes, 64x64
+    python experiments/train_mini.py --stage vae --resume --minutes 2.2 --lr 5e-4    # the same on whole clips, against drift
+    python experiments/train_mini.py --stage base --minutes 6                        # bidirectional WanModel and its umT5
+    python experiments/train_mini.py --stage causal --minutes 5.6                    # block-causal fine-tune, teacher forcing
 
 A stage ends after its minutes with bf16 weights written (the moving average of training) and its numbers in
 training.json. On a CPU, `--minutes 0.1 --batch 1 --clips 4` rehearses a stage in seconds.
