@@ -5,7 +5,7 @@ The scripts are faces of this file and of arrange.py, which turns the result int
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -204,13 +204,9 @@ def threads_for(noise: Tensor, model_config: ModelConfig) -> Iterator[None]:
     Threads that wait for each other at every small operation gain a fifth on an idle machine and made the miniature's
     rollout 80 times slower on a busy one.
     """
-    before = torch.get_num_threads()
-    if noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24:
-        torch.set_num_threads(1)
-    try:
+    small = noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24
+    with frames.one_thread() if small else nullcontext():
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def load_pipeline(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
