@@ -9,7 +9,9 @@ attention"; here they are told apart:
     mean_prob    mass / S
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -36,7 +38,7 @@ def _row_chunks(tokens: Tensor, S: int):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one CPU thread: operations this small gain less from a second one than handing data over costs."""
+    """torch on one CPU thread: for operations this small, handing data from core to core takes longer than they do."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,17 +47,20 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@one_thread()
 def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
     """Mean over each query frame's tokens of tokens [H, Lq, Lk] of any dtype -> [H, Fq, Lk] float32.
 
-    Everything else here is a mean of this. Reads a memory-mapped tensor once, a few MiB at a time.
+    Everything else here is a mean of this. Reads a memory-mapped tensor once, a few MiB at a time, a head in each thread.
     """
-    H, Lq, Lk = tokens.shape
-    curves = torch.zeros(H, Lq // S, Lk, device=tokens.device)
-    for h, q, rows in _row_chunks(tokens, S):
-        curves[h, q] += rows.sum(0)
-    return curves.div_(S)
+
+    def of_head(one: Tensor) -> Tensor:                                              # [1, Lq, Lk] -> [Fq, Lk]
+        curves = torch.zeros(one.shape[1] // S, one.shape[2], device=one.device)
+        for _, q, rows in _row_chunks(one, S):
+            curves[q] += rows.sum(0)
+        return curves.div_(S)
+
+    with one_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return torch.stack(list(pool.map(of_head, tokens.split(1))))
 
 
 def frame_means(tokens: Tensor, S: int) -> Tensor:
