@@ -123,7 +123,8 @@ def run(argv=None):
         results = measure(path, args.tokens, args.repeats)
     for how in ("streamed", "converted"):
         row = results[how]
-        print(f"{how:10s} opened {row['open_seconds']:.3f} s, reduced {row['median_seconds']:.3f} s, {row['private_mib']} MiB private")
+        print(f"{how:10s} opened {row['open_seconds']:.3f} s, reduced {row['median_seconds']:.3f} s, "
+              f"{row['private_mib']} MiB private")
     print(f"{results['times_faster']:.1f} x faster; largest difference {results['largest_difference']:.1e}")
     if args.output_path:
         report = {"file_mib": round(size / 2 ** 20), "environment": environment(torch.device("cpu")), **results}
