@@ -133,7 +133,7 @@ def run(argv=None):
     parser.add_argument("--config_path", default="configs/wan_mini.yaml")
     parser.add_argument("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     parser.add_argument("--captions", type=int, default=64, help="held-out captions with one moving shape")
-    parser.add_argument("--others", type=int, default=32, help="captions of each of the other sets")
+    parser.add_argument("--others", type=int, default=24, help="captions of each of the other sets")
     parser.add_argument("--clips", type=int, default=32, help="held-out clips that the VAE is measured on")
     parser.add_argument("--base", action=argparse.BooleanOptionalAction, default=True, help="the base weights too")
     parser.add_argument("--device", default="auto")

@@ -25,6 +25,7 @@ from experiments.files import replacing
 from experiments.survey import open_quantity, survey
 from wan.config import ConfigError, RunConfig, load_config
 
+NOTABLE = 0.25  # logits, of a preference at equal distance that is counted in what is printed
 MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")
 
 
@@ -67,7 +68,9 @@ def run(argv=None):
         last = len(made[0]["pass_timesteps"]) - 1
         moments.append({"step": number, "first pass": measured(made, 0), "clean pass": measured(made, last)})
         excess = np.array(moments[-1]["first pass"]["equal_distance_excess"])
-        print(f"step {number}: excess at equal distance, mean {excess.mean():.2f}, highest {excess.max():.2f}")
+        below, above = (excess < -NOTABLE).sum(), (excess > NOTABLE).sum()
+        print(f"step {number}: excess at equal distance, mean {excess.mean():.2f}; of {excess.size} heads {below} are below "
+              f"{-NOTABLE} and {above} above {NOTABLE}")  # fmt: skip
         if number in args.steps:
             save_cache(args.output_path.with_name(path.name), made[0])
     device = extraction.choose_device(args.device)

@@ -102,7 +102,7 @@ def test_after_running_out_of_memory_the_next_run_is_whole(tmp_path, no_more_mem
 
 EVERYTHING = """
 import sys
-from experiments import cli, extract_attention_wan, run_extraction, run_extraction_all, run_extraction_figure4
+from experiments import extract_attention_wan, run_extraction, run_extraction_all, run_extraction_figure4
 flags, folder = sys.argv[2:], sys.argv[1]
 rollout = ["--deterministic", "--quiet", *flags]
 run_extraction_all.run([*rollout, "--key_curve", "--cross", "--rope_bands", "--output_path", f"{folder}/atlas.pt"])
@@ -119,7 +119,7 @@ def test_deterministic_runs_are_equal_to_the_byte(dtype, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         done = subprocess.run([sys.executable, "-c", EVERYTHING, str(tmp_path / name), *MINI, "--dtype", dtype],
-                              capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+                              capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         made.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
     assert len(made[0]) == 5 and made[0].keys() == made[1].keys()
