@@ -37,7 +37,7 @@ class HeadMap(NamedTuple):
     name: str
     title: str
     unit: str
-    scale: str                  # "diverging" around 0, "ratio" around 1, "share" of 0..1, or "sequential"
+    scale: str  # "diverging" around 0, "ratio" around 1, "share" of 0..1, or "sequential"
     values: np.ndarray | None
     absent: str = ""
 
@@ -49,7 +49,7 @@ class LabelMap(NamedTuple):
     names: Mapping[int, str]
     labels: np.ndarray | None
     absent: str = ""
-    differs: np.ndarray | None = None       # [N, H] bool: not the label it is compared with
+    differs: np.ndarray | None = None  # [N, H] bool: not the label it is compared with
 
 
 @styled
@@ -59,20 +59,29 @@ def head_maps(maps: Sequence[HeadMap], layers: Sequence[int], *, taken: str) -> 
     columns = min(5, len(maps))
     rows = -(-len(maps) // columns)
     heads = next((m.values.shape[1] for m in maps if m.values is not None), 1)
-    figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=(2.9 * columns, 0.6 + rows * _height(len(layers))))
+    figure, axes = plt.subplots(
+        rows, columns, squeeze=False, figsize=(2.9 * columns, 0.6 + rows * _height(len(layers)))
+    )
     around_0 = [m.values for m in maps if m.scale == "diverging" and m.values is not None]
     for axis, panel in zip(axes.flat, maps, strict=False):
         axis.set_title(panel.title)
         if panel.values is None or not np.isfinite(panel.values).any():
             _absent(axis, panel.absent or "no head has one")
             continue
-        cmap, low, high = _range(panel.scale, np.stack(around_0) if panel.scale == "diverging" else panel.values)
+        cmap, low, high = _range(
+            panel.scale, np.stack(around_0) if panel.scale == "diverging" else panel.values
+        )
         mesh = axis.pcolormesh(np.ma.masked_invalid(panel.values), cmap=cmap, vmin=low, vmax=high)
         beyond = bool((panel.values < low).any()), bool((panel.values > high).any())
-        extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[beyond]
+        extend = {
+            (False, False): "neither",
+            (True, False): "min",
+            (False, True): "max",
+            (True, True): "both",
+        }[beyond]
         figure.colorbar(mesh, ax=axis, label=panel.unit, extend=extend, aspect=25, pad=0.03)
         _head_axes(axis, layers, heads)
-    for axis in axes.flat[len(maps):]:
+    for axis in axes.flat[len(maps) :]:
         axis.remove()
     figure.suptitle(f"Measures of every head, {taken}; grey: N/A")
     return figure
@@ -81,7 +90,9 @@ def head_maps(maps: Sequence[HeadMap], layers: Sequence[int], *, taken: str) -> 
 @styled
 def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, taken: str) -> Figure:
     """A panel per map of labels; a dot marks a head whose label differs from the one it is compared with."""
-    figure, axes = plt.subplots(1, len(maps), squeeze=False, figsize=(2.7 * len(maps), 0.9 + _height(len(layers))))
+    figure, axes = plt.subplots(
+        1, len(maps), squeeze=False, figsize=(2.7 * len(maps), 0.9 + _height(len(layers)))
+    )
     heads = next((m.labels.shape[1] for m in maps if m.labels is not None), 1)
     legend = {}
     for axis, panel in zip(axes.flat, maps, strict=True):
@@ -93,13 +104,21 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, taken: str) -
         values = np.full(panel.labels.shape, np.nan)
         for i, label in enumerate(panel.names):
             values[panel.labels == label] = i
-        axis.pcolormesh(np.ma.masked_invalid(values), cmap=ListedColormap([COLORS[n] for n in panel.names.values()]),
-                        vmin=-0.5, vmax=len(panel.names) - 0.5, edgecolors="white", linewidth=0.3)
+        axis.pcolormesh(
+            np.ma.masked_invalid(values),
+            cmap=ListedColormap([COLORS[n] for n in panel.names.values()]),
+            vmin=-0.5,
+            vmax=len(panel.names) - 0.5,
+            edgecolors="white",
+            linewidth=0.3,
+        )
         _head_axes(axis, layers, heads)
         if panel.differs is not None:
             rows, columns = np.nonzero(panel.differs)
             axis.plot(columns + 0.5, rows + 0.5, "o", color="black", markersize=2)
-            legend["differs"] = Line2D([], [], color="black", marker="o", markersize=3, linestyle="", label="label differs")
+            legend["differs"] = Line2D(
+                [], [], color="black", marker="o", markersize=3, linestyle="", label="label differs"
+            )
     figure.suptitle(f"Kinds of heads, {taken}")
     figure.legend(handles=list(legend.values()), loc="outside lower center", ncols=len(legend), frameon=False)
     return figure
@@ -116,8 +135,15 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
     mesh = axis.pcolormesh(np.ma.masked_invalid(values), cmap="viridis", vmin=low, vmax=1)
     for i, j in np.ndindex(n, n):
         text = f"{values[i, j]:.0%}" if np.isfinite(values[i, j]) else "N/A"
-        axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=8,
-                  color="white" if values[i, j] < (low + 1) / 2 else "black")
+        axis.text(
+            j + 0.5,
+            i + 0.5,
+            text,
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if values[i, j] < (low + 1) / 2 else "black",
+        )
     axis.set_xticks(np.arange(n) + 0.5, [str(i + 1) for i in range(n)])
     axis.set_yticks(np.arange(n) + 0.5, [f"{i + 1}: {name}" for i, name in enumerate(names)])
     axis.set(ylim=(n, 0))
@@ -127,11 +153,18 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
 
 
 @styled
-def rope_bands(values: np.ndarray, names: Sequence[str], *, layer: int, head: int, taken: str, shaded: Shaded = NONE) -> Figure:
+def rope_bands(
+    values: np.ndarray, names: Sequence[str], *, layer: int, head: int, taken: str, shaded: Shaded = NONE
+) -> Figure:
     """What each RoPE band adds to the mean logit of every key frame: values [F, bands], and their sum on top."""
     F, bands = values.shape
-    figure, axes = plt.subplots(2, 1, sharex=True, height_ratios=[1, max(1.2, bands / 9)],
-                                figsize=(max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.0 + 0.2 * bands))
+    figure, axes = plt.subplots(
+        2,
+        1,
+        sharex=True,
+        height_ratios=[1, max(1.2, bands / 9)],
+        figsize=(max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.0 + 0.2 * bands),
+    )
     frames, total = np.arange(F), values.sum(-1)
     axes[0].bar(frames, total, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
     axes[0].axhline(0, color="0.4", linewidth=0.8)
@@ -139,8 +172,14 @@ def rope_bands(values: np.ndarray, names: Sequence[str], *, layer: int, head: in
     top = max(float(np.nanmax(np.abs(values), initial=0)), 1e-9)
     axes[1].grid(False)
     axes[1].set_facecolor(GREY)
-    mesh = axes[1].pcolormesh(np.arange(F + 1) - 0.5, np.arange(bands + 1) - 0.5, np.ma.masked_invalid(values).T,
-                              cmap="RdBu_r", vmin=-top, vmax=top)
+    mesh = axes[1].pcolormesh(
+        np.arange(F + 1) - 0.5,
+        np.arange(bands + 1) - 0.5,
+        np.ma.masked_invalid(values).T,
+        cmap="RdBu_r",
+        vmin=-top,
+        vmax=top,
+    )
     axes[1].set_yticks(np.arange(bands), names, fontsize=8)
     axes[1].set_ylim(bands - 0.5, -0.5)
     figure.colorbar(mesh, ax=axes[1], label=LABELS["mean_logit"], pad=0.02)
@@ -150,7 +189,9 @@ def rope_bands(values: np.ndarray, names: Sequence[str], *, layer: int, head: in
     frame_axis(axes[1], F, room=25)
     axes[1].set_xlim(-0.5, F - 0.5)
     axes[0].tick_params(labelbottom=False)
-    label_figure(figure, axes[1:], f"Layer {layer}, head {head}: mean logit by RoPE band, {taken}", legend=legend)
+    label_figure(
+        figure, axes[1:], f"Layer {layer}, head {head}: mean logit by RoPE band, {taken}", legend=legend
+    )
     return figure
 
 
@@ -171,8 +212,15 @@ def _absent(axis: Axes, why: str) -> None:
     axis.grid(False)
     axis.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
     axis.axvspan(0, 1, zorder=0, **ABSENT)
-    axis.text(0.5, 0.5, "absent:\n" + _folded(why), ha="center", va="center", fontsize=8,
-              bbox={"facecolor": "white", "edgecolor": "none", "pad": 3})
+    axis.text(
+        0.5,
+        0.5,
+        "absent:\n" + _folded(why),
+        ha="center",
+        va="center",
+        fontsize=8,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 3},
+    )
 
 
 def _folded(text: str, width: int = 22) -> str:

@@ -33,7 +33,7 @@ from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 
-MIB = 2 ** 20
+MIB = 2**20
 
 
 def rows(config: RunConfig, num_layers: int) -> dict[str, list[CaptureRequest]]:
@@ -46,7 +46,8 @@ def rows(config: RunConfig, num_layers: int) -> dict[str, list[CaptureRequest]]:
         "mean logits + mass": [everything],
         "mean logits + mass + key curve": [everything, CaptureRequest(granularity="key", blocks=[last])],
         f"tokens of layer {layer}, last block, pass 0": [
-            CaptureRequest(layers=[layer], blocks=[last], steps=[0], token_dtype=torch.float16)],
+            CaptureRequest(layers=[layer], blocks=[last], steps=[0], token_dtype=torch.float16)
+        ],
     }
 
 
@@ -67,37 +68,58 @@ class Rollout:
         start = time.perf_counter()
         capture = ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
         with capture as calls, extraction.threads_for(self.noise, self.pipeline.model.config):
-            latents = self.pipeline.inference(self.noise, prompt_embeds=self.prompt_embeds, renoise=self.renoise)[1]
+            latents = self.pipeline.inference(
+                self.noise, prompt_embeds=self.prompt_embeds, renoise=self.renoise
+            )[1]
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         after = memory(cuda=cuda)
-        return {"seconds": seconds, "calls": len(calls), "latents": latents,
-                "gpu_mib": after["gpu"] - before["gpu"], "host_mib": after["host"] - before["host"]}
+        return {
+            "seconds": seconds,
+            "calls": len(calls),
+            "latents": latents,
+            "gpu_mib": after["gpu"] - before["gpu"],
+            "host_mib": after["host"] - before["host"],
+        }
 
 
 def memory(cuda: bool, reset: bool = False) -> dict[str, float]:
     """Peak MiB so far of this process and of the GPU; with reset, both now, and peaks start anew."""
     if reset:
-        Path("/proc/self/clear_refs").write_text("5")          # Linux: VmHWM starts again at VmRSS
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again at VmRSS
     if cuda and reset:
         torch.cuda.reset_peak_memory_stats()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {"host": int(status["VmHWM"].split()[0]) / 1024,
-            "gpu": torch.cuda.max_memory_allocated() / MIB if cuda else 0.0}
+    return {
+        "host": int(status["VmHWM"].split()[0]) / 1024,
+        "gpu": torch.cuda.max_memory_allocated() / MIB if cuda else 0.0,
+    }
 
 
-def random_pipeline(config: RunConfig, sizes: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalInferencePipeline:
+def random_pipeline(
+    config: RunConfig, sizes: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CausalInferencePipeline:
     """The model's shapes with random weights, made on the device."""
     with torch.device("meta"):
-        model = CausalWanModel(**vars(sizes), local_attn_size=config.local_attn_size, sink_size=config.sink_size)
+        model = CausalWanModel(
+            **vars(sizes), local_attn_size=config.local_attn_size, sink_size=config.sink_size
+        )
     model = model.to_empty(device=device).to(dtype).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
     for name, value in model.named_parameters():
-        value.normal_(0, 0.02, generator=generator).add_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-    return CausalInferencePipeline(model, config.num_frame_per_block, config.independent_first_frame,
-                                   config.denoising_step_list, config.warp_denoising_step, config.timestep_shift,
-                                   config.context_noise)
+        value.normal_(0, 0.02, generator=generator).add_(
+            1.0 if "norm" in name and name.endswith("weight") else 0.0
+        )
+    return CausalInferencePipeline(
+        model,
+        config.num_frame_per_block,
+        config.independent_first_frame,
+        config.denoising_step_list,
+        config.warp_denoising_step,
+        config.timestep_shift,
+        config.context_noise,
+    )
 
 
 def make_rollout(config: RunConfig, random_weights: bool) -> tuple[Rollout, ModelConfig]:
@@ -105,7 +127,9 @@ def make_rollout(config: RunConfig, random_weights: bool) -> tuple[Rollout, Mode
     dtype = extraction.choose_dtype(config.dtype, device)
     if random_weights:
         if config.model not in MODELS:
-            raise ConfigError(f"--random_weights knows the sizes of {', '.join(MODELS)}, not of {config.model}")
+            raise ConfigError(
+                f"--random_weights knows the sizes of {', '.join(MODELS)}, not of {config.model}"
+            )
         sizes = MODELS[config.model]
         pipeline = random_pipeline(config, sizes, dtype, device)
         embeds = torch.randn(1, sizes.text_len, sizes.text_dim, device=device, dtype=dtype)
@@ -141,25 +165,45 @@ def measure(rollout: Rollout, table: dict[str, list[CaptureRequest]], repeats: i
 
 def environment(device: torch.device) -> dict:
     """What a number depends on besides the code."""
-    git = os.environ.get("GIT_COMMIT")      # where the tree travelled without its history
+    git = os.environ.get("GIT_COMMIT")  # where the tree travelled without its history
     if git is None and shutil.which("git"):
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-            "git": git or "unknown", "date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", *sys.argv])}
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "git": git or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
+    }
 
 
 def as_table(results: dict[str, dict]) -> str:
-    lines = ["| captured | seconds | x plain | GPU over plain | host over plain | calls | same bits |", "|---" * 7 + "|"]
-    lines += [f"| {name} | {row['median_seconds']:.3f} | {row['times_plain']:.3f} | {row['gpu_mib_over_plain']:.0f} MiB | "
-              f"{row['host_mib_over_plain']:.0f} MiB | {row['calls']:.0f} | {'yes' if row['bit_identical'] else 'NO'} |"
-              for name, row in results.items()]
+    lines = [
+        "| captured | seconds | x plain | GPU over plain | host over plain | calls | same bits |",
+        "|---" * 7 + "|",
+    ]
+    lines += [
+        f"| {name} | {row['median_seconds']:.3f} | {row['times_plain']:.3f} | {row['gpu_mib_over_plain']:.0f} MiB | "
+        f"{row['host_mib_over_plain']:.0f} MiB | {row['calls']:.0f} | {'yes' if row['bit_identical'] else 'NO'} |"
+        for name, row in results.items()
+    ]
     return "\n".join(lines)
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--random_weights", action=argparse.BooleanOptionalAction, default=False,
-                        help="the config's model with random weights: no files needed")
+    parser.add_argument(
+        "--random_weights",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the config's model with random weights: no files needed",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timed repeats of every row")
 
 
@@ -176,10 +220,16 @@ def run(argv=None):
     results = measure(rollout, rows(config, sizes.num_layers), args.repeats)
     print(as_table(results))
     if args.output_path:
-        report = {"model": config.model, "random_weights": args.random_weights, "num_frames": config.num_frames,
-                  "passes": config.num_passes, "layers": sizes.num_layers,
-                  "dtype": str(rollout.noise.dtype).removeprefix("torch."),
-                  "environment": environment(rollout.noise.device), "rows": results}
+        report = {
+            "model": config.model,
+            "random_weights": args.random_weights,
+            "num_frames": config.num_frames,
+            "passes": config.num_passes,
+            "layers": sizes.num_layers,
+            "dtype": str(rollout.noise.dtype).removeprefix("torch."),
+            "environment": environment(rollout.noise.device),
+            "rows": results,
+        }
         Path(args.output_path).parent.mkdir(parents=True, exist_ok=True)
         Path(args.output_path).write_text(json.dumps(report, indent=1) + "\n")
 

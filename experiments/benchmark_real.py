@@ -39,13 +39,17 @@ from wan.config import MODELS, ConfigError, ModelConfig, RunConfig, load_config
 from wan.modules.causal_model import CausalWanModel
 
 SHARD_BYTES = 5 * 10**9
-TOKENIZER = Path("checkpoints/wan-mini/tokenizer")      # the real one cannot be made up; this one's ids are among its
+TOKENIZER = Path(
+    "checkpoints/wan-mini/tokenizer"
+)  # the real one cannot be made up; this one's ids are among its
 
 
 # -- files of random weights -------------------------------------------------------------------------------------------
 
 
-def random_tensors(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def random_tensors(
+    module: torch.nn.Module, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor on the CPU for each parameter of a module on meta: normal, std 0.02; norms' weights around 1."""
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in module.named_parameters():
@@ -75,14 +79,18 @@ def make_transformer(folder: Path, sizes: ModelConfig, dtype: torch.dtype, devic
             parts.append({})
     if parts[-1]:
         write()
-    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
 
 
 def make_checkpoint(path: Path, sizes: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """A Self-Forcing style .pt."""
     with torch.device("meta"):
         model = CausalWanModel(**vars(sizes))
-    torch.save({"generator_ema": {f"model.{name}": t for name, t in random_tensors(model, dtype, device)}}, path)
+    torch.save(
+        {"generator_ema": {f"model.{name}": t for name, t in random_tensors(model, dtype, device)}}, path
+    )
 
 
 def make_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -94,8 +102,14 @@ def make_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) ->
     for name, tensor in random_tensors(model, dtype, device):
         start, _, rest = name.removeprefix("encoder.block.").partition(".layer.")
         old = next((old for old in theirs if rest.startswith(old)), None)
-        state[f"blocks.{start}.{theirs[old]}{rest[len(old):]}" if old else
-              {"shared.weight": "token_embedding.weight", "encoder.final_layer_norm.weight": "norm.weight"}[name]] = tensor
+        state[
+            f"blocks.{start}.{theirs[old]}{rest[len(old) :]}"
+            if old
+            else {
+                "shared.weight": "token_embedding.weight",
+                "encoder.final_layer_norm.weight": "norm.weight",
+            }[name]
+        ] = tensor
     torch.save(state, folder / native.UMT5_FILE)
     shutil.copytree(TOKENIZER, folder / native.TOKENIZER_DIR, dirs_exist_ok=True)
 
@@ -106,7 +120,9 @@ def make_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) ->
 def status() -> dict[str, int]:
     """Bytes of this process: private, and resident with mapped files."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    anonymous, shared, resident = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem", "VmRSS"))
+    anonymous, shared, resident = (
+        int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem", "VmRSS")
+    )
     return {"private": anonymous + shared, "resident": resident}
 
 
@@ -143,8 +159,10 @@ def gpu_peak(device: torch.device) -> dict[str, int]:
     if device.type != "cuda":
         return {}
     torch.cuda.synchronize(device)
-    return {"gpu_peak_bytes": torch.cuda.max_memory_allocated(device),
-            "gpu_reserved_bytes": torch.cuda.max_memory_reserved(device)}
+    return {
+        "gpu_peak_bytes": torch.cuda.max_memory_allocated(device),
+        "gpu_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
 
 
 class Clock(Watch):
@@ -167,7 +185,10 @@ def drop_from_page_cache(config: RunConfig) -> None:
 def load(config: RunConfig, cold: bool = False) -> dict:
     """Seconds and memory from the files to a model on the device."""
     device = extraction.choose_device(config.device, config.offload)
-    sizes, dtype = checkpoint.read_model_config(config.ckpt_dir), extraction.choose_dtype(config.dtype, device)
+    sizes, dtype = (
+        checkpoint.read_model_config(config.ckpt_dir),
+        extraction.choose_dtype(config.dtype, device),
+    )
     paths = checkpoint.shards(checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path))
     warm_up(device)
     if cold:
@@ -179,14 +200,25 @@ def load(config: RunConfig, cold: bool = False) -> dict:
         seconds = time.perf_counter() - start
     size = sum(path.stat().st_size for path in paths)
     parameters = sum(p.numel() * p.itemsize for p in pipeline.model.parameters())
-    return {"seconds": seconds, "file_bytes": size, "parameter_bytes": parameters, "cold": cold, **host, **used,
-            "private_of_file": host["host_private_bytes"] / size, "resident_of_file": host["host_resident_bytes"] / size}
+    return {
+        "seconds": seconds,
+        "file_bytes": size,
+        "parameter_bytes": parameters,
+        "cold": cold,
+        **host,
+        **used,
+        "private_of_file": host["host_private_bytes"] / size,
+        "resident_of_file": host["host_resident_bytes"] / size,
+    }
 
 
 def roll_out(config: RunConfig) -> dict:
     """One extraction of all layers, passes and blocks at frame level: seconds and memory of its parts, and its bits."""
     device = extraction.choose_device(config.device, config.offload)
-    sizes, dtype = checkpoint.read_model_config(config.ckpt_dir), extraction.choose_dtype(config.dtype, device)
+    sizes, dtype = (
+        checkpoint.read_model_config(config.ckpt_dir),
+        extraction.choose_dtype(config.dtype, device),
+    )
     requests = arrange.atlas_requests(config, mass=True, key_curve=False, cross=False)
     encodes = needs_encoder(config, [config.prompt], sizes, dtype, device)
     plan = Memory(config, sizes, requests, dtype, device, encodes).needs()
@@ -201,19 +233,32 @@ def roll_out(config: RunConfig) -> dict:
         run = extraction.extract_next(ready, config, requests, clock := Clock())
         rolled = gpu_peak(device)
         end = time.perf_counter()
-    predicted = {where: {need.doing: need.total for need in plan if need.where == where} for where in ("GPU", "host")}
+    predicted = {
+        where: {need.doing: need.total for need in plan if need.where == where} for where in ("GPU", "host")
+    }
     digest = hashlib.sha256()
     for tensor in (run.latents, *(r[name] for r in run.records for name in ("frame_logits", "frame_mass"))):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    result = {"frames": config.num_frames, "offload": config.offload,
-              "encoded_on": str(encoding_device(config, device)) if encodes else None,
-              "prepare_seconds": prepare_seconds, "rollout_seconds": clock.end - clock.begin, "seconds": end - start,
-              "waited_for_sha256_seconds": end - clock.end, "calls": len(run.records),
-              "sha256_of_latents_and_capture": digest.hexdigest(), "predicted_bytes": predicted, **host}
+    result = {
+        "frames": config.num_frames,
+        "offload": config.offload,
+        "encoded_on": str(encoding_device(config, device)) if encodes else None,
+        "prepare_seconds": prepare_seconds,
+        "rollout_seconds": clock.end - clock.begin,
+        "seconds": end - start,
+        "waited_for_sha256_seconds": end - clock.end,
+        "calls": len(run.records),
+        "sha256_of_latents_and_capture": digest.hexdigest(),
+        "predicted_bytes": predicted,
+        **host,
+    }
     if rolled:
-        result |= {"prepare": prepared, "rollout": rolled,
-                   "gpu_peak_bytes": max(part["gpu_peak_bytes"] for part in (prepared, rolled)),
-                   "measured_of_predicted": rolled["gpu_peak_bytes"] / predicted["GPU"]["rolling out"]}
+        result |= {
+            "prepare": prepared,
+            "rollout": rolled,
+            "gpu_peak_bytes": max(part["gpu_peak_bytes"] for part in (prepared, rolled)),
+            "measured_of_predicted": rolled["gpu_peak_bytes"] / predicted["GPU"]["rolling out"],
+        }
     return result
 
 
@@ -242,8 +287,13 @@ def _send(connection, function: Callable[..., dict], *args) -> None:
 
 def small_model(folder: Path, device: torch.device) -> dict:
     """The 1.3B: loading, 21 frames resident and streamed, 72 frames."""
-    config = replace(load_config("configs/self_forcing_dmd.yaml"), ckpt_dir=str(folder), checkpoint_path=None,
-                     device=str(device), embeds_dir=str(folder / "prompt_embeds"))
+    config = replace(
+        load_config("configs/self_forcing_dmd.yaml"),
+        ckpt_dir=str(folder),
+        checkpoint_path=None,
+        device=str(device),
+        embeds_dir=str(folder / "prompt_embeds"),
+    )
     sizes = MODELS[config.model]
     make_transformer(folder, sizes, torch.float32, device)
     make_text_encoder(folder, torch.bfloat16, device)
@@ -251,33 +301,62 @@ def small_model(folder: Path, device: torch.device) -> dict:
     make_checkpoint(Path(tuned.checkpoint_path), sizes, torch.float32, device)
     streamed = replace(config, offload=True)
     with torch.device("meta"):
-        vae_bytes = sum(p.numel() * 4 for p in AutoencoderKLWan().parameters())            # released in float32; not made here
-    found = {"files": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()},
-             "vae_bytes": vae_bytes, "load": {"shards, from disk": apart(load, config, True), "shards": apart(load, config),
-                      "shards, --offload": apart(load, streamed), "self_forcing_dmd.pt": apart(load, tuned)}}
+        vae_bytes = sum(
+            p.numel() * 4 for p in AutoencoderKLWan().parameters()
+        )  # released in float32; not made here
+    found = {
+        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()},
+        "vae_bytes": vae_bytes,
+        "load": {
+            "shards, from disk": apart(load, config, True),
+            "shards": apart(load, config),
+            "shards, --offload": apart(load, streamed),
+            "self_forcing_dmd.pt": apart(load, tuned),
+        },
+    }
     found["extract"] = {"resident": apart(roll_out, config), "--offload": apart(roll_out, streamed)}
     states = states_file(streamed, config.prompt, sizes, torch.bfloat16, torch.device("cpu"))
-    same = replace(config, prompt_embeds=str(states))      # umT5 on the CPU and on the GPU differ in their last bits
+    same = replace(
+        config, prompt_embeds=str(states)
+    )  # umT5 on the CPU and on the GPU differ in their last bits
     found["extract"]["resident, --prompt_embeds"] = apart(roll_out, same)
     found["extract"]["72 frames"] = apart(roll_out, replace(same, num_frames=72))
-    bits = {found["extract"][name]["sha256_of_latents_and_capture"] for name in ("--offload", "resident, --prompt_embeds")}
+    bits = {
+        found["extract"][name]["sha256_of_latents_and_capture"]
+        for name in ("--offload", "resident, --prompt_embeds")
+    }
     return found | {"offload_gives_the_same_bits": len(bits) == 1}
 
 
 def large_model(folder: Path, device: torch.device, states: Path) -> dict:
     """The 14B: loading, and the first block, resident and streamed."""
-    config = replace(load_config("configs/wan_14b.yaml"), ckpt_dir=str(folder), device=str(device), num_frames=3,
-                     prompt_embeds=str(states), layer_indices=[0], layer_index=0)
+    config = replace(
+        load_config("configs/wan_14b.yaml"),
+        ckpt_dir=str(folder),
+        device=str(device),
+        num_frames=3,
+        prompt_embeds=str(states),
+        layer_indices=[0],
+        layer_index=0,
+    )
     make_transformer(folder, MODELS[config.model], torch.bfloat16, device)
-    return {"load": {"shards": apart(load, config)},
-            "extract": {"one block": apart(roll_out, config),
-                        "one block, --offload": apart(roll_out, replace(config, offload=True))}}
+    return {
+        "load": {"shards": apart(load, config)},
+        "extract": {
+            "one block": apart(roll_out, config),
+            "one block, --offload": apart(roll_out, replace(config, offload=True)),
+        },
+    }
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="the GPU to measure")
-    parser.add_argument("--folder", help="where the files go, 55 GB at a time; a temporary folder where not given")
+    parser.add_argument(
+        "--folder", help="where the files go, 55 GB at a time; a temporary folder where not given"
+    )
     parser.add_argument("--output_path", help="write the numbers as JSON")
     args = parser.parse_args(argv)
     device = extraction.choose_device(args.device)
@@ -286,7 +365,10 @@ def run(argv=None):
     if args.output_path:
         require_writable(args.output_path)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        report = {"environment": environment(device), "Wan2.1-T2V-1.3B": small_model(Path(folder) / "1.3B", device)}
+        report = {
+            "environment": environment(device),
+            "Wan2.1-T2V-1.3B": small_model(Path(folder) / "1.3B", device),
+        }
         states = next((Path(folder) / "1.3B/prompt_embeds").iterdir()).rename(Path(folder) / "states.pt")
         save(report, args.output_path)
         shutil.rmtree(Path(folder) / "1.3B")

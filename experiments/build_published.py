@@ -20,12 +20,12 @@ from experiments.frames import block_frames, later_block
 from experiments.published import FIGURE4_CSV, FOLDER, HEAD_LABELS_CSV, STATIC_HEADS_CSV
 from wan.config import MODELS, RunConfig, block_sizes
 
-RUN = RunConfig()                                  # the published runs are the defaults: Wan2.1-T2V-1.3B at 480 x 832
+RUN = RunConfig()  # the published runs are the defaults: Wan2.1-T2V-1.3B at 480 x 832
 LOGITS = "self_forcing_dmd_last_block_logits.npz"
 MATRICES = "self_forcing_dmd_frame_matrix_quantised.npz"
-COLOURS = 256                                      # of the heat maps that the matrices were read from
-SHORT_NAMES = ("eagle", "castle")                  # words of the prompts, for file names
-CLIPPED = {("19", "L1H1")}                         # points at the upper edge of the paper's plot
+COLOURS = 256  # of the heat maps that the matrices were read from
+SHORT_NAMES = ("eagle", "castle")  # words of the prompts, for file names
+CLIPPED = {("19", "L1H1")}  # points at the upper edge of the paper's plot
 SOURCE = "read off the SVG figures of github.com/winbeau/Self-Forcing-fork (Apache-2.0), see cache/published/README.md"
 
 
@@ -41,10 +41,14 @@ def run(argv=None):
     with np.load(args.folder / LOGITS) as logits, np.load(args.folder / MATRICES) as matrices:
         for F in (21, 72):
             indices, vmax = matrices[f"index_{F}"], matrices[f"vmax_{F}"]
-            caches = [atlas(str(prompt), last_block, indices, vmax)
-                      for prompt, last_block in zip(logits["prompts"], logits[f"frames{F}"], strict=True)]
+            caches = [
+                atlas(str(prompt), last_block, indices, vmax)
+                for prompt, last_block in zip(logits["prompts"], logits[f"frames{F}"], strict=True)
+            ]
             if sum("frame_logits" in cache for cache in caches) != len(indices):
-                raise CacheError(f"{args.folder / MATRICES}: not every matrix of {F} frames belongs to one prompt")
+                raise CacheError(
+                    f"{args.folder / MATRICES}: not every matrix of {F} frames belongs to one prompt"
+                )
             for cache in caches:
                 name = next(word for word in SHORT_NAMES if word in cache["prompt"])
                 save(args.output_dir / f"self_forcing_dmd_{name}_{F}f.pt", cache)
@@ -76,7 +80,10 @@ def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.nda
         matrix, error = dequantise(index, top)
         if belongs(matrix[..., block_frames(blocks, -1), :].mean(-2), last_block, error):
             matrix = torch.from_numpy(matrix).masked_fill(later_block(blocks), float("nan"))
-            cache |= {"frame_logits": matrix[:, None].float(), "frame_logits_error": torch.from_numpy(error).float()}
+            cache |= {
+                "frame_logits": matrix[:, None].float(),
+                "frame_logits_error": torch.from_numpy(error).float(),
+            }
     if "frame_logits" in cache:
         precision = f"the last block's mean is exact, the frame matrix within vmax/{COLOURS} of each layer"
     else:
@@ -95,7 +102,9 @@ def dequantise(index: np.ndarray, vmax: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def belongs(mean: np.ndarray, exact: np.ndarray, error: np.ndarray) -> bool:
     """Whether means [layers, H, F] are the exact float16 values, within the error [layers] and the float16 rounding."""
-    return bool((np.abs(mean - exact.astype(np.float64)) <= error[:, None, None] + np.abs(np.spacing(exact))).all())
+    return bool(
+        (np.abs(mean - exact.astype(np.float64)) <= error[:, None, None] + np.abs(np.spacing(exact))).all()
+    )
 
 
 def mark_clipped(table: str) -> str:
@@ -103,7 +112,10 @@ def mark_clipped(table: str) -> str:
     header, *rows = table.splitlines()
     names = header.split(",")[1:]
     marks = [" ".join(name for name in names if (row.split(",")[0], name) in CLIPPED) for row in rows]
-    return "\n".join([f"{header},clipped", *(f"{row},{mark}" for row, mark in zip(rows, marks, strict=True))]) + "\n"
+    return (
+        "\n".join([f"{header},clipped", *(f"{row},{mark}" for row, mark in zip(rows, marks, strict=True))])
+        + "\n"
+    )
 
 
 def save(path: Path, cache: dict[str, Any]) -> None:

@@ -37,7 +37,10 @@ def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
         with replacing(path) as file:
             torch.save(cache, file)  # an open file, not a path: its archive is then always called "archive"
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        needed, free = tensor_bytes(cache), shutil.disk_usage(Path(path).parent).free if Path(path).parent.is_dir() else 0
+        needed, free = (
+            tensor_bytes(cache),
+            shutil.disk_usage(Path(path).parent).free if Path(path).parent.is_dir() else 0,
+        )
         full = f"; it needs {needed} bytes, {free} are free" if 0 < free < needed else ""
         raise CacheError(f"{path} cannot be written: {_first_line(error)}{full}") from error
 
@@ -55,8 +58,9 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         with torch.serialization.safe_globals(older_caches.ALLOWED):
             raw = load_tensors(path, mmap)
     except UnreadableError as error:
-        raise CacheError(f"{path} cannot be read as a cache: {error}; "
-                         f"make it again: {_command(path, expect)}") from error
+        raise CacheError(
+            f"{path} cannot be read as a cache: {error}; make it again: {_command(path, expect)}"
+        ) from error
     try:
         if not isinstance(raw, dict):
             raise CacheError(f"holds a {type(raw).__name__}, not a dict")
@@ -65,13 +69,21 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
             check_counts(raw)
             raw = older_caches.modernise(raw)
         check(raw)
-    except Exception as error:  # fields of unheard-of types can fail in any way; the reader must hear of it in one line
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} in its fields: {_first_line(error)}"
+    except (
+        Exception
+    ) as error:  # fields of unheard-of types can fail in any way; the reader must hear of it in one line
+        reason = (
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{type(error).__name__} in its fields: {_first_line(error)}"
+        )
         raise CacheError(f"{path}: {reason}; make it again: {_command(path, expect)}") from None
     if expect and raw["format"] not in expect:
-        raise CacheError(f"{path} is a cache of format {raw['format']}: open it with "
-                         f"notebooks/{FORMATS[raw['format']].notebook}. Here it takes {' or '.join(expect)}, "
-                         f"made by: python experiments/{FORMATS[expect[0]].script}")
+        raise CacheError(
+            f"{path} is a cache of format {raw['format']}: open it with "
+            f"notebooks/{FORMATS[raw['format']].notebook}. Here it takes {' or '.join(expect)}, "
+            f"made by: python experiments/{FORMATS[expect[0]].script}"
+        )
     return raw
 
 
@@ -84,7 +96,9 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Tensor):
         value = value.detach()
         whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        return value.contiguous() if value.device.type == "cpu" and whole else value.cpu().clone().contiguous()
+        return (
+            value.contiguous() if value.device.type == "cpu" and whole else value.cpu().clone().contiguous()
+        )
     if isinstance(value, Mapping):
         return {_plain(key, f"a key of {where}"): _plain(v, f"{where}[{key!r}]") for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -93,8 +107,10 @@ def _plain(value: Any, where: str) -> Any:
         return sys.intern(value)
     if value is None or type(value) in (bool, int, float):
         return value
-    raise CacheError(f"{where} is a {type(value).__module__}.{type(value).__name__}; "
-                     "only tensors and plain Python values are stored")
+    raise CacheError(
+        f"{where} is a {type(value).__module__}.{type(value).__name__}; "
+        "only tensors and plain Python values are stored"
+    )
 
 
 def _command(path: Path, expect: Sequence[str]) -> str:
@@ -104,9 +120,13 @@ def _command(path: Path, expect: Sequence[str]) -> str:
     flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
     if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
         published = "python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt"
-        return (f"python experiments/{FORMATS[kind].script} --layer_index {layer[1]} (without a model: {published} "
-                f"--layers {layer[1]})")
-    return f"python experiments/{FORMATS[kind].script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
+        return (
+            f"python experiments/{FORMATS[kind].script} --layer_index {layer[1]} (without a model: {published} "
+            f"--layers {layer[1]})"
+        )
+    return (
+        f"python experiments/{FORMATS[kind].script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
+    )
 
 
 def _others_of_its_kind(path: Path) -> str:
@@ -114,7 +134,11 @@ def _others_of_its_kind(path: Path) -> str:
     if not re.fullmatch(r"layer\d+\.pt", path.name):
         return ""
     there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
-    return f"; there is {', '.join(p.name for p in there[:8])}{', ...' if len(there) > 8 else ''}" if there else ""
+    return (
+        f"; there is {', '.join(p.name for p in there[:8])}{', ...' if len(there) > 8 else ''}"
+        if there
+        else ""
+    )
 
 
 def _first_line(error: BaseException) -> str:

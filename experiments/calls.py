@@ -15,9 +15,11 @@ def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob")
     calls = cache["attention_weights"]
     if not 0 <= index < len(calls):
         raise CacheError(f"call {index} is not in 0..{len(calls) - 1}, the calls of this cache")
-    view = open_profiles(cache | {"attention_weights": [calls[index]], "layer_indices": [calls[index]["layer_idx"]]},
-                         quantity=quantity)
-    view.frame_profile(view.layers[0])                   # a call that does not hold the quantity says so here
+    view = open_profiles(
+        cache | {"attention_weights": [calls[index]], "layer_indices": [calls[index]["layer_idx"]]},
+        quantity=quantity,
+    )
+    view.frame_profile(view.layers[0])  # a call that does not hold the quantity says so here
     return view
 
 
@@ -25,11 +27,13 @@ def call_lines(cache: Mapping[str, Any]) -> str:
     """What is captured, a line per call: its place, layer, pass, block and frames."""
     lines = []
     for i, call in enumerate(cache["attention_weights"]):
-        at = cache | call                                 # a figure4 cache has the tags of its calls at the top
+        at = cache | call  # a figure4 cache has the tags of its calls at the top
         step = "not recorded" if at["step"] is None else "clean" if at["is_clean_pass"] else str(at["step"])
         timestep = "" if at["timestep"] is None else f" (t = {at['timestep']:g})"
-        lines.append(f"  {i}: layer {at['layer_idx']}, pass {step}{timestep}, queries of frames {ranges(at['query_frames'])} "
-                     f"on keys of frames {ranges(at['key_frames'])}")
+        lines.append(
+            f"  {i}: layer {at['layer_idx']}, pass {step}{timestep}, queries of frames {ranges(at['query_frames'])} "
+            f"on keys of frames {ranges(at['key_frames'])}"
+        )
     return "\n".join(lines)
 
 

@@ -17,8 +17,23 @@ from experiments.guards import StoppedError
 from experiments.prompts import with_given_prompt
 from wan.config import ConfigError, RunConfig, block_sizes, check_window, load_config
 
-OVERRIDES = ("ckpt_dir", "checkpoint_path", "prompt", "num_frames", "independent_first_frame", "seed", "device",
-             "use_ema", "step", "layer_indices", "layer_index", "dtype", "offload", "t5_cpu", "prompt_embeds")
+OVERRIDES = (
+    "ckpt_dir",
+    "checkpoint_path",
+    "prompt",
+    "num_frames",
+    "independent_first_frame",
+    "seed",
+    "device",
+    "use_ema",
+    "step",
+    "layer_indices",
+    "layer_index",
+    "dtype",
+    "offload",
+    "t5_cpu",
+    "prompt_embeds",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,12 +45,23 @@ class Parser(argparse.ArgumentParser):
 
 def run_parser(description: str, output_path: str | None) -> Parser:
     """Flags that all extractions have; output_path is the default place of the cache."""
-    parser = Parser(description=description.strip().splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(
+        description=description.strip().splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     flag = parser.add_argument
     both = argparse.BooleanOptionalAction
-    flag("--config_path", default="configs/self_forcing_dmd.yaml", help="YAML with everything a run needs; flags override it")
+    flag(
+        "--config_path",
+        default="configs/self_forcing_dmd.yaml",
+        help="YAML with everything a run needs; flags override it",
+    )
     flag("--checkpoint_path", help="Self-Forcing style .pt with the causal weights")
-    flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir through the causal sampler")
+    flag(
+        "--no_checkpoint",
+        action="store_true",
+        help="run the base weights of ckpt_dir through the causal sampler",
+    )
     flag("--ckpt_dir", help="directory of the base model in diffusers layout")
     flag("--output_path", default=output_path, help="where the cache goes")
     flag("--prompt", help="text to generate from")
@@ -44,10 +70,20 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     flag("--seed", type=int, help="of all noise")
     flag("--device", help="auto, cpu, cuda or cuda:N")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
-    flag("--use_ema", action=both, default=None, help="the checkpoint's generator_ema rather than its generator")
+    flag(
+        "--use_ema",
+        action=both,
+        default=None,
+        help="the checkpoint's generator_ema rather than its generator",
+    )
     flag("--step", type=int, help="which pass: 0 is t = 1000, the last is the clean pass")
-    flag("--save_video", metavar="PATH", nargs="?", const="",
-         help="also decode the video and write an mp4, beside the cache unless PATH says where")
+    flag(
+        "--save_video",
+        metavar="PATH",
+        nargs="?",
+        const="",
+        help="also decode the video and write an mp4, beside the cache unless PATH says where",
+    )
     flag("--prompt_embeds", metavar="FILE", help="a .pt of text states, in place of umT5")
     add_memory_flags(parser)
     add_run_flags(parser)
@@ -57,17 +93,31 @@ def run_parser(description: str, output_path: str | None) -> Parser:
 def add_memory_flags(parser: Parser) -> None:
     """What of the model lies where, and how large its numbers are."""
     flag, both = parser.add_argument, argparse.BooleanOptionalAction
-    flag("--dtype", choices=DTYPES, help="of weights and generation; auto: bfloat16 on a GPU, float32 on a CPU")
-    flag("--offload", action=both, default=None, help="keep the layers' weights on the host and stream them to the GPU; the "
-                                                      "same bits, less GPU memory; umT5 runs on the CPU")
+    flag(
+        "--dtype", choices=DTYPES, help="of weights and generation; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    flag(
+        "--offload",
+        action=both,
+        default=None,
+        help="keep the layers' weights on the host and stream them to the GPU; the "
+        "same bits, less GPU memory; umT5 runs on the CPU",
+    )
     flag("--t5_cpu", action=both, default=None, help="run umT5 on the CPU")
 
 
 def add_run_flags(parser: Parser) -> None:
     """How a run behaves; nothing of what it makes."""
     flag = parser.add_argument
-    flag("--overwrite", action=argparse.BooleanOptionalAction, default=None, help="replace what is there; a sweep leaves it")
-    flag("--deterministic", action="store_true", help="equal bits in every run on one device, slower on a GPU")
+    flag(
+        "--overwrite",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="replace what is there; a sweep leaves it",
+    )
+    flag(
+        "--deterministic", action="store_true", help="equal bits in every run on one device, slower on a GPU"
+    )
     flag("--quiet", action="store_true", help="say nothing but errors")
     flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")
 
@@ -91,24 +141,29 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     block_sizes(config.num_frames, config.num_frame_per_block, config.independent_first_frame)
     check_window(config.local_attn_size, config.sink_size, config.num_frame_per_block)
     for seed in (config.seed, *(getattr(args, "seeds", None) or ())):
-        if not -2**63 <= seed < 2**63:
+        if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"seed {seed} does not fit 64 bits")
     if not 0 <= config.step < config.num_passes:
-        raise ConfigError(f"step {config.step} is not in 0..{config.num_passes - 1}; "
-                          f"{config.num_passes - 1} is the clean pass")
+        raise ConfigError(
+            f"step {config.step} is not in 0..{config.num_passes - 1}; "
+            f"{config.num_passes - 1} is the clean pass"
+        )
     return config
 
 
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input, 130 Ctrl-C."""
-    transformers.utils.logging.disable_progress_bar()     # the rollout's is the one to look at
+    transformers.utils.logging.disable_progress_bar()  # the rollout's is the one to look at
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
         run(argv)
     except (ConfigError, CacheError) as error:
         fail(error, 2)
     except torch.OutOfMemoryError as error:
-        fail(f"out of GPU memory: {str(error).splitlines()[0]}; try --offload, fewer frames, or --device cpu", 1)
+        fail(
+            f"out of GPU memory: {str(error).splitlines()[0]}; try --offload, fewer frames, or --device cpu",
+            1,
+        )
     except StoppedError as error:
         fail(error, 130)
     except RunError as error:
@@ -130,12 +185,15 @@ def save_results(args: argparse.Namespace, result: Extraction, caches: dict[str,
     """Write the caches by path, and the video where it was asked for; say what was written."""
     for path, cache in caches.items():
         save_cache(path, cache)
-    lines = [f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), {cache['num_frames']} latent "
-             f"frames, seed {cache['seed']}, {cache['prompt']!r}" for path, cache in caches.items()]
+    lines = [
+        f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), {cache['num_frames']} latent "
+        f"frames, seed {cache['seed']}, {cache['prompt']!r}"
+        for path, cache in caches.items()
+    ]
     for video in videos_of(args, caches):
         save_video(result, video)
         lines.append(f"{video}: the generated video")
-    if not args.quiet:            # last: a pipe that is closed must not keep a file from being written
+    if not args.quiet:  # last: a pipe that is closed must not keep a file from being written
         print("\n".join(lines))
 
 

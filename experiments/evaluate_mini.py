@@ -34,7 +34,13 @@ from wan.modules.vae import VAE
 from wan.text2video import TextToVideoPipeline
 
 SETS = {"one shape": ("single", "landmark"), "two that cross": ("crossing",), "behind a wall": ("wall",)}
-PASTS = ((-1, 0), (9, 0), (6, 3), (6, 0), (3, 0))  # frames of local_attn_size and sink_size; 3 is the own block alone
+PASTS = (
+    (-1, 0),
+    (9, 0),
+    (6, 3),
+    (6, 0),
+    (3, 0),
+)  # frames of local_attn_size and sink_size; 3 is the own block alone
 BATCH = 16
 
 
@@ -46,7 +52,9 @@ class Miniature:
         self.device = extraction.choose_device(config.device)
         self.sizes = checkpoint.read_model_config(config.ckpt_dir)
         self.vae = VAE.from_pretrained(config.ckpt_dir, device=self.device)
-        self.encoder = TextEncoder.from_pretrained(config.ckpt_dir, self.sizes.text_len, torch.float32, self.device)
+        self.encoder = TextEncoder.from_pretrained(
+            config.ckpt_dir, self.sizes.text_len, torch.float32, self.device
+        )
 
     def causal(self, captions: list[str], local_attn_size: int = -1, sink_size: int = 0) -> Iterator[Tensor]:
         """Few-step rollouts of the checkpoint, with all of the past or a window of it."""
@@ -61,7 +69,9 @@ class Miniature:
         base = replace(self.config.base, num_video_frames=FRAMES)
         config = as_one_block(replace(self.config, base=base))
         state = checkpoint.read_transformer_state(config.ckpt_dir)
-        model = checkpoint.build_model(WanModel, self.sizes, state, config.ckpt_dir, torch.float32, self.device)
+        model = checkpoint.build_model(
+            WanModel, self.sizes, state, config.ckpt_dir, torch.float32, self.device
+        )
         pipeline = TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
         for prompts, noise, _ in self._batches(config, captions):
             negative = self.encoder([base.negative_prompt] * len(prompts))
@@ -98,9 +108,17 @@ def shares(judgements: list[dict[str, bool]]) -> dict[str, float]:
 def evaluate(config: RunConfig, captions: int, others: int, clips: int, base: bool = True) -> dict:
     """All of it, as plain numbers: captions with one moving shape, and others of each of the other sets."""
     mini = Miniature(config)
-    files = sorted(path for path in Path(config.ckpt_dir).rglob("*") if path.suffix in (".safetensors", ".pt"))
-    report = {"weights": {str(path.relative_to(config.ckpt_dir)): checkpoint.file_sha256(path) for path in files}}
-    report |= {"vae": {"clips": clips} | vae_quality(mini.vae.vae, mini.device, clips), "captions": {}, "past": []}
+    files = sorted(
+        path for path in Path(config.ckpt_dir).rglob("*") if path.suffix in (".safetensors", ".pt")
+    )
+    report = {
+        "weights": {str(path.relative_to(config.ckpt_dir)): checkpoint.file_sha256(path) for path in files}
+    }
+    report |= {
+        "vae": {"clips": clips} | vae_quality(mini.vae.vae, mini.device, clips),
+        "captions": {},
+        "past": [],
+    }
     for name, kinds in SETS.items():
         chosen = scenes(kinds, captions if name == "one shape" else others)
         prompts, real = [s.caption for s in chosen], [render(s, FRAMES, SIDE) / 2 + 0.5 for s in chosen]
@@ -112,7 +130,8 @@ def evaluate(config: RunConfig, captions: int, others: int, clips: int, base: bo
             "count": len(chosen),
             "shares": {source: shares(each) for source, each in answers.items()},
             "each": [
-                {"caption": prompt, "seed": i} | {s: answers[s][i] for s in answers if s in ("causal", "base")}
+                {"caption": prompt, "seed": i}
+                | {s: answers[s][i] for s in answers if s in ("causal", "base")}
                 for i, prompt in enumerate(prompts)
             ],
         }
@@ -135,15 +154,23 @@ def run(argv=None):
     parser.add_argument("--captions", type=int, default=64, help="held-out captions with one moving shape")
     parser.add_argument("--others", type=int, default=24, help="captions of each of the other sets")
     parser.add_argument("--clips", type=int, default=32, help="held-out clips that the VAE is measured on")
-    parser.add_argument("--base", action=argparse.BooleanOptionalAction, default=True, help="the base weights too")
+    parser.add_argument(
+        "--base", action=argparse.BooleanOptionalAction, default=True, help="the base weights too"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
     args = parser.parse_args(argv)
-    paths = {"ckpt_dir": args.ckpt_dir, "checkpoint_path": f"{args.ckpt_dir}/self_forcing_mini.pt"} if args.ckpt_dir else {}
+    paths = (
+        {"ckpt_dir": args.ckpt_dir, "checkpoint_path": f"{args.ckpt_dir}/self_forcing_mini.pt"}
+        if args.ckpt_dir
+        else {}
+    )
     config = load_config(args.config_path, paths | {"device": args.device})
     require_writable(args.output_path)
     device = extraction.choose_device(args.device)
-    report = {"environment": environment(device)} | evaluate(config, args.captions, args.others, args.clips, args.base)
+    report = {"environment": environment(device)} | evaluate(
+        config, args.captions, args.others, args.clips, args.base
+    )
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
     print("VAE:", report["vae"])

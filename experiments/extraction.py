@@ -40,11 +40,11 @@ class Extraction:
     config: RunConfig
     num_layers: int
     records: list[dict]
-    latents: Tensor                  # [1, F, C, h, w]; fewer frames where the run was stopped
-    pass_timesteps: list[float]      # of a block's passes, the clean pass last
-    prompt_tokens: list[str]         # text of each prompt token, without padding
+    latents: Tensor  # [1, F, C, h, w]; fewer frames where the run was stopped
+    pass_timesteps: list[float]  # of a block's passes, the clean pass last
+    prompt_tokens: list[str]  # text of each prompt token, without padding
     common: dict[str, Any]
-    stopped: str = ""                # where, of a run that was stopped: "3 of 7 blocks"
+    stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
 
     @property
     def last_block(self) -> list[int]:
@@ -73,8 +73,10 @@ class Extraction:
         """
         if any("attn_weights" in r for r in self.records):
             S = self.common["frame_seq_length"]
-            pieces = [(r["query_frames"], r["key_frames"], frames.frame_means(r["attn_weights"][0], S))
-                      for r in self.kept("attn_weights", layer, step)]
+            pieces = [
+                (r["query_frames"], r["key_frames"], frames.frame_means(r["attn_weights"][0], S))
+                for r in self.kept("attn_weights", layer, step)
+            ]
         else:
             pieces = [(r["query_frames"], r["key_frames"], r[name][0]) for r in self.kept(name, layer, step)]
         return frames.assemble(pieces, self.config.num_frames)
@@ -86,9 +88,9 @@ class Prepared:
 
     model_config: ModelConfig
     pipeline: CausalInferencePipeline
-    texts: dict[str, tuple[Tensor, list[str]]]     # prompt -> states [1, text_len, text_dim], tokens
+    texts: dict[str, tuple[Tensor, list[str]]]  # prompt -> states [1, text_len, text_dim], tokens
     common: dict[str, Any]
-    sha256: Future                   # of the weights file: hashed while models load and the video is made
+    sha256: Future  # of the weights file: hashed while models load and the video is made
     device: torch.device
     dtype: torch.dtype
 
@@ -102,8 +104,12 @@ def extract(config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch 
     return extract_next(prepare(config, requests, watch=watch), config, requests, watch)
 
 
-def prepare(config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequence[str] | None = None,
-            watch: Watch | None = None) -> Prepared:
+def prepare(
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    prompts: Sequence[str] | None = None,
+    watch: Watch | None = None,
+) -> Prepared:
     """Load what rollouts of the config need, for its own prompt or for several. Raises ConfigError for bad input.
 
     What that takes is said before anything is loaded, and refused where it does not fit.
@@ -127,22 +133,37 @@ def prepare(config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequ
     return Prepared(model_config, pipeline, texts, common, sha256, device, dtype)
 
 
-def extract_next(ready: Prepared, config: RunConfig, requests: Sequence[CaptureRequest],
-                 watch: Watch | None = None) -> Extraction:
+def extract_next(
+    ready: Prepared, config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch | None = None
+) -> Extraction:
     """extract() with what is loaded already; config may differ in prompt and seed from the one it was loaded for."""
     watch = watch or Watch()
     prompt_embeds, prompt_tokens = ready.texts[config.prompt]
     noise, renoise = draw_noise(config, ready.model_config, ready.dtype, ready.device)
     watch.event("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, ready.model_config):
-        latents, records = roll_out(ready.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, watch)
-    common, stopped = ready.common | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": ready.sha256.result()}, ""
+        latents, records = roll_out(
+            ready.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, watch
+        )
+    common, stopped = (
+        ready.common
+        | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": ready.sha256.result()},
+        "",
+    )
     if latents.shape[1] < config.num_frames:
         ends = [sum(config.block_sizes[:n]) for n in range(len(config.block_sizes))]
         common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}
         stopped = f"{common['blocks_done']} of {len(config.block_sizes)} blocks"
-    return Extraction(config, ready.model_config.num_layers, records, latents, ready.pipeline.pass_timesteps,
-                      prompt_tokens, common, stopped)
+    return Extraction(
+        config,
+        ready.model_config.num_layers,
+        records,
+        latents,
+        ready.pipeline.pass_timesteps,
+        prompt_tokens,
+        common,
+        stopped,
+    )
 
 
 def begin(function: Callable, *args) -> Future:
@@ -159,15 +180,22 @@ def begin(function: Callable, *args) -> Future:
     return future
 
 
-def common_fields(config: RunConfig, model_config: ModelConfig, weights_file: Path, dtype: torch.dtype,
-                  device: torch.device) -> dict[str, Any]:
+def common_fields(
+    config: RunConfig, model_config: ModelConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """The fields that every cache of a run carries, weights_sha256 excepted: that takes as long as reading the file."""
     return {
-        "schema_version": SCHEMA_VERSION, "read_by": READ_BY,
-        "prompt": config.prompt, "seed": config.seed, "num_frames": config.num_frames,
-        "num_frame_per_block": config.num_frame_per_block, "block_sizes": config.block_sizes,
-        "frame_seq_length": model_config.tokens_per_frame(config.height, config.width), "num_heads": model_config.num_heads,
-        "model": config.model, "weights": "checkpoint" if config.checkpoint_path else "base",
+        "schema_version": SCHEMA_VERSION,
+        "read_by": READ_BY,
+        "prompt": config.prompt,
+        "seed": config.seed,
+        "num_frames": config.num_frames,
+        "num_frame_per_block": config.num_frame_per_block,
+        "block_sizes": config.block_sizes,
+        "frame_seq_length": model_config.tokens_per_frame(config.height, config.width),
+        "num_heads": model_config.num_heads,
+        "model": config.model,
+        "weights": "checkpoint" if config.checkpoint_path else "base",
         "weights_file": weights_file.name,
     } | provenance(config, weights_file, dtype, device)
 
@@ -181,10 +209,14 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are there; "
-                          "use --device cpu")
+        raise ConfigError(
+            f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are there; "
+            "use --device cpu"
+        )
     if offload and device.type != "cuda":
-        raise ConfigError(f"--offload keeps weights on the host for a GPU, and the device is {device}; leave it out")
+        raise ConfigError(
+            f"--offload keeps weights on the host for a GPU, and the device is {device}; leave it out"
+        )
     return device
 
 
@@ -209,23 +241,40 @@ def threads_for(noise: Tensor, model_config: ModelConfig) -> Iterator[None]:
         yield
 
 
-def load_pipeline(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
-                  device: torch.device) -> CausalInferencePipeline:
+def load_pipeline(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CausalInferencePipeline:
     """The causal pipeline with the checkpoint's weights, or the base weights where the config names no checkpoint."""
     if config.checkpoint_path:
         state = checkpoint.read_self_forcing_state(config.checkpoint_path, config.use_ema)
     else:
         state = checkpoint.read_transformer_state(config.ckpt_dir)
     source = config.checkpoint_path or config.ckpt_dir
-    model = checkpoint.build_model(CausalWanModel, model_config, state, source, dtype, device, config.offload,
-                                   local_attn_size=config.local_attn_size, sink_size=config.sink_size)
-    return CausalInferencePipeline(model, config.num_frame_per_block, config.independent_first_frame,
-                                   config.denoising_step_list, config.warp_denoising_step, config.timestep_shift,
-                                   config.context_noise)
+    model = checkpoint.build_model(
+        CausalWanModel,
+        model_config,
+        state,
+        source,
+        dtype,
+        device,
+        config.offload,
+        local_attn_size=config.local_attn_size,
+        sink_size=config.sink_size,
+    )
+    return CausalInferencePipeline(
+        model,
+        config.num_frame_per_block,
+        config.independent_first_frame,
+        config.denoising_step_list,
+        config.warp_denoising_step,
+        config.timestep_shift,
+        config.context_noise,
+    )
 
 
-def draw_noise(config: RunConfig, model_config: ModelConfig, dtype: torch.dtype,
-               device: torch.device) -> tuple[Tensor, Tensor]:
+def draw_noise(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """First noise [1, F, C, h, w] and re-noising [steps - 1, 1, F, C, h, w]; drawn on the CPU, the same on every device."""
     generator = torch.Generator().manual_seed(config.seed)
     shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
@@ -239,11 +288,14 @@ def save_video(extraction: Extraction, path: str | Path) -> None:
     import imageio.v3 as iio  # ffmpeg is needed only here
 
     from wan.modules.vae import VAE
+
     vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=extraction.latents.device)
-    video = vae.decode(extraction.latents)[0].permute(0, 2, 3, 1)                    # [frames, H, W, 3]
+    video = vae.decode(extraction.latents)[0].permute(0, 2, 3, 1)  # [frames, H, W, 3]
     pixels = (video * 255).round().byte().cpu()
     enlarge = -(-256 // min(pixels.shape[1:3]))
     pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    content = iio.imwrite("<bytes>", pixels.numpy(), extension=".mp4", fps=16, codec="libx264", macro_block_size=8)
+    content = iio.imwrite(
+        "<bytes>", pixels.numpy(), extension=".mp4", fps=16, codec="libx264", macro_block_size=8
+    )
     with replacing(path) as file:
         file.write(content)

@@ -43,7 +43,7 @@ from wan.modules.model import WanModel
 from wan.text2video import TextToVideoPipeline
 
 CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
-LAST_FRAMES = 3       # query frames of last_block_frame_attention: as many as the last block of a causal rollout
+LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
 
 
 def config_for(ckpt_dir: str | Path) -> str:
@@ -53,16 +53,25 @@ def config_for(ckpt_dir: str | Path) -> str:
         config = load_config(path)
         if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(config.ckpt_dir)):
             return path
-    raise ConfigError(f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} is in "
-                      f"{', '.join(CONFIGS)}; name its settings with --config_path")
+    raise ConfigError(
+        f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} is in "
+        f"{', '.join(CONFIGS)}; name its settings with --config_path"
+    )
 
 
 def as_one_block(config: RunConfig) -> RunConfig:
     """The settings of a bidirectional run: base weights, base.num_video_frames as one block of latent frames."""
     check_sampling(config.base.shift, config.base.num_steps)
     frames = latent_frames(config.base.num_video_frames)
-    return replace(config, checkpoint_path=None, num_frames=frames, num_frame_per_block=frames,
-                   independent_first_frame=False, local_attn_size=-1, sink_size=0)
+    return replace(
+        config,
+        checkpoint_path=None,
+        num_frames=frames,
+        num_frame_per_block=frames,
+        independent_first_frame=False,
+        local_attn_size=-1,
+        sink_size=0,
+    )
 
 
 def choose_layer(config: RunConfig, layer: int | None) -> int:
@@ -87,22 +96,40 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     return sorted(chosen)
 
 
-def make_base_caches(args: argparse.Namespace, config: RunConfig, layer: int | None, steps: Sequence[int]) -> list[str]:
+def make_base_caches(
+    args: argparse.Namespace, config: RunConfig, layer: int | None, steps: Sequence[int]
+) -> list[str]:
     """Sample one video -> a cache of a layer at one step, or (None) atlases of all layers at steps -> the paths.
 
     Raises what run_watched raises.
     """
     config, folder = as_one_block(config), Path(args.output_dir)
-    request = CaptureRequest(layers=None if layer is None else [layer], steps=steps, granularity="frame", mass=layer is None)
+    request = CaptureRequest(
+        layers=None if layer is None else [layer], steps=steps, granularity="frame", mass=layer is None
+    )
     one_branch = estimate_bytes(config, [request], config.base.num_steps)
     if layer is not None:
-        each, outputs = 2 * one_branch, {f"layer{layer}.pt": partial(base_layer_cache, layer=layer, step=steps[0])}
+        each, outputs = (
+            2 * one_branch,
+            {f"layer{layer}.pt": partial(base_layer_cache, layer=layer, step=steps[0])},
+        )
     else:
-        each, outputs = one_branch, {f"atlas_base{name}.pt": partial(base_atlas_cache, steps=steps, branch=branch)
-                                     for name, branch in (("", "cond"), ("_uncond", "uncond"))}
+        each, outputs = (
+            one_branch,
+            {
+                f"atlas_base{name}.pt": partial(base_atlas_cache, steps=steps, branch=branch)
+                for name, branch in (("", "cond"), ("_uncond", "uncond"))
+            },
+        )
     outputs = {str(folder / name): arrange for name, arrange in outputs.items()}
-    run_watched(args, outputs, each, lambda watch: sample(config, request, watch),
-                f"{config.base.num_steps} steps of {config.num_frames} frames", "step")
+    run_watched(
+        args,
+        outputs,
+        each,
+        lambda watch: sample(config, request, watch),
+        f"{config.base.num_steps} steps of {config.num_frames} frames",
+        "step",
+    )
     return list(outputs)
 
 
@@ -117,21 +144,31 @@ def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extracti
     guards.check_model(config, model_config)
     weights_file = checkpoint.transformer_file(config.ckpt_dir)
     encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
-    check_memory(Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), watch.quiet)
+    check_memory(
+        Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), watch.quiet
+    )
     sha256 = begin(checkpoint.file_sha256, weights_file)
     common = common_fields(config, model_config, weights_file, dtype, device) | {
-        "orig_num_frames": config.base.num_video_frames, "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
-        "guidance_scale": config.base.guidance_scale, "timestep_shift": config.base.shift,
-        "num_steps": config.base.num_steps, "negative_prompt": config.base.negative_prompt,
-        "config": {"height": config.height, "width": config.width}}      # the causal rollout's other settings do not apply
+        "orig_num_frames": config.base.num_video_frames,
+        "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
+        "guidance_scale": config.base.guidance_scale,
+        "timestep_shift": config.base.shift,
+        "num_steps": config.base.num_steps,
+        "negative_prompt": config.base.negative_prompt,
+        "config": {"height": config.height, "width": config.width},
+    }  # the causal rollout's other settings do not apply
 
     with rollout.out_of_memory("encoding the prompt"):
         texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
     (prompt, words), (negative, _) = (texts[text] for text in prompts_of(config))
     with rollout.out_of_memory("loading the model"):
         state = checkpoint.read_transformer_state(config.ckpt_dir)
-        model = checkpoint.build_model(WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload)
-    pipeline = TextToVideoPipeline(model, config.base.shift, config.base.guidance_scale, config.base.num_steps)
+        model = checkpoint.build_model(
+            WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload
+        )
+    pipeline = TextToVideoPipeline(
+        model, config.base.shift, config.base.guidance_scale, config.base.num_steps
+    )
     noise, _ = draw_noise(config, model_config, torch.float32, device)
     watch.event("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, model_config):
@@ -139,9 +176,16 @@ def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extracti
     common["weights_sha256"] = sha256.result()
     stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
     if absent := [step for step in request.steps if step >= done]:
-        common |= {"partial": True, "notes": [f"partial: the run was stopped after {stopped}; "
-                                              f"of what was asked for, steps {', '.join(map(str, absent))} are absent"]}
-    return Extraction(config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words, common, stopped)
+        common |= {
+            "partial": True,
+            "notes": [
+                f"partial: the run was stopped after {stopped}; "
+                f"of what was asked for, steps {', '.join(map(str, absent))} are absent"
+            ],
+        }
+    return Extraction(
+        config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words, common, stopped
+    )
 
 
 def prompts_of(config: RunConfig) -> list[str]:
@@ -159,14 +203,25 @@ def of_branch(run: Extraction, branch: str) -> Extraction:
 
 def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
     """Mean logits of every frame pair of one layer at one step, with the prompt and without."""
-    full, uncond = (of_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond"))
+    full, uncond = (
+        of_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
+    )
     everything = list(range(run.config.num_frames))
     last = everything[-LAST_FRAMES:]
     return run.common | {
-        "format": "layer", "is_logits": True, "step": step, "timestep": run.pass_timesteps[step], "is_clean_pass": False,
-        "layer_index": layer, "full_frame_attention": full, "full_frame_attention_uncond": uncond,
-        "last_block_frame_attention": full[:, last].mean(1), "query_frames": everything, "key_frames": everything,
-        "last_block_query_frames": last}
+        "format": "layer",
+        "is_logits": True,
+        "step": step,
+        "timestep": run.pass_timesteps[step],
+        "is_clean_pass": False,
+        "layer_index": layer,
+        "full_frame_attention": full,
+        "full_frame_attention_uncond": uncond,
+        "last_block_frame_attention": full[:, last].mean(1),
+        "query_frames": everything,
+        "key_frames": everything,
+        "last_block_query_frames": last,
+    }
 
 
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
@@ -176,8 +231,22 @@ def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict
     steps = [step for step in steps if step in reached]
     if not steps:
         raise RunError(f"none of the steps was reached for {branch}")
-    matrices = {name: torch.stack([torch.stack([branch_run.frame_matrix(name, layer, step) for step in steps])
-                                   for layer in layers]) for name in ("frame_logits", "frame_mass")}
-    return run.common | matrices | {
-        "format": "atlas", "is_logits": True, "branch": branch, "layers": layers, "pass_steps": list(steps),
-        "pass_timesteps": [run.pass_timesteps[step] for step in steps], "pass_is_clean": [False] * len(steps)}
+    matrices = {
+        name: torch.stack(
+            [torch.stack([branch_run.frame_matrix(name, layer, step) for step in steps]) for layer in layers]
+        )
+        for name in ("frame_logits", "frame_mass")
+    }
+    return (
+        run.common
+        | matrices
+        | {
+            "format": "atlas",
+            "is_logits": True,
+            "branch": branch,
+            "layers": layers,
+            "pass_steps": list(steps),
+            "pass_timesteps": [run.pass_timesteps[step] for step in steps],
+            "pass_is_clean": [False] * len(steps),
+        }
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.formats import CacheError
 
-MARGIN = 1 << 16       # bytes of a cache beside its tensors: names, numbers, the archive's directory
+MARGIN = 1 << 16  # bytes of a cache beside its tensors: names, numbers, the archive's directory
 
 
 @contextmanager
@@ -40,8 +40,11 @@ def target_of(path: str | Path) -> Path:
     """The file that is written under a path: that of a link is its target. Raises OSError for a folder, device or pipe."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EISDIR if path.is_dir() else errno.EINVAL,
-                      "Is a directory" if path.is_dir() else "Is a device or pipe", str(path))
+        raise OSError(
+            errno.EISDIR if path.is_dir() else errno.EINVAL,
+            "Is a directory" if path.is_dir() else "Is a device or pipe",
+            str(path),
+        )
     return path
 
 
@@ -57,7 +60,7 @@ def require_writable(path: str | Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=target.parent).close()
         with suppress(FileNotFoundError):
-            part_of(target).stat()         # its name may be too long where the output's own is not
+            part_of(target).stat()  # its name may be too long where the output's own is not
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 

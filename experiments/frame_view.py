@@ -21,9 +21,9 @@ from wan.config import VIDEO_FRAMES_PER_LATENT
 class FrameView:
     """Which latent frame each shown frame is in."""
 
-    unit: str                  # "latent" or "video", for axis labels
-    stride: int                # video frames per latent frame
-    latent: np.ndarray         # [n] latent frame of every shown frame
+    unit: str  # "latent" or "video", for axis labels
+    stride: int  # video frames per latent frame
+    latent: np.ndarray  # [n] latent frame of every shown frame
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """Profiles [..., F] of latent frames -> [..., n] of shown frames."""
@@ -41,19 +41,27 @@ class FrameView:
         """The latent frame of each of some shown frames. CacheError for a frame that is not shown."""
         for f in shown:
             if not 0 <= f < len(self.latent):
-                raise CacheError(f"query frame {f} is not in 0..{len(self.latent) - 1}, the {self.unit} frames of this view")
+                raise CacheError(
+                    f"query frame {f} is not in 0..{len(self.latent) - 1}, the {self.unit} frames of this view"
+                )
         return [int(self.latent[f]) for f in shown]
 
     def __str__(self) -> str:
         n = len(self.latent)
         if self.unit == "latent":
             return f"View: {n} latent frames"
-        return (f"View: {n} video frames; the VAE encodes frame 0 alone, then groups of {self.stride}: video frame i is in "
-                f"latent frame (i + {self.stride - 1}) // {self.stride}, and shows its value")
+        return (
+            f"View: {n} video frames; the VAE encodes frame 0 alone, then groups of {self.stride}: video frame i is in "
+            f"latent frame (i + {self.stride - 1}) // {self.stride}, and shows its value"
+        )
 
 
-def choose_view(cache: Mapping[str, Any], use_video: bool | None = None, num_video_frames: int | None = None,
-                stride: int | None = None) -> FrameView:
+def choose_view(
+    cache: Mapping[str, Any],
+    use_video: bool | None = None,
+    num_video_frames: int | None = None,
+    stride: int | None = None,
+) -> FrameView:
     """The frames of a layer cache to show: video frames if use_video, or None and the cache knows orig_num_frames.
 
     num_video_frames and stride are the cache's orig_num_frames and vae_stride_t, else as many as the latents hold in
@@ -67,12 +75,16 @@ def choose_view(cache: Mapping[str, Any], use_video: bool | None = None, num_vid
     needed = video_to_latent_frame(n - 1, stride) + 1
     if needed != F:
         fits = f"{1 + stride * (F - 2) + 1}..{1 + stride * (F - 1)}" if F > 1 else "1"
-        raise CacheError(f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}; "
-                         f"ORIG_NUM_FRAMES may be {fits}")
+        raise CacheError(
+            f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}; "
+            f"ORIG_NUM_FRAMES may be {fits}"
+        )
     return FrameView("video", stride, video_to_latent_frame(np.arange(n), stride))
 
 
-def query_profile(view: Profiles, axes: FrameView, query_frames: Sequence[int] | None = None) -> tuple[np.ndarray, dict]:
+def query_profile(
+    view: Profiles, axes: FrameView, query_frames: Sequence[int] | None = None
+) -> tuple[np.ndarray, dict]:
     """Profile [H, F] over latent key frames of a layer view, and what figures want to know about it.
 
     query_frames None takes the stored mean over the last block's queries; frames as the axes count them take the mean of
@@ -87,7 +99,7 @@ def query_profile(view: Profiles, axes: FrameView, query_frames: Sequence[int] |
         profile = _mean_of_rows(view.frame_matrix(layer), latent)
         noise = own_blocks(view.block_sizes, latent) if view.is_clean_pass is False else ()
     shaded = {}
-    if noise and len(noise) < len(view.key_frames):     # else there is no context to tell them from
+    if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
         t = "" if view.timestep is None else f" at t = {view.timestep:g}"
         shaded = {f"own block (noise{t})": axes.shown(noise)}
     taken = f"{view.pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)}"
@@ -99,11 +111,17 @@ def of_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
     if branch == "cond":
         return cache
     if branch != "uncond" or "full_frame_attention_uncond" not in cache:
-        raise CacheError(f"no branch {branch!r} in this cache; it has cond"
-                         f"{' and uncond' if 'full_frame_attention_uncond' in cache else ' alone'}")
+        raise CacheError(
+            f"no branch {branch!r} in this cache; it has cond"
+            f"{' and uncond' if 'full_frame_attention_uncond' in cache else ' alone'}"
+        )
     matrix = cache["full_frame_attention_uncond"]
-    return {**cache, "branch": branch, "full_frame_attention": matrix,
-            "last_block_frame_attention": matrix[:, cache["last_block_query_frames"]].float().mean(1)}
+    return {
+        **cache,
+        "branch": branch,
+        "full_frame_attention": matrix,
+        "last_block_frame_attention": matrix[:, cache["last_block_query_frames"]].float().mean(1),
+    }
 
 
 def own_blocks(block_sizes: Sequence[int], latent_frames: Sequence[int]) -> list[int]:

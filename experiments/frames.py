@@ -53,7 +53,7 @@ def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
     Everything else here is a mean of this. Reads a memory-mapped tensor once, a few MiB at a time, a head in each thread.
     """
 
-    def of_head(one: Tensor) -> Tensor:                                              # [1, Lq, Lk] -> [Fq, Lk]
+    def of_head(one: Tensor) -> Tensor:  # [1, Lq, Lk] -> [Fq, Lk]
         curves = torch.zeros(one.shape[1] // S, one.shape[2], device=one.device)
         for _, q, rows in _row_chunks(one, S):
             curves[q] += rows.sum(0)
@@ -100,8 +100,10 @@ def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_
     matrix = torch.full((heads, num_frames, num_frames, *more), float("nan"))
     for query_frames, key_frames, values in pieces:
         if values.shape[1:3] != (len(query_frames), len(key_frames)):
-            raise ValueError(f"piece of {tuple(values.shape[1:3])} frames for queries {list(query_frames)} "
-                             f"and keys {list(key_frames)}")
+            raise ValueError(
+                f"piece of {tuple(values.shape[1:3])} frames for queries {list(query_frames)} "
+                f"and keys {list(key_frames)}"
+            )
         rows, columns = torch.as_tensor(query_frames), torch.as_tensor(key_frames)
         matrix[:, rows[:, None], columns] = values.float().cpu()
     return matrix
@@ -122,7 +124,9 @@ def block_frames(block_sizes: Sequence[int], block: int) -> list[int]:
     return list(block_ranges(list(block_sizes))[block])
 
 
-def visible_frames(block_sizes: Sequence[int], block: int, local_attn_size: int = -1, sink_size: int = 0) -> list[int]:
+def visible_frames(
+    block_sizes: Sequence[int], block: int, local_attn_size: int = -1, sink_size: int = 0
+) -> list[int]:
     """Key frames that a block sees, its own included: all so far, or with local_attn_size > 0 the first sink_size
     frames and the newest local_attn_size - sink_size ones."""
     end = block_frames(block_sizes, block)[-1] + 1

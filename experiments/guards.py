@@ -12,7 +12,11 @@ from wan.config import MODELS, ConfigError, ModelConfig, RunConfig
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest, Pass
 
-FIELD = {"token": "attn_weights", "key": "key_curve", "frame": "frame_logits"}     # what a granularity keeps at least
+FIELD = {
+    "token": "attn_weights",
+    "key": "key_curve",
+    "frame": "frame_logits",
+}  # what a granularity keeps at least
 
 REMEDY = "try --device cpu or another dtype in the config"
 
@@ -34,7 +38,9 @@ def watched_layers(model: nn.Module) -> Iterator[list[tuple]]:
     outputs: list[tuple] = []
 
     def looking_at(name: str):
-        return lambda module, inputs, output: outputs.append((ATTENTION_WEIGHT_CAPTURE.now, name, module, *output.aminmax()))
+        return lambda module, inputs, output: outputs.append(
+            (ATTENTION_WEIGHT_CAPTURE.now, name, module, *output.aminmax())
+        )
 
     parts = [*((f"layer {layer}", block) for layer, block in enumerate(model.blocks)), ("head", model.head)]
     hooks = [part.register_forward_hook(looking_at(name)) for name, part in parts]
@@ -50,8 +56,10 @@ def check_outputs(outputs: list[tuple], latents: Tensor) -> None:
 
     outputs are those of watched_layers since the last check, and are taken out of the list.
     """
-    edges = torch.stack([edge.float() for *_, low, high in outputs for edge in (low, high)] + [*latents.float().aminmax()])
-    finite = edges.isfinite().view(-1, 2).all(1).tolist()                         # the block's one wait for the device
+    edges = torch.stack(
+        [edge.float() for *_, low, high in outputs for edge in (low, high)] + [*latents.float().aminmax()]
+    )
+    finite = edges.isfinite().view(-1, 2).all(1).tolist()  # the block's one wait for the device
     seen = list(outputs)
     outputs.clear()
     if all(finite):
@@ -59,9 +67,13 @@ def check_outputs(outputs: list[tuple], latents: Tensor) -> None:
     if all(finite[:-1]):
         raise RunError(f"{_pass(seen[-1][0])}: the latents are not finite; {REMEDY}")
     at, name, module, *_ = seen[finite.index(False)]
-    spoilt = next((weight for weight, values in module.named_parameters() if not values.isfinite().all()), None)
-    raise RunError(f"{name}, {_pass(at)}: its output is not finite"
-                   + (f", nor is its weight {spoilt}: get the file of the weights again" if spoilt else f"; {REMEDY}"))
+    spoilt = next(
+        (weight for weight, values in module.named_parameters() if not values.isfinite().all()), None
+    )
+    raise RunError(
+        f"{name}, {_pass(at)}: its output is not finite"
+        + (f", nor is its weight {spoilt}: get the file of the weights again" if spoilt else f"; {REMEDY}")
+    )
 
 
 def check_values(records: Sequence[dict]) -> None:
@@ -70,45 +82,69 @@ def check_values(records: Sequence[dict]) -> None:
         for name in _tensors(record):
             if not is_finite(record[name]):
                 in_half = record[name].dtype == torch.float16
-                raise RunError(f"{_call(record)}: {name} is not finite"
-                               f"{' in float16; --capture probabilities keeps float32' if in_half else f'; {REMEDY}'}")
+                raise RunError(
+                    f"{_call(record)}: {name} is not finite"
+                    f"{' in float16; --capture probabilities keeps float32' if in_half else f'; {REMEDY}'}"
+                )
             is_mass = name.endswith("_mass") or (name == "attn_weights" and not record["is_logits"])
-            if is_mass and (off := (record[name].sum(-1, dtype=torch.float32) - 1).abs().max().item()) > MASS_TOLERANCE:
+            if (
+                is_mass
+                and (off := (record[name].sum(-1, dtype=torch.float32) - 1).abs().max().item())
+                > MASS_TOLERANCE
+            ):
                 raise RunError(f"{_call(record)}: rows of {name} sum to 1 ± {off:.2g}, not to 1")
 
 
-def check_complete(records: Sequence[dict], requests: Sequence[CaptureRequest], num_layers: int, num_blocks: int,
-                   num_passes: int) -> None:
+def check_complete(
+    records: Sequence[dict],
+    requests: Sequence[CaptureRequest],
+    num_layers: int,
+    num_blocks: int,
+    num_passes: int,
+) -> None:
     """Raise RunError for a call that was asked for but never reported. num_blocks and num_passes were finished."""
     for request in requests:
         _check_complete(records, request, num_layers, num_blocks, num_passes)
 
 
-def _check_complete(records: Sequence[dict], request: CaptureRequest, num_layers: int, num_blocks: int,
-                    num_passes: int) -> None:
+def _check_complete(
+    records: Sequence[dict], request: CaptureRequest, num_layers: int, num_blocks: int, num_passes: int
+) -> None:
     blocks = [b for b in (range(num_blocks) if request.blocks is None else request.blocks) if b < num_blocks]
     layers = range(num_layers) if request.layers is None else request.layers
     steps = [s for s in (range(num_passes) if request.steps is None else request.steps) if s < num_passes]
     for kind in request.kinds:
-        name = "cross_mass" if (kind, request.granularity) == ("cross", "frame") else FIELD[request.granularity]
+        name = (
+            "cross_mass" if (kind, request.granularity) == ("cross", "frame") else FIELD[request.granularity]
+        )
         names = {name} | ({"frame_mass"} if name == "frame_logits" and request.mass else set())
-        fired = {(r["layer"], r["block"], r["step"]) for r in records if r["kind"] == kind and names <= r.keys()}
+        fired = {
+            (r["layer"], r["block"], r["step"]) for r in records if r["kind"] == kind and names <= r.keys()
+        }
         wanted = list(product(layers, blocks, steps))
         missing = [call for call in wanted if call not in fired]
         if missing:
             layer, block, step = missing[0]
-            raise RunError(f"layer {layer}, block {block}, step {step}: its {kind}-attention never reported {name}; "
-                           f"{len(missing)} of {len(wanted)} calls are missing")
+            raise RunError(
+                f"layer {layer}, block {block}, step {step}: its {kind}-attention never reported {name}; "
+                f"{len(missing)} of {len(wanted)} calls are missing"
+            )
 
 
 def check_model(config: RunConfig, model_config: ModelConfig) -> None:
     """Raise ConfigError where a directory holds another model than the one the config, and so the cache, names."""
     named = MODELS.get(config.model)
-    if named and (different := [f"{name} {getattr(model_config, name)} instead of {getattr(named, name)}"
-                                for name in ("num_layers", "num_heads", "dim", "ffn_dim")
-                                if getattr(model_config, name) != getattr(named, name)]):
-        raise ConfigError(f"{config.ckpt_dir} is not {config.model}: {', '.join(different)}; "
-                          "name a config with its settings by --config_path")
+    if named and (
+        different := [
+            f"{name} {getattr(model_config, name)} instead of {getattr(named, name)}"
+            for name in ("num_layers", "num_heads", "dim", "ffn_dim")
+            if getattr(model_config, name) != getattr(named, name)
+        ]
+    ):
+        raise ConfigError(
+            f"{config.ckpt_dir} is not {config.model}: {', '.join(different)}; "
+            "name a config with its settings by --config_path"
+        )
 
 
 def is_finite(x: Tensor) -> bool:
@@ -129,4 +165,6 @@ def _pass(at: Pass | None) -> str:
 
 
 def _where(block: int, step: int, timestep: float, branch: str | None) -> str:
-    return f"block {block}, step {step} (t = {timestep:g})" + (", unconditional branch" if branch == "uncond" else "")
+    return f"block {block}, step {step} (t = {timestep:g})" + (
+        ", unconditional branch" if branch == "uncond" else ""
+    )

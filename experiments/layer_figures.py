@@ -33,8 +33,16 @@ from experiments.figures import (
 
 
 @styled
-def frame_maps(matrices: np.ndarray, query_frames: Sequence[int], *, layer: int, quantity: str, taken: str,
-               heads: Sequence[int] | None = None, unit: str = "latent") -> Figure:
+def frame_maps(
+    matrices: np.ndarray,
+    query_frames: Sequence[int],
+    *,
+    layer: int,
+    quantity: str,
+    taken: str,
+    heads: Sequence[int] | None = None,
+    unit: str = "latent",
+) -> Figure:
     """Query × key frames of every head on one colour scale: matrices [H, rows, F], a row per entry of query_frames. heads
     are their numbers, 0, 1, ... by default. Logits are coloured symmetrically around 0, grey was not attended."""
     H, rows, F = matrices.shape
@@ -53,61 +61,122 @@ def frame_maps(matrices: np.ndarray, query_frames: Sequence[int], *, layer: int,
         axis.set_title(f"H{head}" if H > 1 else "", fontsize=9)
         _frame_ticks(axis.xaxis, range(F))
         _frame_ticks(axis.yaxis, query_frames)
-    for axis in axes[::min(4, H)]:
+    for axis in axes[:: min(4, H)]:
         axis.set_ylabel(f"Query frame ({unit})")
-    figure.colorbar(image, ax=axes, label=LABELS[quantity], aspect=30, pad=0.02, shrink=min(1, 4 / figure.get_figheight()))
-    legend = {"not attended": Patch(facecolor=GREY, label="not attended")} if np.isnan(matrices).any() else NONE
+    figure.colorbar(
+        image, ax=axes, label=LABELS[quantity], aspect=30, pad=0.02, shrink=min(1, 4 / figure.get_figheight())
+    )
+    legend = (
+        {"not attended": Patch(facecolor=GREY, label="not attended")} if np.isnan(matrices).any() else NONE
+    )
     label_figure(figure, axes, title, legend=legend, x=f"Key frame ({unit})")
     return figure
 
 
 @styled
-def sink_grid(profiles: np.ndarray, sinks: np.ndarray, *, layer: int, quantity: str, taken: str, shaded: Shaded = NONE,
-              unit: str = "latent") -> Figure:
+def sink_grid(
+    profiles: np.ndarray,
+    sinks: np.ndarray,
+    *,
+    layer: int,
+    quantity: str,
+    taken: str,
+    shaded: Shaded = NONE,
+    unit: str = "latent",
+) -> Figure:
     """One small panel per head of profiles [H, F], each on its own scale; sinks [H] = first − middle in the titles."""
     H = len(profiles)
-    titles = [f"H{head} (sink={sink:.2f})" if np.isfinite(sink) else f"H{head} (sink=N/A)" for head, sink in enumerate(sinks)]
+    titles = [
+        f"H{head} (sink={sink:.2f})" if np.isfinite(sink) else f"H{head} (sink=N/A)"
+        for head, sink in enumerate(sinks)
+    ]
     figure, axes, legend = _bars(profiles, titles, shaded)
-    label_figure(figure, axes, f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}; sink = first − middle; scales differ",
-                 LABELS[quantity], legend, x=f"Key frame ({unit})")
+    label_figure(
+        figure,
+        axes,
+        f"Layer {layer}, {H} heads: {NAMES[quantity]}, {taken}; sink = first − middle; scales differ",
+        LABELS[quantity],
+        legend,
+        x=f"Key frame ({unit})",
+    )
     return figure
 
 
 @styled
-def head_grid(profiles: np.ndarray, heads: Sequence[int], *, layer: int, quantity: str, taken: str,
-              shaded: Shaded = NONE) -> Figure:
+def head_grid(
+    profiles: np.ndarray,
+    heads: Sequence[int],
+    *,
+    layer: int,
+    quantity: str,
+    taken: str,
+    shaded: Shaded = NONE,
+) -> Figure:
     """Some heads side by side, 2 × 4 of them: profiles [n, F] of the heads so numbered, each on its own scale."""
     figure, axes, legend = _bars(profiles, [f"H{head}" for head in heads], shaded)
-    label_figure(figure, axes, f"Layer {layer}: {NAMES[quantity]}, {taken}; scales differ", LABELS[quantity], legend)
+    label_figure(
+        figure, axes, f"Layer {layer}: {NAMES[quantity]}, {taken}; scales differ", LABELS[quantity], legend
+    )
     return figure
 
 
 @styled
-def one_head(profile: np.ndarray, curve: np.ndarray | None, *, layer: int, head: int, quantity: str, taken: str,
-             shaded: Shaded = NONE) -> Figure:
+def one_head(
+    profile: np.ndarray,
+    curve: np.ndarray | None,
+    *,
+    layer: int,
+    head: int,
+    quantity: str,
+    taken: str,
+    shaded: Shaded = NONE,
+) -> Figure:
     """A head's profile [F] over the key frames, highest and lowest frame annotated with their values; filled per key
     token where the curve [F·S] is known."""
     F = len(profile)
     figure, axis = plt.subplots(figsize=(max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.6))
     if curve is not None:
-        axis.stairs(curve, np.linspace(-0.5, F - 0.5, len(curve) + 1), fill=True, color=BLUE, alpha=0.55, linewidth=0,
-                    label="per key token")
+        axis.stairs(
+            curve,
+            np.linspace(-0.5, F - 0.5, len(curve) + 1),
+            fill=True,
+            color=BLUE,
+            alpha=0.55,
+            linewidth=0,
+            label="per key token",
+        )
     else:
         axis.bar(np.arange(F), profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
-    axis.plot(np.arange(F), profile, color=DARK, linewidth=1.2, marker="o", markersize=3,
-              label="per key frame" if curve is None else "mean per key frame")
+    axis.plot(
+        np.arange(F),
+        profile,
+        color=DARK,
+        linewidth=1.2,
+        marker="o",
+        markersize=3,
+        label="per key frame" if curve is None else "mean per key frame",
+    )
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.margins(y=0.16)
     tokens = np.full((F, 1), -np.inf) if curve is None else np.reshape(curve, (F, -1))
     if np.isfinite(profile).any():
         for name, k in (("max", int(np.nanargmax(profile))), ("min", int(np.nanargmin(profile)))):
             side = "left" if k < 0.06 * F else "right" if k > 0.94 * F else "center"
-            axis.annotate(f"{name}@{k}: {profile[k]:.3g}", (k, max(profile[k], np.nanmax(tokens[k]))), (0, 6),
-                          textcoords="offset points", ha=side, weight="bold", color=DARK,
-                          bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1})
+            axis.annotate(
+                f"{name}@{k}: {profile[k]:.3g}",
+                (k, max(profile[k], np.nanmax(tokens[k]))),
+                (0, 6),
+                textcoords="offset points",
+                ha=side,
+                weight="bold",
+                color=DARK,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
+            )
     frame_axis(axis, F, room=25)
     axis.set_ylabel((LABELS if curve is None else TOKEN_LABELS)[quantity])
-    legend = {h.get_label(): h for h in axis.get_legend_handles_labels()[0]} | mark_frames(axis, profile, shaded)
+    legend = {h.get_label(): h for h in axis.get_legend_handles_labels()[0]} | mark_frames(
+        axis, profile, shaded
+    )
     label_figure(figure, [axis], f"Layer {layer}, head {head}: {NAMES[quantity]}, {taken}", legend=legend)
     return figure
 
@@ -118,15 +187,20 @@ def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> d
     percentile of their size is where the colours end: a few heads of the real model would leave all others pale.
     """
     top = max(float(np.nanpercentile(np.abs(values), percentile)), 1e-12)
-    return {"cmap": "RdBu_r", "vmin": -top, "vmax": top} if quantity == "mean_logit" else {
-        "cmap": "viridis", "vmin": 0.0, "vmax": top}
+    return (
+        {"cmap": "RdBu_r", "vmin": -top, "vmax": top}
+        if quantity == "mean_logit"
+        else {"cmap": "viridis", "vmin": 0.0, "vmax": top}
+    )
 
 
 def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colours):
     """Values [rows, columns] as one image, cell i, j centred on (j, i); grey where NaN."""
     axis.grid(False)
     axis.set_facecolor(GREY)
-    return axis.imshow(np.ma.masked_invalid(values), interpolation="nearest", aspect="equal" if equal else "auto", **colours)
+    return axis.imshow(
+        np.ma.masked_invalid(values), interpolation="nearest", aspect="equal" if equal else "auto", **colours
+    )
 
 
 def _bars(profiles: np.ndarray, titles: Sequence[str], shaded: Shaded) -> tuple[Figure, list[Axes], Mapping]:

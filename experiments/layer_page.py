@@ -23,9 +23,9 @@ from experiments.measures import head_statistics
 from experiments.profiles import Profiles, open_passes
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-BUDGET = 2_600_000               # bytes of JSON: the page stays under 3 MB
+BUDGET = 2_600_000  # bytes of JSON: the page stays under 3 MB
 QUANTITIES = ("mean_logit", "mass")
-Passes = list[dict[str, dict[int, Profiles]]]     # per pass, by quantity, by layer
+Passes = list[dict[str, dict[int, Profiles]]]  # per pass, by quantity, by layer
 
 
 def page_data(passes: Passes, layers: Sequence[int]) -> dict[str, Any]:
@@ -39,17 +39,25 @@ def page_data(passes: Passes, layers: Sequence[int]) -> dict[str, Any]:
     every = 1
     while sum(sizes[::every]) > BUDGET and every < len(sizes):
         every *= 2
-    notes = [] if every == 1 else [f"{len(sizes[::every])} of {len(sizes)} passes are shown: more would not fit in one page."]
+    notes = (
+        []
+        if every == 1
+        else [f"{len(sizes[::every])} of {len(sizes)} passes are shown: more would not fit in one page."]
+    )
     return _describe(passes, layers, notes) | {"cell_bytes": cell_bytes, "passes": coded[::every]}
 
 
 def open_passes_of(path: str | Path) -> tuple[Passes, list[int]]:
     """The passes and layers of a cache file, or of a folder of layerN.pt that belong together."""
     path = Path(path)
-    files = sorted(path.glob("layer*.pt"), key=lambda file: int("0" + "".join(filter(str.isdigit, file.stem))))
+    files = sorted(
+        path.glob("layer*.pt"), key=lambda file: int("0" + "".join(filter(str.isdigit, file.stem)))
+    )
     caches = [load_cache(file) for file in (files if path.is_dir() else [path])]
     if not caches:
-        raise CacheError(f"{path} holds no layerN.pt; run: bash experiments/extract_all_layers.sh CONFIG {path}")
+        raise CacheError(
+            f"{path} holds no layerN.pt; run: bash experiments/extract_all_layers.sh CONFIG {path}"
+        )
     passes: Passes = []
     for quantity in QUANTITIES:
         for cache in caches:
@@ -62,9 +70,15 @@ def open_passes_of(path: str | Path) -> tuple[Passes, list[int]]:
         raise CacheError(f"{path} holds neither mean logits nor mass per frame")
     views = list(next(iter(passes[0].values())).values())
     for view in views:
-        if (view.num_frames, view.num_heads, view.pass_label) != (views[0].num_frames, views[0].num_heads, views[0].pass_label):
-            raise CacheError(f"{path}: layer {view.layers[0]} has {view.num_frames} frames, {view.num_heads} heads, "
-                             f"{view.pass_label}; layer {views[0].layers[0]} has others. One page shows one rollout")
+        if (view.num_frames, view.num_heads, view.pass_label) != (
+            views[0].num_frames,
+            views[0].num_heads,
+            views[0].pass_label,
+        ):
+            raise CacheError(
+                f"{path}: layer {view.layers[0]} has {view.num_frames} frames, {view.num_heads} heads, "
+                f"{view.pass_label}; layer {views[0].layers[0]} has others. One page shows one rollout"
+            )
     return passes, sorted(next(iter(passes[0].values())))
 
 
@@ -93,25 +107,36 @@ def _describe(passes: Passes, layers: Sequence[int], notes: Sequence[str]) -> di
     }  # fmt: skip
 
 
-def _pass_data(views: dict[str, dict[int, Profiles]], layers: Sequence[int], cell_bytes: int) -> dict[str, Any]:
+def _pass_data(
+    views: dict[str, dict[int, Profiles]], layers: Sequence[int], cell_bytes: int
+) -> dict[str, Any]:
     """One pass: profiles, statistics and matrices by quantity; measures and kinds of heads."""
     view = next(iter(views.values()))[layers[0]]
     quantities = {}
     for quantity, by_layer in views.items():
-        profiles = np.stack([by_layer[layer].frame_profile(layer) for layer in layers])      # [N, H, F]
+        profiles = np.stack([by_layer[layer].frame_profile(layer) for layer in layers])  # [N, H, F]
         s = head_statistics(profiles)
         quantities[quantity] = {
             "profiles": _numbers(profiles),
-            "statistics": {name: _numbers(getattr(s, name)) for name in ("first", "middle", "last", "delta", "ratio")}
+            "statistics": {
+                name: _numbers(getattr(s, name)) for name in ("first", "middle", "last", "delta", "ratio")
+            }
             | {"max_frame": s.max_frame.tolist()},
             "matrices": _matrices(by_layer, layers, cell_bytes),
         }
     measures, kinds = _measures(views, layers)
-    return {"label": view.pass_label, "noise": list(view.noise_frames), "quantities": quantities, "measures": measures,
-            "kinds": kinds}
+    return {
+        "label": view.pass_label,
+        "noise": list(view.noise_frames),
+        "quantities": quantities,
+        "measures": measures,
+        "kinds": kinds,
+    }
 
 
-def _measures(views: dict[str, dict[int, Profiles]], layers: Sequence[int]) -> tuple[list[dict], list[list[str]] | None]:
+def _measures(
+    views: dict[str, dict[int, Profiles]], layers: Sequence[int]
+) -> tuple[list[dict], list[list[str]] | None]:
     """Every measure that there is, as values [N, H], and the kind of each head."""
     logits, mass = (views.get(quantity, {}) for quantity in QUANTITIES)
     rows: dict[str, list[np.ndarray]] = {}
@@ -120,7 +145,7 @@ def _measures(views: dict[str, dict[int, Profiles]], layers: Sequence[int]) -> t
     for layer in layers:
         pair = logits.get(layer), mass.get(layer)
         view = pair[0] or pair[1]
-        if id(view) not in surveyed:                       # an atlas has one view for all of its layers
+        if id(view) not in surveyed:  # an atlas has one view for all of its layers
             surveyed[id(view)] = survey.survey(*pair), survey.head_kinds(pair[0], taxonomy.Thresholds())
         maps, labels = surveyed[id(view)]
         row = view.layers.index(layer)
@@ -131,8 +156,10 @@ def _measures(views: dict[str, dict[int, Profiles]], layers: Sequence[int]) -> t
         if labels is not None:
             kinds.append([taxonomy.KINDS.get(int(label), "") for label in labels[row]])
     whole = [name for name, values in rows.items() if len(values) == len(layers)]
-    return ([about[name] | {"values": _numbers(np.stack(rows[name]))} for name in whole],
-            kinds if len(kinds) == len(layers) else None)
+    return (
+        [about[name] | {"values": _numbers(np.stack(rows[name]))} for name in whole],
+        kinds if len(kinds) == len(layers) else None,
+    )
 
 
 def _matrices(by_layer: dict[int, Profiles], layers: Sequence[int], cell_bytes: int) -> dict[str, Any] | None:
@@ -142,19 +169,28 @@ def _matrices(by_layer: dict[int, Profiles], layers: Sequence[int], cell_bytes: 
     F = by_layer[layers[0]].num_frames
     if any(matrix is None or matrix.shape[1] < F for matrix in found):
         return None
-    values = np.stack(found).reshape(len(layers), -1, F * F).astype(np.float64)             # [N, H, F F]
+    values = np.stack(found).reshape(len(layers), -1, F * F).astype(np.float64)  # [N, H, F F]
     cells = np.isfinite(values).any((0, 1))
     if not cells.any():
         return None
     values = values[..., cells]
     there = np.isfinite(values)
-    low, high = (edge(np.where(there, values, fill), -1) for edge, fill in ((np.min, np.inf), (np.max, -np.inf)))
-    low, high = np.where(np.isfinite(low), low, 0), np.where(np.isfinite(high), high, 0)    # a head without values
+    low, high = (
+        edge(np.where(there, values, fill), -1) for edge, fill in ((np.min, np.inf), (np.max, -np.inf))
+    )
+    low, high = (
+        np.where(np.isfinite(low), low, 0),
+        np.where(np.isfinite(high), high, 0),
+    )  # a head without values
     top = 256**cell_bytes - 1
     span = np.where(high > low, high - low, 1)
     codes = np.where(there, np.rint((values - low[..., None]) / span[..., None] * (top - 1)), top)
-    return {"cells": np.flatnonzero(cells).tolist(), "low": _numbers(low, 6), "high": _numbers(high, 6),
-            "codes": base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode()}
+    return {
+        "cells": np.flatnonzero(cells).tolist(),
+        "low": _numbers(low, 6),
+        "high": _numbers(high, 6),
+        "codes": base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode(),
+    }
 
 
 def _numbers(values: np.ndarray, digits: int = 4) -> Any:

@@ -1,6 +1,6 @@
 """Take layers out of an atlas as layer caches, one file each: no second rollout, and the published data as well.
 
-    python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt --layers 20
+python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt --layers 20
 """
 
 import argparse
@@ -25,7 +25,9 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     """
     view = open_profiles(atlas, step, "mean_logit")
     blocks, everything = list(view.block_sizes), list(range(view.num_frames))
-    last = everything[-3:] if len(blocks) == 1 else block_frames(blocks, -1)       # a bidirectional run is one block
+    last = (
+        everything[-3:] if len(blocks) == 1 else block_frames(blocks, -1)
+    )  # a bidirectional run is one block
     profile, matrix = view.frame_profile(layer), view.frame_matrix(layer)
     H, F = profile.shape
     profile = torch.from_numpy(profile if matrix is None or len(blocks) > 1 else matrix[:, last].mean(1))
@@ -40,7 +42,9 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("atlas", help="an atlas cache")
     parser.add_argument("--layers", type=int, nargs="+", help="counted from 0; every layer where not given")
     parser.add_argument("--step", type=int, help="which pass; the first of the atlas where not given")
@@ -49,12 +53,16 @@ def run(argv=None):
     atlas = load_cache(args.atlas, expect=("atlas",))
     layers = args.layers or atlas["layers"]
     if absent := sorted(set(layers) - set(atlas["layers"])):
-        raise CacheError(f"layer {absent[0]} is not in {args.atlas}; it has {', '.join(map(str, atlas['layers']))}")
+        raise CacheError(
+            f"layer {absent[0]} is not in {args.atlas}; it has {', '.join(map(str, atlas['layers']))}"
+        )
     for layer in layers:
         path = args.output_dir / f"layer{layer}.pt"
         save_cache(path, layer_from_atlas(atlas, layer, args.step))
-        print(f"{path}: layer cache of {atlas['model']} ({atlas['weights']} weights), {atlas['num_frames']} latent frames, "
-              f"{atlas['prompt']!r}")
+        print(
+            f"{path}: layer cache of {atlas['model']} ({atlas['weights']} weights), {atlas['num_frames']} latent frames, "
+            f"{atlas['prompt']!r}"
+        )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
             held.enter_context(_locked(path))
             _remove_leftovers(path)
         for folder in sorted({path.parent for path in targets}):
-            require_space(folder, {str(path): size for path, size in targets.items() if path.parent == folder})
+            require_space(
+                folder, {str(path): size for path, size in targets.items() if path.parent == folder}
+            )
         yield
 
 
@@ -41,8 +43,10 @@ def require_space(folder: Path, sizes: Mapping[str, int]) -> None:
     needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
     if needed > free:
         more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
-        raise CacheError(f"{next(iter(sizes))}{more} cannot be written: it needs {needed} bytes, "
-                         f"{free} are free in {folder}")
+        raise CacheError(
+            f"{next(iter(sizes))}{more} cannot be written: it needs {needed} bytes, "
+            f"{free} are free in {folder}"
+        )
 
 
 @contextmanager
@@ -55,15 +59,17 @@ def _locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             by = os.read(file, 20).decode(errors="replace").strip()
             os.close(file)
-            raise CacheError(f"{path} is being made by another run{f' (process {by})' if by else ''}; "
-                             "wait for it, or choose another --output_path") from None
-        except OSError:            # a file system without locks: as safe as before
+            raise CacheError(
+                f"{path} is being made by another run{f' (process {by})' if by else ''}; "
+                "wait for it, or choose another --output_path"
+            ) from None
+        except OSError:  # a file system without locks: as safe as before
             os.close(file)
             yield
             return
         with suppress(FileNotFoundError):
             if os.stat(lock).st_ino == os.fstat(file).st_ino:
-                break              # else the run that held it has just removed it: ours locks nothing
+                break  # else the run that held it has just removed it: ours locks nothing
         os.close(file)
     try:
         os.ftruncate(file, 0)

@@ -1,6 +1,6 @@
 """Rank every head and pass of a cache against digitised curves, such as the paper's Figure 4.
 
-    python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_eagle_21f.pt
+python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_eagle_21f.pt
 """
 
 import argparse
@@ -14,10 +14,20 @@ from experiments.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOL
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--cache_path", default="cache/atlas.pt", help="any figure4, inference, layer or atlas cache of logits")
-    parser.add_argument("--curves", default=FOLDER / FIGURE4_CSV, help="CSV with a column key_frame and a column per curve")
-    parser.add_argument("--step", type=int, help="the pass in which heads named by a curve are looked up; default the first")
+    parser = Parser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--cache_path",
+        default="cache/atlas.pt",
+        help="any figure4, inference, layer or atlas cache of logits",
+    )
+    parser.add_argument(
+        "--curves", default=FOLDER / FIGURE4_CSV, help="CSV with a column key_frame and a column per curve"
+    )
+    parser.add_argument(
+        "--step", type=int, help="the pass in which heads named by a curve are looked up; default the first"
+    )
     args = parser.parse_args(argv)
     cache = load_cache(args.cache_path)
     view = open_profiles(cache, args.step)
@@ -25,7 +35,7 @@ def run(argv=None):
     if why_not:
         raise CacheError(f"{args.cache_path}: {why_not}")
     print(f"{args.cache_path}: {view.source}")
-    heads = FIGURE4_HEADS if view.model == FIGURE4_MODEL else ()       # other models have no such heads
+    heads = FIGURE4_HEADS if view.model == FIGURE4_MODEL else ()  # other models have no such heads
     print(reports.match_lines(open_passes(cache, view), heads, curves, view.step))
 
 

@@ -16,8 +16,8 @@ from experiments.published import Curve
 class Candidate(NamedTuple):
     """A head in a pass and how well it agrees with a curve."""
 
-    r: float               # Pearson correlation over the compared frames; NaN for a head without any variation
-    rms: float             # root mean square difference, in the unit of the curve
+    r: float  # Pearson correlation over the compared frames; NaN for a head without any variation
+    rms: float  # root mean square difference, in the unit of the curve
     step: int | None
     layer: int
     head: int
@@ -25,7 +25,10 @@ class Candidate(NamedTuple):
 
 def pearson(profiles: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Correlation of each of profiles [..., n] with values [n]: cov / (std std), in float64; NaN where one is constant."""
-    a, b = (x - x.mean(-1, keepdims=True) for x in (np.asarray(profiles, np.float64), np.asarray(values, np.float64)))
+    a, b = (
+        x - x.mean(-1, keepdims=True)
+        for x in (np.asarray(profiles, np.float64), np.asarray(values, np.float64))
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
 
@@ -45,14 +48,19 @@ def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[Candidate]:
     found = []
     for view in views:
         frames = compared_frames(view, curve)
-        profiles, values = view.profiles()[..., frames], curve.values[frames]               # [N, H, n], [n]
+        profiles, values = view.profiles()[..., frames], curve.values[frames]  # [N, H, n], [n]
         r, rms = pearson(profiles, values), rms_difference(profiles, values)
-        found += [Candidate(float(r[i, h]), float(rms[i, h]), view.step, layer, h)
-                  for i, layer in enumerate(view.layers) for h in range(view.num_heads)]
+        found += [
+            Candidate(float(r[i, h]), float(rms[i, h]), view.step, layer, h)
+            for i, layer in enumerate(view.layers)
+            for h in range(view.num_heads)
+        ]
     return sorted(found, key=lambda c: (np.isnan(c.r), -c.r))
 
 
-def place(ranking: Sequence[Candidate], step: int | None, layer: int, head: int) -> tuple[int, Candidate] | None:
+def place(
+    ranking: Sequence[Candidate], step: int | None, layer: int, head: int
+) -> tuple[int, Candidate] | None:
     """Rank of a head, 1 the best, and what was found for it; None where it is not among them. Ties share a rank."""
     for candidate in ranking:
         if (candidate.step, candidate.layer, candidate.head) == (step, layer, head):

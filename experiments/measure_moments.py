@@ -32,7 +32,9 @@ MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_co
 def measured(atlases: Sequence[dict], step: int) -> dict[str, list]:
     """Measures [layers, heads] of one pass, mean over the atlases."""
     surveys = [survey(open_quantity(a, step, "mean_logit"), open_quantity(a, step, "mass")) for a in atlases]
-    maps = {name: np.mean([next(m.values for m in s if m.name == name) for s in surveys], 0) for name in MEASURES}
+    maps = {
+        name: np.mean([next(m.values for m in s if m.name == name) for s in surveys], 0) for name in MEASURES
+    }
     return {name: values.round(4).tolist() for name, values in maps.items()}
 
 
@@ -40,7 +42,10 @@ def atlases(config: RunConfig, captions: Sequence[str]) -> list[dict]:
     """Of each caption, with its number as seed."""
     requests = arrange.atlas_requests(config, mass=True, key_curve=False, cross=False)
     ready = extraction.prepare(config, requests, captions)
-    runs = (extraction.extract_next(ready, replace(config, prompt=c, seed=i), requests) for i, c in enumerate(captions))
+    runs = (
+        extraction.extract_next(ready, replace(config, prompt=c, seed=i), requests)
+        for i, c in enumerate(captions)
+    )
     return [arrange.atlas_cache(run) for run in runs]
 
 
@@ -50,15 +55,21 @@ def run(argv=None):
     parser.add_argument("--config_path", default="configs/wan_mini.yaml")
     parser.add_argument("--ckpt_dir", help="directory of another miniature")
     parser.add_argument("--captions", type=int, default=4)
-    parser.add_argument("--steps", type=int, nargs="*", default=[], help="moments whose atlas is kept beside the JSON")
+    parser.add_argument(
+        "--steps", type=int, nargs="*", default=[], help="moments whose atlas is kept beside the JSON"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output_path", type=Path, default=Path("cache/wan-mini-training/moments.json"))
     args = parser.parse_args(argv)
     files = {int(path.stem.removeprefix("step_")): path for path in sorted(args.folder.glob("step_*.pt"))}
     if missing := sorted(set(args.steps) - set(files)):
-        raise ConfigError(f"{args.folder} has no step_*.pt of step {missing[0]}; it has {sorted(files) or 'none'}")
+        raise ConfigError(
+            f"{args.folder} has no step_*.pt of step {missing[0]}; it has {sorted(files) or 'none'}"
+        )
     if not files:
-        raise ConfigError(f"{args.folder} has no step_*.pt; make them with: python experiments/train_mini.py --moments")
+        raise ConfigError(
+            f"{args.folder} has no step_*.pt; make them with: python experiments/train_mini.py --moments"
+        )
     overrides = {"ckpt_dir": args.ckpt_dir} if args.ckpt_dir else {}
     config = load_config(args.config_path, overrides | {"device": args.device, "dtype": "float32"})
     captions = [scene.caption for scene in scenes(("single", "landmark", "crossing", "wall"), args.captions)]

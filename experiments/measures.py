@@ -13,21 +13,21 @@ import numpy as np
 
 from experiments.frames import earlier_block
 
-DELTA_THRESHOLD = 2.0    # first - middle, in logits, above which earlier work called a head a sink
-RATIO_THRESHOLD = 1.2    # first / middle, likewise
+DELTA_THRESHOLD = 2.0  # first - middle, in logits, above which earlier work called a head a sink
+RATIO_THRESHOLD = 1.2  # first / middle, likewise
 
 
 class HeadStatistics(NamedTuple):
     """Per-head statistics, each of the profile's shape without the frame axis; NaN where there is no answer."""
 
-    first: np.ndarray          # A[0]
-    middle: np.ndarray         # mean of A[1 .. F-2]
-    last: np.ndarray           # A[F-1]
-    delta: np.ndarray          # first - middle
-    ratio: np.ndarray          # first / middle; NaN where middle <= 0
+    first: np.ndarray  # A[0]
+    middle: np.ndarray  # mean of A[1 .. F-2]
+    last: np.ndarray  # A[F-1]
+    delta: np.ndarray  # first - middle
+    ratio: np.ndarray  # first / middle; NaN where middle <= 0
     first_minus_last: np.ndarray
-    max_frame: np.ndarray      # int, -1 where nothing was attended
-    spread: np.ndarray         # (max - min) / |mean|
+    max_frame: np.ndarray  # int, -1 where nothing was attended
+    spread: np.ndarray  # (max - min) / |mean|
 
     @property
     def called_sinks(self) -> np.ndarray:
@@ -76,7 +76,9 @@ def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarr
     A = np.asarray(mass, np.float64)
     on_context = A[..., list(context)]
     with np.errstate(divide="ignore", invalid="ignore"):
-        return A[..., 0], A[..., 0] / np.where(np.isnan(on_context).all(-1), np.nan, np.nansum(on_context, -1))
+        return A[..., 0], A[..., 0] / np.where(
+            np.isnan(on_context).all(-1), np.nan, np.nansum(on_context, -1)
+        )
 
 
 def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
@@ -107,17 +109,19 @@ def distance_profile(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarr
 def _by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """A[d, 0] and the mean over k >= 1 of A[k+d, k], context cells only: [..., F] each, by distance d."""
     A = np.where(earlier_block(block_sizes).numpy(), np.asarray(matrix, np.float64), np.nan)
-    diagonals = [np.diagonal(A, -d, -2, -1) for d in range(A.shape[-1])]     # A[k+d, k] for k = 0, 1, ...: [..., F-d]
+    diagonals = [
+        np.diagonal(A, -d, -2, -1) for d in range(A.shape[-1])
+    ]  # A[k+d, k] for k = 0, 1, ...: [..., F-d]
     return A[..., 0], np.stack([_mean(diagonal[..., 1:]) for diagonal in diagonals], -1)
 
 
 class Wave(NamedTuple):
     """A sinusoid in each profile, all without the frame axis; NaN where fewer than 6 context frames show one."""
 
-    amplitude: np.ndarray      # at 1 rad/frame, in the profile's unit
-    r2: np.ndarray             # share of the variance around the trend that this sinusoid explains
-    period: np.ndarray         # frames, of the best-fitting sinusoid; 2 pi = 6.28 is the fastest of temporal RoPE
-    period_r2: np.ndarray      # the same share for it
+    amplitude: np.ndarray  # at 1 rad/frame, in the profile's unit
+    r2: np.ndarray  # share of the variance around the trend that this sinusoid explains
+    period: np.ndarray  # frames, of the best-fitting sinusoid; 2 pi = 6.28 is the fastest of temporal RoPE
+    period_r2: np.ndarray  # the same share for it
 
 
 def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Wave:

@@ -32,7 +32,7 @@ class Need:
     """What one part of a run holds at once in one memory: bytes by purpose."""
 
     doing: str
-    where: str                     # GPU or host
+    where: str  # GPU or host
     parts: dict[str, int]
 
     @property
@@ -40,7 +40,9 @@ class Need:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {amount(size)}" for name, size in self.parts.items() if size >= self.total / 100)
+        parts = ", ".join(
+            f"{name} {amount(size)}" for name, size in self.parts.items() if size >= self.total / 100
+        )
         return f"{amount(self.total)} of {self.where} memory while {self.doing} ({parts})"
 
 
@@ -53,19 +55,24 @@ class Memory:
     requests: Sequence[CaptureRequest]
     dtype: torch.dtype
     device: torch.device
-    encodes: bool                  # whether umT5 is to be loaded
-    bidirectional: bool = False    # the base model's sampling: no KV cache, the texts of both branches
+    encodes: bool  # whether umT5 is to be loaded
+    bidirectional: bool = False  # the base model's sampling: no KV cache, the texts of both branches
 
     def needs(self) -> list[Need]:
         """The parts of the run, for each memory."""
-        found = [*(self._encoding() if self.encodes and not self.config.prompt_embeds else []), *self._rollout()]
+        found = [
+            *(self._encoding() if self.encodes and not self.config.prompt_embeds else []),
+            *self._rollout(),
+        ]
         return [need for need in found if need.total]
 
     def _encoding(self) -> Iterator[Need]:
         sizes, tokens = encoder_config(self.config.ckpt_dir), self.model_config.text_len
         with torch.device("meta"):
             weights = sum(p.numel() for p in UMT5EncoderModel(sizes).parameters()) * self.dtype.itemsize
-        logits = sizes.num_heads * tokens**2 * (3 * self.dtype.itemsize + 2 * FLOAT)      # with bias, and their softmax
+        logits = (
+            sizes.num_heads * tokens**2 * (3 * self.dtype.itemsize + 2 * FLOAT)
+        )  # with bias, and their softmax
         where = prompts.encoding_device(self.config, self.device)
         yield Need("encoding the prompt", self._name(where), {"umT5": weights, "its activations": logits})
 
@@ -92,7 +99,7 @@ class Memory:
             "latents": latents * (c.num_passes + 1) * itemsize,
             "capture": kept + max((self._capturing(r, queries, keys, S) for r in self.requests), default=0),
         }
-        host = {"weights": on_host, "captured": tokens + 2 * kept}       # arranging frames in a cache copies them
+        host = {"weights": on_host, "captured": tokens + 2 * kept}  # arranging frames in a cache copies them
         if self.device.type == "cuda":
             yield Need("rolling out", "GPU", gpu)
             yield Need("rolling out", "host", host)
@@ -104,14 +111,14 @@ class Memory:
         m = self.model_config
         if "self" not in request.kinds:
             keys = m.text_len
-        rows = FLOAT * min(CHUNK_ELEMENTS, m.num_heads * queries * keys)                # a chunk of logits
-        whole = FLOAT * keys * m.dim + 2 * rows                                         # keys in float32, logits, softmax
+        rows = FLOAT * min(CHUNK_ELEMENTS, m.num_heads * queries * keys)  # a chunk of logits
+        whole = FLOAT * keys * m.dim + 2 * rows  # keys in float32, logits, softmax
         if request.granularity == "token":
             return whole + rows * request.token_dtype.itemsize // FLOAT
         if request.granularity == "key":
             return 2 * FLOAT * min(CHUNK_ELEMENTS, keys * m.dim)
         mean_keys = FLOAT * m.num_layers * (keys // S) * m.dim
-        fused = self.device.type == "cuda" and self.dtype != torch.float32              # a kernel forms no matrix
+        fused = self.device.type == "cuda" and self.dtype != torch.float32  # a kernel forms no matrix
         mass = FLOAT * m.num_heads * (keys // S) * queries if fused and "self" in request.kinds else whole
         return mean_keys + (mass if request.mass or "cross" in request.kinds else 0)
 
@@ -126,8 +133,11 @@ class Memory:
 
     def too_large(self, free: dict[str, int]) -> Need | None:
         """The part that fits least, where one does not."""
-        return max((need for need in self.needs() if need.total > free[need.where]),
-                   key=lambda need: need.total / max(1, free[need.where]), default=None)
+        return max(
+            (need for need in self.needs() if need.total > free[need.where]),
+            key=lambda need: need.total / max(1, free[need.where]),
+            default=None,
+        )
 
     def remedies(self) -> Iterator[tuple[str, "Memory"]]:
         """Flags that make a run smaller, and the run that each makes."""
@@ -143,10 +153,15 @@ class Memory:
         if any(request.granularity == "token" for request in self.requests):
             frames = [replace(r, granularity="frame", is_logits=True) for r in self.requests]
             yield "--granularity frame", replace(self, requests=frames)
-        for count in range(len(c.block_sizes) - 1, 0, -1):                              # the longest that fits is the first
+        for count in range(len(c.block_sizes) - 1, 0, -1):  # the longest that fits is the first
             frames = sum(c.block_sizes[:count])
-            requests = [replace(r, blocks=r.blocks and [min(b, count - 1) for b in r.blocks]) for r in self.requests]
-            yield f"--num_frames {frames}", replace(self, config=replace(c, num_frames=frames), requests=requests)
+            requests = [
+                replace(r, blocks=r.blocks and [min(b, count - 1) for b in r.blocks]) for r in self.requests
+            ]
+            yield (
+                f"--num_frames {frames}",
+                replace(self, config=replace(c, num_frames=frames), requests=requests),
+            )
 
 
 def check_memory(memory: Memory, quiet: bool = False) -> None:
@@ -157,15 +172,19 @@ def check_memory(memory: Memory, quiet: bool = False) -> None:
         for need in memory.needs():
             print(f"needs {need}; {amount(free[need.where])} are free")
     if problem := memory.too_large(free):
-        raise ConfigError(f"{memory.config.model} needs {problem}, but {amount(free[problem.where])} are free; "
-                          f"{_advice(memory, partial(Memory.too_large, free=free))}")
+        raise ConfigError(
+            f"{memory.config.model} needs {problem}, but {amount(free[problem.where])} are free; "
+            f"{_advice(memory, partial(Memory.too_large, free=free))}"
+        )
 
 
 def _advice(memory: Memory, too_large: Callable[[Memory], Need | None]) -> str:
     found: dict[str, None] = {}
     smaller, together = memory, []
     for flag, run in memory.remedies():
-        if not too_large(run) and not any("--num_frames" in known and "--num_frames" in flag for known in found):
+        if not too_large(run) and not any(
+            "--num_frames" in known and "--num_frames" in flag for known in found
+        ):
             found[flag] = None
     if found:
         return f"it fits with {' or '.join(found)}"
@@ -173,10 +192,16 @@ def _advice(memory: Memory, too_large: Callable[[Memory], Need | None]) -> str:
         if name in (flags := dict(smaller.remedies())):
             smaller = flags[name]
             together.append(name)
-    shorter = next((flag for flag, run in smaller.remedies() if "--num_frames" in flag and not too_large(run)), None)
+    shorter = next(
+        (flag for flag, run in smaller.remedies() if "--num_frames" in flag and not too_large(run)), None
+    )
     together += [shorter] if shorter else []
     fits = shorter or not too_large(smaller)
-    return f"it fits with {' '.join(together)}" if fits and together else "no flag makes it fit: it needs a larger machine"
+    return (
+        f"it fits with {' '.join(together)}"
+        if fits and together
+        else "no flag makes it fit: it needs a larger machine"
+    )
 
 
 def _files(memory: Memory) -> Iterator[Path]:
@@ -193,7 +218,9 @@ def amount(nbytes: int) -> str:
 def free_host_bytes() -> int:
     """Memory that this process can still take: what Linux calls available, or less where a control group limits it."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), math.inf)
+    available = next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), math.inf
+    )
     return int(min(available, _group_free()))
 
 

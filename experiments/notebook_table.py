@@ -18,9 +18,9 @@ class Notebook:
 
     cache: str
     formats: tuple[str, ...]
-    layer: str                                        # the parameter that picks a layer, or "" where the cache does
-    value: Callable[[Cache, int], Any]                # what to set it to
-    sheet: str                                        # SVG shown on the contact sheet
+    layer: str  # the parameter that picks a layer, or "" where the cache does
+    value: Callable[[Cache, int], Any]  # what to set it to
+    sheet: str  # SVG shown on the contact sheet
 
 
 def heads_of(cache: Cache, layer: int) -> list[list]:
@@ -32,12 +32,22 @@ def first_call_of(cache: Cache, layer: int) -> int:
 
 
 NOTEBOOKS = {
-    "extract_all_attention.ipynb": Notebook("DATA_PATH", ("layer",), "", lambda cache, layer: None, "layer{}_perhead_grid.svg"),
-    "plt_fig4.ipynb": Notebook("CACHE_PATH", ("figure4", "inference", "atlas"), "HEADS", heads_of,
-                               "figure4_layer{}_per_head_grid.svg"),
-    "plot_figure4.ipynb": Notebook("CACHE_PATH", ("inference", "figure4"), "WEIGHT_INDEX", first_call_of,
-                                   "figure4_multihead.svg"),
-    "layer_atlas.ipynb": Notebook("CACHE_PATH", ("atlas",), "LAYER", lambda cache, layer: layer, "measures.svg"),
+    "extract_all_attention.ipynb": Notebook(
+        "DATA_PATH", ("layer",), "", lambda cache, layer: None, "layer{}_perhead_grid.svg"
+    ),
+    "plt_fig4.ipynb": Notebook(
+        "CACHE_PATH",
+        ("figure4", "inference", "atlas"),
+        "HEADS",
+        heads_of,
+        "figure4_layer{}_per_head_grid.svg",
+    ),
+    "plot_figure4.ipynb": Notebook(
+        "CACHE_PATH", ("inference", "figure4"), "WEIGHT_INDEX", first_call_of, "figure4_multihead.svg"
+    ),
+    "layer_atlas.ipynb": Notebook(
+        "CACHE_PATH", ("atlas",), "LAYER", lambda cache, layer: layer, "measures.svg"
+    ),
 }
 
 
@@ -52,22 +62,33 @@ class LayerCaches:
         """Raises CacheError for a notebook that is not in the table, and for a cache that it does not open."""
         if notebook not in NOTEBOOKS:
             raise CacheError(f"{notebook} is not one of {', '.join(NOTEBOOKS)}")
-        self.name, self.notebook, self.source, self.folder = notebook, NOTEBOOKS[notebook], Path(source), Path(folder)
+        self.name, self.notebook, self.source, self.folder = (
+            notebook,
+            NOTEBOOKS[notebook],
+            Path(source),
+            Path(folder),
+        )
         takes_layers = "layer" in self.notebook.formats
         if self.source.is_dir():
-            self.files = {load_cache(path, expect=self.notebook.formats)["layer_index"]: path
-                          for path in sorted(self.source.glob("layer*.pt"))}
+            self.files = {
+                load_cache(path, expect=self.notebook.formats)["layer_index"]: path
+                for path in sorted(self.source.glob("layer*.pt"))
+            }
             if not self.files:
-                raise CacheError(f"{source} holds no layerN.pt; run: bash experiments/extract_all_layers.sh CONFIG {source}")
+                raise CacheError(
+                    f"{source} holds no layerN.pt; run: bash experiments/extract_all_layers.sh CONFIG {source}"
+                )
             self.cache, self.layers = None, sorted(self.files)
             return
         self.files = {}
-        self.cache = load_cache(self.source, expect=(*self.notebook.formats, *(("atlas",) if takes_layers else ())))
+        self.cache = load_cache(
+            self.source, expect=(*self.notebook.formats, *(("atlas",) if takes_layers else ()))
+        )
         found = self.cache.get("layers") or self.cache.get("layer_indices") or [self.cache["layer_index"]]
         self.layers = sorted(set(found))
 
     def choose(self, words: list[str]) -> list[int]:
-        """"all", numbers and ranges such as 0-29 -> layers of this cache."""
+        """ "all", numbers and ranges such as 0-29 -> layers of this cache."""
         chosen: set[int] = set()
         for word in words:
             first, dash, last = word.partition("-")
@@ -76,12 +97,16 @@ class LayerCaches:
             elif first.isdecimal() and (last.isdecimal() if dash else True):
                 layers = range(int(first), int(last or first) + 1)
                 if not layers:
-                    raise CacheError(f"layers {word!r} are none: a range goes from its lower number to its higher")
+                    raise CacheError(
+                        f"layers {word!r} are none: a range goes from its lower number to its higher"
+                    )
                 chosen.update(layers)
             else:
                 raise CacheError(f"layer {word!r} is not a number from 0, a range such as 0-29, or all")
         if absent := sorted(chosen - set(self.layers)):
-            raise CacheError(f"layer {absent[0]} is not in {self.source}; it has {', '.join(map(str, self.layers))}")
+            raise CacheError(
+                f"layer {absent[0]} is not in {self.source}; it has {', '.join(map(str, self.layers))}"
+            )
         return sorted(chosen)
 
     def parameters(self, layer: int) -> dict[str, Any]:
@@ -89,7 +114,9 @@ class LayerCaches:
         path, cache = self.files.get(layer, self.source), self.cache
         if cache is not None and cache["format"] == "atlas" and self.notebook.layer != "LAYER":
             path = self.folder / f"layer{layer}.pt"
-            save_cache(path, layer_from_atlas(cache, layer) if not self.notebook.layer else one_layer(cache, layer))
+            save_cache(
+                path, layer_from_atlas(cache, layer) if not self.notebook.layer else one_layer(cache, layer)
+            )
         chosen = {self.notebook.layer: self.notebook.value(cache, layer)} if self.notebook.layer else {}
         return {self.notebook.cache: str(path.resolve())} | chosen
 
@@ -100,5 +127,7 @@ class LayerCaches:
 def one_layer(atlas: Cache, layer: int) -> dict[str, Any]:
     """An atlas of one of an atlas's layers."""
     i = atlas["layers"].index(layer)
-    by_layer = [name for field, declared in ATLAS.items() if "[N" in declared and (name := field.rstrip("?")) in atlas]
-    return dict(atlas) | {name: atlas[name][i:i + 1] for name in by_layer}
+    by_layer = [
+        name for field, declared in ATLAS.items() if "[N" in declared and (name := field.rstrip("?")) in atlas
+    ]
+    return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer}

@@ -53,10 +53,23 @@ def modernise(raw: dict[str, Any]) -> dict[str, Any]:
         kind, convert = "figure4", _figure4
     else:
         raise ValueError(f"not an attention cache, its keys are {', '.join(map(str, raw))}")
-    unrecorded = {"prompt": "", "seed": None, "model": "unknown", "weights": "unknown", "weights_file": None,
-                  "weights_sha256": None, "num_frame_per_block": 3, "notes": []}
+    unrecorded = {
+        "prompt": "",
+        "seed": None,
+        "model": "unknown",
+        "weights": "unknown",
+        "weights_file": None,
+        "weights_sha256": None,
+        "num_frame_per_block": 3,
+        "notes": [],
+    }
     try:
-        return unrecorded | _numbers_as_lists(raw) | {"format": kind, "schema_version": 1} | convert(unrecorded | raw)
+        return (
+            unrecorded
+            | _numbers_as_lists(raw)
+            | {"format": kind, "schema_version": 1}
+            | convert(unrecorded | raw)
+        )
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"looks like an older {kind} cache, but {type(error).__name__}: {error}") from None
 
@@ -72,18 +85,38 @@ def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
     frames, notes = _true_frames(int(raw["num_frames"]), n, Fk)
     blocks = _blocks(raw, frames)
     logits = bool(raw.get("is_logits", "attn_logits" in raw["attention_weights"][0]))
-    shared = {"num_frames": frames, "frame_seq_length": S, "num_heads": tokens[0].shape[1], "is_logits": logits}
+    shared = {
+        "num_frames": frames,
+        "frame_seq_length": S,
+        "num_heads": tokens[0].shape[1],
+        "is_logits": logits,
+    }
     layers = [
-        entry | shared | {"layer_idx": int(entry["layer_idx"]), "num_query_frames": Fq, "num_key_frames": Fk,
-                          "last_block_start_frame": frames - Fq, "is_logits": bool(entry.get("is_logits", logits))}
+        entry
+        | shared
+        | {
+            "layer_idx": int(entry["layer_idx"]),
+            "num_query_frames": Fq,
+            "num_key_frames": Fk,
+            "last_block_start_frame": frames - Fq,
+            "is_logits": bool(entry.get("is_logits", logits)),
+        }
         for entry in raw["attention_weights"]
     ]
     keys, more = _key_frames(raw, Fk, frames)
-    return shared | FIRST_PASS | {
-        "attention_weights": layers, "layer_indices": [entry["layer_idx"] for entry in layers],
-        "capture_method": str(raw.get("capture_method", "unknown")), "block_sizes": blocks,
-        "query_frames": list(range(frames - Fq, frames)), "key_frames": keys, "notes": notes + more,
-    }
+    return (
+        shared
+        | FIRST_PASS
+        | {
+            "attention_weights": layers,
+            "layer_indices": [entry["layer_idx"] for entry in layers],
+            "capture_method": str(raw.get("capture_method", "unknown")),
+            "block_sizes": blocks,
+            "query_frames": list(range(frames - Fq, frames)),
+            "key_frames": keys,
+            "notes": notes + more,
+        }
+    )
 
 
 def _layer(raw: dict[str, Any]) -> dict[str, Any]:
@@ -97,9 +130,16 @@ def _layer(raw: dict[str, Any]) -> dict[str, Any]:
     matrix = matrix.masked_fill(absent, float("nan"))  # zeros there were never attended; a real 0 stays
     last = torch.as_tensor(raw.get("last_block_frame_attention", matrix[:, queries].float().mean(1)))
     return (UNKNOWN_PASS if bidirectional else FIRST_PASS) | {
-        "layer_index": int(raw["layer_index"]), "full_frame_attention": matrix, "last_block_frame_attention": last,
-        "num_frames": F, "num_heads": H, "block_sizes": blocks, "is_logits": bool(raw.get("is_logits", True)),
-        "frame_seq_length": int(raw["frame_seq_length"]), "query_frames": list(range(F)), "key_frames": list(range(F)),
+        "layer_index": int(raw["layer_index"]),
+        "full_frame_attention": matrix,
+        "last_block_frame_attention": last,
+        "num_frames": F,
+        "num_heads": H,
+        "block_sizes": blocks,
+        "is_logits": bool(raw.get("is_logits", True)),
+        "frame_seq_length": int(raw["frame_seq_length"]),
+        "query_frames": list(range(F)),
+        "key_frames": list(range(F)),
         "last_block_query_frames": queries,
     }
 
@@ -108,7 +148,9 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
     """Calls without tags. A layer's calls lie in order, equally many for each block, the first one at t = 1000."""
     S, n = int(raw["frame_seq_length"]), int(raw["num_frame_per_block"])
     calls = raw["attention_weights"]
-    frames, notes = _true_frames(int(raw["num_frames"]), n, max(_tokens(call).shape[3] for call in calls) // S)
+    frames, notes = _true_frames(
+        int(raw["num_frames"]), n, max(_tokens(call).shape[3] for call in calls) // S
+    )
     blocks = _blocks(raw, frames)
     by_layer = collections.defaultdict(list)
     for call in calls:
@@ -120,7 +162,9 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
         position = next(i for i, other in enumerate(by_layer[layer]) if other is call)
         passes, left_over = divmod(len(by_layer[layer]), len(blocks))
         block, place = (position // max(passes, 1), UNKNOWN_PASS)
-        if left_over or passes < 1 or blocks[block] != Fq:  # some calls are not there: only the last block is known
+        if (
+            left_over or passes < 1 or blocks[block] != Fq
+        ):  # some calls are not there: only the last block is known
             block = len(blocks) - 1
         elif passes > 1:
             step, clean = position % passes, position % passes == passes - 1
@@ -129,12 +173,28 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
         keys, more = _key_frames(call, Fk, queries[-1] + 1)
         notes += [note for note in more if note not in notes]
         shapes = {name: _ints(call[name]) for name in ("q_shape", "k_shape")}
-        tagged.append(call | place | shapes | {"layer_idx": layer, "block": block, "query_frames": queries[-Fq:],
-                                               "key_frames": keys, "is_logits": "attn_logits" in call})
+        tagged.append(
+            call
+            | place
+            | shapes
+            | {
+                "layer_idx": layer,
+                "block": block,
+                "query_frames": queries[-Fq:],
+                "key_frames": keys,
+                "is_logits": "attn_logits" in call,
+            }
+        )
     return {
-        "attention_weights": tagged, "layer_indices": sorted(by_layer), "num_frames": frames, "frame_seq_length": S,
-        "num_heads": _tokens(calls[0]).shape[1], "block_sizes": blocks, "is_logits": "attn_logits" in calls[0],
-        "num_transformer_blocks": int(raw.get("num_transformer_blocks", max(by_layer) + 1)), "notes": notes,
+        "attention_weights": tagged,
+        "layer_indices": sorted(by_layer),
+        "num_frames": frames,
+        "frame_seq_length": S,
+        "num_heads": _tokens(calls[0]).shape[1],
+        "block_sizes": blocks,
+        "is_logits": "attn_logits" in calls[0],
+        "num_transformer_blocks": int(raw.get("num_transformer_blocks", max(by_layer) + 1)),
+        "notes": notes,
     }
 
 
@@ -155,7 +215,9 @@ def _key_frames(raw: Mapping[str, Any], Fk: int, seen: int) -> tuple[list[int], 
         return list(range(seen)), []
     if len(keys) == Fk and keys != list(range(Fk)):
         return keys, []
-    return list(range(seen - Fk, seen)), [f"a window of {Fk} frames without their numbers: taken as the newest"]
+    return list(range(seen - Fk, seen)), [
+        f"a window of {Fk} frames without their numbers: taken as the newest"
+    ]
 
 
 def _blocks(raw: Mapping[str, Any], frames: int) -> list[int]:
@@ -174,5 +236,7 @@ def _ints(values: Any) -> list[int]:
 
 def _numbers_as_lists(raw: dict[str, Any]) -> dict[str, Any]:
     """Lists of numbers that came as arrays, and arrays of one, are lists and numbers again."""
-    small = {k: v for k, v in raw.items() if isinstance(v, torch.Tensor) and v.ndim < 2 and "attention" not in k}
+    small = {
+        k: v for k, v in raw.items() if isinstance(v, torch.Tensor) and v.ndim < 2 and "attention" not in k
+    }
     return raw | {k: v.tolist() for k, v in small.items()}

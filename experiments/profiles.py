@@ -18,31 +18,31 @@ from wan.config import block_ranges
 
 
 class LayerValues(NamedTuple):
-    profile: Tensor                # [H, F]
-    matrix: Tensor | None          # [H, rows, F]
-    key_curve: Tensor | None       # [H, Lk]
+    profile: Tensor  # [H, F]
+    matrix: Tensor | None  # [H, rows, F]
+    key_curve: Tensor | None  # [H, Lk]
 
 
 @dataclass(frozen=True)
 class Profiles:
     """Frame attention of some layers in one pass. Frames are global latent frames; what was not attended is NaN."""
 
-    kind: str                          # format of the cache
+    kind: str  # format of the cache
     model: str
     layers: tuple[int, ...]
     num_heads: int
     num_frames: int
-    frame_seq_length: int              # tokens S of a frame
+    frame_seq_length: int  # tokens S of a frame
     block_sizes: tuple[int, ...]
-    query_frames: tuple[int, ...]      # what frame_profile averages: the last block
-    key_frames: tuple[int, ...]        # what those queries attend to
-    matrix_rows: tuple[int, ...]       # query frames of frame_matrix, () where the cache has none
-    quantity: str                      # mean_logit, mass or mean_prob (see experiments/frames.py)
-    step: int | None                   # pass: 0 is the noisiest; None where the file does not say
+    query_frames: tuple[int, ...]  # what frame_profile averages: the last block
+    key_frames: tuple[int, ...]  # what those queries attend to
+    matrix_rows: tuple[int, ...]  # query frames of frame_matrix, () where the cache has none
+    quantity: str  # mean_logit, mass or mean_prob (see experiments/frames.py)
+    step: int | None  # pass: 0 is the noisiest; None where the file does not say
     timestep: float | None
     is_clean_pass: bool | None
-    branch: str | None                 # of a base model's guidance: cond or uncond; None where there is one alone
-    source: str                        # one line: model, weights, prompt, seed
+    branch: str | None  # of a base model's guidance: cond or uncond; None where there is one alone
+    source: str  # one line: model, weights, prompt, seed
     notes: tuple[str, ...]
     _read: Callable[[int], LayerValues]
 
@@ -96,7 +96,9 @@ class Profiles:
         branch = ", unconditional branch" if self.branch == "uncond" else ""
         if self.timestep is None:
             return ("pass not recorded" if self.step is None else f"pass {self.step}") + branch
-        return f"{'clean pass' if self.is_clean_pass else f'pass {self.step}'} (t = {self.timestep:g}){branch}"
+        return (
+            f"{'clean pass' if self.is_clean_pass else f'pass {self.step}'} (t = {self.timestep:g}){branch}"
+        )
 
     @property
     def captured(self) -> str:
@@ -110,7 +112,9 @@ class Profiles:
         """What experiments/figures.py wants to know beside the arrays: quantity, taken, shaded."""
         first, last = self.query_frames[0], self.query_frames[-1]
         t = "" if self.timestep is None else f" at t = {self.timestep:g}"
-        noise = self.noise_frames if len(self.noise_frames) < len(self.key_frames) else ()  # else there is no context
+        noise = (
+            self.noise_frames if len(self.noise_frames) < len(self.key_frames) else ()
+        )  # else there is no context
         return {
             "quantity": self.quantity,
             "taken": f"{self.pass_label}, query frame{f's {first}–{last}' if first < last else f' {first}'}",
@@ -150,7 +154,10 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
 
 def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
     """Every pass of a cache, in the quantity of one that is open already, which is not read again."""
-    return [opened if step == opened.step else open_profiles(cache, step, opened.quantity) for step in _steps(cache)]
+    return [
+        opened if step == opened.step else open_profiles(cache, step, opened.quantity)
+        for step in _steps(cache)
+    ]
 
 
 def _figure4(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
@@ -167,17 +174,26 @@ def _figure4(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[
             means = frames.curves_to_frames(entry["key_curve"].float(), cache["frame_seq_length"])
             return LayerValues(frames.spread_keys(means, keys, cache["num_frames"]), None, entry["key_curve"])
         matrix = _stored(entry, cache["frame_seq_length"], quantity)
-        return LayerValues(matrix.mean(1), matrix, entry.get("key_curve") if quantity == "mean_logit" else None)
+        return LayerValues(
+            matrix.mean(1), matrix, entry.get("key_curve") if quantity == "mean_logit" else None
+        )
 
-    return _pass_of(cache) | {"layers": list(entries), "query_frames": queries, "key_frames": keys,
-                              "matrix_rows": queries, "_read": read}
+    return _pass_of(cache) | {
+        "layers": list(entries),
+        "query_frames": queries,
+        "key_frames": keys,
+        "matrix_rows": queries,
+        "_read": read,
+    }
 
 
 def _layer(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
     _pick([cache["step"]], step)
     stored = cache.get("quantity", "mean_logit" if cache["is_logits"] else "mean_prob")
-    matrix, profile = (_convert(cache[name].float(), stored, quantity, cache["frame_seq_length"])
-                       for name in ("full_frame_attention", "last_block_frame_attention"))
+    matrix, profile = (
+        _convert(cache[name].float(), stored, quantity, cache["frame_seq_length"])
+        for name in ("full_frame_attention", "last_block_frame_attention")
+    )
     return _pass_of(cache) | {
         "layers": [cache["layer_index"]], "query_frames": cache["last_block_query_frames"],
         "key_frames": _seen(profile), "matrix_rows": cache["query_frames"],
@@ -195,8 +211,13 @@ def _inference(cache: Mapping[str, Any], step: int | None, quantity: str) -> dic
     def read(layer: int) -> LayerValues:
         return _from_tokens(by_layer[layer], by_layer[layer]["key_frames"], cache, quantity)
 
-    return _pass_of(first) | {"layers": sorted(by_layer), "query_frames": first["query_frames"],
-                              "key_frames": first["key_frames"], "matrix_rows": first["query_frames"], "_read": read}
+    return _pass_of(first) | {
+        "layers": sorted(by_layer),
+        "query_frames": first["query_frames"],
+        "key_frames": first["key_frames"],
+        "matrix_rows": first["query_frames"],
+        "_read": read,
+    }
 
 
 def _atlas(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[str, Any]:
@@ -204,11 +225,20 @@ def _atlas(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[st
     step = _pick(steps, step)
     p = steps.index(step)
     clean = cache.get("pass_is_clean", [t == 0 for t in timesteps])[p]
-    S, last, layers = cache["frame_seq_length"], frames.block_frames(cache["block_sizes"], _last_block(cache)), cache["layers"]
-    of_pass = {name: cache[name][:, p] for name in ("frame_logits", "frame_mass", "last_block_frame_logits", "key_curve")
-               if name in cache}
+    S, last, layers = (
+        cache["frame_seq_length"],
+        frames.block_frames(cache["block_sizes"], _last_block(cache)),
+        cache["layers"],
+    )
+    of_pass = {
+        name: cache[name][:, p]
+        for name in ("frame_logits", "frame_mass", "last_block_frame_logits", "key_curve")
+        if name in cache
+    }
     by_means = quantity == "mean_logit"
-    profiles = of_pass.get("last_block_frame_logits") if by_means else None  # exact where the matrix is quantised
+    profiles = (
+        of_pass.get("last_block_frame_logits") if by_means else None
+    )  # exact where the matrix is quantised
     matrices = None
     if profiles is None or "frame_logits" in of_pass:
         matrices = _stored(of_pass, S, quantity)  # [layers, H, F, F]
@@ -219,14 +249,26 @@ def _atlas(cache: Mapping[str, Any], step: int | None, quantity: str) -> dict[st
 
     def read(layer: int) -> LayerValues:
         i = layers.index(layer)
-        return LayerValues(profiles[i], None if matrices is None else matrices[i],
-                           None if curves is None else curves[i][:, columns])
+        return LayerValues(
+            profiles[i],
+            None if matrices is None else matrices[i],
+            None if curves is None else curves[i][:, columns],
+        )
 
-    return {"layers": layers, "step": step, "timestep": timesteps[p], "is_clean_pass": clean, "key_frames": keys,
-            "matrix_rows": [] if matrices is None else list(range(cache["num_frames"])), "_read": read}
+    return {
+        "layers": layers,
+        "step": step,
+        "timestep": timesteps[p],
+        "is_clean_pass": clean,
+        "key_frames": keys,
+        "matrix_rows": [] if matrices is None else list(range(cache["num_frames"])),
+        "_read": read,
+    }
 
 
-def _from_tokens(entry: Mapping[str, Any], keys: Sequence[int], cache: Mapping[str, Any], quantity: str) -> LayerValues:
+def _from_tokens(
+    entry: Mapping[str, Any], keys: Sequence[int], cache: Mapping[str, Any], quantity: str
+) -> LayerValues:
     """A token matrix [1, H, Lq, Lk], logits or probabilities, read once."""
     S, logits = cache["frame_seq_length"], entry.get("attn_logits")
     if logits is None and quantity == "mean_logit":
@@ -234,7 +276,9 @@ def _from_tokens(entry: Mapping[str, Any], keys: Sequence[int], cache: Mapping[s
     if logits is None:
         curves = frames.query_frame_curves(entry["attn_weights"][0], S)
     else:
-        curves = (frames.query_frame_curves if quantity == "mean_logit" else frames.softmax_curves)(logits[0], S)
+        curves = (frames.query_frame_curves if quantity == "mean_logit" else frames.softmax_curves)(
+            logits[0], S
+        )
     values = frames.curves_to_frames(curves, S) * (S if quantity == "mass" else 1)
     matrix = frames.spread_keys(values, keys, cache["num_frames"])
     return LayerValues(matrix.mean(1), matrix, curves.mean(1))
@@ -263,7 +307,11 @@ def _last_block(cache: Mapping[str, Any]) -> int:
 
 def _partial_note(cache: Mapping[str, Any]) -> list[str]:
     done, total = _last_block(cache) + 1, len(cache["block_sizes"])
-    return [f"partial: the run was stopped after {done} of {total} blocks; what comes later is absent"] if done < total else []
+    return (
+        [f"partial: the run was stopped after {done} of {total} blocks; what comes later is absent"]
+        if done < total
+        else []
+    )
 
 
 def _last_calls(cache: Mapping[str, Any]) -> list[Mapping[str, Any]]:

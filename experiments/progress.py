@@ -20,7 +20,7 @@ class Watch:
     """Looks on in silence. stopping becomes true when the run should end after the current block, or step of the base model."""
 
     stopping = False
-    generating = False         # from the first rollout on: before, nothing is lost by stopping at once
+    generating = False  # from the first rollout on: before, nothing is lost by stopping at once
     quiet = True
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
@@ -46,12 +46,18 @@ class Progress(Watch):
         self.quiet, self.start = quiet, time.monotonic()
         self.rollout_start, self._log = self.start, None
         if log_file and Path(log_file).suffix == ".pt":
-            raise CacheError(f"--log_file {log_file} has the name of a cache; give it another, such as log.jsonl")
+            raise CacheError(
+                f"--log_file {log_file} has the name of a cache; give it another, such as log.jsonl"
+            )
         try:
             if log_file:
                 Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-                self._log = Path(log_file).open("a", buffering=1, encoding="utf-8",  # noqa: SIM115  __exit__ closes it
-                                                errors="backslashreplace")
+                self._log = Path(log_file).open(
+                    "a",
+                    buffering=1,
+                    encoding="utf-8",  # noqa: SIM115  __exit__ closes it
+                    errors="backslashreplace",
+                )
         except OSError as error:
             raise CacheError(f"{log_file} cannot be written: {error.strerror or error}") from error
 
@@ -59,7 +65,9 @@ class Progress(Watch):
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.event("end", ok=error is None, **({} if error is None else {"error": f"{kind.__name__}: {error}"}))
+        self.event(
+            "end", ok=error is None, **({} if error is None else {"error": f"{kind.__name__}: {error}"})
+        )
         if self._log:
             self._log.close()
 
@@ -71,13 +79,13 @@ class Progress(Watch):
             line = json.dumps({"event": name, "seconds": seconds} | values, ensure_ascii=False) + "\n"
             try:
                 self._log.write(line)
-            except OSError as error:          # a full disk must not end a rollout
+            except OSError as error:  # a full disk must not end a rollout
                 self.say(f"the log ends here: {error.strerror or error}")
                 self._log = None
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            with suppress(OSError):           # nor must a terminal that is gone
+            with suppress(OSError):  # nor must a terminal that is gone
                 print(line, file=sys.stderr, flush=True)
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
@@ -88,10 +96,12 @@ class Progress(Watch):
 
     def _advance(self, unit: str, index: int, count: int, what: str, every: int = 1) -> None:
         passed = time.monotonic() - self.rollout_start
-        left = passed / (index + 1) * (count - index - 1)              # later blocks see more keys: a little too short
+        left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
         if (index + 1) % every == 0 or index + 1 == count:
             self.say(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
-        self.event(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
+        self.event(
+            unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes()
+        )
 
 
 @contextmanager
@@ -106,7 +116,7 @@ def stopping_when_asked(watch: Watch, unit: str = "block") -> Iterator[None]:
         if watch.stopping or not watch.generating:
             raise KeyboardInterrupt
         watch.stopping = True
-        with suppress(OSError, RuntimeError):      # a terminal that is gone; a line that is just being printed
+        with suppress(OSError, RuntimeError):  # a terminal that is gone; a line that is just being printed
             print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -125,4 +135,8 @@ def memory_bytes() -> dict[str, int]:
 
 def memory() -> str:
     used = memory_bytes()
-    return f"{used['gpu_bytes'] / 2**30:.1f} GiB GPU" if "gpu_bytes" in used else f"{used['host_bytes'] / 2**30:.1f} GiB memory"
+    return (
+        f"{used['gpu_bytes'] / 2**30:.1f} GiB GPU"
+        if "gpu_bytes" in used
+        else f"{used['host_bytes'] / 2**30:.1f} GiB memory"
+    )

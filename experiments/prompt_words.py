@@ -7,8 +7,10 @@ import numpy as np
 
 from experiments.profiles import Profiles
 
-NO_CROSS = ("Mass per prompt word: absent in this cache; capture it with: "
-            "python experiments/run_extraction_all.py --cross")
+NO_CROSS = (
+    "Mass per prompt word: absent in this cache; capture it with: "
+    "python experiments/run_extraction_all.py --cross"
+)
 
 
 def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
@@ -32,7 +34,9 @@ def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[lis
     if "cross_mass" not in cache:
         return None
     p = list(cache.get("pass_steps", range(len(cache["pass_timesteps"])))).index(view.step)
-    tokens = cache["cross_mass"][view.layers.index(layer), p][:, list(view.query_frames)].float().mean(1).numpy()
+    tokens = (
+        cache["cross_mass"][view.layers.index(layer), p][:, list(view.query_frames)].float().mean(1).numpy()
+    )
     words, place = words_of(cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])]))
     mass = np.zeros((len(tokens), len(words)), np.float32)
     np.add.at(mass.T, place, tokens.T)
@@ -42,7 +46,9 @@ def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[lis
 def word_lines(words: Sequence[str], mass: np.ndarray, count: int = 5) -> str:
     """The words with the most mass, mean over heads of mass [H, words], and for each the head that gives it most."""
     mean, head = mass.mean(0), mass.argmax(0)
-    lines = [f"On the whole prompt: {mass.sum(1).mean():.3f} of the mass, mean over heads; the rest is on the padding"]
+    lines = [
+        f"On the whole prompt: {mass.sum(1).mean():.3f} of the mass, mean over heads; the rest is on the padding"
+    ]
     for i in np.argsort(-mean, kind="stable")[:count]:
         lines.append(f"  {words[i]}: {mean[i]:.3f}, at most {mass[head[i], i]:.3f} (H{head[i]})")
     return "\n".join(lines)

@@ -19,16 +19,23 @@ from wan.checkpoint import CheckpointError, describe_files, read_torch_file, req
 from wan.config import ConfigError, ModelConfig, RunConfig
 from wan.modules.text_encoder import TextEncoder, encoder_files
 
-PromptStates = tuple[Tensor, list[str]]     # states [1, n, text_dim], tokens without padding
+PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
 MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
 
 
-def encode_prompts(config: RunConfig, prompts: Sequence[str], model_config: ModelConfig, dtype: torch.dtype,
-                   device: torch.device) -> dict[str, PromptStates]:
+def encode_prompts(
+    config: RunConfig,
+    prompts: Sequence[str],
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, PromptStates]:
     """States and tokens of each prompt; the encoder is freed before this returns, and not loaded where nothing needs it."""
     if config.prompt_embeds:
         if len(prompts) > 1:
-            raise ConfigError(f"{config.prompt_embeds} holds the states of one prompt, and this run needs {len(prompts)}")
+            raise ConfigError(
+                f"{config.prompt_embeds} holds the states of one prompt, and this run needs {len(prompts)}"
+            )
         states, tokens = read_states(config.prompt_embeds, model_config)
         return dict.fromkeys(prompts, (states.to(device, dtype), tokens))
     where = encoding_device(config, device)
@@ -37,12 +44,14 @@ def encode_prompts(config: RunConfig, prompts: Sequence[str], model_config: Mode
         path = states_file(config, prompt, model_config, dtype, where)
         known[prompt] = _remembered(path, model_config, dtype)
         if known[prompt] is None:
-            encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, model_config.text_len, dtype, where)
+            encoder = encoder or TextEncoder.from_pretrained(
+                config.ckpt_dir, model_config.text_len, dtype, where
+            )
             known[prompt] = encoder([prompt]), encoder.words(prompt)
             _remember(path, prompt, *known[prompt])
     if encoder is not None and where.type == "cuda":
         del encoder
-        torch.cuda.empty_cache()                   # else its gigabytes stay reserved beside the transformer's
+        torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
     return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
 
 
@@ -51,22 +60,37 @@ def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
     return torch.device("cpu") if config.t5_cpu or config.offload else device
 
 
-def states_file(config: RunConfig, prompt: str, model_config: ModelConfig, dtype: torch.dtype,
-                device: torch.device) -> Path | None:
+def states_file(
+    config: RunConfig, prompt: str, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Path | None:
     """Where a prompt's states are remembered: named by all that their bits depend on. None where nothing is remembered."""
     if config.embeds_dir is None:
         return None
-    key = [prompt, describe_files(encoder_files(config.ckpt_dir)), model_config.text_len, str(dtype), device_name(device),
-           versions()]
+    key = [
+        prompt,
+        describe_files(encoder_files(config.ckpt_dir)),
+        model_config.text_len,
+        str(dtype),
+        device_name(device),
+        versions(),
+    ]
     return Path(config.embeds_dir) / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.pt"
 
 
-def needs_encoder(config: RunConfig, prompts: Sequence[str], model_config: ModelConfig, dtype: torch.dtype,
-                  device: torch.device) -> bool:
+def needs_encoder(
+    config: RunConfig,
+    prompts: Sequence[str],
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
     """Whether encode_prompts would load umT5."""
     if config.prompt_embeds:
         return False
-    paths = (states_file(config, prompt, model_config, dtype, encoding_device(config, device)) for prompt in prompts)
+    paths = (
+        states_file(config, prompt, model_config, dtype, encoding_device(config, device))
+        for prompt in prompts
+    )
     return any(path is None or not path.is_file() for path in paths)
 
 
@@ -89,13 +113,19 @@ def read_states(path: str | Path, model_config: ModelConfig) -> PromptStates:
     states = states[None] if states.ndim == 2 else states
     fits = states.ndim == 3 and states.shape[0] == 1 and states.shape[2] == model_config.text_dim
     if not fits or not 1 <= states.shape[1] <= model_config.text_len:
-        raise CheckpointError(f"{path}: prompt_embeds {list(states.shape)} are not [1, at most {model_config.text_len}, "
-                              f"{model_config.text_dim}], the text states of this model")
+        raise CheckpointError(
+            f"{path}: prompt_embeds {list(states.shape)} are not [1, at most {model_config.text_len}, "
+            f"{model_config.text_dim}], the text states of this model"
+        )
     if not states.isfinite().all():
         raise CheckpointError(f"{path}: prompt_embeds are not finite")
-    rows = int(states[0].any(-1).sum())                                              # padding is zero
+    rows = int(states[0].any(-1).sum())  # padding is zero
     tokens = content.get("tokens", [str(i) for i in range(rows)])
-    if not isinstance(tokens, list) or len(tokens) > states.shape[1] or not all(isinstance(t, str) for t in tokens):
+    if (
+        not isinstance(tokens, list)
+        or len(tokens) > states.shape[1]
+        or not all(isinstance(t, str) for t in tokens)
+    ):
         raise CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
     return states, tokens
 
@@ -105,12 +135,15 @@ def _remembered(path: Path | None, model_config: ModelConfig, dtype: torch.dtype
         return None
     try:
         states, tokens = read_states(path, model_config)
-    except CheckpointError:                        # damaged: to be made again
+    except CheckpointError:  # damaged: to be made again
         return None
     return (states, tokens) if states.dtype == dtype else None
 
 
 def _remember(path: Path | None, prompt: str, states: Tensor, tokens: list[str]) -> None:
     if path is not None:
-        with suppress(OSError, RuntimeError), replacing(path) as file:      # a full disk costs the next run some seconds
+        with (
+            suppress(OSError, RuntimeError),
+            replacing(path) as file,
+        ):  # a full disk costs the next run some seconds
             torch.save({"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}, file)

@@ -14,27 +14,43 @@ from wan.modules.text_encoder import encoder_files
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 # Settings that change a rollout's numbers and have no field of their own in caches.
-SETTINGS = ("use_ema", "height", "width", "independent_first_frame", "local_attn_size", "sink_size", "denoising_step_list",
-            "warp_denoising_step", "timestep_shift", "context_noise")
+SETTINGS = (
+    "use_ema",
+    "height",
+    "width",
+    "independent_first_frame",
+    "local_attn_size",
+    "sink_size",
+    "denoising_step_list",
+    "warp_denoising_step",
+    "timestep_shift",
+    "context_noise",
+)
 
 
-def provenance(config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def provenance(
+    config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """The fields files, config, versions, device and dtype of a cache.
 
     A file that holds the prompt's states takes the place of the encoder's files.
     """
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     settings = asdict(config)
-    return {"files": checkpoint.describe_files([weights_file, *text_files]),
-            "config": {name: settings[name] for name in SETTINGS}, "versions": versions(),
-            "device": device_name(device), "dtype": str(dtype).removeprefix("torch.")}
+    return {
+        "files": checkpoint.describe_files([weights_file, *text_files]),
+        "config": {name: settings[name] for name in SETTINGS},
+        "versions": versions(),
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
 
 
 def versions() -> dict[str, str]:
     """Of the packages whose code computes."""
     found = {}
     for name in PACKAGES:
-        with suppress(PackageNotFoundError):       # a checkout that is on the path, but not installed
+        with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
             found[name] = version(name)
     return found
 

@@ -11,19 +11,22 @@ from experiments.formats import CacheError
 from experiments.profiles import Profiles, open_profiles
 
 FOLDER = Path("cache/published")
-FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"   # the paper's Figure 4, by key frame
+FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"  # the paper's Figure 4, by key frame
 FIGURE4_MODEL = "Wan2.1-T2V-1.3B"
-FIGURE4_HEADS = ((1, 1, "L1H1"), (5, 10, "L5H10"))   # layer, head, label of its curves; layers and heads count from 0
+FIGURE4_HEADS = (
+    (1, 1, "L1H1"),
+    (5, 10, "L5H10"),
+)  # layer, head, label of its curves; layers and heads count from 0
 HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
-STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"     # 1 static, 0 dynamic
+STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
 MAKE = "python experiments/build_published.py FOLDER"
 
 
 class Curve(NamedTuple):
     """A curve read off a figure; both [F]."""
 
-    values: np.ndarray     # NaN where the figure shows nothing
-    clipped: np.ndarray    # bool: the figure ends there, the true value lies further out
+    values: np.ndarray  # NaN where the figure shows nothing
+    clipped: np.ndarray  # bool: the figure ends there, the true value lies further out
 
 
 def read_curves(path: str | Path) -> dict[str, Curve]:
@@ -37,28 +40,44 @@ def read_curves(path: str | Path) -> dict[str, Curve]:
         names = [name for name in rows[0] if name not in ("key_frame", "clipped")]
         if frames != list(range(len(rows))):
             raise ValueError(f"key_frame counts {frames[:3]}... instead of 0, 1, 2, ...")
-        return {name: Curve(np.array([float(row[name] or "nan") for row in rows]),
-                            np.array([name in (row.get("clipped") or "").split() for row in rows])) for name in names}
+        return {
+            name: Curve(
+                np.array([float(row[name] or "nan") for row in rows]),
+                np.array([name in (row.get("clipped") or "").split() for row in rows]),
+            )
+            for name in names
+        }
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
 
 
-def curves_for(view: Profiles, path: str | Path | None, model: str | None = None) -> tuple[dict[str, Curve], str]:
+def curves_for(
+    view: Profiles, path: str | Path | None, model: str | None = None
+) -> tuple[dict[str, Curve], str]:
     """The curves of a CSV that a view can be compared with, and one line on why there are none.
 
     path None asks for none. model is whose curves they are: other models' heads do not correspond; None compares any.
     """
     if path is None or not Path(path).is_file():
-        return {}, f"Not compared with a published curve: {'none was asked for' if path is None else f'{path} not found'}"
+        return (
+            {},
+            f"Not compared with a published curve: {'none was asked for' if path is None else f'{path} not found'}",
+        )
     curves = read_curves(path)
     F = len(next(iter(curves.values())).values)
-    reasons = [reason for reason, applies in (
-        (f"they are of {model}, this cache is of {view.model}", model not in (None, view.model)),
-        (f"they have {F} frames, this cache has {view.num_frames}", view.num_frames != F),
-        (f"they are mean logits, this is {view.quantity}", view.quantity != "mean_logit"),
-        ("the queries of this cache see no earlier block", not view.context_frames),
-    ) if applies]
-    return ({}, f"Not compared with the curves of {Path(path).name}: {reasons[0]}") if reasons else (curves, "")
+    reasons = [
+        reason
+        for reason, applies in (
+            (f"they are of {model}, this cache is of {view.model}", model not in (None, view.model)),
+            (f"they have {F} frames, this cache has {view.num_frames}", view.num_frames != F),
+            (f"they are mean logits, this is {view.quantity}", view.quantity != "mean_logit"),
+            ("the queries of this cache see no earlier block", not view.context_frames),
+        )
+        if applies
+    ]
+    return (
+        ({}, f"Not compared with the curves of {Path(path).name}: {reasons[0]}") if reasons else (curves, "")
+    )
 
 
 def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray, np.ndarray] | None:

@@ -28,7 +28,9 @@ SHORT, LONG = (published.FOLDER / f"self_forcing_dmd_eagle_{F}f.pt" for F in (21
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--mini_cache", help="a figure4 or atlas cache of the miniature, with --key_curve")
-    parser.add_argument("--miniature", action="store_true", help="also its videos, its training and its attention meanwhile")
+    parser.add_argument(
+        "--miniature", action="store_true", help="also its videos, its training and its attention meanwhile"
+    )
     parser.add_argument("--output_dir", type=Path, default=FOLDER)
     args = parser.parse_args(argv)
     short, long = open_profiles(load_cache(SHORT)), open_profiles(load_cache(LONG))
@@ -38,7 +40,9 @@ def run(argv=None):
         "kinds_of_heads_published.svg": kinds_of_heads(short),
     }
     if args.mini_cache:
-        drawn["figure4_mini.svg"] = figure4(open_profiles(load_cache(args.mini_cache, expect=("figure4", "atlas"))), None)
+        drawn["figure4_mini.svg"] = figure4(
+            open_profiles(load_cache(args.mini_cache, expect=("figure4", "atlas"))), None
+        )
     if args.miniature:
         drawn |= {"videos_mini.svg": videos(), "training_mini.svg": training(), "moments_mini.svg": moments()}
     for name, figure in drawn.items():
@@ -68,7 +72,14 @@ def kinds_of_heads(view: Profiles) -> Figure:
 
 def videos() -> Figure:
     """Strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
-    from experiments.evaluate_mini import FRAMES, SETS, SIDE, Miniature, render, scenes  # torch models, for this one only
+    from experiments.evaluate_mini import (
+        FRAMES,
+        SETS,
+        SIDE,
+        Miniature,
+        render,
+        scenes,
+    )  # torch models, for this one only
     from wan.config import load_config
 
     mini = Miniature(load_config("configs/wan_mini.yaml"))
@@ -80,7 +91,9 @@ def videos() -> Figure:
         rows["causal"] += mini.causal(captions)
         rows["base"] += mini.base(captions)
         chosen += captions
-    return mini_figures.strips(chosen, {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in rows.items()})
+    return mini_figures.strips(
+        chosen, {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in rows.items()}
+    )
 
 
 def training() -> Figure:

@@ -29,7 +29,11 @@ UNITS = {
 def describe(profiles: Profiles) -> str:
     """What a cache holds: source, layers, frames, pass, quantity, and what the queries could see."""
     p = profiles
-    seen = {"full": "full, all frames so far", "window": "a sliding window", "within block": "within the block only"}
+    seen = {
+        "full": "full, all frames so far",
+        "window": "a sliding window",
+        "within block": "within the block only",
+    }
     lines = [
         f"Source: {p.source}",
         f"Layers: {ranges(p.layers)}; {p.num_heads} heads; {p.frame_seq_length} tokens per frame",
@@ -39,7 +43,9 @@ def describe(profiles: Profiles) -> str:
         f"Quantity: {p.quantity}, {UNITS[p.quantity]}",
     ]
     if p.noise_frames:
-        lines.append(f"Noise: the queries and key frames {ranges(p.noise_frames)} are noise in this pass, not context")
+        lines.append(
+            f"Noise: the queries and key frames {ranges(p.noise_frames)} are noise in this pass, not context"
+        )
     return "\n".join([*lines, *(f"Note: {note}" for note in p.notes)])
 
 
@@ -56,8 +62,10 @@ def choose_heads(profiles: Profiles, heads: Iterable[tuple[int, int, str]]) -> t
             panels.append(_panel(profiles, substitute, 0, f"L{substitute}H0"))
     if not absent:
         return panels, ""
-    return panels, (f"Note: {', '.join(absent)} not in this cache, which has layers {ranges(profiles.layers)} with heads "
-                    f"0–{profiles.num_heads - 1}; shown: {', '.join(panel.label for panel in panels)}")
+    return panels, (
+        f"Note: {', '.join(absent)} not in this cache, which has layers {ranges(profiles.layers)} with heads "
+        f"0–{profiles.num_heads - 1}; shown: {', '.join(panel.label for panel in panels)}"
+    )
 
 
 def choose_layer(profiles: Profiles, layer: int) -> tuple[int, str]:
@@ -65,7 +73,10 @@ def choose_layer(profiles: Profiles, layer: int) -> tuple[int, str]:
     if layer in profiles.layers:
         return layer, ""
     first = profiles.layers[0]
-    return first, f"Note: layer {layer} not in this cache, which has layers {ranges(profiles.layers)}; shown: layer {first}"
+    return (
+        first,
+        f"Note: layer {layer} not in this cache, which has layers {ranges(profiles.layers)}; shown: layer {first}",
+    )
 
 
 def _panel(profiles: Profiles, layer: int, head: int, label: str) -> HeadPanel:
@@ -79,21 +90,32 @@ def _panel(profiles: Profiles, layer: int, head: int, label: str) -> HeadPanel:
     return HeadPanel(label, layer, head, profiles.frame_profile(layer)[head], curve)
 
 
-def with_reference(panels: Iterable[HeadPanel], view: Profiles, curves: Mapping[str, Curve]) -> list[HeadPanel]:
+def with_reference(
+    panels: Iterable[HeadPanel], view: Profiles, curves: Mapping[str, Curve]
+) -> list[HeadPanel]:
     """Panels with the published curve of their label, and how well the two agree over the context frames."""
     compared = []
     for panel in panels:
         if (curve := curves.get(panel.label)) is not None:
             frames = compared_frames(view, curve)
-            r, rms = (measure(panel.profile[frames], curve.values[frames]) for measure in (pearson, rms_difference))
-            panel = panel._replace(reference=curve.values, clipped=curve.clipped,
-                                   agreement=f"r = {r:.3f}, RMS {rms:.2f} over context frames {ranges(frames)}")
+            r, rms = (
+                measure(panel.profile[frames], curve.values[frames]) for measure in (pearson, rms_difference)
+            )
+            panel = panel._replace(
+                reference=curve.values,
+                clipped=curve.clipped,
+                agreement=f"r = {r:.3f}, RMS {rms:.2f} over context frames {ranges(frames)}",
+            )
         compared.append(panel)
     return compared
 
 
-def match_lines(views: Sequence[Profiles], heads: Iterable[tuple[int, int, str]], curves: Mapping[str, Curve],
-                step: int | None) -> str:
+def match_lines(
+    views: Sequence[Profiles],
+    heads: Iterable[tuple[int, int, str]],
+    curves: Mapping[str, Curve],
+    step: int | None,
+) -> str:
     """For every curve: where the heads (layer, head, label) of its name rank in a pass among all heads of all views, the
     best heads, and, as a warning, what the head counted from 1 would give."""
     lines = []
@@ -105,14 +127,18 @@ def match_lines(views: Sequence[Profiles], heads: Iterable[tuple[int, int, str]]
             if name == label:
                 lines.append(_place_line("shown", ranking, step, layer, head))
                 if min(layer, head) > 0:
-                    lines.append(_place_line("WARNING, counted from 1 it would be", ranking, step, layer - 1, head - 1))
+                    lines.append(
+                        _place_line("WARNING, counted from 1 it would be", ranking, step, layer - 1, head - 1)
+                    )
         for i, best in enumerate(ranking[:3]):
             lines.append(_place_line(f"best {i + 1}", ranking, best.step, best.layer, best.head))
     return "\n".join(lines)
 
 
 def _place_line(what: str, ranking: Sequence[Candidate], step: int | None, layer: int, head: int) -> str:
-    where = f"  {what}: layer {layer}, head {head}" + (f", pass {step}" if len({c.step for c in ranking}) > 1 else "")
+    where = f"  {what}: layer {layer}, head {head}" + (
+        f", pass {step}" if len({c.step for c in ranking}) > 1 else ""
+    )
     found = place(ranking, step, layer, head)
     if found is None:
         return f"{where}: not in this cache"
@@ -124,40 +150,63 @@ def what_it_shows(view: Profiles, panels: Iterable[HeadPanel]) -> str:
     """What a Figure 4 is made of: noise, waves, and what is left for the first frame at equal distance. Every number is
     computed from the view; what it does not hold is said to be absent."""
     if view.quantity != "mean_logit" or not view.context_frames:
-        reason = f"it holds {view.quantity}" if view.quantity != "mean_logit" else "its queries see no earlier block"
+        reason = (
+            f"it holds {view.quantity}"
+            if view.quantity != "mean_logit"
+            else "its queries see no earlier block"
+        )
         return f"Absent: this needs mean logits of context frames; of this cache, {reason}"
     profile, matrix = view.profiles(), view.frame_matrices()
     s, context, lines = head_statistics(profile), view.context_frames, []
     if view.noise_frames:
         peaks = np.isin(s.max_frame, view.noise_frames)
-        lines.append(f"Noise: key frames {ranges(view.noise_frames)} are noise, as the queries are; {peaks.sum()} of "
-                     f"{peaks.size} heads are highest there, so that arm of the curve is not memory")
+        lines.append(
+            f"Noise: key frames {ranges(view.noise_frames)} are noise, as the queries are; {peaks.sum()} of "
+            f"{peaks.size} heads are highest there, so that arm of the curve is not memory"
+        )
     waves = wave(profile, context)
     excess = None if matrix is None else equal_distance_excess(matrix, view.block_sizes)
-    by_distance = None if matrix is None else first_minus_context(distance_profile(matrix, view.block_sizes), context)
+    by_distance = (
+        None if matrix is None else first_minus_context(distance_profile(matrix, view.block_sizes), context)
+    )
     for panel in panels:
         at = view.layers.index(panel.layer), panel.head
         told = np.isfinite(waves.r2[at])
-        lines.append(f"{panel.label}, layer {panel.layer}, head {panel.head}: "
-                     + (f"a wave at 1 rad/frame explains {waves.r2[at]:.0%} of what a line leaves over, amplitude "
-                        f"{waves.amplitude[at]:.2f}, best period {waves.period[at]:.1f} frames" if told else
-                        f"{len(context)} context frames are too few to tell a wave")
-                     + f"; first − middle {s.delta[at]:+.2f}"
-                     + ("" if excess is None else f", excess at equal distance {excess[at]:+.2f}"))
+        lines.append(
+            f"{panel.label}, layer {panel.layer}, head {panel.head}: "
+            + (
+                f"a wave at 1 rad/frame explains {waves.r2[at]:.0%} of what a line leaves over, amplitude "
+                f"{waves.amplitude[at]:.2f}, best period {waves.period[at]:.1f} frames"
+                if told
+                else f"{len(context)} context frames are too few to tell a wave"
+            )
+            + f"; first − middle {s.delta[at]:+.2f}"
+            + ("" if excess is None else f", excess at equal distance {excess[at]:+.2f}")
+        )
     high = s.delta > DELTA_THRESHOLD
-    lines.append(f"All {high.size} heads: first − middle {_mean(s.delta):+.2f} on average, above {DELTA_THRESHOLD:g} for "
-                 f"{high.sum()}")
+    lines.append(
+        f"All {high.size} heads: first − middle {_mean(s.delta):+.2f} on average, above {DELTA_THRESHOLD:g} for "
+        f"{high.sum()}"
+    )
     if excess is None:
-        return "\n".join([*lines, "Excess at equal distance: absent, it needs every query frame, as an atlas holds them"])
+        return "\n".join(
+            [*lines, "Excess at equal distance: absent, it needs every query frame, as an atlas holds them"]
+        )
     lonely = high & ~(excess > DELTA_THRESHOLD)
-    lines.append(f"  excess at equal distance {_mean(excess):+.2f} on average, above {DELTA_THRESHOLD:g} for "
-                 f"{(excess > DELTA_THRESHOLD).sum()}")
+    lines.append(
+        f"  excess at equal distance {_mean(excess):+.2f} on average, above {DELTA_THRESHOLD:g} for "
+        f"{(excess > DELTA_THRESHOLD).sum()}"
+    )
     if np.isfinite(by_distance).any():
-        lines.append(f"  were distance all that matters, first − context would be {_mean(by_distance):+.2f} on average; it "
-                     f"is {_mean(first_minus_context(profile, context)):+.2f}")
+        lines.append(
+            f"  were distance all that matters, first − context would be {_mean(by_distance):+.2f} on average; it "
+            f"is {_mean(first_minus_context(profile, context)):+.2f}"
+        )
     if lonely.any():
-        lines.append(f"  of {lonely.sum()} heads above {DELTA_THRESHOLD:g} by the first alone, distance by itself gives more "
-                     f"than half of it for {(by_distance > s.delta / 2)[lonely].sum()}")
+        lines.append(
+            f"  of {lonely.sum()} heads above {DELTA_THRESHOLD:g} by the first alone, distance by itself gives more "
+            f"than half of it for {(by_distance > s.delta / 2)[lonely].sum()}"
+        )
     return "\n".join(lines)
 
 
@@ -176,9 +225,13 @@ def layer_lines(matrix: np.ndarray, profile: np.ndarray) -> str:
     attended left out, then a line per head of its profiles [H, F]: the lines of earlier work's notebook."""
     diagonal, column = np.diagonal(matrix, axis1=1, axis2=2), matrix[..., 0]
     heads = head_statistics(profile)
-    return "\n".join([f"Diagonal mean (self-attention): {_number(_mean(diagonal), '.4f')}",
-                      f"First frame mean (sink): {_number(_mean(column), '.4f')}",
-                      *(_head_line(heads, h) for h in range(len(profile)))])
+    return "\n".join(
+        [
+            f"Diagonal mean (self-attention): {_number(_mean(diagonal), '.4f')}",
+            f"First frame mean (sink): {_number(_mean(column), '.4f')}",
+            *(_head_line(heads, h) for h in range(len(profile))),
+        ]
+    )
 
 
 def head_lines(statistics: HeadStatistics) -> str:
@@ -193,8 +246,10 @@ def head_lines(statistics: HeadStatistics) -> str:
 
 
 def _head_line(s: HeadStatistics, h: int) -> str:
-    return (f"  H{h:2d}: first={_number(s.first[h])}, mid={_number(s.middle[h])}, last={_number(s.last[h])}, "
-            f"sink={_number(s.delta[h], '+7.3f')}")
+    return (
+        f"  H{h:2d}: first={_number(s.first[h])}, mid={_number(s.middle[h])}, last={_number(s.last[h])}, "
+        f"sink={_number(s.delta[h], '+7.3f')}"
+    )
 
 
 def called_sinks(statistics: HeadStatistics) -> str:

@@ -15,15 +15,22 @@ from wan.modules.capture import CaptureRequest, move_to_cpu
 from wan.pipeline import CausalInferencePipeline
 from wan.text2video import TextToVideoPipeline
 
-NO_MEMORY = ("can't allocate memory", "not enough memory")      # how torch's CPU allocator says it
+NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
 
 
 class _StoppedError(Exception):
     """Leaves a sampler between two blocks or steps."""
 
 
-def roll_out(pipeline: CausalInferencePipeline, noise: Tensor, renoise: Tensor, prompt_embeds: Tensor, sizes: Sequence[int],
-             requests: Sequence[CaptureRequest], watch: Watch) -> tuple[Tensor, list[dict]]:
+def roll_out(
+    pipeline: CausalInferencePipeline,
+    noise: Tensor,
+    renoise: Tensor,
+    prompt_embeds: Tensor,
+    sizes: Sequence[int],
+    requests: Sequence[CaptureRequest],
+    watch: Watch,
+) -> tuple[Tensor, list[dict]]:
     """Generate blocks of sizes frames and capture on the way -> latents [1, F, C, h, w] of the finished blocks, records.
 
     Fewer frames than the noise has come back where the watch asked to stop. Raises RunError, naming block, pass and
@@ -43,12 +50,20 @@ def roll_out(pipeline: CausalInferencePipeline, noise: Tensor, renoise: Tensor, 
 
     with looking_on(pipeline.model, requests, doing) as (records, check):
         pipeline.inference(noise, prompt_embeds=prompt_embeds, renoise=renoise, on_block=on_block)
-    guards.check_complete(records, requests, pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps))
+    guards.check_complete(
+        records, requests, pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps)
+    )
     return torch.cat(finished, 1), records
 
 
-def sample(pipeline: TextToVideoPipeline, noise: Tensor, prompt: Tensor, negative: Tensor,
-           requests: Sequence[CaptureRequest], watch: Watch) -> tuple[Tensor, list[dict], int]:
+def sample(
+    pipeline: TextToVideoPipeline,
+    noise: Tensor,
+    prompt: Tensor,
+    negative: Tensor,
+    requests: Sequence[CaptureRequest],
+    watch: Watch,
+) -> tuple[Tensor, list[dict], int]:
     """The base model's steps -> latents [1, F, C, h, w] of the last finished step, records, and how many were finished.
 
     Not all are where the watch asked to stop. Raises RunError as roll_out does.
@@ -63,7 +78,10 @@ def sample(pipeline: TextToVideoPipeline, noise: Tensor, prompt: Tensor, negativ
         if watch.stopping and done < len(timesteps):
             raise _StoppedError
 
-    with looking_on(pipeline.model, requests, lambda: f"sampling step {done} of {len(timesteps)}") as (records, check):
+    with looking_on(pipeline.model, requests, lambda: f"sampling step {done} of {len(timesteps)}") as (
+        records,
+        check,
+    ):
         pipeline.inference(noise, prompt, negative, on_step=on_step)
     for branch in ("cond", "uncond"):
         of_one = [record for record in records if record["branch"] == branch]
@@ -72,14 +90,20 @@ def sample(pipeline: TextToVideoPipeline, noise: Tensor, prompt: Tensor, negativ
 
 
 @contextmanager
-def looking_on(model: nn.Module, requests: Sequence[CaptureRequest], doing: Callable[[], str]) -> Iterator[tuple]:
+def looking_on(
+    model: nn.Module, requests: Sequence[CaptureRequest], doing: Callable[[], str]
+) -> Iterator[tuple]:
     """Capture while a sampler runs -> the records, and a check to call with the latents of every finished block or step.
 
     The check raises RunError for numbers that cannot be right. doing says what is being done, where memory does not
     suffice. What a _StoppedError leaves is kept.
     """
-    with (out_of_memory(doing, requests), ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records,
-          guards.watched_layers(model) as outputs, suppress(_StoppedError)):       # innermost: what was captured is kept
+    with (
+        out_of_memory(doing, requests),
+        ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records,
+        guards.watched_layers(model) as outputs,
+        suppress(_StoppedError),
+    ):  # innermost: what was captured is kept
         checked = 0
 
         def check(latents: Tensor) -> None:
@@ -103,8 +127,9 @@ def out_of_memory(doing, requests: Sequence[CaptureRequest] = ()) -> Iterator[No
             raise
         what = doing() if callable(doing) else doing
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RunError(f"out of {'host' if on_host else 'GPU'} memory while {what}: {reason}; "
-                       f"{_advice(what, requests)}") from error
+        raise RunError(
+            f"out of {'host' if on_host else 'GPU'} memory while {what}: {reason}; {_advice(what, requests)}"
+        ) from error
 
 
 def _advice(what: str, requests: Sequence[CaptureRequest]) -> str:

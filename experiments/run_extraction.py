@@ -1,6 +1,6 @@
 """Capture token matrices of chosen layers, blocks and passes, probabilities by default: the inference cache.
 
-    python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer_indices 1 5 --steps 0 4
+python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer_indices 1 5 --steps 0 4
 """
 
 from experiments import arrange
@@ -12,10 +12,16 @@ from wan.config import ConfigError
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache.pt")
     parser.add_argument("--layer_indices", type=int, nargs="+", help="layers, counted from 0")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[-1], help="blocks, counted from 0; -1 is the last")
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=[-1], help="blocks, counted from 0; -1 is the last"
+    )
     parser.add_argument("--steps", type=int, nargs="+", help="several passes, in place of one --step")
-    parser.add_argument("--capture", choices=("probabilities", "logits"), default="probabilities",
-                        help="probabilities in float32, or logits in float16")
+    parser.add_argument(
+        "--capture",
+        choices=("probabilities", "logits"),
+        default="probabilities",
+        help="probabilities in float32, or logits in float16",
+    )
     args = parser.parse_args(argv)
     if args.step is not None and args.steps:
         raise ConfigError("--step and --steps exclude each other")

@@ -1,7 +1,7 @@
 """Capture every layer, head, block and pass of one rollout as frame logits and mass: an atlas.
 
-    python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --key_curve --cross
-    python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --output_dir cache/sweep
+python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --key_curve --cross
+python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --output_dir cache/sweep
 """
 
 import argparse
@@ -14,11 +14,19 @@ from wan.config import ConfigError
 
 def run(argv=None):
     parser = run_parser(__doc__, "cache/atlas.pt")
-    parser.add_argument("--mass", action=argparse.BooleanOptionalAction, default=True, help="softmax mass beside the logits")
-    parser.add_argument("--key_curve", action="store_true", help="also the last block's curve over key tokens")
+    parser.add_argument(
+        "--mass", action=argparse.BooleanOptionalAction, default=True, help="softmax mass beside the logits"
+    )
+    parser.add_argument(
+        "--key_curve", action="store_true", help="also the last block's curve over key tokens"
+    )
     parser.add_argument("--cross", action="store_true", help="also the mass on every prompt token")
-    parser.add_argument("--rope_bands", action="store_true", help="also the mean logits by RoPE band: time frequencies, "
-                                                                  "height, width; 4 bytes per band, frame pair, head and pass")
+    parser.add_argument(
+        "--rope_bands",
+        action="store_true",
+        help="also the mean logits by RoPE band: time frequencies, "
+        "height, width; 4 bytes per band, frame pair, head and pass",
+    )
     sweep.add_arguments(parser)
     args = parser.parse_args(argv)
     config = config_from(args)
@@ -28,8 +36,12 @@ def run(argv=None):
         return
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
-    quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross,
-                  "frame_logits_by_band": args.rope_bands}
+    quantities = {
+        "frame_mass": args.mass,
+        "key_curve": args.key_curve,
+        "cross_mass": args.cross,
+        "frame_logits_by_band": args.rope_bands,
+    }
     sweep.run_sweep(args, config, requests, arrange.atlas_cache, quantities)
 
 

@@ -1,7 +1,7 @@
 """Capture the full frame x frame matrix of mean logits of one layer, each block at the chosen pass.
 
-    python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --layer_index 3
-    python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --output_dir cache/layers    # every layer
+python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --layer_index 3
+python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --output_dir cache/layers    # every layer
 """
 
 from dataclasses import replace
@@ -17,10 +17,16 @@ from wan.config import ConfigError
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
-    parser.add_argument("--layer_index", type=int, help="layer, counted from 0; the cache goes to cache/layerN.pt")
+    parser.add_argument(
+        "--layer_index", type=int, help="layer, counted from 0; the cache goes to cache/layerN.pt"
+    )
     parser.add_argument("--output_dir", help="folder for layerN.pt of every layer, from one rollout")
-    parser.add_argument("--granularity", choices=("token", "frame"), default="frame",
-                        help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check")
+    parser.add_argument(
+        "--granularity",
+        choices=("token", "frame"),
+        default="frame",
+        help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check",
+    )
     args = parser.parse_args(argv)
     config = config_from(args)
     if args.output_dir and (args.output_path or args.layer_index is not None):

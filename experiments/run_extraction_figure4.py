@@ -1,6 +1,6 @@
 """Capture the last block's attention of chosen layers: the cache of Figure 4 of Deep Forcing (arXiv 2512.05081).
 
-    python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml --layer_indices 1 5
+python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml --layer_indices 1 5
 """
 
 from functools import partial
@@ -13,13 +13,21 @@ from experiments.runs import make_caches
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache_figure4.pt")
     parser.add_argument("--layer_indices", type=int, nargs="+", help="layers, counted from 0")
-    parser.add_argument("--granularity", choices=("token", "key", "frame"), default="token",
-                        help="token: the whole matrix; key: query-averaged curve; frame: mean logits and mass of frame pairs")
-    parser.add_argument("--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds")
+    parser.add_argument(
+        "--granularity",
+        choices=("token", "key", "frame"),
+        default="token",
+        help="token: the whole matrix; key: query-averaged curve; frame: mean logits and mass of frame pairs",
+    )
+    parser.add_argument(
+        "--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds"
+    )
     args = parser.parse_args(argv)
     config, is_logits = config_from(args), args.capture == "logits"
     requests = arrange.figure4_requests(config, args.granularity, is_logits)
-    make_caches(args, config, requests, {args.output_path: partial(arrange.figure4_cache, is_logits=is_logits)})
+    make_caches(
+        args, config, requests, {args.output_path: partial(arrange.figure4_cache, is_logits=is_logits)}
+    )
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ async def kernel() -> AsyncIterator[tuple[AsyncKernelManager, AsyncKernelClient]
     manager = AsyncKernelManager(kernel_name="python3")
     client = None
     try:
-        await manager.start_kernel(cwd=str(FOLDER), env=os.environ | {"OMP_NUM_THREADS": "1"},
-                                   extra_arguments=["--log-level=ERROR"])
+        await manager.start_kernel(
+            cwd=str(FOLDER), env=os.environ | {"OMP_NUM_THREADS": "1"}, extra_arguments=["--log-level=ERROR"]
+        )
         client = manager.client()
         client.start_channels()
         await client.wait_for_ready(timeout=120)
@@ -63,7 +64,7 @@ async def execute(notebook: NotebookNode, manager: AsyncKernelManager, client: A
         for i, cell in enumerate(notebook.cells):
             await runner.async_execute_cell(cell, i)
     except DeadKernelError:
-        if asyncio.current_task().cancelling():     # Ctrl-C looks like a dead kernel to nbclient
+        if asyncio.current_task().cancelling():  # Ctrl-C looks like a dead kernel to nbclient
             raise asyncio.CancelledError from None
         raise
 
@@ -93,8 +94,9 @@ def write_notebook(notebook: NotebookNode, path: Path) -> None:
         file.write(nbformat.writes(notebook).encode())
 
 
-async def run_layers(notebook: Path, caches: LayerCaches, to_do: list[int], marks: dict[int, str], folder: Path,
-                     progress: tqdm) -> None:
+async def run_layers(
+    notebook: Path, caches: LayerCaches, to_do: list[int], marks: dict[int, str], folder: Path, progress: tqdm
+) -> None:
     """Take layers from to_do until none is left: figures to folder/layerN, the executed notebook to folder/notebooks, the
     latter last and whole. RunError where a notebook fails."""
     source = load_notebook_node(str(notebook))
@@ -111,22 +113,34 @@ async def run_layers(notebook: Path, caches: LayerCaches, to_do: list[int], mark
                 await execute(filled, manager, client)
             except CellExecutionError as error:
                 write_notebook(filled, failed)
-                raise RunError(f"layer {layer}: {error.ename}: {error.evalue.partition(chr(10))[0]}; see {failed}") from None
+                raise RunError(
+                    f"layer {layer}: {error.ename}: {error.evalue.partition(chr(10))[0]}; see {failed}"
+                ) from None
             except DeadKernelError:
-                raise RunError(f"layer {layer}: its kernel died, perhaps for want of memory; try --jobs 1") from None
+                raise RunError(
+                    f"layer {layer}: its kernel died, perhaps for want of memory; try --jobs 1"
+                ) from None
             collect(figures)
             filled.metadata["done"] = marks[layer]
             write_notebook(filled, executed)
             progress.update()
 
 
-async def run_all(notebook: Path, caches: LayerCaches, layers: Sequence[int], folder: Path, jobs: int) -> None:
+async def run_all(
+    notebook: Path, caches: LayerCaches, layers: Sequence[int], folder: Path, jobs: int
+) -> None:
     """The layers that are not done yet, a few at a time. Where one fails, or at Ctrl-C, those that are done stay."""
     marks = {layer: fingerprint(notebook, caches.files_of(layer), layer) for layer in layers}
-    to_do = [layer for layer in layers if not is_done(folder / "notebooks" / f"layer{layer}.ipynb", marks[layer])]
-    with tqdm(total=len(layers), initial=len(layers) - len(to_do), unit="layer", desc=notebook.stem) as progress:
-        workers = [asyncio.create_task(run_layers(notebook, caches, to_do, marks, folder, progress))
-                   for _ in range(min(jobs, len(to_do)))]
+    to_do = [
+        layer for layer in layers if not is_done(folder / "notebooks" / f"layer{layer}.ipynb", marks[layer])
+    ]
+    with tqdm(
+        total=len(layers), initial=len(layers) - len(to_do), unit="layer", desc=notebook.stem
+    ) as progress:
+        workers = [
+            asyncio.create_task(run_layers(notebook, caches, to_do, marks, folder, progress))
+            for _ in range(min(jobs, len(to_do)))
+        ]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -136,12 +150,18 @@ async def run_all(notebook: Path, caches: LayerCaches, layers: Sequence[int], fo
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("notebook", help=f"one of {', '.join(NOTEBOOKS)}")
     parser.add_argument("cache", type=Path, help="a cache of many layers, or a folder of layerN.pt")
     parser.add_argument("layers", nargs="+", help="numbers from 0, ranges such as 0-29, or all")
-    parser.add_argument("--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
+    parser.add_argument(
+        "--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="notebooks executed at once"
+    )
     args = parser.parse_args(argv)
     name = Path(args.notebook).name
     folder = args.output_dir or Path("outputs") / Path(name).stem / args.cache.stem
@@ -160,7 +180,9 @@ def run(argv=None):
     sheet = NOTEBOOKS[name].sheet
     figures = {f"Layer {layer}": folder / f"layer{layer}" / sheet.format(layer) for layer in layers}
     print(f"{len(layers)} layers:      {folder}/notebooks/layerN.ipynb, {folder}/layerN/*.svg")
-    print(f"contact sheet:  {save_contact_sheet(folder / 'contact_sheet.svg', figures, f'{name}, {args.cache.name}')}")
+    print(
+        f"contact sheet:  {save_contact_sheet(folder / 'contact_sheet.svg', figures, f'{name}, {args.cache.name}')}"
+    )
     print(f"page:           {save_page(folder / 'index.html', args.cache, layers)}")
 
 

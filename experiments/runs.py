@@ -25,27 +25,43 @@ from wan.modules.capture import CaptureRequest
 Arrange = Callable[[Extraction], dict[str, Any]]
 
 
-def make_caches(args: argparse.Namespace, config: RunConfig, requests: Sequence[CaptureRequest],
-                outputs: Mapping[str, Arrange]) -> None:
+def make_caches(
+    args: argparse.Namespace,
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    outputs: Mapping[str, Arrange],
+) -> None:
     """One rollout -> a cache for each path, arranged by its function. Raises what run_watched raises."""
     each = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
     run_watched(args, outputs, each, lambda watch: extraction.extract(config, requests, watch), what)
 
 
-def run_watched(args: argparse.Namespace, outputs: Mapping[str, Arrange], each: int, make: Callable[[Watch], Extraction],
-                what: str, unit: str = "block") -> None:
+def run_watched(
+    args: argparse.Namespace,
+    outputs: Mapping[str, Arrange],
+    each: int,
+    make: Callable[[Watch], Extraction],
+    what: str,
+    unit: str = "block",
+) -> None:
     """make() -> a cache of at most each bytes for every path, arranged by its function.
 
     Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for what goes
     wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
     """
     claims = dict.fromkeys(outputs, each) | dict.fromkeys(videos_of(args, outputs), 0)
-    with (Progress(args.quiet, args.log_file) as watch, claimed(claims, args.overwrite is not False),
-          stopping_when_asked(watch, unit), deterministic(args.deterministic)):
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        claimed(claims, args.overwrite is not False),
+        stopping_when_asked(watch, unit),
+        deterministic(args.deterministic),
+    ):
         start = time.monotonic()
         save(args, make(watch), outputs, watch)
-        watch.say(f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, {memory()}")
+        watch.say(
+            f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, {memory()}"
+        )
 
 
 def save(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, Arrange], watch: Watch) -> None:
@@ -56,13 +72,18 @@ def save(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, Arr
             watch.event("saved", paths=list(outputs))
             return
         written = save_partial(result, outputs)
-    except CacheError as error:                    # after the rollout: no longer the fault of the input
+    except CacheError as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
     partial = "partial" in result.common
     watch.event("saved", paths=written, partial=partial)
-    kept = f"saved {'as partial' if partial else 'whole'}: {', '.join(written)}" if written else (
-        "none of what was asked for was captured yet")
-    raise StoppedError(f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again")
+    kept = (
+        f"saved {'as partial' if partial else 'whole'}: {', '.join(written)}"
+        if written
+        else ("none of what was asked for was captured yet")
+    )
+    raise StoppedError(
+        f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again"
+    )
 
 
 def save_partial(result: Extraction, outputs: Mapping[str, Arrange]) -> list[str]:
@@ -71,7 +92,7 @@ def save_partial(result: Extraction, outputs: Mapping[str, Arrange]) -> list[str
     for path, arrange in outputs.items():
         try:
             cache = arrange(result)
-        except (RunError, IndexError):             # the blocks that it needs were not reached
+        except (RunError, IndexError):  # the blocks that it needs were not reached
             continue
         target = str(Path(path).with_suffix(".partial.pt")) if "partial" in cache and is_whole(path) else path
         save_cache(target, cache)
@@ -93,7 +114,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read when CUDA starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

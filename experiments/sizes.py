@@ -9,7 +9,9 @@ from wan.modules.capture import CaptureRequest
 from wan.modules.rope import RotaryTable
 
 
-def estimate_bytes(config: RunConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None) -> int:
+def estimate_bytes(
+    config: RunConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
+) -> int:
     """Upper bound of what is kept in a cache; exact for frames and tokens. num_passes is the rollout's where not given.
 
     Raises ConfigError for a request that does not fit the model or the rollout.
@@ -19,17 +21,20 @@ def estimate_bytes(config: RunConfig, requests: Sequence[CaptureRequest], num_pa
     return MARGIN + captured_bytes(config, model, requests, num_passes)
 
 
-def captured_bytes(config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest],
-                   num_passes: int | None = None) -> int:
+def captured_bytes(
+    config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
+) -> int:
     """What requests that fit keep of a rollout, in memory and in a cache alike."""
     S, H, F = model.tokens_per_frame(config.height, config.width), model.num_heads, config.num_frames
     blocks = config.block_sizes
     window = config.local_attn_size if config.local_attn_size > 0 else F
     passes, total = num_passes or config.num_passes, 0
     for request in requests:
-        calls = len(list(request.layers or range(model.num_layers))) * len(list(request.steps or range(passes)))
+        calls = len(list(request.layers or range(model.num_layers))) * len(
+            list(request.steps or range(passes))
+        )
         for block in range(len(blocks)) if request.blocks is None else request.blocks:
-            queries, seen = blocks[block], min(sum(blocks[:block + 1]), window)
+            queries, seen = blocks[block], min(sum(blocks[: block + 1]), window)
             for kind in request.kinds:
                 keys = seen * S if kind == "self" else model.text_len
                 if request.granularity == "token":
@@ -45,8 +50,12 @@ def captured_bytes(config: RunConfig, model: ModelConfig, requests: Sequence[Cap
     return total
 
 
-def check_requests(config: RunConfig, model_config: ModelConfig, requests: Sequence[CaptureRequest],
-                   num_passes: int | None = None) -> None:
+def check_requests(
+    config: RunConfig,
+    model_config: ModelConfig,
+    requests: Sequence[CaptureRequest],
+    num_passes: int | None = None,
+) -> None:
     """Raise ConfigError for a layer, block or pass that the model or the rollout does not have."""
     for request in requests:
         try:

@@ -14,10 +14,22 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from experiments.figures import BLUE, GREY, LABELS, NONE, ORANGE, Shaded, label_figure, panel_grid, say_absent, styled, ticks
+from experiments.figures import (
+    BLUE,
+    GREY,
+    LABELS,
+    NONE,
+    ORANGE,
+    Shaded,
+    label_figure,
+    panel_grid,
+    say_absent,
+    styled,
+    ticks,
+)
 from experiments.layer_figures import color_scale, heat_map
 
-PERCENTILE = 97            # where colours end: a few heads of the real model's last layers would leave all others pale
+PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
 
 
 class Strip(NamedTuple):
@@ -30,12 +42,16 @@ class Strip(NamedTuple):
 
 
 @styled
-def strips(panels: Sequence[Strip], title: str, *, columns: int | None = None, shaded: Shaded = NONE) -> Figure:
+def strips(
+    panels: Sequence[Strip], title: str, *, columns: int | None = None, shaded: Shaded = NONE
+) -> Figure:
     """A panel per strip, a row per head; panels of one quantity share one colour scale."""
     H, F = next((p.values.shape for p in panels if p.values is not None), (1, 1))
     columns = min(columns or (4 if len(panels) <= 12 else 6), len(panels))
     width = max(2.0, min(3.4, 0.9 + 0.1 * F), 7.2 / columns)
-    height = max(0.9 if len(panels) > columns else 1.9, 0.55 + 0.065 * H)      # a lone row holds the colour bar's label
+    height = max(
+        0.9 if len(panels) > columns else 1.9, 0.55 + 0.065 * H
+    )  # a lone row holds the colour bar's label
     figure, axes = panel_grid(len(panels), columns, (width, height))
     legend = {}
     for i, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
@@ -49,11 +65,20 @@ def strips(panels: Sequence[Strip], title: str, *, columns: int | None = None, s
             legend["not attended"] = Patch(facecolor=GREY, label="not attended")
         for text, frames in shaded.items():
             axis.axvline(min(frames) - 0.5, color=ORANGE, linewidth=1, linestyle="--")
-            legend[text] = Line2D([], [], color=ORANGE, linewidth=1, linestyle="--", label=f"from here: {text}")
+            legend[text] = Line2D(
+                [], [], color=ORANGE, linewidth=1, linestyle="--", label=f"from here: {text}"
+            )
         axis.set_yticks(ticks(H, room=5))
         axis.set_xticks(ticks(F, room=8))
     for quantity in dict.fromkeys(p.quantity for p in panels if p.values is not None):
-        _color(figure, [(a, p) for a, p in zip(axes, panels, strict=True) if p.quantity == quantity and p.values is not None])
+        _color(
+            figure,
+            [
+                (a, p)
+                for a, p in zip(axes, panels, strict=True)
+                if p.quantity == quantity and p.values is not None
+            ],
+        )
     label_figure(figure, axes, title, legend=legend)
     return figure
 
@@ -63,11 +88,18 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, taken: s
     """Cross-attention mass [H, words] of every head on each word of the prompt, and beside it the share of all mass that
     the prompt gets; the rest lies on the padding after it."""
     H, n = mass.shape
-    figure, (left, right) = plt.subplots(1, 2, sharey=True, width_ratios=[max(4, min(9, 0.42 * n)), 1.6],
-                                         figsize=(3.6 + max(4, min(9, 0.42 * n)), max(2.8, 1.6 + 0.2 * H)))
+    figure, (left, right) = plt.subplots(
+        1,
+        2,
+        sharey=True,
+        width_ratios=[max(4, min(9, 0.42 * n)), 1.6],
+        figsize=(3.6 + max(4, min(9, 0.42 * n)), max(2.8, 1.6 + 0.2 * H)),
+    )
     colours = color_scale(mass, "mass", PERCENTILE)
     image = heat_map(left, mass, **colours)
-    left.set_xticks(np.arange(n), words, rotation=45, ha="right", rotation_mode="anchor", fontsize=9 if n <= 24 else 6)
+    left.set_xticks(
+        np.arange(n), words, rotation=45, ha="right", rotation_mode="anchor", fontsize=9 if n <= 24 else 6
+    )
     left.set(xlabel="Word of the prompt", ylabel="Head")
     left.set_yticks(ticks(H, room=20))
     figure.colorbar(image, ax=left, label=LABELS["mass"], pad=0.02, aspect=25, extend=_extend(mass, colours))
@@ -85,11 +117,20 @@ def _color(figure: Figure, panels: Sequence[tuple[Axes, Strip]]) -> None:
     colours = color_scale(everything, panels[0][1].quantity, PERCENTILE)
     for axis, panel in panels:
         image = heat_map(axis, panel.values, **colours)
-    figure.colorbar(image, ax=[axis for axis, _ in panels], label=LABELS[panels[0][1].quantity], pad=0.02, aspect=30,
-                    shrink=min(1.0, 3.5 / figure.get_figheight()), extend=_extend(everything, colours))
+    figure.colorbar(
+        image,
+        ax=[axis for axis, _ in panels],
+        label=LABELS[panels[0][1].quantity],
+        pad=0.02,
+        aspect=30,
+        shrink=min(1.0, 3.5 / figure.get_figheight()),
+        extend=_extend(everything, colours),
+    )
 
 
 def _extend(values: np.ndarray, colours: dict) -> str:
     """Which ends of a colour bar get an arrow: those that values go beyond."""
     beyond = np.nanmin(values) < colours["vmin"], np.nanmax(values) > colours["vmax"]
-    return {(True, False): "min", (False, True): "max", (True, True): "both"}.get(tuple(map(bool, beyond)), "neither")
+    return {(True, False): "min", (False, True): "max", (True, True): "both"}.get(
+        tuple(map(bool, beyond)), "neither"
+    )

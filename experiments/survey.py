@@ -30,7 +30,9 @@ def survey(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
     """All measures of experiments/measures.py for every head, of the last block's queries or of the whole matrix."""
     maps = []
 
-    def add(name: str, title: str, unit: str, scale: str, values: np.ndarray | None, absent: str = "") -> None:
+    def add(
+        name: str, title: str, unit: str, scale: str, values: np.ndarray | None, absent: str = ""
+    ) -> None:
         maps.append(HeadMap(name, title, unit, scale, None if absent else values, absent))
 
     matrix = logits.frame_matrices() if logits else None
@@ -46,8 +48,14 @@ def survey(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
     add("first_over_middle", "first / middle", "ratio", "ratio", s.ratio, none)
     over_context = measures.first_minus_context(profile, context)
     add("first_minus_context", "first − context", "logits", "diverging", over_context, without)
-    add("equal_distance_excess", "excess at equal distance", "logits", "diverging", excess,
-        without or (NO_MATRIX if matrix is None else ""))
+    add(
+        "equal_distance_excess",
+        "excess at equal distance",
+        "logits",
+        "diverging",
+        excess,
+        without or (NO_MATRIX if matrix is None else ""),
+    )
     add("sign_rate", "positive context logits", "share of cells", "share", rate, without)
     add("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", w.amplitude, without)
     add("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", w.r2, without)
@@ -57,8 +65,14 @@ def survey(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
         of_all, of_context = measures.first_frame_mass(mass.profiles(), mass.context_frames)
     no_mass = NO_MASS if mass is None else ""
     add("first_mass", "mass on first, of all", "share of all", "sequential", of_all, no_mass)
-    add("first_context_mass", "mass on first, of context", "share of context", "sequential", of_context,
-        no_mass or ("" if mass and mass.context_frames else NO_CONTEXT))
+    add(
+        "first_context_mass",
+        "mass on first, of context",
+        "share of context",
+        "sequential",
+        of_context,
+        no_mass or ("" if mass and mass.context_frames else NO_CONTEXT),
+    )
     return maps
 
 
@@ -94,13 +108,19 @@ def head_reaches(mass: Profiles | None, thresholds: taxonomy.Thresholds) -> np.n
     return None if (labels == taxonomy.ABSENT).all() else labels
 
 
-def label_maps(logits: Profiles | None, mass: Profiles | None, thresholds: taxonomy.Thresholds,
-               published: tuple[np.ndarray, np.ndarray] | None) -> list[LabelMap]:
+def label_maps(
+    logits: Profiles | None,
+    mass: Profiles | None,
+    thresholds: taxonomy.Thresholds,
+    published: tuple[np.ndarray, np.ndarray] | None,
+) -> list[LabelMap]:
     """Our labels beside the published ones of the same model: kinds, then reaches; heads that differ are marked."""
     found = []
     ours = (head_kinds(logits, thresholds), head_reaches(mass, thresholds))
     reasons = (NO_LOGITS if logits is None else NO_CONTEXT, NO_MASS if mass is None else "too few frames")
-    for i, (names, sources) in enumerate(((taxonomy.KINDS, "Pyramid Forcing"), (taxonomy.REACHES, "Forcing-KV"))):
+    for i, (names, sources) in enumerate(
+        ((taxonomy.KINDS, "Pyramid Forcing"), (taxonomy.REACHES, "Forcing-KV"))
+    ):
         theirs = published[i] if published else None
         differs = None if ours[i] is None or theirs is None else ours[i] != theirs
         title = " / ".join(names.values())
@@ -120,10 +140,14 @@ def confusion_lines(maps: Sequence[LabelMap]) -> str:
             here, there = (f"absent, {m.absent}" if m.labels is None else "there" for m in (ours, theirs))
             lines.append(f"{names}: ours {here}; published {there}")
         else:
-            lines.append(f"{names}: agree on {taxonomy.agreement(ours.labels, theirs.labels):.1%} of {ours.labels.size} heads")
+            lines.append(
+                f"{names}: agree on {taxonomy.agreement(ours.labels, theirs.labels):.1%} of {ours.labels.size} heads"
+            )
             table = taxonomy.confusion(ours.labels, theirs.labels, list(ours.names))
             for name, row in zip(ours.names.values(), table, strict=True):
-                there = ", ".join(f"{count} {other}" for count, other in zip(row, ours.names.values(), strict=True))
+                there = ", ".join(
+                    f"{count} {other}" for count, other in zip(row, ours.names.values(), strict=True)
+                )
                 lines.append(f"  ours {name}: published {there}")
         if ours.labels is not None:
             counts = ", ".join(f"{(ours.labels == label).sum()} {name}" for label, name in ours.names.items())
@@ -131,10 +155,13 @@ def confusion_lines(maps: Sequence[LabelMap]) -> str:
     return "\n".join(lines)
 
 
-def kinds_by_name(views: Mapping[str, Profiles], thresholds: taxonomy.Thresholds,
-                  published: np.ndarray | None) -> dict[str, np.ndarray]:
+def kinds_by_name(
+    views: Mapping[str, Profiles], thresholds: taxonomy.Thresholds, published: np.ndarray | None
+) -> dict[str, np.ndarray]:
     """Kinds of heads [N, H] of every view that shows them, and the published ones, by name."""
-    found = {name: head_kinds(view, thresholds) for name, view in views.items()} | {"published labels": published}
+    found = {name: head_kinds(view, thresholds) for name, view in views.items()} | {
+        "published labels": published
+    }
     return {name: labels for name, labels in found.items() if labels is not None}
 
 
@@ -151,15 +178,22 @@ def cross_lines(views: Mapping[str, Profiles], labels: np.ndarray | None) -> str
     lines = []
     for name, rate in rates.items():
         chosen = taxonomy.choose_thresholds(rate, labels)
-        others = ", ".join(f"{taxonomy.agreement(taxonomy.kinds(other, chosen), labels):.1%} on {there}"
-                           for there, other in rates.items() if there != name)
+        others = ", ".join(
+            f"{taxonomy.agreement(taxonomy.kinds(other, chosen), labels):.1%} on {there}"
+            for there, other in rates.items()
+            if there != name
+        )
         own = taxonomy.agreement(taxonomy.kinds(rate, chosen), labels)
-        lines.append(f"chosen on {name}: anchor from {chosen.anchor_min:.3f}, veil to {chosen.veil_max:.3f}; "
-                     f"{own:.1%} there, {others or 'nothing else to report on'}")
+        lines.append(
+            f"chosen on {name}: anchor from {chosen.anchor_min:.3f}, veil to {chosen.veil_max:.3f}; "
+            f"{own:.1%} there, {others or 'nothing else to report on'}"
+        )
     return "\n".join(lines)
 
 
-def band_profile(cache: Mapping[str, Any], view: Profiles, layer: int, head: int) -> tuple[np.ndarray, list[str]] | None:
+def band_profile(
+    cache: Mapping[str, Any], view: Profiles, layer: int, head: int
+) -> tuple[np.ndarray, list[str]] | None:
     """What each RoPE band adds to a head's mean logits, last block's queries [F, bands], and the bands' names; None where
     the cache does not hold it."""
     if "frame_logits_by_band" not in cache or layer not in view.layers or not 0 <= head < view.num_heads:
@@ -172,7 +206,11 @@ def band_profile(cache: Mapping[str, Any], view: Profiles, layer: int, head: int
 
 def why_no_bands(cache: Mapping[str, Any], layer: int, head: int) -> str:
     """One line on why band_profile gave nothing."""
-    return f"RoPE bands: layer {layer}, head {head} is not in this cache" if "frame_logits_by_band" in cache else NO_BANDS
+    return (
+        f"RoPE bands: layer {layer}, head {head} is not in this cache"
+        if "frame_logits_by_band" in cache
+        else NO_BANDS
+    )
 
 
 def band_lines(values: np.ndarray, names: Sequence[str], context: Sequence[int]) -> str:
@@ -182,5 +220,7 @@ def band_lines(values: np.ndarray, names: Sequence[str], context: Sequence[int])
     values = values[list(context)]
     spread = np.nanstd(values, 0)
     order = np.argsort(-spread, kind="stable")
-    return "\n".join(f"{names[i]}: mean {np.nanmean(values[:, i]):+.3f}, std over context frames {spread[i]:.3f}"
-                     for i in order)
+    return "\n".join(
+        f"{names[i]}: mean {np.nanmean(values[:, i]):+.3f}, std over context frames {spread[i]:.3f}"
+        for i in order
+    )

@@ -35,7 +35,9 @@ class Thresholds:
 
     def __post_init__(self):
         if not 0 <= self.veil_max < self.anchor_min <= 1:
-            raise ConfigError(f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}, both shares of 1")
+            raise ConfigError(
+                f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}, both shares of 1"
+            )
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
@@ -61,7 +63,9 @@ def context_sign_rate(view: Profiles) -> np.ndarray:
 
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     """ANCHOR, WAVE or VEIL from rates of positive context logits; ABSENT for NaN. Names: Pyramid Forcing."""
-    labels = np.where(rate >= thresholds.anchor_min, ANCHOR, np.where(rate <= thresholds.veil_max, VEIL, WAVE))
+    labels = np.where(
+        rate >= thresholds.anchor_min, ANCHOR, np.where(rate <= thresholds.veil_max, VEIL, WAVE)
+    )
     return np.where(np.isnan(rate), ABSENT, labels)
 
 
@@ -90,11 +94,13 @@ def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
     """
     rate, labels = np.ravel(rate), np.ravel(labels)
     levels = np.unique(np.concatenate([[0.0], rate, [1.0]]))
-    cuts = (levels[1:] + levels[:-1]) / 2                          # every threshold between two observed rates
-    above, below = rate[None] >= cuts[:, None], rate[None] <= cuts[:, None]              # [cuts, heads]
+    cuts = (levels[1:] + levels[:-1]) / 2  # every threshold between two observed rates
+    above, below = rate[None] >= cuts[:, None], rate[None] <= cuts[:, None]  # [cuts, heads]
     anchors = (above & (labels == ANCHOR)).sum(1) - (above & (labels == WAVE)).sum(1)
     veils = (below & (labels == VEIL)).sum(1) - (below & (labels == WAVE)).sum(1)
-    score = anchors[:, None] + veils[None] + np.where(cuts[:, None] > cuts[None], 0, -np.inf)   # heads beyond all waves
+    score = (
+        anchors[:, None] + veils[None] + np.where(cuts[:, None] > cuts[None], 0, -np.inf)
+    )  # heads beyond all waves
     best = np.argwhere(score == score.max())
     anchor, veil = best[len(best) // 2]
     return Thresholds(anchor_min=float(cuts[anchor]), veil_max=float(cuts[veil]))

@@ -28,7 +28,14 @@ from transformers import UMT5Config, UMT5EncoderModel
 from experiments.cli import Parser, main
 from experiments.extraction import choose_device
 from experiments.files import require_writable
-from experiments.miniature.moving_shapes import FPS, Scene, render_batch, render_table, sample_scenes, scene_table
+from experiments.miniature.moving_shapes import (
+    FPS,
+    Scene,
+    render_batch,
+    render_table,
+    sample_scenes,
+    scene_table,
+)
 from experiments.miniature.tokenizer import build_tokenizer
 from experiments.miniature.training import Clock, Trainer
 from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
@@ -40,14 +47,30 @@ from wan.scheduler import FlowSchedule
 SIDE, FRAMES = 64, 81  # pixels, video frames
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
 VAE = {"base_dim": 16, "decoder_base_dim": 24, "z_dim": 16, "num_res_blocks": 1, "dim_mult": [1, 2, 4, 4]}
-TEXT = {"d_model": MODEL.text_dim, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+TEXT = {
+    "d_model": MODEL.text_dim,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
 SHIFT = 5.0
 STEPS = (1000, 750, 500, 250)  # of the few-step sampler, before warping
 CAPTION_DROPOUT = 0.1
 KL_WEIGHT = 1e-4
 HELD_OUT_SEED = 1_000_003
 SHORT_CLIPS = 0.4  # of the VAE's time
-MOMENTS = (0, 100, 250, 500, 1000, 2000, 4000, 8000)  # steps of causal training whose weights can be kept; and the last
+MOMENTS = (
+    0,
+    100,
+    250,
+    500,
+    1000,
+    2000,
+    4000,
+    8000,
+)  # steps of causal training whose weights can be kept; and the last
 
 
 @dataclass(frozen=True)
@@ -125,7 +148,11 @@ def train_vae(args: argparse.Namespace, recipe: Recipe) -> dict:
 
     Resumed, it takes mostly whole clips.
     """
-    vae = AutoencoderKLWan.from_pretrained(args.output_dir / "vae").float() if args.resume else AutoencoderKLWan(**VAE)
+    vae = (
+        AutoencoderKLWan.from_pretrained(args.output_dir / "vae").float()
+        if args.resume
+        else AutoencoderKLWan(**VAE)
+    )
     vae.to(args.device)
     set_layout(vae, torch.channels_last, torch.channels_last_3d)
     table = scene_table(list(itertools.islice(sample_scenes(args.seed), recipe.clips))).to(args.device)
@@ -134,24 +161,40 @@ def train_vae(args: argparse.Namespace, recipe: Recipe) -> dict:
     def clips_of(frames: int) -> Callable[[], Tensor]:
         """The loss of random clips of so many frames."""
         size = (max(1, round(recipe.batch * FRAMES / frames)),)
-        return lambda: vae_loss(vae, render_table(table[torch.randint(len(table), size, device=table.device)], frames, SIDE))
+        return lambda: vae_loss(
+            vae, render_table(table[torch.randint(len(table), size, device=table.device)], frames, SIDE)
+        )
 
     losses = {frames: clips_of(frames) for frames in (5, 17, 33, FRAMES)}
 
     def save() -> None:
         averaged = trainer.averaged()[0]
         curve.append([trainer.steps, *vae_quality(averaged, args.device, min(8, recipe.clips)).values()])
-        z = encode_clips(averaged, list(itertools.islice(sample_scenes(args.seed + 1), min(256, recipe.clips))), args.device)
+        z = encode_clips(
+            averaged,
+            list(itertools.islice(sample_scenes(args.seed + 1), min(256, recipe.clips))),
+            args.device,
+        )
         std, mean = torch.std_mean(z.float(), (0, 2, 3, 4))
         averaged.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
         set_layout(averaged, torch.contiguous_format, torch.contiguous_format)
         averaged.save_pretrained(args.output_dir / "vae")
 
     for step in trainer.loop(save):
-        lengths = (33, FRAMES, FRAMES) if args.resume else (5, 17) if args.clock.progress < SHORT_CLIPS else (17, 33, FRAMES)
+        lengths = (
+            (33, FRAMES, FRAMES)
+            if args.resume
+            else (5, 17)
+            if args.clock.progress < SHORT_CLIPS
+            else (17, 33, FRAMES)
+        )
         frames = lengths[step % len(lengths)]
         trainer.step(f"{frames} frames", losses[frames])
-    return trainer.numbers() | {"psnr_curve": curve} | vae_quality(trainer.averaged()[0], args.device, min(32, recipe.clips))
+    return (
+        trainer.numbers()
+        | {"psnr_curve": curve}
+        | vae_quality(trainer.averaged()[0], args.device, min(32, recipe.clips))
+    )
 
 
 # -- data of the transformer stages ------------------------------------------------------------------------------------
@@ -174,7 +217,10 @@ class Clips:
         scenes = list(itertools.islice(sample_scenes(seed), count))
         self.latents = ((encode_clips(vae, scenes, args.device) - mean) / std).to(args.dtype)
         tokens = build_tokenizer()(["", *(s.caption for s in scenes)], padding=True, return_tensors="pt")
-        self.ids, self.mask = tokens.input_ids.to(args.device), tokens.attention_mask.to(args.device)  # row 0 is ""
+        self.ids, self.mask = (
+            tokens.input_ids.to(args.device),
+            tokens.attention_mask.to(args.device),
+        )  # row 0 is ""
 
     def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Random latents with token ids and mask [B, n]; some captions are empty, for guidance."""
@@ -211,7 +257,9 @@ def train_base(args: argparse.Namespace, recipe: Recipe) -> dict:
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **TEXT)).to(args.device)
     if args.resume:
         model.load_state_dict(read_transformer_state(args.output_dir))
-        encoder = UMT5EncoderModel.from_pretrained(args.output_dir / "text_encoder").to(args.device, torch.float32)
+        encoder = UMT5EncoderModel.from_pretrained(args.output_dir / "text_encoder").to(
+            args.device, torch.float32
+        )
     trainer = Trainer([model, encoder], recipe.lr, args.clock)
     compile_blocks(model, args.compile)
 
@@ -241,13 +289,17 @@ def train_causal(args: argparse.Namespace, recipe: Recipe) -> dict:
     schedule, clips = FlowSchedule(SHIFT), Clips(args, recipe.clips, args.seed + 3)
     model = CausalWanModel(**asdict(MODEL)).to(args.device)
     checkpoint = args.output_dir / "self_forcing_mini.pt"
-    model.load_state_dict(read_self_forcing_state(checkpoint) if args.resume else read_transformer_state(args.output_dir))
+    model.load_state_dict(
+        read_self_forcing_state(checkpoint) if args.resume else read_transformer_state(args.output_dir)
+    )
     encoder = UMT5EncoderModel.from_pretrained(args.output_dir / "text_encoder").to(args.device, args.dtype)
     trainer = Trainer([model], recipe.lr, args.clock)
     num_frames = clips.latents.shape[2]
     blocks = block_ranges(block_sizes(num_frames))
     block_of_frame = [i for i, block in enumerate(blocks) for _ in block]
-    mask = teacher_forcing_mask(block_of_frame, MODEL.tokens_per_frame(*clips.latents.shape[3:])).to(args.device)
+    mask = teacher_forcing_mask(block_of_frame, MODEL.tokens_per_frame(*clips.latents.shape[3:])).to(
+        args.device
+    )
     frames, per_block = [*range(num_frames)] * 2, len(blocks[0])
     compile_blocks(model, args.compile)
     timesteps, steps = schedule.timesteps.to(args.device), schedule.warp(STEPS).to(args.device)
@@ -312,7 +364,9 @@ def save_transformer(native: dict[str, Tensor], folder: Path) -> None:
 
 def save_index(folder: Path) -> None:
     """What makes the directory a diffusers WanPipeline: the scheduler and model_index.json."""
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
+    )
     scheduler.save_pretrained(folder / "scheduler")
     index = {
         "_class_name": "WanPipeline", "scheduler": ["diffusers", "UniPCMultistepScheduler"],
@@ -335,7 +389,9 @@ def run(argv=None):
     parser.add_argument("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", type=Path, help="JSON with the numbers of every stage (OUTPUT_DIR/training.json)")
+    parser.add_argument(
+        "--log", type=Path, help="JSON with the numbers of every stage (OUTPUT_DIR/training.json)"
+    )
     parser.add_argument("--lr", type=float, help="peak learning rate")
     parser.add_argument("--batch", type=int, help="clips of 81 frames per step")
     parser.add_argument("--clips", type=int, help="different clips to train on")
@@ -363,7 +419,13 @@ def run(argv=None):
 
     entry = {"vae": train_vae, "base": train_base, "causal": train_causal}[args.stage](args, recipe)
     device = torch.cuda.get_device_name() if args.device.type == "cuda" else "cpu"
-    about = {"device": device, "torch": torch.__version__, "seed": args.seed, "dtype": str(args.dtype), **asdict(recipe)}
+    about = {
+        "device": device,
+        "torch": torch.__version__,
+        "seed": args.seed,
+        "dtype": str(args.dtype),
+        **asdict(recipe),
+    }
     name = f"{args.stage}_resumed" if args.resume else args.stage
     log_stage(args.log, name, about | entry)
     print(f"{args.stage}: " + ", ".join(f"{k} {v}" for k, v in entry.items() if k != "loss_curve"))

@@ -9,8 +9,18 @@ from pathlib import Path
 from urllib.request import urlopen
 
 FOUND = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--remote-debugging-port=0", "--remote-allow-origins=*")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-port=0",
+    "--remote-allow-origins=*",
+)
 KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "[": 219, "]": 221}
 
 
@@ -19,8 +29,12 @@ class Browser:
 
     def __init__(self, profile: Path):
         import websocket
-        self.process = subprocess.Popen([FOUND, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        self.process = subprocess.Popen(
+            [FOUND, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
         while not (port_file.exists() and port_file.read_text().strip()):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -45,7 +59,13 @@ class Browser:
 
     def open(self, url: str, width: int, height: int) -> None:
         self.events.clear()
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)
         deadline = time.monotonic() + 30
@@ -68,12 +88,18 @@ class Browser:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
+        path.write_bytes(
+            base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"])
+        )
 
     def complaints(self) -> list:
         """Exceptions, log entries, and requests for anything but the page itself."""
         wrong = [e for e in self.events if e.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")]
-        requests = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
+        requests = [
+            e["params"]["request"]["url"]
+            for e in self.events
+            if e.get("method") == "Network.requestWillBeSent"
+        ]
         return wrong + [url for url in requests if not url.startswith(("file:", "about:", "data:"))]
 
     def close(self) -> None:

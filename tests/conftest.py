@@ -13,9 +13,22 @@ from wan.modules.model import WanModel
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
-torch.set_num_threads(1)     # the tensors are small: on a busy machine, threads that wait for each other cost seconds
+torch.set_num_threads(
+    1
+)  # the tensors are small: on a busy machine, threads that wait for each other cost seconds
 
-SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim", "num_heads", "num_layers", "patch_size")
+SIZES = (
+    "dim",
+    "ffn_dim",
+    "freq_dim",
+    "text_dim",
+    "text_len",
+    "in_dim",
+    "out_dim",
+    "num_heads",
+    "num_layers",
+    "patch_size",
+)
 
 
 @cache
@@ -34,11 +47,22 @@ def golden_model(model_class=CausalWanModel, **kwargs) -> WanModel:
     """The golden small model: random weights that are exact in float32."""
     sizes = {name: golden_config()["model"][name] for name in SIZES}
     model = model_class(**sizes, **kwargs)
-    model.load_state_dict({name: value.float() for name, value in golden_arrays("weights").items()}, strict=True)
+    model.load_state_dict(
+        {name: value.float() for name, value in golden_arrays("weights").items()}, strict=True
+    )
     return model.eval().requires_grad_(False)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU here; the same test runs on the CPU path"))])
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(
+                not torch.cuda.is_available(), reason="no GPU here; the same test runs on the CPU path"
+            ),
+        ),
+    ]
+)
 def device(request) -> torch.device:
     return torch.device(request.param)

@@ -29,7 +29,9 @@ def token_logits(H, Fq, Fk, S, seed=0):
     return (shape[:, None] + 0.5 * torch.randn(H, Fq * S, Fk * S, generator=generator)).half()
 
 
-def figure4(layers=(1, 5), F=21, H=12, S=16, blocks=None, keys=None, granularity="token", is_logits=True, step=0):
+def figure4(
+    layers=(1, 5), F=21, H=12, S=16, blocks=None, keys=None, granularity="token", is_logits=True, step=0
+):
     cache = common("figure4", F, H, S, blocks, is_logits=is_logits)
     queries = block_frames(cache["block_sizes"], -1)
     keys = list(range(F)) if keys is None else keys
@@ -37,11 +39,18 @@ def figure4(layers=(1, 5), F=21, H=12, S=16, blocks=None, keys=None, granularity
     for layer in layers:
         logits = token_logits(H, len(queries), len(keys), S, seed=layer)
         if granularity == "token":
-            values = {"attn_logits": logits[None]} if is_logits else {"attn_weights": logits.float().softmax(-1)[None]}
+            values = (
+                {"attn_logits": logits[None]}
+                if is_logits
+                else {"attn_weights": logits.float().softmax(-1)[None]}
+            )
         else:
             curves = query_frame_curves(logits, S)
             mass = curves_to_frames(query_frame_curves(logits.float().softmax(-1), S), S) * S
-            values = {"frame_logits": _spread(curves_to_frames(curves, S), keys, F), "frame_mass": _spread(mass, keys, F)}
+            values = {
+                "frame_logits": _spread(curves_to_frames(curves, S), keys, F),
+                "frame_mass": _spread(mass, keys, F),
+            }
             values |= {"key_curve": curves.mean(1)} if granularity == "key" else {}
         entries.append({
             "layer_idx": layer, "is_logits": is_logits, "num_frames": F, "frame_seq_length": S, "num_heads": H,
@@ -66,12 +75,20 @@ def layer(N=3, F=9, H=3, S=5, blocks=None):
 def inference(layers=(1, 5), steps=(0,), F=9, H=3, S=5, window=None, is_logits=False):
     """Calls of the last block; window names its key frames."""
     cache = common("inference", F, H, S, is_logits=is_logits)
-    block, queries, keys = len(cache["block_sizes"]) - 1, block_frames(cache["block_sizes"], -1), window or list(range(F))
+    block, queries, keys = (
+        len(cache["block_sizes"]) - 1,
+        block_frames(cache["block_sizes"], -1),
+        window or list(range(F)),
+    )
     calls = []
     for step in steps:
         for N in layers:
             logits = token_logits(H, len(queries), len(keys), S, seed=10 * step + N)
-            values = {"attn_logits": logits[None]} if is_logits else {"attn_weights": logits.float().softmax(-1)[None]}
+            values = (
+                {"attn_logits": logits[None]}
+                if is_logits
+                else {"attn_weights": logits.float().softmax(-1)[None]}
+            )
             calls.append(values | pass_of(step) | {
                 "layer_idx": N, "is_logits": is_logits, "block": block, "query_frames": queries, "key_frames": keys,
                 "q_shape": [1, len(queries) * S, H, 16], "k_shape": [1, len(keys) * S, H, 16],
@@ -84,7 +101,9 @@ def atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5, blocks=None, curve=True
     shape = (len(layers), len(steps))
     logits = torch.stack([frame_matrix(H, cache["block_sizes"], 100 * N + s) for N in layers for s in steps])
     logits = logits.view(*shape, H, F, F)
-    mass = logits.masked_fill(logits.isnan(), -torch.inf).softmax(-1).masked_fill(logits.isnan(), float("nan"))
+    mass = (
+        logits.masked_fill(logits.isnan(), -torch.inf).softmax(-1).masked_fill(logits.isnan(), float("nan"))
+    )
     cache |= {
         "layers": list(layers), "pass_timesteps": [pass_of(s)["timestep"] for s in steps], "pass_steps": list(steps),
         "frame_logits": logits, "frame_mass": mass,

@@ -23,16 +23,30 @@ def config(tmp_path, monkeypatch):
     benchmark_real.make_transformer(tmp_path / "small", GOLDEN_MODEL, torch.float32, CPU)
     states = torch.randn(1, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim)
     torch.save({"prompt_embeds": states}, tmp_path / "states.pt")
-    config = load_config(ROOT / "configs/wan_mini.yaml", {"ckpt_dir": str(tmp_path / "small"), "num_frames": 6})
-    return replace(config, model="small", checkpoint_path=None, prompt_embeds=str(tmp_path / "states.pt"), height=4, width=4)
+    config = load_config(
+        ROOT / "configs/wan_mini.yaml", {"ckpt_dir": str(tmp_path / "small"), "num_frames": 6}
+    )
+    return replace(
+        config,
+        model="small",
+        checkpoint_path=None,
+        prompt_embeds=str(tmp_path / "states.pt"),
+        height=4,
+        width=4,
+    )
 
 
 def test_shards_and_checkpoint_load(config, tmp_path):
     shards = checkpoint.shards(checkpoint.transformer_file(config.ckpt_dir))
     assert len(shards) > 1 and checkpoint.read_model_config(config.ckpt_dir) == GOLDEN_MODEL
     benchmark_real.make_checkpoint(tmp_path / "sf.pt", GOLDEN_MODEL, torch.float32, CPU)
-    states = checkpoint.read_transformer_state(config.ckpt_dir), checkpoint.read_self_forcing_state(tmp_path / "sf.pt")
-    assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+    states = (
+        checkpoint.read_transformer_state(config.ckpt_dir),
+        checkpoint.read_self_forcing_state(tmp_path / "sf.pt"),
+    )
+    assert states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][k], states[1][k]) for k in states[0]
+    )
     checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, states[0], "shards")
 
 

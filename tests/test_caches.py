@@ -52,7 +52,9 @@ def test_bytes_depend_on_the_content_alone(tmp_path):
     twin["notes"] = ["".join(list(twin["prompt"])) for _ in range(2)]  # equal texts, three objects
     twin["query_frames"] = tuple(twin["query_frames"])
     tokens = twin["attention_weights"][0]
-    padded = torch.cat([tokens["attn_logits"], torch.zeros_like(tokens["attn_logits"])])  # a view of a larger storage
+    padded = torch.cat(
+        [tokens["attn_logits"], torch.zeros_like(tokens["attn_logits"])]
+    )  # a view of a larger storage
     tokens["attn_logits"] = padded[:1]
     os.makedirs(tmp_path / "other")
     save_cache(tmp_path / "other" / "a much longer name.pt", twin)
@@ -90,12 +92,16 @@ def test_every_required_field_is_required(tmp_path):
 def test_wrong_entries(tmp_path):
     cache = synthetic_caches.figure4(S=5, H=3)
     cache["attention_weights"][1]["attn_logits"] = torch.zeros(1, 3, 15, 100).half()
-    with pytest.raises(CacheError, match=r"attention_weights\[1\].attn_logits is float16 .*, not .*Lq=15, Lk=105"):
+    with pytest.raises(
+        CacheError, match=r"attention_weights\[1\].attn_logits is float16 .*, not .*Lq=15, Lk=105"
+    ):
         save_cache(tmp_path / "c.pt", cache)
     del cache["attention_weights"][1]["attn_logits"]
     with pytest.raises(CacheError, match=r"attention_weights\[1\].none of attn_logits, .* is there"):
         save_cache(tmp_path / "c.pt", cache)
-    with pytest.raises(CacheError, match=r"layer_indices \[1\] are not the layers of attention_weights, \[1, 5\]"):
+    with pytest.raises(
+        CacheError, match=r"layer_indices \[1\] are not the layers of attention_weights, \[1, 5\]"
+    ):
         save_cache(tmp_path / "c.pt", synthetic_caches.figure4(S=5, H=3) | {"layer_indices": [1]})
     with pytest.raises(CacheError, match="not a list of dicts"):
         save_cache(tmp_path / "c.pt", synthetic_caches.figure4(S=5, H=3) | {"attention_weights": 3})
@@ -140,7 +146,9 @@ def test_what_cannot_be_read(tmp_path):
         assert "\n" not in str(error.value)
     for name in ("layer10.pt", "layer3.pt"):
         save_cache(tmp_path / name, synthetic_caches.layer())
-    with pytest.raises(CacheError, match=r"layer7.pt not found; there is layer3.pt, layer10.pt; run: python experiments/run_"):
+    with pytest.raises(
+        CacheError, match=r"layer7.pt not found; there is layer3.pt, layer10.pt; run: python experiments/run_"
+    ):
         load_cache(tmp_path / "layer7.pt")
     save_cache(tmp_path / "whole.pt", synthetic_caches.layer())
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-700])
@@ -152,15 +160,20 @@ def test_what_cannot_be_read(tmp_path):
         "cut.pt": "cannot be read", "text.pt": "cannot be read", "empty.pt": "cannot be read",
         "list.pt": "holds a list", "weights.pt": "not an attention cache, its keys are state_dict",
     }.items():  # fmt: skip
-        with pytest.raises(CacheError, match=f"{name}.*{why}.*; make it again: python experiments/run_") as error:
+        with pytest.raises(
+            CacheError, match=f"{name}.*{why}.*; make it again: python experiments/run_"
+        ) as error:
             load_cache(tmp_path / name)
         assert "\n" not in str(error.value)
 
 
 def test_the_wrong_kind_is_named(tmp_path):
     save_cache(tmp_path / "c.pt", synthetic_caches.layer())
-    with pytest.raises(CacheError, match=r"is a cache of format layer: open it with notebooks/extract_all_attention\.ipynb.*"
-                                         r"figure4 or atlas, made by: python experiments/run_extraction_figure4\.py"):
+    with pytest.raises(
+        CacheError,
+        match=r"is a cache of format layer: open it with notebooks/extract_all_attention\.ipynb.*"
+        r"figure4 or atlas, made by: python experiments/run_extraction_figure4\.py",
+    ):
         load_cache(tmp_path / "c.pt", expect=("figure4", "atlas"))
     assert load_cache(tmp_path / "c.pt", expect=("layer",))["format"] == "layer"
 
@@ -170,7 +183,9 @@ class Harmful:
         return os.system, ("touch harmed",)
 
 
-@pytest.mark.parametrize("value", [Harmful(), np.array([Harmful()], dtype=object), pickle.Unpickler, torch.nn.Linear(1, 1)])
+@pytest.mark.parametrize(
+    "value", [Harmful(), np.array([Harmful()], dtype=object), pickle.Unpickler, torch.nn.Linear(1, 1)]
+)
 def test_nothing_else_is_unpickled(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     torch.save(synthetic_caches.layer() | {"more": value}, "c.pt")
@@ -184,19 +199,47 @@ def test_nothing_else_is_unpickled(tmp_path, monkeypatch, value):
 
 def older_figure4(F=21, claimed=None, H=3, S=5, **more):
     tokens = synthetic_caches.token_logits(H, 3, F, S)
-    entry = {"layer_idx": 4, "attn_logits": tokens[None], "is_logits": True, "num_frames": claimed or F,
-             "frame_seq_length": S, "num_heads": H, "num_query_frames": 3, "num_key_frames": F}
-    return {"attention_weights": [entry], "prompt": "x", "num_frames": claimed or F, "frame_seq_length": S,
-            "num_frame_per_block": 3, "layer_indices": [4], "is_logits": True, "capture_method": "native",
-            "query_frames": list(range((claimed or F) - 3, claimed or F)), "key_frames": list(range(F))} | more
+    entry = {
+        "layer_idx": 4,
+        "attn_logits": tokens[None],
+        "is_logits": True,
+        "num_frames": claimed or F,
+        "frame_seq_length": S,
+        "num_heads": H,
+        "num_query_frames": 3,
+        "num_key_frames": F,
+    }
+    return {
+        "attention_weights": [entry],
+        "prompt": "x",
+        "num_frames": claimed or F,
+        "frame_seq_length": S,
+        "num_frame_per_block": 3,
+        "layer_indices": [4],
+        "is_logits": True,
+        "capture_method": "native",
+        "query_frames": list(range((claimed or F) - 3, claimed or F)),
+        "key_frames": list(range(F)),
+    } | more
 
 
 def older_layer(**more):
     now = synthetic_caches.layer(F=9)
     matrix = now["full_frame_attention"].nan_to_num(0).half()
     matrix[:, 4, 2] = 0  # a real zero
-    keep = ("layer_index", "is_logits", "prompt", "num_frames", "frame_seq_length", "num_frame_per_block", "num_heads",
-            "block_sizes", "query_frames", "key_frames", "last_block_query_frames")
+    keep = (
+        "layer_index",
+        "is_logits",
+        "prompt",
+        "num_frames",
+        "frame_seq_length",
+        "num_frame_per_block",
+        "num_heads",
+        "block_sizes",
+        "query_frames",
+        "key_frames",
+        "last_block_query_frames",
+    )
     return {k: now[k] for k in keep} | {
         "full_frame_attention": matrix, "last_block_frame_attention": now["last_block_frame_attention"].half(),
     } | more  # fmt: skip
@@ -208,7 +251,9 @@ def test_older_figure4(tmp_path):
     assert (cache["format"], cache["weights"], cache["timestep"]) == ("figure4", "unknown", 1000.0)
     assert cache["query_frames"] == [18, 19, 20]
     assert cache["block_sizes"] == [3] * 7
-    assert torch.equal(cache["attention_weights"][0]["attn_logits"], older_figure4()["attention_weights"][0]["attn_logits"])
+    assert torch.equal(
+        cache["attention_weights"][0]["attn_logits"], older_figure4()["attention_weights"][0]["attn_logits"]
+    )
     save_cache(tmp_path / "new.pt", cache)  # what was read can be written, as of today
     assert same(load_cache(tmp_path / "new.pt"), cache)
 
@@ -257,9 +302,16 @@ def older_inference(blocks, passes, layers=(2, 4), window=None, S=5, H=3):
              "q_shape": torch.Size([1, size * S, H, 4]), "k_shape": torch.Size([1, Lk, H, 4])}
             for _ in range(passes) for layer in layers
         ]  # fmt: skip
-    return {"attention_weights": calls, "layer_indices": list(layers), "prompt": "x", "num_frames": sum(blocks),
-            "frame_seq_length": S, "num_frame_per_block": 3, "num_transformer_blocks": 8,
-            "config": {"denoising_step_list": OmegaConf.create([1000, 750, 500, 250])}}
+    return {
+        "attention_weights": calls,
+        "layer_indices": list(layers),
+        "prompt": "x",
+        "num_frames": sum(blocks),
+        "frame_seq_length": S,
+        "num_frame_per_block": 3,
+        "num_transformer_blocks": 8,
+        "config": {"denoising_step_list": OmegaConf.create([1000, 750, 500, 250])},
+    }
 
 
 def test_older_inference(tmp_path):
@@ -283,20 +335,33 @@ def test_older_inference_window_and_single_call(tmp_path):
     one["attention_weights"] = one["attention_weights"][-1:]
     torch.save(one, tmp_path / "c.pt")
     (call,) = load_cache(tmp_path / "c.pt")["attention_weights"]
-    assert (call["block"], call["step"], call["timestep"]) == (2, None, None)  # which pass it was, nobody knows
+    assert (call["block"], call["step"], call["timestep"]) == (
+        2,
+        None,
+        None,
+    )  # which pass it was, nobody knows
 
 
 def test_omegaconf_and_numpy_values(tmp_path):
     config = OmegaConf.create({"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None})
-    older = older_figure4(layer_indices=config.layers, config=config, num_frames=np.int64(21), prompt=np.str_("x"),
-                          key_frames=np.arange(21), frame_seq_length=np.int32(5), is_logits=np.bool_(True))
+    older = older_figure4(
+        layer_indices=config.layers,
+        config=config,
+        num_frames=np.int64(21),
+        prompt=np.str_("x"),
+        key_frames=np.arange(21),
+        frame_seq_length=np.int32(5),
+        is_logits=np.bool_(True),
+    )
     older["attention_weights"][0] |= {"num_heads": np.int64(3), "scale": np.float64(0.5)}
     torch.save(older, tmp_path / "c.pt")
     cache = load_cache(tmp_path / "c.pt")
     assert cache["config"] == {"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None}
     assert type(cache["prompt"]) is str
     assert cache["attention_weights"][0]["scale"] == 0.5
-    torch.save(older_layer(full_frame_attention=older_layer()["full_frame_attention"].numpy()), tmp_path / "c.pt")
+    torch.save(
+        older_layer(full_frame_attention=older_layer()["full_frame_attention"].numpy()), tmp_path / "c.pt"
+    )
     assert load_cache(tmp_path / "c.pt")["full_frame_attention"].isnan().any()
 
 

@@ -11,7 +11,15 @@ from wan.modules.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 
 MODEL_LAYERS = 4
-TINY = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 24, "text_len": 7, "num_heads": 3, "num_layers": MODEL_LAYERS}
+TINY = {
+    "dim": 48,
+    "ffn_dim": 64,
+    "freq_dim": 32,
+    "text_dim": 24,
+    "text_len": 7,
+    "num_heads": 3,
+    "num_layers": MODEL_LAYERS,
+}
 EVERYTHING = {
     "token logits": CaptureRequest(kinds=("self", "cross")),
     "token probabilities": CaptureRequest(kinds=("self", "cross"), is_logits=False),
@@ -28,7 +36,7 @@ def tiny_pipeline(dtype=torch.float32, device="cpu", seed=0, **kwargs) -> Causal
 
 def rollout(pipeline: CausalInferencePipeline, num_frames: int = 6) -> torch.Tensor:
     model, generator = pipeline.model, torch.Generator().manual_seed(1)
-    noise = torch.randn(1, num_frames, 16, 2, 10, generator=generator)                # 5 tokens a frame
+    noise = torch.randn(1, num_frames, 16, 2, 10, generator=generator)  # 5 tokens a frame
     renoise = torch.randn(3, *noise.shape, generator=generator)
     embeds = torch.randn(1, 4, TINY["text_dim"], generator=generator)
     noise, renoise, embeds = (x.to(model.device, model.dtype) for x in (noise, renoise, embeds))
@@ -86,12 +94,14 @@ def test_asking_for_a_layer_returns_that_layer(layer):
 
 def test_captured_weights_of_the_older_interface():
     pipeline = tiny_pipeline()
-    ATTENTION_WEIGHT_CAPTURE.enable(layer_indices=[2 * 1, 2 * 3 + 1], capture_logits=True, num_layers=2 * MODEL_LAYERS)
+    ATTENTION_WEIGHT_CAPTURE.enable(
+        layer_indices=[2 * 1, 2 * 3 + 1], capture_logits=True, num_layers=2 * MODEL_LAYERS
+    )
     rollout(pipeline)
     calls = ATTENTION_WEIGHT_CAPTURE.captured_weights
     ATTENTION_WEIGHT_CAPTURE.disable()
     assert ATTENTION_WEIGHT_CAPTURE.captured_weights == [] and not ATTENTION_WEIGHT_CAPTURE.active
-    assert [c["layer_idx"] for c in calls] == [2, 7] * (2 * 5)                          # 2 blocks of 5 passes
+    assert [c["layer_idx"] for c in calls] == [2, 7] * (2 * 5)  # 2 blocks of 5 passes
     assert [(c["block"], c["step"]) for c in calls[::2]] == [(b, s) for b in range(2) for s in range(5)]
     last = calls[-2]
     assert last["attn_weights"].shape == (1, 3, 15, 30) and last["attn_weights"].dtype == torch.float32
@@ -114,13 +124,19 @@ def test_none_means_every_call():
 
 
 def test_selection_by_layer_block_step_and_kind():
-    requests = (CaptureRequest(layers=[2], blocks=[1], steps=[0, 4]),
-                CaptureRequest(kinds=("cross",), blocks=[0], steps=[3], granularity="frame"))
+    requests = (
+        CaptureRequest(layers=[2], blocks=[1], steps=[0, 4]),
+        CaptureRequest(kinds=("cross",), blocks=[0], steps=[3], granularity="frame"),
+    )
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
         rollout(tiny_pipeline())
     assert [(c["layer"], c["kind"], c["block"], c["step"]) for c in calls if c["kind"] == "self"] == [
-        (2, "self", 1, 0), (2, "self", 1, 4)]
-    assert [(c["layer"], c["block"], c["step"]) for c in calls if c["kind"] == "cross"] == [(n, 0, 3) for n in range(4)]
+        (2, "self", 1, 0),
+        (2, "self", 1, 4),
+    ]
+    assert [(c["layer"], c["block"], c["step"]) for c in calls if c["kind"] == "cross"] == [
+        (n, 0, 3) for n in range(4)
+    ]
 
 
 def test_an_exception_leaves_no_trace():
@@ -130,7 +146,10 @@ def test_an_exception_leaves_no_trace():
         raise RuntimeError("in the middle of a rollout")
 
     pipeline = tiny_pipeline()
-    with pytest.raises(RuntimeError, match="in the middle"), ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):
+    with (
+        pytest.raises(RuntimeError, match="in the middle"),
+        ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"),
+    ):
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(1, 3, 16, 2, 10, generator=generator)
         pipeline.inference(noise, prompt_embeds=torch.randn(1, 4, 24), on_pass=fail)
@@ -148,47 +167,65 @@ def test_a_context_gives_back_what_was_enabled_before():
     assert {c["layer"] for c in inner} == {1} and {c["layer"] for c in outer} == {0} and len(outer) == 5
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"layer_indices": [8], "num_layers": 8}, "call index 8 is not in 0..7"),
-    ({"layer_indices": [-1], "num_layers": 8}, "call index -1"),
-    ({"layer_indices": [-1]}, "call index -1"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer_indices": [8], "num_layers": 8}, "call index 8 is not in 0..7"),
+        ({"layer_indices": [-1], "num_layers": 8}, "call index -1"),
+        ({"layer_indices": [-1]}, "call index -1"),
+    ],
+)
 def test_an_index_outside_is_refused_when_asked(arguments, message):
     with pytest.raises(ValueError, match=message):
         ATTENTION_WEIGHT_CAPTURE.enable(**arguments)
     assert not ATTENTION_WEIGHT_CAPTURE.active
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"layer_indices": [0], "num_layers": 60}, "num_layers=60.*num_layers=8"),
-    ({"num_layers": 60}, "num_layers=60"),
-    ({"layer_indices": [8]}, "call index 8 is not in 0..7"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layer_indices": [0], "num_layers": 60}, "num_layers=60.*num_layers=8"),
+        ({"num_layers": 60}, "num_layers=60"),
+        ({"layer_indices": [8]}, "call index 8 is not in 0..7"),
+    ],
+)
 def test_a_wrong_model_is_refused_before_the_rollout(arguments, message):
     ran = []
     pipeline = tiny_pipeline()
     try:
         ATTENTION_WEIGHT_CAPTURE.enable(**arguments)
         with pytest.raises(ValueError, match=message):
-            pipeline.inference(torch.randn(1, 3, 16, 2, 10), prompt_embeds=torch.randn(1, 4, 24), on_pass=lambda: ran.append(1))
-        with pytest.raises(ValueError, match=message):                                  # and without the pipeline
+            pipeline.inference(
+                torch.randn(1, 3, 16, 2, 10),
+                prompt_embeds=torch.randn(1, 4, 24),
+                on_pass=lambda: ran.append(1),
+            )
+        with pytest.raises(ValueError, match=message):  # and without the pipeline
             WanModel(**TINY)(torch.randn(1, 16, 3, 2, 10), torch.tensor([500.0]), torch.randn(1, 4, 24))
     finally:
         ATTENTION_WEIGHT_CAPTURE.disable()
     assert not ran
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"layers": [4]}, "layer 4 is not in 0..3"), ({"blocks": [2]}, "block 2 is not in 0..1"),
-    ({"steps": [5]}, "step 5 is not in 0..4"),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": [4]}, "layer 4 is not in 0..3"),
+        ({"blocks": [2]}, "block 2 is not in 0..1"),
+        ({"steps": [5]}, "step 5 is not in 0..4"),
+    ],
+)
 def test_a_request_outside_the_rollout_is_refused(fields, message):
     with pytest.raises(ValueError, match=message), ATTENTION_WEIGHT_CAPTURE.capture(**fields):
         rollout(tiny_pipeline())
 
 
 def test_a_request_that_makes_no_sense_is_refused():
-    for fields in ({"granularity": "pixel"}, {"kinds": ("both",)}, {"granularity": "key", "is_logits": False}):
+    for fields in (
+        {"granularity": "pixel"},
+        {"kinds": ("both",)},
+        {"granularity": "key", "is_logits": False},
+    ):
         with pytest.raises(ValueError):
             CaptureRequest(**fields)
 
@@ -208,7 +245,9 @@ def test_frame_means_of_the_cache_are_those_of_the_keys(device):
         rollout(pipeline, 12)
     for frame_call, token_call in zip(calls[::2], calls[1::2], strict=True):
         tokens = token_call["attn_weights"].double().unflatten(2, (-1, 5)).unflatten(4, (-1, 5))
-        torch.testing.assert_close(frame_call["frame_logits"].double(), tokens.mean((3, 5)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            frame_call["frame_logits"].double(), tokens.mean((3, 5)), atol=1e-5, rtol=0
+        )
 
 
 def test_captured_logits_are_those_of_generation():
@@ -216,8 +255,11 @@ def test_captured_logits_are_those_of_generation():
     arrays = golden_arrays("causal")
     pipeline = CausalInferencePipeline(golden_model())
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):
-        _, latents = pipeline.inference(arrays["blocks9/noise"], prompt_embeds=arrays["blocks9/prompt_embeds"],
-                                        renoise=arrays["blocks9/renoise"][:, None])
+        _, latents = pipeline.inference(
+            arrays["blocks9/noise"],
+            prompt_embeds=arrays["blocks9/prompt_embeds"],
+            renoise=arrays["blocks9/renoise"][:, None],
+        )
     torch.testing.assert_close(latents, arrays["blocks9/latents"], atol=2e-5, rtol=0)
 
 

@@ -21,8 +21,15 @@ GOLDEN_MODEL = ModelConfig(**{name: golden_config()["model"][name] for name in S
 def diffusers_model() -> WanTransformer3DModel:
     c = GOLDEN_MODEL
     return WanTransformer3DModel(
-        num_attention_heads=c.num_heads, attention_head_dim=c.head_dim, ffn_dim=c.ffn_dim, num_layers=c.num_layers,
-        freq_dim=c.freq_dim, text_dim=c.text_dim, in_channels=c.in_dim, out_channels=c.out_dim)
+        num_attention_heads=c.num_heads,
+        attention_head_dim=c.head_dim,
+        ffn_dim=c.ffn_dim,
+        num_layers=c.num_layers,
+        freq_dim=c.freq_dim,
+        text_dim=c.text_dim,
+        in_channels=c.in_dim,
+        out_channels=c.out_dim,
+    )
 
 
 def write_transformer(ckpt_dir, state, shards: int = 1) -> None:
@@ -30,9 +37,19 @@ def write_transformer(ckpt_dir, state, shards: int = 1) -> None:
     folder = ckpt_dir / "transformer"
     folder.mkdir()
     c = GOLDEN_MODEL
-    config = {"num_attention_heads": c.num_heads, "attention_head_dim": c.head_dim, "ffn_dim": c.ffn_dim, "eps": c.eps,
-              "num_layers": c.num_layers, "freq_dim": c.freq_dim, "text_dim": c.text_dim, "in_channels": c.in_dim,
-              "out_channels": c.out_dim, "patch_size": list(c.patch_size), "text_len": c.text_len}
+    config = {
+        "num_attention_heads": c.num_heads,
+        "attention_head_dim": c.head_dim,
+        "ffn_dim": c.ffn_dim,
+        "eps": c.eps,
+        "num_layers": c.num_layers,
+        "freq_dim": c.freq_dim,
+        "text_dim": c.text_dim,
+        "in_channels": c.in_dim,
+        "out_channels": c.out_dim,
+        "patch_size": list(c.patch_size),
+        "text_len": c.text_len,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     name = "diffusion_pytorch_model"
     if shards == 1:
@@ -64,7 +81,10 @@ def test_the_keys_of_the_real_model():
     ours = {name: list(value.shape) for name, value in state.items()}
     expected = dict(published["top_level"])
     for i in range(published["num_blocks"]):
-        expected |= {published["block_prefix"].format(i=i) + name: shape for name, shape in published["per_block"].items()}
+        expected |= {
+            published["block_prefix"].format(i=i) + name: shape
+            for name, shape in published["per_block"].items()
+        }
     assert ours == expected and len(ours) == published["num_keys"] == 825
 
 
@@ -78,14 +98,16 @@ def test_names_there_and_back(native):
 def test_diffusers_computes_the_same_flow(native):
     """A second oracle for the bidirectional model, with weights that went through the name table."""
     theirs = diffusers_model()
-    theirs.load_state_dict({name: value.float() for name, value in checkpoint.to_diffusers_names(native).items()})
+    theirs.load_state_dict(
+        {name: value.float() for name, value in checkpoint.to_diffusers_names(native).items()}
+    )
     generator = torch.Generator().manual_seed(0)
     x, text = torch.randn(2, 16, 4, 6, 10, generator=generator), torch.randn(2, 32, 64, generator=generator)
     t = torch.tensor([999.0, 140.0])
     with torch.no_grad():
         expected = theirs(x, t, text, return_dict=False)[0]
         found = golden_model(WanModel)(x, t, text)
-    assert (found - expected).abs().max() < 1e-4       # measured 5e-5: diffusers' sinusoid is float32
+    assert (found - expected).abs().max() < 1e-4  # measured 5e-5: diffusers' sinusoid is float32
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -108,12 +130,16 @@ def test_text_len_is_512_where_the_directory_does_not_say(tmp_path, native):
     assert checkpoint.read_model_config(tmp_path).text_len == 512
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda s: {"generator_ema": {f"model.{k}": v for k, v in s.items()}, "generator": {}},
-    lambda s: {"generator": {f"model._fsdp_wrapped_module.{k}": v for k, v in s.items()}},
-    lambda s: {f"_orig_mod.{k}": v for k, v in s.items()},
-    lambda s: {k.replace("blocks.", "blocks._checkpoint_wrapped_module."): v for k, v in s.items()},
-], ids=["ema", "generator only", "bare", "checkpoint wrapped"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: {"generator_ema": {f"model.{k}": v for k, v in s.items()}, "generator": {}},
+        lambda s: {"generator": {f"model._fsdp_wrapped_module.{k}": v for k, v in s.items()}},
+        lambda s: {f"_orig_mod.{k}": v for k, v in s.items()},
+        lambda s: {k.replace("blocks.", "blocks._checkpoint_wrapped_module."): v for k, v in s.items()},
+    ],
+    ids=["ema", "generator only", "bare", "checkpoint wrapped"],
+)
 def test_self_forcing_checkpoints(tmp_path, native, wrap):
     torch.save(wrap(native), tmp_path / "sf.pt")
     state = checkpoint.read_self_forcing_state(tmp_path / "sf.pt")
@@ -121,7 +147,10 @@ def test_self_forcing_checkpoints(tmp_path, native, wrap):
 
 
 def test_ema_or_not(tmp_path, native):
-    torch.save({"generator_ema": {"model.a": torch.ones(1)}, "generator": {"model.a": torch.zeros(1)}}, tmp_path / "sf.pt")
+    torch.save(
+        {"generator_ema": {"model.a": torch.ones(1)}, "generator": {"model.a": torch.zeros(1)}},
+        tmp_path / "sf.pt",
+    )
     assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema=True)["a"] == 1
     assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema=False)["a"] == 0
 
@@ -140,25 +169,35 @@ def test_all_that_does_not_fit_is_reported(native):
         checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, native, "sf.pt")
     assert str(caught.value) == (
         "sf.pt does not fit the model: 1 of 150 keys missing: head.head.bias; 1 of 150 keys unexpected: lora; "
-        f"1 of 150 keys of another shape: head.modulation [3] instead of {[1, 2, GOLDEN_MODEL.dim]}")
+        f"1 of 150 keys of another shape: head.modulation [3] instead of {[1, 2, GOLDEN_MODEL.dim]}"
+    )
 
 
 def test_weights_are_mapped_not_copied(tmp_path, native):
     """On the CPU in the file's dtype a model's parameters are the pages of the file themselves."""
     save_file(native, tmp_path / "w.safetensors")
     state = checkpoint.read_safetensors(tmp_path / "w.safetensors")
-    model = checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "w", next(iter(native.values())).dtype)
-    maps = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("w.safetensors")]
+    model = checkpoint.build_model(
+        CausalWanModel, GOLDEN_MODEL, state, "w", next(iter(native.values())).dtype
+    )
+    maps = [
+        line.split()[0]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith("w.safetensors")
+    ]
     spans = [tuple(int(end, 16) for end in span.split("-")) for span in maps]
     assert spans and all(any(start <= p.data_ptr() < end for start, end in spans) for p in model.parameters())
 
 
-@pytest.mark.parametrize(("spoil", "message"), [
-    (lambda s: s.pop("head.head.bias"), "1 of 150 keys missing: head.head.bias"),
-    (lambda s: s.update(lora=torch.ones(1)), "1 of 150 keys unexpected: lora"),
-    (lambda s: s.update({"head.head.bias": torch.ones(3)}), r"head.head.bias \[3\] instead of \[64\]"),
-    (lambda s: [s.pop(k) for k in list(s) if "ffn" in k], "20 of 150 keys missing: .* and 17 more"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda s: s.pop("head.head.bias"), "1 of 150 keys missing: head.head.bias"),
+        (lambda s: s.update(lora=torch.ones(1)), "1 of 150 keys unexpected: lora"),
+        (lambda s: s.update({"head.head.bias": torch.ones(3)}), r"head.head.bias \[3\] instead of \[64\]"),
+        (lambda s: [s.pop(k) for k in list(s) if "ffn" in k], "20 of 150 keys missing: .* and 17 more"),
+    ],
+)
 def test_what_does_not_fit_is_named(native, spoil, message):
     spoil(native)
     with pytest.raises(CheckpointError, match=message) as caught:

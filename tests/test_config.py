@@ -7,16 +7,30 @@ from hypothesis import strategies as st
 from wan.config import MODELS, ConfigError, ModelConfig, RunConfig, block_ranges, block_sizes, load_config
 
 
-@pytest.mark.parametrize(("frames", "per_block", "independent", "expected"), [
-    (21, 3, False, [3] * 7), (19, 3, True, [1] + [3] * 6), (1, 3, True, [1]), (3, 1, False, [1, 1, 1]),
-    (72, 3, False, [3] * 24)])
+@pytest.mark.parametrize(
+    ("frames", "per_block", "independent", "expected"),
+    [
+        (21, 3, False, [3] * 7),
+        (19, 3, True, [1] + [3] * 6),
+        (1, 3, True, [1]),
+        (3, 1, False, [1, 1, 1]),
+        (72, 3, False, [3] * 24),
+    ],
+)
 def test_block_sizes(frames, per_block, independent, expected):
     assert block_sizes(frames, per_block, independent) == expected
 
 
-@pytest.mark.parametrize(("frames", "independent", "message"), [
-    (20, False, "try 18 or 21"), (21, True, "independent first frame; try 19 or 22"), (0, False, "try 3 or 6"),
-    (2, False, "try 3 or 6"), (-4, True, "try 1 or 4")])
+@pytest.mark.parametrize(
+    ("frames", "independent", "message"),
+    [
+        (20, False, "try 18 or 21"),
+        (21, True, "independent first frame; try 19 or 22"),
+        (0, False, "try 3 or 6"),
+        (2, False, "try 3 or 6"),
+        (-4, True, "try 1 or 4"),
+    ],
+)
 def test_frames_that_do_not_fit_name_those_that_do(frames, independent, message):
     with pytest.raises(ConfigError, match=message):
         block_sizes(frames, 3, independent)
@@ -42,8 +56,14 @@ def test_the_released_models():
         small.tokens_per_frame(61, 104)
 
 
-@pytest.mark.parametrize("sizes", [{"dim": 100, "num_heads": 12}, {"dim": 36, "num_heads": 12},
-                                   {"dim": 192, "num_heads": 12, "patch_size": (2, 2, 2)}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dim": 100, "num_heads": 12},
+        {"dim": 36, "num_heads": 12},
+        {"dim": 192, "num_heads": 12, "patch_size": (2, 2, 2)},
+    ],
+)
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(ConfigError):
         ModelConfig(ffn_dim=8, num_layers=1, **sizes)
@@ -52,7 +72,12 @@ def test_impossible_sizes_are_refused(sizes):
 @pytest.mark.parametrize("name", ["self_forcing_dmd.yaml", "wan_mini.yaml"])
 def test_shipped_configs(name):
     config = load_config(f"configs/{name}")
-    assert config.num_frames == 21 and config.block_sizes == [3] * 7 and config.num_passes == 5 and config.seed == 42
+    assert (
+        config.num_frames == 21
+        and config.block_sizes == [3] * 7
+        and config.num_passes == 5
+        and config.seed == 42
+    )
 
 
 def test_flags_override_the_yaml_and_none_does_not(tmp_path):
@@ -62,9 +87,15 @@ def test_flags_override_the_yaml_and_none_does_not(tmp_path):
     assert (config.seed, config.num_frames, config.prompt) == (1, 9, RunConfig().prompt)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("num_frame: 9\n", "unknown key 'num_frame'; known keys: .*num_frames"), ("num_frames: many\n", "num_frames"),
-    ("- 1\n", "mapping"), ("a: [\n", "not a YAML")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_frame: 9\n", "unknown key 'num_frame'; known keys: .*num_frames"),
+        ("num_frames: many\n", "num_frames"),
+        ("- 1\n", "mapping"),
+        ("a: [\n", "not a YAML"),
+    ],
+)
 def test_bad_yaml_is_one_clear_line(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     path.write_text(text)

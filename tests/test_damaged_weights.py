@@ -26,8 +26,16 @@ def real(tmp_path, monkeypatch):
     states = torch.randn(1, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim)
     torch.save({"prompt_embeds": states}, tmp_path / "states.pt")
     (tmp_path / "c.yaml").write_text("model: small\nheight: 4\nwidth: 4\nnum_frames: 3\nembeds_dir: null\n")
-    return ["--config_path", str(tmp_path / "c.yaml"), "--ckpt_dir", str(tmp_path / "wan"), "--device", "cpu",
-            "--output_path", str(tmp_path / "out/atlas.pt")]
+    return [
+        "--config_path",
+        str(tmp_path / "c.yaml"),
+        "--ckpt_dir",
+        str(tmp_path / "wan"),
+        "--device",
+        "cpu",
+        "--output_path",
+        str(tmp_path / "out/atlas.pt"),
+    ]
 
 
 def shard(folder):
@@ -57,35 +65,63 @@ def states_flags(folder):
 BASE, TUNED = ["--no_checkpoint"], ["--checkpoint_path", "sf.pt"]
 
 
-@pytest.mark.parametrize(("flags", "spoil", "message"), [
-    (BASE, lambda f: shard(f).unlink(), "model-00002.safetensors not found; run: hf download"),
-    (BASE, lambda f: truncate(shard(f)), "model-00002.safetensors cannot be read: "),
-    (BASE, lambda f: other_model(shard(f)), "1 of 150 keys unexpected: unet.conv_in.weight"),
-    (BASE, lambda f: shard(f).write_bytes(b""), "model-00002.safetensors cannot be read: "),
-    (BASE, lambda f: checkpoint.transformer_file(f / "wan").write_text('{"weight_map": {}}'), "not an index of shards"),
-    (BASE, lambda f: checkpoint.transformer_file(f / "wan").write_text("{"), "is not JSON"),
-    (TUNED, lambda f: (f / "sf.pt").unlink(), "sf.pt not found; run: hf download"),
-    (TUNED, lambda f: truncate(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
-    (TUNED, lambda f: code_in_a_pickle(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
-    (TUNED, lambda f: torch.save({"generator": {"model.unet.w": torch.ones(2)}}, f / "sf.pt"),
-     r"150 of 150 keys missing: .* and 147 more; 1 of 150 keys unexpected: unet.w"),
-    (TUNED, lambda f: torch.save({"critic": {"a": torch.ones(2)}}, f / "sf.pt"), "holds no state dict of tensors, but: critic"),
-])
+@pytest.mark.parametrize(
+    ("flags", "spoil", "message"),
+    [
+        (BASE, lambda f: shard(f).unlink(), "model-00002.safetensors not found; run: hf download"),
+        (BASE, lambda f: truncate(shard(f)), "model-00002.safetensors cannot be read: "),
+        (BASE, lambda f: other_model(shard(f)), "1 of 150 keys unexpected: unet.conv_in.weight"),
+        (BASE, lambda f: shard(f).write_bytes(b""), "model-00002.safetensors cannot be read: "),
+        (
+            BASE,
+            lambda f: checkpoint.transformer_file(f / "wan").write_text('{"weight_map": {}}'),
+            "not an index of shards",
+        ),
+        (BASE, lambda f: checkpoint.transformer_file(f / "wan").write_text("{"), "is not JSON"),
+        (TUNED, lambda f: (f / "sf.pt").unlink(), "sf.pt not found; run: hf download"),
+        (TUNED, lambda f: truncate(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
+        (TUNED, lambda f: code_in_a_pickle(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
+        (
+            TUNED,
+            lambda f: torch.save({"generator": {"model.unet.w": torch.ones(2)}}, f / "sf.pt"),
+            r"150 of 150 keys missing: .* and 147 more; 1 of 150 keys unexpected: unet.w",
+        ),
+        (
+            TUNED,
+            lambda f: torch.save({"critic": {"a": torch.ones(2)}}, f / "sf.pt"),
+            "holds no state dict of tensors, but: critic",
+        ),
+    ],
+)
 def test_transformers(tmp_path, real, capfd, flags, spoil, message):
     spoil(tmp_path)
     flags = [str(tmp_path / flag) if flag == "sf.pt" else flag for flag in flags]
     refused(tmp_path, [*real, *flags, *states_flags(tmp_path)], capfd, message)
 
 
-@pytest.mark.parametrize(("spoil", "message"), [
-    (lambda path: None, f"{native.UMT5_FILE} not found; run: hf download"),
-    (lambda path: torch.save({"blocks.0.norm1.weight": torch.ones(2)}, path), "keys missing: shared.weight.* of another shape"),
-    (code_in_a_pickle, f"{native.UMT5_FILE} cannot be read as a checkpoint of tensors"),
-    (lambda path: (torch.save({"a": torch.ones(999)}, path), truncate(path)), "cannot be read as a checkpoint of tensors"),
-    (lambda path: (torch.save({}, path), shutil.rmtree(path.parent / native.TOKENIZER_DIR)), "umt5-xxl not found; run"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: None, f"{native.UMT5_FILE} not found; run: hf download"),
+        (
+            lambda path: torch.save({"blocks.0.norm1.weight": torch.ones(2)}, path),
+            "keys missing: shared.weight.* of another shape",
+        ),
+        (code_in_a_pickle, f"{native.UMT5_FILE} cannot be read as a checkpoint of tensors"),
+        (
+            lambda path: (torch.save({"a": torch.ones(999)}, path), truncate(path)),
+            "cannot be read as a checkpoint of tensors",
+        ),
+        (
+            lambda path: (torch.save({}, path), shutil.rmtree(path.parent / native.TOKENIZER_DIR)),
+            "umt5-xxl not found; run",
+        ),
+    ],
+)
 def test_text_encoders(tmp_path, real, monkeypatch, capfd, spoil, message):
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: 10**12)     # these are the real sizes, and never loaded
+    monkeypatch.setattr(
+        memory, "free_host_bytes", lambda: 10**12
+    )  # these are the real sizes, and never loaded
     shutil.copytree(benchmark_real.TOKENIZER, tmp_path / "wan" / native.TOKENIZER_DIR)
     spoil(tmp_path / "wan" / native.UMT5_FILE)
     refused(tmp_path, [*real, *BASE], capfd, message)
@@ -98,7 +134,9 @@ def refused(folder, argv, capfd, message):
     errors = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("warning: ")]
     assert ended.value.code == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
     assert re.search(message, errors[0]), errors[0]
-    assert [p for p in sorted(folder.rglob("*")) if p not in before and p != folder / "out"] == []      # no cache, lock or part
+    assert [
+        p for p in sorted(folder.rglob("*")) if p not in before and p != folder / "out"
+    ] == []  # no cache, lock or part
 
 
 def test_what_is_whole_runs(tmp_path, real):

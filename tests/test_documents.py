@@ -8,8 +8,16 @@ from conftest import ROOT
 from experiments import formats
 
 EXTRACTION, NOTEBOOKS = ((ROOT / folder / "README.md").read_text() for folder in ("experiments", "notebooks"))
-SCRIPTS = ["cli", "run_extraction", "run_extraction_all", "run_extraction_each", "run_extraction_figure4",
-           "layers_from_atlas", "extract_attention_wan", "match_curve"]
+SCRIPTS = [
+    "cli",
+    "run_extraction",
+    "run_extraction_all",
+    "run_extraction_each",
+    "run_extraction_figure4",
+    "layers_from_atlas",
+    "extract_attention_wan",
+    "match_curve",
+]
 
 
 def fields(declared):
@@ -29,7 +37,10 @@ def test_every_flag_is_explained(script):
 def test_every_field_is_explained(kind):
     explained = set(re.findall(r"`(\w+)`", EXTRACTION))
     assert set(fields(formats.FORMATS[kind].fields)) <= explained
-    assert f"`{formats.FORMATS[kind].script}`" in EXTRACTION and f"`{formats.FORMATS[kind].notebook}`" in NOTEBOOKS
+    assert (
+        f"`{formats.FORMATS[kind].script}`" in EXTRACTION
+        and f"`{formats.FORMATS[kind].notebook}`" in NOTEBOOKS
+    )
 
 
 def test_every_figure_and_default_is_explained():
@@ -48,6 +59,8 @@ def test_every_figure_and_default_is_explained():
 def test_headings_are_in_both_languages_and_links_lead_somewhere(text):
     headings = [line for line in text.split("\n") if line.startswith("#")]
     assert len(headings) > 5
-    assert all(re.search(r"[\u4e00-\u9fff]", heading) and re.search(r"[A-Za-z]", heading) for heading in headings)
+    assert all(
+        re.search(r"[\u4e00-\u9fff]", heading) and re.search(r"[A-Za-z]", heading) for heading in headings
+    )
     for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
         assert (ROOT / "notebooks" / target).is_file()

@@ -14,9 +14,15 @@ from conftest import ROOT
 MODEL, TUNED = "Wan-AI/Wan2.1-T2V-1.3B", "gdhe17/Self-Forcing"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 COMMIT = "0" * 40
-FILES = {MODEL: {"config.json": b"{}", WEIGHTS: os.urandom(3 << 20), "models_t5_umt5-xxl-enc-bf16.pth": os.urandom(2 << 20),
-                 "Wan2.1_VAE.pth": os.urandom(1 << 20)},
-         TUNED: {"checkpoints/self_forcing_dmd.pt": os.urandom(1 << 20), "checkpoints/other.pt": b"not asked for"}}
+FILES = {
+    MODEL: {
+        "config.json": b"{}",
+        WEIGHTS: os.urandom(3 << 20),
+        "models_t5_umt5-xxl-enc-bf16.pth": os.urandom(2 << 20),
+        "Wan2.1_VAE.pth": os.urandom(1 << 20),
+    },
+    TUNED: {"checkpoints/self_forcing_dmd.pt": os.urandom(1 << 20), "checkpoints/other.pt": b"not asked for"},
+}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -37,28 +43,41 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if listing := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/\w+", path):
             files = FILES[listing[1]]
-            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in files.items()]
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in files.items()
+            ]
             about = {"id": listing[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
             self.send(200, json.dumps(tree if listing[2] == "tree" else about).encode())
-        elif (wanted := re.fullmatch(r"/([^/]+/[^/]+)/resolve/\w+/(.+)", path)) and wanted[2] in FILES.get(wanted[1], {}):
+        elif (wanted := re.fullmatch(r"/([^/]+/[^/]+)/resolve/\w+/(.+)", path)) and wanted[2] in FILES.get(
+            wanted[1], {}
+        ):
             self.send_file(wanted[2], FILES[wanted[1]][wanted[2]])
         else:
             self.send(404, b"")
 
     def send_file(self, name: str, data: bytes):
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         if self.command == "HEAD":
             self.send(200, data, headers)
             return
         start = int(re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "bytes=0-"))[1])
         broken = self.server.broken and name == WEIGHTS
-        if broken and start:                        # it stays away until the next run
+        if broken and start:  # it stays away until the next run
             self.send(404, b"")
             return
-        part = data[start:len(data) // 2 if broken else None]
+        part = data[start : len(data) // 2 if broken else None]
         self.server.sent.append((name, start, len(part)))
-        self.send(206 if start else 200, part, headers | {"Content-Length": str(len(data) - start)} | (
-            {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}))
+        self.send(
+            206 if start else 200,
+            part,
+            headers
+            | {"Content-Length": str(len(data) - start)}
+            | ({"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}),
+        )
         self.close_connection = broken
 
     def send(self, code: int, body: bytes, headers: dict[str, str] | None = None):
@@ -83,18 +102,28 @@ def hub():
 
 
 def download(hub, tmp_path, *flags, answer=""):
-    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1"}
+    home = {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "NO_PROXY": "127.0.0.1",
+    }
     command = ["bash", str(ROOT / "experiments/download_weights.sh"), *flags]
-    return subprocess.run(command, input=answer, capture_output=True, text=True, timeout=120, env=os.environ | home)
+    return subprocess.run(
+        command, input=answer, capture_output=True, text=True, timeout=120, env=os.environ | home
+    )
 
 
 def fetched(folder) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and ".cache" not in path.parts}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and ".cache" not in path.parts
+    }
 
 
 WHOLE = {f"wan_models/Wan2.1-T2V-1.3B/{name}": data for name, data in FILES[MODEL].items()} | {
-    "checkpoints/self_forcing_dmd.pt": FILES[TUNED]["checkpoints/self_forcing_dmd.pt"]}
+    "checkpoints/self_forcing_dmd.pt": FILES[TUNED]["checkpoints/self_forcing_dmd.pt"]
+}
 
 
 @pytest.mark.parametrize("answer", ["", "n\n", "what?\n"])
@@ -109,8 +138,13 @@ def test_what_was_stopped_goes_on_and_nothing_is_fetched_twice(hub, tmp_path):
     here, size = tmp_path / "here", len(FILES[MODEL][WEIGHTS])
     hub.broken = True
     done = download(hub, tmp_path, "--yes", str(here))
-    assert done.returncode == 1 and f"error: {WEIGHTS} did not arrive whole; the same command goes on" in done.stderr
-    assert (WEIGHTS, 0, size // 2) in hub.sent and f"wan_models/Wan2.1-T2V-1.3B/{WEIGHTS}" not in fetched(here)
+    assert (
+        done.returncode == 1
+        and f"error: {WEIGHTS} did not arrive whole; the same command goes on" in done.stderr
+    )
+    assert (WEIGHTS, 0, size // 2) in hub.sent and f"wan_models/Wan2.1-T2V-1.3B/{WEIGHTS}" not in fetched(
+        here
+    )
     hub.broken, hub.sent[:] = False, []
     done = download(hub, tmp_path, str(here), answer="y\n")
     assert done.returncode == 0, done.stderr
@@ -118,7 +152,7 @@ def test_what_was_stopped_goes_on_and_nothing_is_fetched_twice(hub, tmp_path):
     sent = {name: [] for name, *_ in hub.sent}
     for name, start, length in hub.sent:
         sent[name].append((start, length))
-    assert sent[WEIGHTS] == [(size // 2, size - size // 2)]                     # the second half, once
+    assert sent[WEIGHTS] == [(size // 2, size - size // 2)]  # the second half, once
     whole = {name: [(0, len(data))] for files in FILES.values() for name, data in files.items()}
     del whole["checkpoints/other.pt"]
     assert sent == whole | {WEIGHTS: sent[WEIGHTS]}
@@ -144,4 +178,9 @@ def test_the_places_are_those_of_the_default_config():
 @pytest.mark.parametrize("flags", [["--no"], ["--yes", "a", "b"]])
 def test_bad_flags(hub, tmp_path, flags):
     done = download(hub, tmp_path, *flags)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not hub.sent
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: ")
+        and done.stderr.count("\n") == 1
+        and not hub.sent
+    )

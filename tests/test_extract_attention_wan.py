@@ -33,17 +33,33 @@ def by_shell(tmp_path_factory) -> tuple[dict, str]:
 
 def test_the_layer_cache(by_shell):
     cache, said = by_shell
-    assert (cache["format"], cache["layer_index"], cache["weights"], cache["model"]) == ("layer", 7, "base", "wan-mini")
-    assert (cache["num_frames"], cache["orig_num_frames"], cache["vae_stride_t"], cache["block_sizes"]) == (6, 21, 4, [6])
+    assert (cache["format"], cache["layer_index"], cache["weights"], cache["model"]) == (
+        "layer",
+        7,
+        "base",
+        "wan-mini",
+    )
+    assert (cache["num_frames"], cache["orig_num_frames"], cache["vae_stride_t"], cache["block_sizes"]) == (
+        6,
+        21,
+        4,
+        [6],
+    )
     assert (cache["step"], cache["timestep"], cache["is_clean_pass"]) == (0, 999.0, False)
     assert (cache["num_steps"], cache["guidance_scale"], cache["timestep_shift"]) == (50, 1.5, 5.0)
     assert (cache["config"], cache["device"], cache["dtype"]) == ({"height": 8, "width": 8}, "cpu", "float32")
-    assert {"diffusion_pytorch_model.safetensors", "tokenizer.json"} <= {file["name"] for file in cache["files"]}
-    assert cache["weights_file"] == "diffusion_pytorch_model.safetensors" and cache["last_block_query_frames"] == [3, 4, 5]
+    assert {"diffusion_pytorch_model.safetensors", "tokenizer.json"} <= {
+        file["name"] for file in cache["files"]
+    }
+    assert cache["weights_file"] == "diffusion_pytorch_model.safetensors" and cache[
+        "last_block_query_frames"
+    ] == [3, 4, 5]
     full, uncond = cache["full_frame_attention"], cache["full_frame_attention_uncond"]
     assert full.shape == uncond.shape == (12, 6, 6) and full.isfinite().all() and uncond.isfinite().all()
     torch.testing.assert_close(cache["last_block_frame_attention"], full[:, 3:].mean(1))
-    assert said.splitlines()[-1].startswith("next: open notebooks/extract_all_attention.ipynb and set DATA_PATH = ")
+    assert said.splitlines()[-1].startswith(
+        "next: open notebooks/extract_all_attention.ipynb and set DATA_PATH = "
+    )
 
 
 def test_nothing_is_context_in_a_bidirectional_run(by_shell):
@@ -53,7 +69,9 @@ def test_nothing_is_context_in_a_bidirectional_run(by_shell):
 
 
 def test_the_atlases_of_both_branches(tmp_path):
-    extract_attention_wan.run([*SHORT, "--all_layers", "--step", "first", "last", "--output_dir", str(tmp_path)])
+    extract_attention_wan.run(
+        [*SHORT, "--all_layers", "--step", "first", "last", "--output_dir", str(tmp_path)]
+    )
     cond, uncond = (load_cache(tmp_path / f"atlas_base{name}.pt") for name in ("", "_uncond"))
     assert (cond["branch"], uncond["branch"]) == ("cond", "uncond") and cond["layers"] == list(range(8))
     assert cond["pass_steps"] == [0, 3] and cond["pass_timesteps"][0] == 999
@@ -79,7 +97,9 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
 def test_a_directory_chooses_its_settings(monkeypatch):
     sizes = dict(MODELS)
     mini = extraction_base.checkpoint.read_model_config
-    monkeypatch.setattr(extraction_base.checkpoint, "read_model_config", lambda path: sizes.get(str(path)) or mini(path))
+    monkeypatch.setattr(
+        extraction_base.checkpoint, "read_model_config", lambda path: sizes.get(str(path)) or mini(path)
+    )
     for name, shift, guidance in (("Wan2.1-T2V-1.3B", 8, 6), ("Wan2.1-T2V-14B", 5, 5)):
         config = load_config(extraction_base.config_for(name))
         assert (config.model, config.base.shift, config.base.guidance_scale) == (name, shift, guidance)
@@ -91,7 +111,9 @@ def test_a_directory_chooses_its_settings(monkeypatch):
 
 
 def test_a_config_is_enough(tmp_path):
-    extract_attention_wan.run(["--config_path", "configs/wan_mini.yaml", *SHORT[2:], "--output_dir", str(tmp_path)])
+    extract_attention_wan.run(
+        ["--config_path", "configs/wan_mini.yaml", *SHORT[2:], "--output_dir", str(tmp_path)]
+    )
     assert load_cache(tmp_path / "layer7.pt")["model"] == "wan-mini"
 
 
@@ -100,20 +122,23 @@ def test_video_frames(video, latent):
     assert latent_frames(video) == latent
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--num_frames", "20"], r"20 video frames are not 4n \+ 1; try 17 or 21"),
-    (["--num_frames", "0"], "0 video frames are not .* try 1 or 5"),
-    (["--layer_index", "8"], r"layer 8 is not in 0\.\.7"),
-    (["--step", "50"], r"step '50' is not first, last, all or in 0\.\.49"),
-    (["--step", "middle"], "step 'middle' is not first, last"),
-    (["--step", "first", "last"], "a layer cache holds one step, not 2"),
-    (["--all_layers", "--layer_index", "1"], "exclude each other"),
-    (["--num_steps", "0"], "num_steps must be at least 1"),
-    (["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: hf download"),
-    (["--config_path", "no.yaml"], "config no.yaml not found"),
-    (["--frames", "21"], "unrecognized arguments: --frames 21"),
-    (["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_frames", "20"], r"20 video frames are not 4n \+ 1; try 17 or 21"),
+        (["--num_frames", "0"], "0 video frames are not .* try 1 or 5"),
+        (["--layer_index", "8"], r"layer 8 is not in 0\.\.7"),
+        (["--step", "50"], r"step '50' is not first, last, all or in 0\.\.49"),
+        (["--step", "middle"], "step 'middle' is not first, last"),
+        (["--step", "first", "last"], "a layer cache holds one step, not 2"),
+        (["--all_layers", "--layer_index", "1"], "exclude each other"),
+        (["--num_steps", "0"], "num_steps must be at least 1"),
+        (["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: hf download"),
+        (["--config_path", "no.yaml"], "config no.yaml not found"),
+        (["--frames", "21"], "unrecognized arguments: --frames 21"),
+        (["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(flags, message, tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
         cli.main(extract_attention_wan.run, [*MINI, "--output_dir", str(tmp_path / "out"), *flags])
@@ -123,5 +148,7 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, message, tmp_path, capfd):
 
 
 def test_the_shell_script_without_a_directory():
-    done = subprocess.run(["bash", "experiments/extract_attention.sh"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "experiments/extract_attention.sh"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr.startswith("error: usage") and done.stderr.count("\n") == 1

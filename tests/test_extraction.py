@@ -42,12 +42,13 @@ def caches(tmp_path_factory) -> dict[str, dict]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         for name, script, flags in (
-                ("token", run_extraction_figure4, []),
-                ("probabilities", run_extraction_figure4, ["--capture", "probabilities"]),
-                ("key", run_extraction_figure4, ["--granularity", "key"]),
-                ("frame", run_extraction_figure4, ["--granularity", "frame"]),
-                ("layer", run_extraction_each, ["--layer_index", "5"]),
-                ("atlas", run_extraction_all, ["--key_curve", "--cross"])):
+            ("token", run_extraction_figure4, []),
+            ("probabilities", run_extraction_figure4, ["--capture", "probabilities"]),
+            ("key", run_extraction_figure4, ["--granularity", "key"]),
+            ("frame", run_extraction_figure4, ["--granularity", "frame"]),
+            ("layer", run_extraction_each, ["--layer_index", "5"]),
+            ("atlas", run_extraction_all, ["--key_curve", "--cross"]),
+        ):
             made[name] = extract(script, folder / f"{name}.pt", *MINI, *flags)
     return made
 
@@ -58,7 +59,11 @@ def test_the_figure4_cache(caches):
     assert (cache["num_frames"], cache["block_sizes"], cache["frame_seq_length"]) == (21, [3] * 7, 16)
     assert (cache["query_frames"], cache["key_frames"]) == ([18, 19, 20], list(range(21)))
     assert (cache["step"], cache["timestep"], cache["is_clean_pass"]) == (0, 1000.0, False)
-    assert (cache["model"], cache["weights"], cache["weights_file"]) == ("wan-mini", "checkpoint", "self_forcing_mini.pt")
+    assert (cache["model"], cache["weights"], cache["weights_file"]) == (
+        "wan-mini",
+        "checkpoint",
+        "self_forcing_mini.pt",
+    )
     assert len(cache["weights_sha256"]) == 64 and cache["seed"] == 42 and "circle" in cache["prompt"]
     for entry, layer in zip(cache["attention_weights"], (1, 5), strict=True):
         assert entry["layer_idx"] == layer and entry["last_block_start_frame"] == 18
@@ -73,9 +78,13 @@ def test_granularities_agree(caches):
         token, key, frame, prob = (caches[name]["attention_weights"][i] for name in names)
         from_tokens = frames.frame_means(token["attn_logits"][0], S)
         scale = frame["frame_logits"].abs().max()
-        torch.testing.assert_close(from_tokens, frame["frame_logits"], atol=2 ** -10 * scale, rtol=0)
-        torch.testing.assert_close(key["key_curve"], token["attn_logits"][0].float().mean(1), atol=2 ** -9 * scale, rtol=0)
-        torch.testing.assert_close(frames.frame_mass(prob["attn_weights"][0], S), frame["frame_mass"], atol=1e-6, rtol=0)
+        torch.testing.assert_close(from_tokens, frame["frame_logits"], atol=2**-10 * scale, rtol=0)
+        torch.testing.assert_close(
+            key["key_curve"], token["attn_logits"][0].float().mean(1), atol=2**-9 * scale, rtol=0
+        )
+        torch.testing.assert_close(
+            frames.frame_mass(prob["attn_weights"][0], S), frame["frame_mass"], atol=1e-6, rtol=0
+        )
         assert torch.equal(atlas["frame_logits"][layer, 0, :, 18:], frame["frame_logits"])
         assert torch.equal(atlas["frame_mass"][layer, 0, :, 18:], frame["frame_mass"])
         assert torch.equal(atlas["key_curve"][layer, 0], key["key_curve"].half())
@@ -84,23 +93,35 @@ def test_granularities_agree(caches):
 def test_the_layer_cache_is_a_slice_of_the_atlas(caches):
     layer, atlas = caches["layer"], caches["atlas"]
     assert layer["layer_index"] == 5 and layer["last_block_query_frames"] == [18, 19, 20]
-    torch.testing.assert_close(layer["full_frame_attention"], atlas["frame_logits"][5, 0], equal_nan=True, atol=0, rtol=0)
-    torch.testing.assert_close(layer["last_block_frame_attention"], layer["full_frame_attention"][:, 18:].mean(1))
+    torch.testing.assert_close(
+        layer["full_frame_attention"], atlas["frame_logits"][5, 0], equal_nan=True, atol=0, rtol=0
+    )
+    torch.testing.assert_close(
+        layer["last_block_frame_attention"], layer["full_frame_attention"][:, 18:].mean(1)
+    )
 
 
 def test_the_long_way_through_tokens_gives_the_same_layer(tmp_path):
-    short, long = (extract(run_extraction_each, tmp_path / f"{name}.pt", *SHORT, "--granularity", name)
-                   for name in ("frame", "token"))
-    torch.testing.assert_close(short["full_frame_attention"], long["full_frame_attention"], atol=1e-5, rtol=0, equal_nan=True)
+    short, long = (
+        extract(run_extraction_each, tmp_path / f"{name}.pt", *SHORT, "--granularity", name)
+        for name in ("frame", "token")
+    )
+    torch.testing.assert_close(
+        short["full_frame_attention"], long["full_frame_attention"], atol=1e-5, rtol=0, equal_nan=True
+    )
 
 
 def test_the_atlas(caches):
     atlas = caches["atlas"]
-    assert atlas["pass_timesteps"] == pytest.approx([1000, 937.5, 833.3333, 625, 0]) and atlas["layers"] == list(range(8))
+    assert atlas["pass_timesteps"] == pytest.approx([1000, 937.5, 833.3333, 625, 0]) and atlas[
+        "layers"
+    ] == list(range(8))
     assert atlas["frame_logits"].shape == atlas["frame_mass"].shape == (8, 5, 12, 21, 21)
     absent = frames.later_block(atlas["block_sizes"])
     for name in ("frame_logits", "frame_mass"):
-        assert torch.equal(atlas[name].isnan(), absent.expand_as(atlas[name]))         # NaN exactly where never attended
+        assert torch.equal(
+            atlas[name].isnan(), absent.expand_as(atlas[name])
+        )  # NaN exactly where never attended
     assert (atlas["frame_mass"].nansum(-1) - 1).abs().max() < 1e-5
     words = len(atlas["cross_tokens"])
     assert atlas["cross_mass"].shape == (8, 5, 12, 21, words) and "circle" in "".join(atlas["cross_tokens"])
@@ -130,7 +151,12 @@ def test_the_same_seed_gives_the_same_bytes(script, tmp_path):
 
 def test_which_pass(tmp_path):
     cache = extract(run_extraction_each, tmp_path / "clean.pt", *SHORT, "--step", "4")
-    assert (cache["step"], cache["timestep"], cache["is_clean_pass"], cache["layer_index"]) == (4, 0.0, True, 3)
+    assert (cache["step"], cache["timestep"], cache["is_clean_pass"], cache["layer_index"]) == (
+        4,
+        0.0,
+        True,
+        3,
+    )
 
 
 def test_base_weights_are_said_to_be_base(tmp_path):
@@ -150,33 +176,58 @@ def test_the_video(tmp_path):
     run_extraction_each.run([*SHORT, "--output_path", str(tmp_path / "l.pt"), "--save_video"])
     video = iio.imread(tmp_path / "l.mp4")
     assert video.shape == (21, 256, 256, 3)
-    assert video.std() > 5                      # something is to be seen
+    assert video.std() > 5  # something is to be seen
 
 
 def test_a_script_runs_without_pythonpath(tmp_path):
-    command = [sys.executable, "experiments/run_extraction_each.py", *SHORT, "--output_path", str(tmp_path / "l.pt")]
+    command = [
+        sys.executable,
+        "experiments/run_extraction_each.py",
+        *SHORT,
+        "--output_path",
+        str(tmp_path / "l.pt"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "l.pt").is_file() and "layer cache of wan-mini (checkpoint weights)" in done.stdout
 
 
-@pytest.mark.parametrize(("script", "flags", "message"), [
-    (run_extraction_figure4, ["--checkpoint_path", "no.pt"], "no.pt not found; run: hf download .* with --no_checkpoint"),
-    (run_extraction_figure4, ["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: hf download"),
-    (run_extraction_figure4, ["--config_path", "no.yaml"], "config no.yaml not found; configs/ holds"),
-    (run_extraction_figure4, ["--layer_indices", "1", "8"], "layer 8 is not in 0..7"),
-    (run_extraction_each, ["--layer_index", "-1"], "layer -1 is not in 0..7"),
-    (run_extraction_all, ["--step", "5"], "step 5 is not in 0..4; 4 is the clean pass"),
-    (run_extraction_each, ["--num_frames", "20"], "20 frames do not fit blocks of 3; try 18 or 21"),
-    (run_extraction_each, ["--device", "cuda"], "device cuda was asked for, but 0 CUDA devices are there"),
-    (run_extraction_each, ["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
-    (run_extraction_each, ["--no_checkpoint", "--checkpoint_path", "a.pt"], "exclude each other"),
-    (run_extraction_each, ["--seed", "many"], "argument --seed: invalid int value: 'many'"),
-    (run_extraction_each, ["--frames", "21"], "unrecognized arguments: --frames 21"),
-    (run_extraction_figure4, ["--capture", "probabilities", "--granularity", "frame"], "needs --granularity token"),
-    (benchmark, ["--random_weights"], "--random_weights knows the sizes of Wan2.1-T2V-1.3B"),
-    (benchmark, ["--repeats", "0"], "--repeats must be at least 1"),
-])
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (
+            run_extraction_figure4,
+            ["--checkpoint_path", "no.pt"],
+            "no.pt not found; run: hf download .* with --no_checkpoint",
+        ),
+        (
+            run_extraction_figure4,
+            ["--ckpt_dir", "nowhere"],
+            "model directory nowhere not found; run: hf download",
+        ),
+        (run_extraction_figure4, ["--config_path", "no.yaml"], "config no.yaml not found; configs/ holds"),
+        (run_extraction_figure4, ["--layer_indices", "1", "8"], "layer 8 is not in 0..7"),
+        (run_extraction_each, ["--layer_index", "-1"], "layer -1 is not in 0..7"),
+        (run_extraction_all, ["--step", "5"], "step 5 is not in 0..4; 4 is the clean pass"),
+        (run_extraction_each, ["--num_frames", "20"], "20 frames do not fit blocks of 3; try 18 or 21"),
+        (
+            run_extraction_each,
+            ["--device", "cuda"],
+            "device cuda was asked for, but 0 CUDA devices are there",
+        ),
+        (run_extraction_each, ["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
+        (run_extraction_each, ["--no_checkpoint", "--checkpoint_path", "a.pt"], "exclude each other"),
+        (run_extraction_each, ["--seed", "many"], "argument --seed: invalid int value: 'many'"),
+        (run_extraction_each, ["--frames", "21"], "unrecognized arguments: --frames 21"),
+        (
+            run_extraction_figure4,
+            ["--capture", "probabilities", "--granularity", "frame"],
+            "needs --granularity token",
+        ),
+        (benchmark, ["--random_weights"], "--random_weights knows the sizes of Wan2.1-T2V-1.3B"),
+        (benchmark, ["--repeats", "0"], "--repeats must be at least 1"),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(script, flags, message, tmp_path, capfd):
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("CUDA is there")
@@ -194,7 +245,9 @@ def test_a_window_too_small(tmp_path, capfd):
     config = tmp_path / "window.yaml"
     config.write_text((ROOT / "configs/wan_mini.yaml").read_text() + "local_attn_size: 3\nsink_size: 1\n")
     with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_each.run, ["--config_path", str(config), "--output_path", str(tmp_path / "out.pt")])
+        cli.main(
+            run_extraction_each.run, ["--config_path", str(config), "--output_path", str(tmp_path / "out.pt")]
+        )
     assert ended.value.code == 2 and "must be at least 4" in capfd.readouterr().err
 
 

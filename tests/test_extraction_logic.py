@@ -33,21 +33,47 @@ def hand_made(config, granularity="frame"):
         keys = visible_frames(sizes, block, config.local_attn_size, config.sink_size)
         for step, timestep in enumerate(TIMESTEPS):
             for layer in range(LAYERS):
-                tags = {"layer_idx": 2 * layer, "layer": layer, "kind": "self", "block": block, "step": step,
-                        "timestep": timestep, "is_clean_pass": timestep == 0, "query_frames": queries, "key_frames": keys,
-                        "is_logits": True, "q_shape": [1, len(queries) * S, H, 8], "k_shape": [1, len(keys) * S, H, 8]}
+                tags = {
+                    "layer_idx": 2 * layer,
+                    "layer": layer,
+                    "kind": "self",
+                    "block": block,
+                    "step": step,
+                    "timestep": timestep,
+                    "is_clean_pass": timestep == 0,
+                    "query_frames": queries,
+                    "key_frames": keys,
+                    "is_logits": True,
+                    "q_shape": [1, len(queries) * S, H, 8],
+                    "k_shape": [1, len(keys) * S, H, 8],
+                }
                 frame = value(layer, step, queries, keys)
                 tokens = frame.repeat_interleave(S, 2).repeat_interleave(S, 3)
-                of_block.append(tags | {
-                    "frame": {"frame_logits": frame, "frame_mass": frame.softmax(-1)},
-                    "token": {"attn_weights": tokens},
-                    "key": {"key_curve": tokens.mean(2)},
-                    "cross": {"kind": "cross", "cross_mass": frame[..., :1].expand(-1, -1, -1, 9)}}[granularity])
+                of_block.append(
+                    tags
+                    | {
+                        "frame": {"frame_logits": frame, "frame_mass": frame.softmax(-1)},
+                        "token": {"attn_weights": tokens},
+                        "key": {"key_curve": tokens.mean(2)},
+                        "cross": {"kind": "cross", "cross_mass": frame[..., :1].expand(-1, -1, -1, 9)},
+                    }[granularity]
+                )
         random.Random(block).shuffle(of_block)
         records += of_block
-    common = {"schema_version": 1, "prompt": "", "seed": 0, "num_frames": config.num_frames, "block_sizes": sizes,
-              "num_frame_per_block": 3, "frame_seq_length": S, "num_heads": H, "model": "m", "weights": "base",
-              "weights_file": None, "weights_sha256": None}
+    common = {
+        "schema_version": 1,
+        "prompt": "",
+        "seed": 0,
+        "num_frames": config.num_frames,
+        "block_sizes": sizes,
+        "num_frame_per_block": 3,
+        "frame_seq_length": S,
+        "num_heads": H,
+        "model": "m",
+        "weights": "base",
+        "weights_file": None,
+        "weights_sha256": None,
+    }
     latents = torch.zeros(1, config.num_frames, 1, 1, 1)
     return extraction.Extraction(config, LAYERS, records, latents, TIMESTEPS, ["▁a", "</s>"], common)
 
@@ -55,7 +81,9 @@ def hand_made(config, granularity="frame"):
 WHOLE = RunConfig(num_frames=9, denoising_step_list=[1000, 250], layer_indices=[2, 0], step=1)
 FIRST_ALONE = replace(WHOLE, num_frames=7, independent_first_frame=True)
 WINDOW = replace(WHOLE, num_frames=12, local_attn_size=6, sink_size=1)
-CONFIGS = pytest.mark.parametrize("config", [WHOLE, FIRST_ALONE, WINDOW], ids=["whole", "first alone", "window"])
+CONFIGS = pytest.mark.parametrize(
+    "config", [WHOLE, FIRST_ALONE, WINDOW], ids=["whole", "first alone", "window"]
+)
 
 
 def expected(config, layer, step):
@@ -117,14 +145,21 @@ def test_call_index_and_layer_are_told_apart():
         capture.enable([site.call_index], num_layers=2 * LAYERS)
         (by_index,) = capture._requests
         by_name = extraction.CaptureRequest(layers=[site.layer], kinds=(site.kind,))
-        assert [by_index.wants(other, None) for other in sites] == [by_name.wants(other, None) for other in sites]
+        assert [by_index.wants(other, None) for other in sites] == [
+            by_name.wants(other, None) for other in sites
+        ]
 
 
 def chosen(requests, config):
     """(layer, block, step) of every self-attention call of a rollout that a request keeps."""
-    return {(layer, block, step) for layer in range(LAYERS) for block in range(len(config.block_sizes))
-            for step in range(len(TIMESTEPS)) for request in requests
-            if request.wants(Site(layer, "self"), Pass((), (), block, step))}
+    return {
+        (layer, block, step)
+        for layer in range(LAYERS)
+        for block in range(len(config.block_sizes))
+        for step in range(len(TIMESTEPS))
+        for request in requests
+        if request.wants(Site(layer, "self"), Pass((), (), block, step))
+    }
 
 
 def test_what_each_script_asks_for():
@@ -138,7 +173,9 @@ def test_what_each_script_asks_for():
     assert len(everything) == LAYERS * (last + 1) * len(TIMESTEPS)
     assert chosen(arrange.inference_requests(WHOLE), WHOLE) == {(0, last, 1), (2, last, 1)}
     some = arrange.inference_requests(WHOLE, blocks=[0, -1], steps=[0, 2])
-    assert chosen(some, WHOLE) == {(layer, block, step) for layer in (0, 2) for block in (0, last) for step in (0, 2)}
+    assert chosen(some, WHOLE) == {
+        (layer, block, step) for layer in (0, 2) for block in (0, last) for step in (0, 2)
+    }
     assert not any(request.wants(Site(0, "cross"), Pass((), (), last, 1)) for request in some)
 
 
@@ -146,7 +183,9 @@ def test_what_each_script_asks_for():
 
 
 def only(run, **tags):
-    return replace(run, records=[r for r in run.records if all(r[name] in values for name, values in tags.items())])
+    return replace(
+        run, records=[r for r in run.records if all(r[name] in values for name, values in tags.items())]
+    )
 
 
 @CONFIGS
@@ -156,27 +195,43 @@ def test_a_layers_blocks_land_where_their_frames_are(config):
     same(cache["full_frame_attention"], expected(config, 1, 1))
     last = block_frames(config.block_sizes, -1)
     same(cache["last_block_frame_attention"], expected(config, 1, 1)[:, last].mean(1))
-    assert (cache["layer_index"], cache["step"], cache["timestep"], cache["last_block_query_frames"]) == (1, 1, 625.0, last)
+    assert (cache["layer_index"], cache["step"], cache["timestep"], cache["last_block_query_frames"]) == (
+        1,
+        1,
+        625.0,
+        last,
+    )
     same(arrange.layer_cache(hand_made(config, "token"), 2)["full_frame_attention"], expected(config, 2, 1))
 
 
 @CONFIGS
 def test_an_atlas_holds_every_layer_and_pass_in_its_place(config):
     run = hand_made(config)
-    run = replace(run, records=run.records + hand_made(config, "cross").records
-                  + only(hand_made(config, "key"), block=[len(config.block_sizes) - 1]).records)
+    run = replace(
+        run,
+        records=run.records
+        + hand_made(config, "cross").records
+        + only(hand_made(config, "key"), block=[len(config.block_sizes) - 1]).records,
+    )
     cache = arrange.atlas_cache(run)
     formats.check(cache)
     for layer in range(LAYERS):
         for step in range(len(TIMESTEPS)):
             same(cache["frame_logits"][layer, step], expected(config, layer, step))
             there = expected(config, layer, step)
-            mass = there.masked_fill(there.isnan(), -torch.inf).softmax(-1).masked_fill(there.isnan(), torch.nan)
+            mass = (
+                there.masked_fill(there.isnan(), -torch.inf).softmax(-1).masked_fill(there.isnan(), torch.nan)
+            )
             torch.testing.assert_close(cache["frame_mass"][layer, step], mass, equal_nan=True)
     last = expected(config, 2, 1)[:, block_frames(config.block_sizes, -1)].mean(1)
-    torch.testing.assert_close(cache["key_curve"][2, 1].unflatten(-1, (-1, S)).mean(-1), last.half(), atol=0.2, rtol=0,
-                               equal_nan=True)
-    words = cache["cross_mass"][1, 2]                        # the prompt's tokens, of nine with padding
+    torch.testing.assert_close(
+        cache["key_curve"][2, 1].unflatten(-1, (-1, S)).mean(-1),
+        last.half(),
+        atol=0.2,
+        rtol=0,
+        equal_nan=True,
+    )
+    words = cache["cross_mass"][1, 2]  # the prompt's tokens, of nine with padding
     same(words, value(1, 2, list(range(config.num_frames)), [0])[0].expand(-1, -1, 2))
 
 
@@ -189,7 +244,9 @@ def test_figure4_keeps_the_order_of_its_layers_and_absent_frames(config):
     for entry in cache["attention_weights"]:
         same(entry["frame_logits"], expected(config, entry["layer_idx"], 1)[:, cache["query_frames"]])
         assert entry["last_block_start_frame"] == cache["query_frames"][0]
-    assert cache["key_frames"] == visible_frames(config.block_sizes, last, config.local_attn_size, config.sink_size)
+    assert cache["key_frames"] == visible_frames(
+        config.block_sizes, last, config.local_attn_size, config.sink_size
+    )
 
 
 @CONFIGS
@@ -203,14 +260,20 @@ def test_every_call_of_an_inference_cache_carries_its_tags(config, is_logits):
     for call in cache["attention_weights"]:
         assert ("attn_logits" in call, "attn_weights" in call) == (is_logits, not is_logits)
         tokens = call["attn_logits" if is_logits else "attn_weights"]
-        same(tokens[..., ::S, ::S], value(call["layer_idx"], call["step"], call["query_frames"], call["key_frames"]))
+        same(
+            tokens[..., ::S, ::S],
+            value(call["layer_idx"], call["step"], call["query_frames"], call["key_frames"]),
+        )
 
 
 def test_caches_hold_declared_fields_only():
     run = hand_made(WHOLE)
-    made = {"layer": arrange.layer_cache(run, 0), "atlas": arrange.atlas_cache(run),
-            "inference": arrange.inference_cache(hand_made(WHOLE, "token")),
-            "figure4": arrange.figure4_cache(only(run, block=[2], step=[1]))}
+    made = {
+        "layer": arrange.layer_cache(run, 0),
+        "atlas": arrange.atlas_cache(run),
+        "inference": arrange.inference_cache(hand_made(WHOLE, "token")),
+        "figure4": arrange.figure4_cache(only(run, block=[2], step=[1])),
+    }
     assert made.keys() == formats.FORMATS.keys()
     for kind, cache in made.items():
         assert cache["format"] == kind

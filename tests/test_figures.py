@@ -9,8 +9,11 @@ import pytest
 from experiments import figures
 from experiments.measures import head_statistics
 
-CAPTION = {"quantity": "mean_logit", "taken": "pass 0 (t = 1000), query frames 18–20",
-           "shaded": {"own block (noise at t = 1000)": (18, 19, 20)}}
+CAPTION = {
+    "quantity": "mean_logit",
+    "taken": "pass 0 (t = 1000), query frames 18–20",
+    "shaded": {"own block (noise at t = 1000)": (18, 19, 20)},
+}
 
 
 def profiles(N=2, H=3, F=21, absent=()):
@@ -97,8 +100,10 @@ def test_a_reference_lies_over_the_head():
     clipped = np.arange(21) == 20
     panel = figures.HeadPanel("x", 0, 2, values, None, reference, clipped, "r = 0.500")
     axis = figures.head_curves([panel], **CAPTION).axes[0]
-    line, arrow = (next(line for line in axis.lines if line.get_label() == label)
-                   for label in ("read off the paper", "cut off by the paper's plot"))
+    line, arrow = (
+        next(line for line in axis.lines if line.get_label() == label)
+        for label in ("read off the paper", "cut off by the paper's plot")
+    )
     np.testing.assert_array_equal(line.get_ydata(), reference)
     np.testing.assert_array_equal(arrow.get_xydata(), [[20, 9]])
     assert "r = 0.500" in [text.get_text() for text in axis.texts]

@@ -24,7 +24,9 @@ def reference_means(tokens, S):
     return np.einsum("hij,ia,jb->hab", x, query, key)
 
 
-@pytest.mark.parametrize("chunk", [1, 40, 2**21])  # one row, a few rows that do not divide S, everything at once
+@pytest.mark.parametrize(
+    "chunk", [1, 40, 2**21]
+)  # one row, a few rows that do not divide S, everything at once
 @pytest.mark.parametrize(("H", "S", "Fq", "Fk"), [(3, 5, 2, 7), (1, 1, 1, 1), (12, 16, 3, 21), (2, 7, 1, 4)])
 def test_frame_means_match_einsum(monkeypatch, chunk, H, S, Fq, Fk):
     monkeypatch.setattr(frames, "CHUNK_ELEMENTS", chunk)
@@ -47,9 +49,13 @@ def test_curves_and_mass():
     probabilities = logits.double().softmax(-1)
     mass = reference_means(probabilities, S) * S
     np.testing.assert_allclose(frames.frame_mass(probabilities.float(), S), mass, atol=1e-6)
-    np.testing.assert_allclose(frames.curves_to_frames(frames.softmax_curves(logits, S), S) * S, mass, atol=1e-6)
+    np.testing.assert_allclose(
+        frames.curves_to_frames(frames.softmax_curves(logits, S), S) * S, mass, atol=1e-6
+    )
     np.testing.assert_allclose(frames.frame_mass(probabilities.float(), S).sum(-1), 1, atol=1e-6)
-    np.testing.assert_allclose(frames.query_frame_curves(logits, S).mean(1), logits.double().mean(1), atol=1e-6)
+    np.testing.assert_allclose(
+        frames.query_frame_curves(logits, S).mean(1), logits.double().mean(1), atol=1e-6
+    )
 
 
 def test_ragged_tokens_are_refused():
@@ -65,7 +71,9 @@ def test_golden_last_block(golden, layer):
     recorded = golden["blocks9/all_calls_frame_logits"][10, [0, 4].index(layer)]  # call 10: block 2, pass 0
     np.testing.assert_allclose(frame_logits, recorded, atol=5e-6)
     figure4 = frames.frame_means(logits.half(), 24).mean(1)
-    np.testing.assert_allclose(figure4, golden[f"blocks9/figure4_layer{layer}_frame_attention_fp16src"], atol=5e-6)
+    np.testing.assert_allclose(
+        figure4, golden[f"blocks9/figure4_layer{layer}_frame_attention_fp16src"], atol=5e-6
+    )
 
 
 def test_golden_mean_prob(golden):
@@ -73,7 +81,9 @@ def test_golden_mean_prob(golden):
     recorded = golden["blocks9/all_calls_frame_probs_mean"][10, 1, [0, 9]]
     np.testing.assert_allclose(frames.frame_means(torch.from_numpy(heads), 24), recorded, atol=1e-8)
     logits = torch.from_numpy(golden["blocks9/logits_layer4_lastblock_t1000"])[[0, 9]]
-    np.testing.assert_allclose(frames.curves_to_frames(frames.softmax_curves(logits, 24), 24), recorded, atol=1e-8)
+    np.testing.assert_allclose(
+        frames.curves_to_frames(frames.softmax_curves(logits, 24), 24), recorded, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize(("case", "block_sizes"), [("blocks9", [3, 3, 3]), ("indep7", [1, 3, 3])])
@@ -83,7 +93,9 @@ def test_golden_assembly(golden, case, block_sizes):
     pieces = []
     for block, size in enumerate(block_sizes):
         keys = frames.visible_frames(block_sizes, block)
-        pieces.append((frames.block_frames(block_sizes, block), keys, calls[5 * block, 0, :, :size, : len(keys)]))
+        pieces.append(
+            (frames.block_frames(block_sizes, block), keys, calls[5 * block, 0, :, :size, : len(keys)])
+        )
     matrix = frames.assemble(pieces, sum(block_sizes))
     older = golden[f"{case}/each_layer0_full_frame_attention"]
     absent = frames.later_block(block_sizes).numpy()

@@ -12,21 +12,28 @@ from wan.pipeline import CausalInferencePipeline
 from wan.scheduler import FlowSchedule, add_noise
 
 CASES = list(golden_config()["cases"])
-ATOL = 2e-5          # tests/golden/README.md: the smallest real mistake moves the flow by 6e-5
+ATOL = 2e-5  # tests/golden/README.md: the smallest real mistake moves the flow by 6e-5
 LOGIT_ATOL = 5e-5
 
 
 def run_case(case: str, on_flow=None):
     """Replay one golden rollout -> latents [F, C, h, w]; on_flow sees every forward's output."""
     setting = golden_config()["cases"][case]
-    model = golden_model(local_attn_size=setting.get("local_attn_size", -1), sink_size=setting.get("sink_size", 0))
+    model = golden_model(
+        local_attn_size=setting.get("local_attn_size", -1), sink_size=setting.get("sink_size", 0)
+    )
     if on_flow:
         model.register_forward_hook(lambda module, args, flow: on_flow(flow))
-    pipeline = CausalInferencePipeline(model, independent_first_frame=setting.get("independent_first_frame", False))
+    pipeline = CausalInferencePipeline(
+        model, independent_first_frame=setting.get("independent_first_frame", False)
+    )
     arrays = golden_arrays("causal")
     video, latents = pipeline.inference(
-        noise=arrays[f"{case}/noise"], prompt_embeds=arrays[f"{case}/prompt_embeds"],
-        renoise=arrays[f"{case}/renoise"][:, None], initial_latent=arrays.get(f"{case}/initial_latent"))
+        noise=arrays[f"{case}/noise"],
+        prompt_embeds=arrays[f"{case}/prompt_embeds"],
+        renoise=arrays[f"{case}/renoise"][:, None],
+        initial_latent=arrays.get(f"{case}/initial_latent"),
+    )
     assert video is None
     return latents
 
@@ -42,7 +49,7 @@ def test_rollout(case):
         expected, flows = arrays[f"{case}/call_flow_last_block"], flows[-5:]
     assert len(flows) == len(expected)
     for flow, golden in zip(flows, expected, strict=True):
-        torch.testing.assert_close(flow[0], golden[:flow.shape[1]], atol=ATOL, rtol=0)
+        torch.testing.assert_close(flow[0], golden[: flow.shape[1]], atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["blocks9", "indep7", "win6_sink1_f12", "win9_sink3_f15"])
@@ -51,15 +58,17 @@ def test_captured_frame_logits(case, granularity):
     """Every call of layers 0 and 4, and the frames a window shows, by global index."""
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity=granularity) as calls:
         run_case(case)
-    golden = golden_arrays("capture")[f"{case}/all_calls_frame_logits"]                # [call, 2, H, q frame, k slot]
+    golden = golden_arrays("capture")[f"{case}/all_calls_frame_logits"]  # [call, 2, H, q frame, k slot]
     assert len(calls) == golden.shape[0] * 2
     visible = golden_config()["cases"][case].get("visible_key_frames_per_block")
     for i, call in enumerate(calls):
-        expected = golden[i // 2, i % 2, :, :len(call["query_frames"]), :len(call["key_frames"])]
-        if granularity == "key":                    # averaged over all queries of the block
+        expected = golden[i // 2, i % 2, :, : len(call["query_frames"]), : len(call["key_frames"])]
+        if granularity == "key":  # averaged over all queries of the block
             expected, values = expected.mean(1), call["key_curve"][0].unflatten(-1, (-1, 24)).mean(-1)
         else:
-            values = call["frame_logits"][0] if granularity == "frame" else frame_means(call["attn_weights"][0])
+            values = (
+                call["frame_logits"][0] if granularity == "frame" else frame_means(call["attn_weights"][0])
+            )
         torch.testing.assert_close(values, expected, atol=LOGIT_ATOL, rtol=0)
         assert (call["layer"], call["layer_idx"]) == ((0, 4)[i % 2], (0, 8)[i % 2])
         assert call["is_clean_pass"] == (call["step"] == 4) == (call["timestep"] == 0)
@@ -70,7 +79,9 @@ def test_captured_frame_logits(case, granularity):
 def frame_means(tokens: torch.Tensor, tokens_per_frame: int = 24) -> torch.Tensor:
     """The definition, in float64."""
     heads, len_q, len_k = tokens.shape
-    frames = tokens.double().reshape(heads, len_q // tokens_per_frame, tokens_per_frame, len_k // tokens_per_frame, -1)
+    frames = tokens.double().reshape(
+        heads, len_q // tokens_per_frame, tokens_per_frame, len_k // tokens_per_frame, -1
+    )
     return frames.mean((2, 4)).float()
 
 
@@ -83,11 +94,12 @@ def test_captured_probabilities_and_mass(case):
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as frame_calls:
         run_case(case)
     for i, (call, frame_call) in enumerate(zip(calls, frame_calls, strict=True)):
-        expected = golden[i // 2, i % 2, :, :len(call["query_frames"]), :len(call["key_frames"])]
+        expected = golden[i // 2, i % 2, :, : len(call["query_frames"]), : len(call["key_frames"])]
         torch.testing.assert_close(frame_means(call["attn_weights"][0]), expected, atol=1e-7, rtol=0)
         torch.testing.assert_close(frame_call["frame_mass"][0] / 24, expected, atol=1e-7, rtol=0)
-        torch.testing.assert_close(frame_call["frame_mass"].sum(-1), torch.ones(1, 12, len(call["query_frames"])),
-                                   atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            frame_call["frame_mass"].sum(-1), torch.ones(1, 12, len(call["query_frames"])), atol=1e-5, rtol=0
+        )
 
 
 def test_token_logits_of_the_last_block():
@@ -105,7 +117,9 @@ def test_bidirectional_model():
         flow = model(arrays["x"][None], arrays["t"], arrays["context"][None])
     torch.testing.assert_close(flow[0], arrays["flow"], atol=ATOL, rtol=0)
     for call in calls:
-        torch.testing.assert_close(call["attn_weights"][0], arrays[f"logits_layer{call['layer']}"], atol=LOGIT_ATOL, rtol=0)
+        torch.testing.assert_close(
+            call["attn_weights"][0], arrays[f"logits_layer{call['layer']}"], atol=LOGIT_ATOL, rtol=0
+        )
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])
@@ -117,7 +131,10 @@ def test_rope_tables_are_exact(head_dim):
     assert torch.equal(turns.real, arrays[f"rope_table_d{head_dim}_real"])
     assert torch.equal(turns.imag, arrays[f"rope_table_d{head_dim}_imag"])
     for start in (0, 6):
-        x, (frames, height, width) = arrays[f"rope_apply_d{head_dim}_x"], arrays[f"rope_apply_d{head_dim}_grid"].tolist()
+        x, (frames, height, width) = (
+            arrays[f"rope_apply_d{head_dim}_x"],
+            arrays[f"rope_apply_d{head_dim}_grid"].tolist(),
+        )
         turned = rope.rotate(x, *table(range(start, start + frames), height, width, x.device))
         torch.testing.assert_close(turned, arrays[f"rope_apply_d{head_dim}_start{start}"], atol=5e-7, rtol=0)
 
@@ -126,7 +143,9 @@ def test_rope_tables_are_exact(head_dim):
 def test_time_embedding_is_exact(dim):
     arrays = golden_arrays("tables")
     embedding = layers.sinusoidal_embedding(arrays["time_embed_t"], dim)
-    torch.testing.assert_close(embedding, arrays[f"time_embed_dim{dim}"], atol=2.3e-16, rtol=0)    # an ulp of 1: CPUs differ
+    torch.testing.assert_close(
+        embedding, arrays[f"time_embed_dim{dim}"], atol=2.3e-16, rtol=0
+    )  # an ulp of 1: CPUs differ
 
 
 @pytest.mark.parametrize("shift", [5, 8])
@@ -135,7 +154,9 @@ def test_scheduler_tables_are_exact(shift):
     schedule = FlowSchedule(shift)
     assert torch.equal(schedule.sigmas, arrays[f"fm_shift{shift}_sigmas"])
     assert torch.equal(schedule.timesteps, arrays[f"fm_shift{shift}_timesteps"])
-    assert torch.equal(schedule.warp([1000, 750, 500, 250]), arrays[f"fm_shift{shift}_warped_1000_750_500_250"])
+    assert torch.equal(
+        schedule.warp([1000, 750, 500, 250]), arrays[f"fm_shift{shift}_warped_1000_750_500_250"]
+    )
 
 
 def test_add_noise_is_exact():
@@ -152,12 +173,18 @@ def test_frames_must_be_announced_for_frame_granularity():
     arrays = golden_arrays("bidirectional")
     model = golden_model(WanModel)
     forward = (arrays["x"][None], arrays["t"], arrays["context"][None])
-    with pytest.raises(ValueError, match="frames of each call"), ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):
+    with (
+        pytest.raises(ValueError, match="frames of each call"),
+        ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"),
+    ):
         model(*forward)
     frames = (0, 1, 2)
-    with (ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as calls,
-          ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=frames, key_frames=frames))):
+    with (
+        ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as calls,
+        ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=frames, key_frames=frames)),
+    ):
         model(*forward)
     for call in calls:
-        torch.testing.assert_close(call["frame_logits"][0], arrays[f"frame_attention_layer{call['layer']}"],
-                                   atol=LOGIT_ATOL, rtol=0)
+        torch.testing.assert_close(
+            call["frame_logits"][0], arrays[f"frame_attention_layer{call['layer']}"], atol=LOGIT_ATOL, rtol=0
+        )

@@ -16,7 +16,9 @@ from experiments.profiles import open_profiles
 
 def always(layer):
     """Files of any atlas that has logits."""
-    of_layer = {f"layer{layer}_{name}.svg" for name in ("per_head_grid", "frame_maps", "passes", "logits_and_mass")}
+    of_layer = {
+        f"layer{layer}_{name}.svg" for name in ("per_head_grid", "frame_maps", "passes", "logits_and_mass")
+    }
     return of_layer | {"profile_strips.svg", "measures.svg", "kinds_of_heads.svg", "stability.svg"}
 
 
@@ -30,8 +32,11 @@ def words(path):
 
 def with_bands(cache, names=("time, period 6.28 frames", "height", "width")):
     """Bands that are known shares of the logits."""
-    shares = torch.tensor([0.5, 0.3, 0.2])[:len(names)]
-    return cache | {"frame_logits_by_band": cache["frame_logits"][..., None] * shares, "rope_bands": list(names)}
+    shares = torch.tensor([0.5, 0.3, 0.2])[: len(names)]
+    return cache | {
+        "frame_logits_by_band": cache["frame_logits"][..., None] * shares,
+        "rope_bands": list(names),
+    }
 
 
 def with_words(cache, tokens=("▁a", "▁cine", "matic", "</s>")):
@@ -46,7 +51,8 @@ def test_published_data(tmp_path):
     assert {p.name for p in (tmp_path / "figures").iterdir()} == always(1)
     assert "One pass in this cache" in printed and "Mass per prompt word: absent in this cache" in printed
     assert "Shown: layer 1\n" in printed and "absent: no mass in this cache" in " ".join(
-        words(tmp_path / "figures" / "layer1_logits_and_mass.svg").split())
+        words(tmp_path / "figures" / "layer1_logits_and_mass.svg").split()
+    )
     assert all(f"Layer {layer} " in words(tmp_path / "figures" / "profile_strips.svg") for layer in range(30))
     agree = re.search(r"anchor / wave / veil: agree on (\d+\.\d)% of 360 heads", printed)[1]
     assert float(agree) >= 88
@@ -63,7 +69,9 @@ def test_own_atlas_with_everything(tmp_path):
     save_cache(tmp_path / "c.pt", cache)
     printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), LAYER=5, HEAD=2, STEP=4)
     assert {p.name for p in (tmp_path / "figures").iterdir()} == always(5) | {
-        "rope_bands_layer5_head2.svg", "layer5_prompt_words.svg"}
+        "rope_bands_layer5_head2.svg",
+        "layer5_prompt_words.svg",
+    }
     assert "2 passes in this cache" in printed
     assert "On the whole prompt: 0.080 of the mass, mean over heads" in printed
     assert "  cinematic: 0.040, at most 0.060 (H2)\n" in printed
@@ -96,8 +104,15 @@ def test_the_survey_keeps_noise_apart():
     block = torch.arange(12) // 3
     for name in ("frame_logits", "frame_mass"):
         spoiled[name][..., block[:, None] == block[None]] += 7
-    maps, after = ({m.name: m.values for m in survey.survey(survey.open_quantity(c, 0, "mean_logit"),
-                                                            survey.open_quantity(c, 0, "mass"))} for c in (cache, spoiled))
+    maps, after = (
+        {
+            m.name: m.values
+            for m in survey.survey(
+                survey.open_quantity(c, 0, "mean_logit"), survey.open_quantity(c, 0, "mass")
+            )
+        }
+        for c in (cache, spoiled)
+    )
     changed = {name for name in maps if not np.allclose(maps[name], after[name], equal_nan=True)}
     assert changed == {"first_minus_middle", "first_over_middle"}
     assert all(values.shape == (3, 3) for values in maps.values())
@@ -108,14 +123,21 @@ def test_label_maps_and_confusion():
     labels = published.labels_for(view, ROOT / published.FOLDER)
     rule = taxonomy.load_thresholds(ROOT / "configs/taxonomy.yaml")
     ours, theirs, reach, static = survey.label_maps(view, None, rule, labels)
-    assert reach.labels is None and reach.absent == "no mass in this cache" and static.labels.sum() == labels[1].sum()
+    assert (
+        reach.labels is None
+        and reach.absent == "no mass in this cache"
+        and static.labels.sum() == labels[1].sum()
+    )
     assert ours.differs.sum() == (ours.labels != theirs.labels).sum() and 0 < ours.differs.sum() <= 43
     lines = survey.confusion_lines([ours, theirs, reach, static])
     counts = [int(n) for n in re.findall(r"published (\d+) anchor, (\d+) wave, (\d+) veil", lines)[0]]
     assert sum(counts) == (ours.labels == taxonomy.ANCHOR).sum()
     assert published.labels_for(open_profiles(synthetic_caches.atlas()), ROOT / published.FOLDER) is None
     assert sorted(published.views_like(view, ROOT / published.FOLDER)) == [
-        "self_forcing_dmd_castle_72f", "self_forcing_dmd_eagle_21f", "self_forcing_dmd_eagle_72f"]
+        "self_forcing_dmd_castle_72f",
+        "self_forcing_dmd_eagle_21f",
+        "self_forcing_dmd_eagle_72f",
+    ]
 
 
 def test_bands_of_a_head():
@@ -128,9 +150,11 @@ def test_bands_of_a_head():
     assert "--rope_bands" in survey.why_no_bands(synthetic_caches.atlas(), 1, 0)
     assert survey.band_profile(cache, view, 1, 3) is None and survey.band_profile(cache, view, 4, 0) is None
     lines = survey.band_lines(values, names, view.context_frames).split("\n")
-    profile = view.frame_profile(1)[2, :6]                                 # half of it is in the first band
-    assert lines[0] == (f"time, period 6.28 frames: mean {profile.mean() / 2:+.3f}, "
-                        f"std over context frames {profile.std() / 2:.3f}")
+    profile = view.frame_profile(1)[2, :6]  # half of it is in the first band
+    assert lines[0] == (
+        f"time, period 6.28 frames: mean {profile.mean() / 2:+.3f}, "
+        f"std over context frames {profile.std() / 2:.3f}"
+    )
     assert survey.band_lines(values, names, ()).startswith("no context")
 
 
@@ -138,14 +162,18 @@ def test_bands_of_a_head():
 def test_every_size_draws(tmp_path, N, H):
     rng = np.random.default_rng(0)
     values = rng.normal(size=(N, H))
-    maps = [atlas_figures.HeadMap(s, s, "unit", s, values) for s in ("diverging", "ratio", "share", "sequential")]
+    maps = [
+        atlas_figures.HeadMap(s, s, "unit", s, values) for s in ("diverging", "ratio", "share", "sequential")
+    ]
     maps += [atlas_figures.HeadMap("gone", "gone", "unit", "share", None, "no mass in this cache")]
     maps += [atlas_figures.HeadMap("nan", "nan", "unit", "sequential", np.full((N, H), np.nan))]
     figure = atlas_figures.head_maps(maps, range(N), taken="pass 0")
     assert "no mass in this cache" in " ".join(words(figures.save_svg(figure, tmp_path / "m.svg")).split())
     labels = rng.choice([1, -1, 2], (N, H))
-    kinds = [atlas_figures.LabelMap("a", taxonomy.KINDS, labels, "", labels == 1),
-             atlas_figures.LabelMap("b", taxonomy.REACHES, None, "none")]
+    kinds = [
+        atlas_figures.LabelMap("a", taxonomy.KINDS, labels, "", labels == 1),
+        atlas_figures.LabelMap("b", taxonomy.REACHES, None, "none"),
+    ]
     figure = atlas_figures.label_maps(kinds, range(N), taken="pass 0")
     (dots,) = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert len(dots.get_xdata()) == (labels == 1).sum()

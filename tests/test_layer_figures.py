@@ -40,11 +40,20 @@ def drawings(H, F, N):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("H", "F", "N", "name", "shown"), [
-    (3, 19, 1, "maps", "H2"), (3, 19, 1, "one map", "head 5"), (3, 19, 1, "heads", "H2"), (3, 9, 1, "strips", "Layer 0"),
-    (12, 72, 30, "strips", "Layer 29"), (12, 72, 1, "one", "min@"), (12, 21, 1, "sinks", "H11 (sink="),
-    (40, 72, 1, "words", "on the whole prompt"), (40, 72, 1, "beside", "Attention mass"),
-])
+@pytest.mark.parametrize(
+    ("H", "F", "N", "name", "shown"),
+    [
+        (3, 19, 1, "maps", "H2"),
+        (3, 19, 1, "one map", "head 5"),
+        (3, 19, 1, "heads", "H2"),
+        (3, 9, 1, "strips", "Layer 0"),
+        (12, 72, 30, "strips", "Layer 29"),
+        (12, 72, 1, "one", "min@"),
+        (12, 21, 1, "sinks", "H11 (sink="),
+        (40, 72, 1, "words", "on the whole prompt"),
+        (40, 72, 1, "beside", "Attention mass"),
+    ],
+)
 def test_every_size_draws(tmp_path, H, F, N, name, shown):
     assert shown in words(drawings(H, F, N)[name](), tmp_path)
 
@@ -53,11 +62,13 @@ def test_what_is_absent_says_so(tmp_path):
     nothing = np.full((3, 21, 21), np.nan)
     maps = layer_figures.frame_maps(nothing, range(21), **CAPTION)
     assert "absent: no frame matrix in this cache" in words(maps, tmp_path)
-    assert "H0 (sink=N/A)" in words(layer_figures.sink_grid(nothing[:, 0], nothing[:, 0, 0], **CAPTION), tmp_path)
+    assert "H0 (sink=N/A)" in words(
+        layer_figures.sink_grid(nothing[:, 0], nothing[:, 0, 0], **CAPTION), tmp_path
+    )
     panels = [Strip("logits", "mean_logit", np.ones((3, 21))), Strip("mass", "mass", None, "why not")]
     beside = strip_figures.strips(panels, "t")
     assert "absent: why not" in words(beside, tmp_path)
-    assert beside.axes[0].get_xlim() == (-0.5, 20.5)                # the absent panel leaves its neighbour's axis alone
+    assert beside.axes[0].get_xlim() == (-0.5, 20.5)  # the absent panel leaves its neighbour's axis alone
 
 
 def test_colours_are_even_around_zero_for_logits_alone():
@@ -79,17 +90,19 @@ def test_max_and_min_are_annotated(tmp_path):
 def test_video_frames_of_latent_ones():
     cache = synthetic_caches.layer(F=6, blocks=[6])
     view = frame_view.choose_view(cache, use_video=True)
-    assert view.latent.tolist() == [0] + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] * 4       # 21 video frames
+    assert view.latent.tolist() == [0] + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] * 4  # 21 video frames
     assert view.shown([0, 5]) == [0, 17, 18, 19, 20] and view.latent_frames([0, 1, 4, 5]) == [0, 1, 1, 2]
     np.testing.assert_array_equal(view.spread(np.arange(6.0))[[0, 1, 4, 5, 20]], [0, 1, 1, 2, 5])
     assert view.spread_matrix(np.arange(36.0).reshape(6, 6))[20, 1] == 31
     base = cache | {"orig_num_frames": 21}
     units = [frame_view.choose_view(*chosen).unit for chosen in ((cache,), (base,), (base, False))]
     assert units == ["latent", "video", "latent"]
-    assert len(frame_view.choose_view(cache, True, 18).latent) == 18        # a last group that is not full
+    assert len(frame_view.choose_view(cache, True, 18).latent) == 18  # a last group that is not full
     assert len(frame_view.choose_view(cache, True, stride=8).latent) == 41
     for wrong in (17, 22):
-        with pytest.raises(CacheError, match=rf"{wrong} video frames .* latent frames, but this cache has 6; .* 18\.\.21"):
+        with pytest.raises(
+            CacheError, match=rf"{wrong} video frames .* latent frames, but this cache has 6; .* 18\.\.21"
+        ):
             frame_view.choose_view(cache, True, wrong)
     with pytest.raises(CacheError, match=r"query frame 21 is not in 0\.\.20, the video frames"):
         view.latent_frames([21])
@@ -103,7 +116,7 @@ def test_queries_of_several_blocks_count_where_they_attend():
     matrix = cache["full_frame_attention"]
     profile, caption = frame_view.query_profile(view, axes, [2, 8])
     np.testing.assert_allclose(profile[:, :3], matrix[:, [2, 8], :3].mean(1), rtol=1e-6)
-    np.testing.assert_allclose(profile[:, 3:], matrix[:, 8, 3:], rtol=1e-6)                 # frame 2 does not see these
+    np.testing.assert_allclose(profile[:, 3:], matrix[:, 8, 3:], rtol=1e-6)  # frame 2 does not see these
     assert caption["taken"] == "pass 0 (t = 1000), query frames 2, 8"
     assert caption["shaded"] == {"own block (noise at t = 1000)": [0, 1, 2, 6, 7, 8]}
     stored, _ = frame_view.query_profile(view, axes)
@@ -119,17 +132,27 @@ def test_a_layer_out_of_an_atlas(tmp_path, monkeypatch):
     check(layer)
     assert (layer["layer_index"], layer["step"], layer["is_clean_pass"]) == (5, 4, True)
     torch.testing.assert_close(layer["full_frame_attention"], atlas["frame_logits"][2, 1], equal_nan=True)
-    torch.testing.assert_close(layer["last_block_frame_attention"], atlas["frame_logits"][2, 1][:, 6:].mean(1))
-    base = synthetic_caches.atlas(F=6, blocks=[6], curve=False) | {"orig_num_frames": 21, "guidance_scale": 6.0}
+    torch.testing.assert_close(
+        layer["last_block_frame_attention"], atlas["frame_logits"][2, 1][:, 6:].mean(1)
+    )
+    base = synthetic_caches.atlas(F=6, blocks=[6], curve=False) | {
+        "orig_num_frames": 21,
+        "guidance_scale": 6.0,
+    }
     layer = layers_from_atlas.layer_from_atlas(base, 0)
     assert (layer["last_block_query_frames"], layer["orig_num_frames"]) == ([3, 4, 5], 21)
     torch.testing.assert_close(layer["last_block_frame_attention"], base["frame_logits"][0, 0][:, 3:].mean(1))
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [
-    (["▁a", "▁cine", "matic", "▁sky", ",", "</s>"], ["a", "cinematic", "sky,", "</s>"]),
-    (["x", "y"], ["xy"]), (["▁", "red", "</s>", "<pad>", "z"], ["red", "</s>", "<pad>", "z"]), ([], []),
-])
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["▁a", "▁cine", "matic", "▁sky", ",", "</s>"], ["a", "cinematic", "sky,", "</s>"]),
+        (["x", "y"], ["xy"]),
+        (["▁", "red", "</s>", "<pad>", "z"], ["red", "</s>", "<pad>", "z"]),
+        ([], []),
+    ],
+)
 def test_words_of_tokens(tokens, expected):
     found, place = prompt_words.words_of(tokens)
     assert found == expected and len(place) == len(tokens)
@@ -142,17 +165,23 @@ def test_mass_of_a_word_is_that_of_its_tokens():
     tokens = cache["cross_mass"][2, 1][:, 6:].mean(1)
     assert found == ["cinematic", "sky"]
     np.testing.assert_allclose(mass, torch.stack([tokens[:, :2].sum(1), tokens[:, 2]], 1), rtol=1e-6)
-    assert prompt_words.word_mass(synthetic_caches.atlas(), open_profiles(synthetic_caches.atlas()), 5) is None
+    assert (
+        prompt_words.word_mass(synthetic_caches.atlas(), open_profiles(synthetic_caches.atlas()), 5) is None
+    )
 
 
 def test_calls_of_older_files(tmp_path):
     torch.save(older_inference([1, 3, 3], passes=5), tmp_path / "c.pt")
     cache = load_cache(tmp_path / "c.pt", expect=("inference", "figure4"))
-    assert "  29: layer 4, pass clean (t = 0), queries of frames 4–6 on keys of frames 0–6" in call_lines(cache)
+    assert "  29: layer 4, pass clean (t = 0), queries of frames 4–6 on keys of frames 0–6" in call_lines(
+        cache
+    )
     assert "  12: layer 2, pass 1, queries of frames 1–3 on keys of frames 0–3" in call_lines(cache)
     view = open_call(cache, 12)
     np.testing.assert_allclose(view.frame_profile(2), [[1 / 20] * 4 + [np.nan] * 3] * 3, rtol=1e-6)
-    assert "  max: frame 0, 0.050000\n" in summary_lines(view, 1) and "key frames: 1.0000" in summary_lines(view, 1)
+    assert "  max: frame 0, 0.050000\n" in summary_lines(view, 1) and "key frames: 1.0000" in summary_lines(
+        view, 1
+    )
     torch.save(older_figure4(F=19, claimed=21), tmp_path / "f.pt")
     view = open_call(load_cache(tmp_path / "f.pt"), 0)
     assert (view.num_frames, view.query_frames, view.quantity) == (19, (16, 17, 18), "mean_prob")

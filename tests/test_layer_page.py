@@ -28,8 +28,10 @@ def read_page(path) -> dict:
 
 def decode(matrices: dict, cell_bytes: int, N: int, H: int, F: int) -> np.ndarray:
     """Frame matrices [N, H, F, F], NaN where absent, as the page decodes them."""
-    top = 256 ** cell_bytes - 1
-    codes = np.frombuffer(base64.b64decode(matrices["codes"]), f"<u{cell_bytes}").reshape(N, H, -1).astype(float)
+    top = 256**cell_bytes - 1
+    codes = (
+        np.frombuffer(base64.b64decode(matrices["codes"]), f"<u{cell_bytes}").reshape(N, H, -1).astype(float)
+    )
     low, high = (np.array(matrices[name])[..., None] for name in ("low", "high"))
     out = np.full((N, H, F * F), np.nan)
     out[..., matrices["cells"]] = np.where(codes == top, np.nan, low + (high - low) * codes / (top - 1))
@@ -56,8 +58,12 @@ def test_the_published_data(tmp_path):
     assert (np.isnan(matrices) == np.isnan(expected)).all()
     assert (np.nanmax(np.abs(matrices - expected), (2, 3)) <= span / 65000 + 2e-5).all()
     named = {m["name"]: m for m in one["measures"]}
-    np.testing.assert_allclose(named["equal_distance_excess"]["values"],
-                               equal_distance_excess(expected, cache["block_sizes"]), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        named["equal_distance_excess"]["values"],
+        equal_distance_excess(expected, cache["block_sizes"]),
+        rtol=1e-3,
+        atol=1e-6,
+    )
     assert one["kinds"][1][1] in ("anchor", "wave", "veil")
 
 
@@ -81,12 +87,16 @@ def test_a_folder_of_layers_and_its_mistakes(tmp_path):
     assert data["layers"] == [2, 10]
     for i, N in enumerate((2, 10)):
         profile = open_profiles(load_cache(tmp_path / f"layer{N}.pt")).frame_profile(N)
-        np.testing.assert_allclose(data["passes"][0]["quantities"]["mean_logit"]["profiles"][i], profile, rtol=1e-3)
+        np.testing.assert_allclose(
+            data["passes"][0]["quantities"]["mean_logit"]["profiles"][i], profile, rtol=1e-3
+        )
     save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(3, F=12))
     with pytest.raises(CacheError, match=r"layer 3 has 12 frames, .* One page shows one rollout"):
         data_of(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CacheError, match=r"holds no layerN\.pt; run: bash experiments/extract_all_layers\.sh"):
+    with pytest.raises(
+        CacheError, match=r"holds no layerN\.pt; run: bash experiments/extract_all_layers\.sh"
+    ):
         data_of(tmp_path / "empty")
 
 
@@ -107,7 +117,9 @@ def test_what_a_cache_lacks(tmp_path):
 
 def test_the_page_stays_under_3_mb(tmp_path, monkeypatch):
     """Logits and mass of a whole 1.3B rollout in one byte a cell; where that is too much, fewer passes, and it says so."""
-    save_cache(tmp_path / "a.pt", synthetic_caches.atlas(layers=list(range(30)), steps=range(5), F=21, H=12, S=1))
+    save_cache(
+        tmp_path / "a.pt", synthetic_caches.atlas(layers=list(range(30)), steps=range(5), F=21, H=12, S=1)
+    )
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert (tmp_path / "p.html").stat().st_size < 3e6
     assert data["cell_bytes"] == 1 and len(data["passes"]) == 5
@@ -124,7 +136,9 @@ def test_the_page_is_one_file(tmp_path):
     path = save_page(tmp_path / "p.html", tmp_path / "a.pt")
     page = path.read_text()
     assert "tags</b>" not in page and "</script><b>" in read_page(path)["source"]
-    assert not re.search(r'(src|href)=|url\(|@import|fetch\(|XMLHttp|https?://(?!www\.w3\.org)', page.split('id="data"')[0])
+    assert not re.search(
+        r"(src|href)=|url\(|@import|fetch\(|XMLHttp|https?://(?!www\.w3\.org)", page.split('id="data"')[0]
+    )
     assert save_page(tmp_path / "q.html", tmp_path / "a.pt").read_bytes() == path.read_bytes()
 
 
@@ -161,16 +175,24 @@ SHOWN = "document.getElementById('detail-title').textContent.split(' · ')[1]"
 
 def box(browser, selector) -> tuple[float, float, float, float]:
     """x, y, width and height of an element, brought into view."""
-    return browser.js(f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
-                      "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()")
+    return browser.js(
+        f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
+        "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()"
+    )
 
 
 def test_keys_and_pickers(browser, atlas_page):
     browser.open(f"file://{atlas_page}", 1280, 900)
     assert browser.js(SHOWN) == "Layer 0, head 0"
-    for key, shown in (("ArrowRight", "Layer 0, head 1"), ("ArrowDown", "Layer 1, head 1"), ("ArrowDown", "Layer 5, head 1"),
-                       ("ArrowDown", "Layer 0, head 1"), ("ArrowLeft", "Layer 0, head 0"), ("ArrowLeft", "Layer 0, head 2"),
-                       ("ArrowUp", "Layer 5, head 2")):
+    for key, shown in (
+        ("ArrowRight", "Layer 0, head 1"),
+        ("ArrowDown", "Layer 1, head 1"),
+        ("ArrowDown", "Layer 5, head 1"),
+        ("ArrowDown", "Layer 0, head 1"),
+        ("ArrowLeft", "Layer 0, head 0"),
+        ("ArrowLeft", "Layer 0, head 2"),
+        ("ArrowUp", "Layer 5, head 2"),
+    ):
         browser.key(key)
         assert browser.js(SHOWN) == shown
     assert browser.js("document.getElementById('layer').selectedOptions[0].text") == "5"
@@ -178,20 +200,26 @@ def test_keys_and_pickers(browser, atlas_page):
     assert browser.js("document.getElementById('pass-label').textContent") == "clean pass (t = 0)"
     browser.key("[")
     assert browser.js("document.getElementById('pass').value") == "0"
-    browser.js("(() => { const s = document.getElementById('head'); s.value = 1; s.dispatchEvent(new Event('change')); })()")
+    browser.js(
+        "(() => { const s = document.getElementById('head'); s.value = 1; s.dispatchEvent(new Event('change')); })()"
+    )
     assert browser.js(SHOWN) == "Layer 5, head 1"
     browser.js("document.getElementById('layer-up').click()")
     assert browser.js(SHOWN) == "Layer 0, head 1"
     browser.open(f"file://{atlas_page}#layer=5&head=2&pass=1", 1280, 900)
-    assert browser.js(SHOWN) == "Layer 5, head 2" and browser.js("document.getElementById('pass').value") == "1"
+    assert (
+        browser.js(SHOWN) == "Layer 5, head 2" and browser.js("document.getElementById('pass').value") == "1"
+    )
     assert browser.complaints() == []
 
 
 def test_hovering_shows_the_value_of_the_cache(browser, atlas_page):
     browser.open(f"file://{atlas_page}#layer=5&head=2&pass=0", 1280, 900)
     cache = load_cache(atlas_page.with_name("a.pt"))
-    scale = browser.js("document.getElementById('matrix').getBoundingClientRect().width / "
-                       "document.getElementById('matrix').viewBox.baseVal.width")
+    scale = browser.js(
+        "document.getElementById('matrix').getBoundingClientRect().width / "
+        "document.getElementById('matrix').viewBox.baseVal.width"
+    )
     x, y, _, _ = box(browser, "#matrix")
     for query, key in ((20, 3), (4, 4), (0, 20)):
         browser.point(x + scale * (34 + (key + 0.5) * 300 / 21), y + scale * (4 + (query + 0.5) * 300 / 21))
@@ -199,7 +227,9 @@ def test_hovering_shows_the_value_of_the_cache(browser, atlas_page):
         tip = browser.js("document.getElementById('tip').textContent")
         assert tip.startswith(f"query {query}, key {key}: ")
         shown = tip.split(": ")[1].replace("−", "-")
-        assert shown == "never attended" if np.isnan(value) else float(shown) == pytest.approx(value, abs=6e-4)
+        assert (
+            shown == "never attended" if np.isnan(value) else float(shown) == pytest.approx(value, abs=6e-4)
+        )
     x, y, width, height = box(browser, "#map")
     browser.point(x + width / 2, y + height / 4, click=True)
     layer = browser.js("data.layers[state.layer]")
@@ -228,8 +258,10 @@ def test_both_quantities_and_every_measure_are_drawn(browser, atlas_page):
 def test_it_fits_the_window(browser, atlas_page, width):
     browser.open(f"file://{atlas_page}", width, 800)
     assert browser.js("document.documentElement.scrollWidth") <= width
-    assert browser.js("[...document.querySelectorAll('svg, select, button')].every(e => "
-                      "e.getBoundingClientRect().right <= innerWidth)")
+    assert browser.js(
+        "[...document.querySelectorAll('svg, select, button')].every(e => "
+        "e.getBoundingClientRect().right <= innerWidth)"
+    )
     one_column = browser.js("document.getElementById('right').getBoundingClientRect().left < 40")
     assert one_column == (width < 860)
     assert browser.complaints() == []
@@ -239,7 +271,9 @@ def test_a_cache_without_matrix_passes_or_measures_of_context(browser, tmp_path)
     save_page(tmp_path / "c.html", PUBLISHED / "self_forcing_dmd_castle_72f.pt")
     browser.open(f"file://{tmp_path}/c.html", 1280, 900)
     assert "no whole frame matrix" in browser.js("document.getElementById('matrix').textContent")
-    assert browser.js("document.getElementById('pass-box').hidden && document.getElementById('quantity-box').hidden")
+    assert browser.js(
+        "document.getElementById('pass-box').hidden && document.getElementById('quantity-box').hidden"
+    )
     base = synthetic_caches.atlas(layers=(0,), steps=(0,), F=6, blocks=[6], H=3)
     save_cache(tmp_path / "b.pt", base)
     save_page(tmp_path / "b.html", tmp_path / "b.pt")

@@ -15,12 +15,14 @@ from wan.modules.layers import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNor
 from wan.modules.rope import RotaryTable
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SHAPES = pytest.mark.parametrize(("batch", "frames", "tokens", "heads", "head_dim", "rows"), [
-    (1, 3, 5, 3, 16, 3), (2, 3, 5, 3, 16, 3), (2, 4, 7, 12, 16, 1), (1, 3, 24, 12, 128, 3)])
+SHAPES = pytest.mark.parametrize(
+    ("batch", "frames", "tokens", "heads", "head_dim", "rows"),
+    [(1, 3, 5, 3, 16, 3), (2, 3, 5, 3, 16, 3), (2, 4, 7, 12, 16, 1), (1, 3, 24, 12, 128, 3)],
+)
 
 
 def budget(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return expected.abs() * (2 ** -8 if dtype == torch.bfloat16 else 0) + 3e-6 * expected.abs().max()
+    return expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0) + 3e-6 * expected.abs().max()
 
 
 def inputs(dtype, device, *shapes):
@@ -35,14 +37,18 @@ def test_modulated_norm(batch, frames, tokens, heads, head_dim, rows, dtype, dev
     dim = heads * head_dim
     (x,) = inputs(dtype, device, (batch, frames * tokens, dim))
     (e,) = inputs(torch.float32, device, (batch, rows, 6, dim))
-    _, scale, shift, *_ = e.unbind(2)                       # strided, as in a layer
+    _, scale, shift, *_ = e.unbind(2)  # strided, as in a layer
     found = ModulatedNorm(dim, 1e-6)(x * 3 + 2, scale, shift)
     wide = (x * 3 + 2).double().unflatten(1, (rows, -1))
     normed = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     expected = (normed * (1 + scale.double()[:, :, None]) + shift.double()[:, :, None]).flatten(1, 2)
     assert found.dtype == dtype
     # PyTorch's own LayerNorm is stored in bfloat16 before it is modulated, which the fused kernel avoids
-    extra = normed.abs().max() * (1 + scale.abs().max()) * 2 ** -9 if dtype == torch.bfloat16 and device.type == "cpu" else 0
+    extra = (
+        normed.abs().max() * (1 + scale.abs().max()) * 2**-9
+        if dtype == torch.bfloat16 and device.type == "cpu"
+        else 0
+    )
     assert ((found - expected).abs() <= budget(expected, dtype) + extra).all()
 
 
@@ -69,7 +75,7 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dt
     x, weight = inputs(dtype, device, (batch, frames * tokens, dim), (dim,))
     norm.weight.copy_(weight)
     rope = RotaryTable(head_dim)
-    positions = range(1030, 1030 + frames)                  # the time index has no limit at 1024
+    positions = range(1030, 1030 + frames)  # the time index has no limit at 1024
     found = norm(x, rope(positions, 1, tokens, device) if turned else None)
 
     wide = x.double()
@@ -78,11 +84,21 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dt
     if turned:
         axes = (torch.tensor(positions), torch.arange(1), torch.arange(tokens))
         time, row, column = (rope.turns(axis, p).to(device) for axis, p in enumerate(axes))
-        turns = torch.cat([time[:, None].expand(-1, tokens, -1), row[None].expand(frames, tokens, -1),
-                           column[None].expand(frames, -1, -1)], -1).flatten(0, 1)[:, None]         # [L, 1, D/2]
-        expected = torch.view_as_real(torch.view_as_complex(expected.unflatten(-1, (-1, 2))) * turns).flatten(-2)
-    extra = expected.abs().max() * 2 ** -8 if dtype == torch.bfloat16 and device.type == "cpu" else 0
-    assert found.shape == expected.shape and ((found - expected).abs() <= budget(expected, dtype) + extra).all()
+        turns = torch.cat(
+            [
+                time[:, None].expand(-1, tokens, -1),
+                row[None].expand(frames, tokens, -1),
+                column[None].expand(frames, -1, -1),
+            ],
+            -1,
+        ).flatten(0, 1)[:, None]  # [L, 1, D/2]
+        expected = torch.view_as_real(torch.view_as_complex(expected.unflatten(-1, (-1, 2))) * turns).flatten(
+            -2
+        )
+    extra = expected.abs().max() * 2**-8 if dtype == torch.bfloat16 and device.type == "cpu" else 0
+    assert (
+        found.shape == expected.shape and ((found - expected).abs() <= budget(expected, dtype) + extra).all()
+    )
 
 
 @DTYPES
@@ -101,7 +117,9 @@ def test_time_turns_once_in_two_pi_frames():
     """The fastest time frequency is 1 rad a frame, the wave that passes for a sink at frame 0 (21 frames: 3.3 periods)."""
     turns = RotaryTable(128).turns(0, torch.arange(7))
     assert turns[:, 0].angle()[1].item() == pytest.approx(1.0) and turns.shape == (7, 22)
-    assert RotaryTable(golden_config()["model"]["head_dim"]).shares == (8, 4, 4) and RotaryTable(128).shares == (44, 42, 42)
+    assert RotaryTable(golden_config()["model"]["head_dim"]).shares == (8, 4, 4) and RotaryTable(
+        128
+    ).shares == (44, 42, 42)
 
 
 def test_teacher_forcing_mask():

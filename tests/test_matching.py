@@ -23,8 +23,10 @@ def test_formulas():
     rng = np.random.default_rng(0)
     profiles, values = rng.normal(size=(4, 3, 9)).astype(np.float32), rng.normal(size=9)
     for i in np.ndindex(4, 3):
-        np.testing.assert_allclose(pearson(profiles, values)[i], np.corrcoef(profiles[i], values)[0, 1], atol=1e-12)
-        expected = np.linalg.norm(profiles[i].astype(float) - values) / 3                         # sqrt(9)
+        np.testing.assert_allclose(
+            pearson(profiles, values)[i], np.corrcoef(profiles[i], values)[0, 1], atol=1e-12
+        )
+        expected = np.linalg.norm(profiles[i].astype(float) - values) / 3  # sqrt(9)
         np.testing.assert_allclose(rms_difference(profiles, values)[i], expected)
     assert np.isnan(pearson(np.ones(9), values))
 
@@ -32,7 +34,9 @@ def test_formulas():
 def planted(step_index=1, layer=2, head=1, curve=None):
     """A three-layer atlas of noise with a curve in one head of one pass, rescaled: r is 1, the RMS is not 0."""
     cache = synthetic_caches.atlas(layers=(0, 2, 5), curve=False)
-    cache["frame_logits"][cache["layers"].index(layer), step_index, head, 6:] = torch.from_numpy(2 * curve + 1).float()
+    cache["frame_logits"][cache["layers"].index(layer), step_index, head, 6:] = torch.from_numpy(
+        2 * curve + 1
+    ).float()
     return cache
 
 
@@ -55,7 +59,7 @@ def test_noise_and_clipped_points_do_not_count():
     values = np.sin(np.arange(9.0))
     view = open_profiles(planted(curve=values), step=4)
     spoiled = values.copy()
-    spoiled[[2, 6, 7, 8]] = 50, -50, 70, 30                            # cut off, and the own block
+    spoiled[[2, 6, 7, 8]] = 50, -50, 70, 30  # cut off, and the own block
     clipped = np.arange(9) == 2
     assert compared_frames(view, Curve(spoiled, clipped)) == [0, 1, 3, 4, 5]
     assert rank_heads([view], Curve(spoiled, clipped))[0].r == pytest.approx(1)
@@ -66,7 +70,12 @@ def test_noise_and_clipped_points_do_not_count():
 
 def test_heads_without_variation_come_last():
     nan = float("nan")
-    ranking = [Candidate(0.9, 1, 0, 1, 0), Candidate(0.9, 2, 0, 1, 1), Candidate(0.1, 1, 0, 1, 2), Candidate(nan, 1, 0, 1, 3)]
+    ranking = [
+        Candidate(0.9, 1, 0, 1, 0),
+        Candidate(0.9, 2, 0, 1, 1),
+        Candidate(0.1, 1, 0, 1, 2),
+        Candidate(nan, 1, 0, 1, 3),
+    ]
     assert [place(ranking, 0, 1, head)[0] for head in range(4)] == [1, 1, 3, 4]
 
 
@@ -88,9 +97,13 @@ def test_the_papers_heads_are_first_of_360(name, label, layer, head):
 def test_words_about_the_match():
     cache = real()
     view = open_profiles(cache)
-    curves, why_not = published.curves_for(view, ROOT / published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL)
+    curves, why_not = published.curves_for(
+        view, ROOT / published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL
+    )
     assert not why_not
-    lines = reports.match_lines(open_passes(cache, view), published.FIGURE4_HEADS, curves, view.step).split("\n")
+    lines = reports.match_lines(open_passes(cache, view), published.FIGURE4_HEADS, curves, view.step).split(
+        "\n"
+    )
     assert lines[0] == "L1H1, 18 context frames, 360 heads"
     assert lines[1] == "  shown: layer 1, head 1: r = 0.993, RMS 0.42, rank 1 of 360"
     assert lines[2].startswith("  WARNING, counted from 1 it would be: layer 0, head 0: r = 0.081, ")

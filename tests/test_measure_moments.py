@@ -27,11 +27,18 @@ def test_the_last_moment_is_the_shipped_checkpoint_and_measures_the_same(tmp_pat
     report = json.loads(out.read_text())
     assert report["captions"] == MOMENTS["captions"]
     for name in ("first pass", "clean pass"):
-        for measure, values in report["moments"][0][name].items():       # rounded to 4 places; 1e-4 between CPU and GPU
+        for measure, values in report["moments"][0][
+            name
+        ].items():  # rounded to 4 places; 1e-4 between CPU and GPU
             np.testing.assert_allclose(values, MOMENTS["moments"][-1][name][measure], atol=5e-4, rtol=0)
-    ours, theirs = (load_cache(folder / f"step_{LAST:05d}.pt") for folder in (out.parent, ROOT / "cache/wan-mini-training"))
+    ours, theirs = (
+        load_cache(folder / f"step_{LAST:05d}.pt")
+        for folder in (out.parent, ROOT / "cache/wan-mini-training")
+    )
     assert theirs["prompt"] == MOMENTS["captions"][0] and theirs["weights"] == "checkpoint"
-    np.testing.assert_allclose(ours["frame_logits"], theirs["frame_logits"], atol=5e-3, rtol=0)  # 1.3e-3 between CPU and GPU
+    np.testing.assert_allclose(
+        ours["frame_logits"], theirs["frame_logits"], atol=5e-3, rtol=0
+    )  # 1.3e-3 between CPU and GPU
 
 
 def test_atlases_of_three_moments_are_there_and_differ():
@@ -50,13 +57,19 @@ def test_figures_of_the_training_are_up_to_date(name, tmp_path, monkeypatch):
 
 def test_the_videos_shown_are_the_first_of_each_set():
     from experiments.evaluate_mini import SETS, scenes
+
     shown = " ".join(words((ROOT / "notebooks/figures/videos_mini.svg").read_text()))
     for name, count in readme_figures.STRIPS.items():
         assert all(scene.caption in shown for scene in scenes(SETS[name], count))
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["nowhere"], "nowhere has no step_*.pt; make them with"), (["FOLDER", "--steps", "7"], "has no step_*.pt of step 7")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere has no step_*.pt; make them with"),
+        (["FOLDER", "--steps", "7"], "has no step_*.pt of step 7"),
+    ],
+)
 def test_bad_input(arguments, said, tmp_path, capfd):
     (tmp_path / "step_00001.pt").write_bytes(b"")
     with pytest.raises(SystemExit) as ended:

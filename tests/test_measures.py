@@ -71,7 +71,9 @@ def causal(values, blocks):
 def excess_by_loops(A, block):
     F, differences = len(A), []
     for d in range(1, F):
-        others = [A[k + d, k] for k in range(1, F - d) if block[k] < block[k + d] and not np.isnan(A[k + d, k])]
+        others = [
+            A[k + d, k] for k in range(1, F - d) if block[k] < block[k + d] and not np.isnan(A[k + d, k])
+        ]
         if block[0] < block[d] and others and not np.isnan(A[d, 0]):
             differences.append(A[d, 0] - sum(others) / len(others))
     return sum(differences) / len(differences)
@@ -83,12 +85,14 @@ def test_equal_distance_excess(blocks):
     rng = np.random.default_rng(0)
     A, block = causal(rng.normal(size=(F, F)), blocks)
     assert measures.equal_distance_excess(A, blocks) == pytest.approx(excess_by_loops(A, block))
-    spoiled = np.where(block[None] == block[:, None], 1e6, A)          # the own block is noise: it must not count
+    spoiled = np.where(block[None] == block[:, None], 1e6, A)  # the own block is noise: it must not count
     assert measures.equal_distance_excess(spoiled, blocks) == pytest.approx(excess_by_loops(A, block))
     holed = A.copy()
-    holed[F - 1, 1] = holed[F - 2, 0] = np.nan                         # as a window leaves them
-    assert measures.equal_distance_excess(np.stack([A, holed]), blocks)[1] == pytest.approx(excess_by_loops(holed, block))
-    assert np.isnan(measures.equal_distance_excess(A, [F]))            # one block: no context at all
+    holed[F - 1, 1] = holed[F - 2, 0] = np.nan  # as a window leaves them
+    assert measures.equal_distance_excess(np.stack([A, holed]), blocks)[1] == pytest.approx(
+        excess_by_loops(holed, block)
+    )
+    assert np.isnan(measures.equal_distance_excess(A, [F]))  # one block: no context at all
 
 
 def test_a_wave_is_no_sink_and_a_sink_is_no_wave():
@@ -102,13 +106,17 @@ def test_a_wave_is_no_sink_and_a_sink_is_no_wave():
     P = measures.distance_profile(of_distance + sink, blocks)
     assert np.isnan(P[-3:]).all()
     np.testing.assert_allclose(P[1:69], of_distance[-3:, 1:69].mean(0), atol=1e-9)
-    np.testing.assert_allclose(P[0], of_distance[-3:-1, 0].mean(), atol=1e-9)  # distance 71 exists for frame 0 only
+    np.testing.assert_allclose(
+        P[0], of_distance[-3:-1, 0].mean(), atol=1e-9
+    )  # distance 71 exists for frame 0 only
 
 
 def test_wave_of_a_made_up_head():
     frames = np.arange(21)
-    y = np.stack([1 + 0.1 * frames + 3 * np.cos(frames - 0.7), 2 * np.cos(2 * np.pi / 4 * frames + 0.2), 0.3 * frames])
-    y[:, 18:] = 100                                                    # the own block is noise
+    y = np.stack(
+        [1 + 0.1 * frames + 3 * np.cos(frames - 0.7), 2 * np.cos(2 * np.pi / 4 * frames + 0.2), 0.3 * frames]
+    )
+    y[:, 18:] = 100  # the own block is noise
     w = measures.wave(y, range(18), periods=np.array([3.0, 4.0, 2 * np.pi, 9.0]))
     assert (w.amplitude[0], w.r2[0]) == (pytest.approx(3), pytest.approx(1))
     assert w.period.tolist()[:2] == [pytest.approx(2 * np.pi), 4] and w.period_r2[1] == pytest.approx(1)
@@ -138,7 +146,9 @@ def test_small_measures():
     of_all, of_context = measures.first_frame_mass(mass, [0, 1, 2])
     np.testing.assert_allclose(of_all, [0.4, 0])
     np.testing.assert_allclose(of_context, [0.4 / 0.6, nan])
-    np.testing.assert_allclose(measures.sign_rate(np.array([[1, -1, 2, nan], [nan] * 4, [-1, -2, 0, 5]])), [2 / 3, nan, 0.25])
+    np.testing.assert_allclose(
+        measures.sign_rate(np.array([[1, -1, 2, nan], [nan] * 4, [-1, -2, 0, 5]])), [2 / 3, nan, 0.25]
+    )
 
 
 def test_the_published_72_frames():

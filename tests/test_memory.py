@@ -13,7 +13,7 @@ from wan.config import MODELS, ConfigError, RunConfig, load_config
 from wan.modules.capture import CaptureRequest
 
 MEASURED = json.loads((ROOT / "tests/gpu/benchmark_real_h200.json").read_text())
-GPU = torch.device("cuda")          # a name: nothing here touches one
+GPU = torch.device("cuda")  # a name: nothing here touches one
 
 
 def on_gpu(tmp_path, requests=None, encodes=False, model="Wan2.1-T2V-1.3B", **settings) -> Memory:
@@ -29,10 +29,16 @@ def total(run: Memory, doing: str, where: str) -> int:
     return need.total
 
 
-@pytest.mark.parametrize(("model", "row", "settings"), [
-    ("Wan2.1-T2V-1.3B", "resident", {}), ("Wan2.1-T2V-1.3B", "--offload", {"offload": True}),
-    ("Wan2.1-T2V-1.3B", "72 frames", {"num_frames": 72}), ("Wan2.1-T2V-14B", "one block", {"num_frames": 3}),
-    ("Wan2.1-T2V-14B", "one block, --offload", {"num_frames": 3, "offload": True})])
+@pytest.mark.parametrize(
+    ("model", "row", "settings"),
+    [
+        ("Wan2.1-T2V-1.3B", "resident", {}),
+        ("Wan2.1-T2V-1.3B", "--offload", {"offload": True}),
+        ("Wan2.1-T2V-1.3B", "72 frames", {"num_frames": 72}),
+        ("Wan2.1-T2V-14B", "one block", {"num_frames": 3}),
+        ("Wan2.1-T2V-14B", "one block, --offload", {"num_frames": 3, "offload": True}),
+    ],
+)
 def test_predictions_are_within_10_percent_of_what_was_measured(tmp_path, model, row, settings):
     measured = MEASURED[model]["extract"][row]["rollout"]["gpu_peak_bytes"]
     assert abs(total(on_gpu(tmp_path, model=model, **settings), "rolling out", "GPU") / measured - 1) < 0.1
@@ -50,6 +56,7 @@ def test_encoding_is_predicted_too(tmp_path):
 def test_the_parts_follow_from_the_sizes(tmp_path):
     def parts(**settings):
         return next(need.parts for need in on_gpu(tmp_path, **settings).needs() if need.where == "GPU")
+
     plain, long = parts(), parts(num_frames=42)
     assert plain["weights"] == MEASURED["Wan2.1-T2V-1.3B"]["load"]["shards"]["parameter_bytes"]
     assert plain["KV cache"] == 2 * 30 * 21 * 1560 * 1536 * 2 and long["KV cache"] == 2 * plain["KV cache"]
@@ -62,15 +69,36 @@ def test_the_parts_follow_from_the_sizes(tmp_path):
 TOKENS = [CaptureRequest(layers=[1], blocks=[6], steps=[0], granularity="token", token_dtype=torch.float16)]
 
 
-@pytest.mark.parametrize(("gpu", "host", "encodes", "requests", "message"), [
-    (8, 64, False, None, "9.2 GB of GPU memory while rolling.*8.0 GB are free; it fits with --offload or --num_frames 15"),
-    (10, 64, True, None, "while encoding the prompt .*it fits with --t5_cpu or --offload or --prompt_embeds FILE$"),
-    (10, 8, True, None, "of GPU memory while encoding the prompt .*it fits with --prompt_embeds FILE$"),
-    (5, 64, False, None, "it fits with --num_frames 6$"),
-    (3.4, 64, False, None, "it fits with --offload --num_frames 9$"),
-    (64, 2, False, TOKENS, "3.7 GB of host memory while rolling out .*it fits with --granularity frame or --num_frames 9"),
-    (1, 1, True, None, "no flag makes it fit: it needs a larger machine"),
-])
+@pytest.mark.parametrize(
+    ("gpu", "host", "encodes", "requests", "message"),
+    [
+        (
+            8,
+            64,
+            False,
+            None,
+            "9.2 GB of GPU memory while rolling.*8.0 GB are free; it fits with --offload or --num_frames 15",
+        ),
+        (
+            10,
+            64,
+            True,
+            None,
+            "while encoding the prompt .*it fits with --t5_cpu or --offload or --prompt_embeds FILE$",
+        ),
+        (10, 8, True, None, "of GPU memory while encoding the prompt .*it fits with --prompt_embeds FILE$"),
+        (5, 64, False, None, "it fits with --num_frames 6$"),
+        (3.4, 64, False, None, "it fits with --offload --num_frames 9$"),
+        (
+            64,
+            2,
+            False,
+            TOKENS,
+            "3.7 GB of host memory while rolling out .*it fits with --granularity frame or --num_frames 9",
+        ),
+        (1, 1, True, None, "no flag makes it fit: it needs a larger machine"),
+    ],
+)
 def test_advice_names_what_makes_it_fit(tmp_path, monkeypatch, gpu, host, encodes, requests, message):
     monkeypatch.setattr(Memory, "free", lambda self: {"GPU": int(gpu * GB), "host": int(host * GB)})
     monkeypatch.setattr(memory, "_files", lambda run: iter(()))
@@ -80,10 +108,14 @@ def test_advice_names_what_makes_it_fit(tmp_path, monkeypatch, gpu, host, encode
 
 def test_what_fits_is_printed_and_not_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Memory, "free", lambda self: {"GPU": 10 * GB, "host": 10 * GB})
-    monkeypatch.setattr(memory, "_files", lambda run: iter([ROOT / "checkpoints/wan-mini/self_forcing_mini.pt"]))
+    monkeypatch.setattr(
+        memory, "_files", lambda run: iter([ROOT / "checkpoints/wan-mini/self_forcing_mini.pt"])
+    )
     check_memory(on_gpu(tmp_path))
     said = capsys.readouterr().out
-    assert said.startswith("reads 9 MB of files\nneeds 9.2 GB of GPU memory while rolling out (weights 2.8 GB, KV cache 6.0 GB")
+    assert said.startswith(
+        "reads 9 MB of files\nneeds 9.2 GB of GPU memory while rolling out (weights 2.8 GB, KV cache 6.0 GB"
+    )
     assert "; 10.0 GB are free\n" in said
     check_memory(on_gpu(tmp_path), quiet=True)
     assert not capsys.readouterr().out
@@ -95,14 +127,20 @@ def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
     for name in ("encode_prompts", "load_pipeline"):
         monkeypatch.setattr(extraction, name, lambda *args: pytest.fail("something was loaded"))
     with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_figure4.run, ["--config_path", "configs/wan_mini.yaml", "--output_path", f"{tmp_path}/a.pt"])
+        cli.main(
+            run_extraction_figure4.run,
+            ["--config_path", "configs/wan_mini.yaml", "--output_path", f"{tmp_path}/a.pt"],
+        )
     said = capfd.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1 and not list(tmp_path.iterdir())
     assert said.startswith("error: wan-mini needs ") and "MB of host memory while rolling out" in said
 
 
 def test_offload_needs_a_gpu(monkeypatch):
-    with pytest.raises(ConfigError, match="--offload keeps weights on the host for a GPU, and the device is cpu; leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match="--offload keeps weights on the host for a GPU, and the device is cpu; leave it out",
+    ):
         extraction.choose_device("cpu", offload=True)
     config = load_config(ROOT / "configs/self_forcing_dmd.yaml")
     assert extraction.choose_dtype(config.dtype, GPU) == torch.bfloat16

@@ -37,7 +37,7 @@ def generate(vae: VAE, **overrides) -> torch.Tensor:
 
 def test_it_is_small():
     sizes = {path: path.stat().st_size for path in MINI.rglob("*") if path.is_file()}
-    assert max(sizes.values()) <= 16 * 2 ** 20 and sum(sizes.values()) < 30e6
+    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 30e6
 
 
 def test_its_two_weight_sets_are_one_model():
@@ -70,24 +70,37 @@ def test_its_evaluation_is_of_these_weights(measured):
     assert EVALUATION["weights"] == measured["weights"]
     now, then = (report["captions"]["one shape"]["each"] for report in (measured, EVALUATION))
     assert [one["caption"] for one in now] == [one["caption"] for one in then[:4]]
-    answers = [(one["causal"][question], answer) for one, other in zip(now, then, strict=False)
-               for question, answer in other["causal"].items()]
-    assert len(answers) >= 16 and sum(here != there for here, there in answers) <= 1     # one may be close on another CPU
+    answers = [
+        (one["causal"][question], answer)
+        for one, other in zip(now, then, strict=False)
+        for question, answer in other["causal"].items()
+    ]
+    assert (
+        len(answers) >= 16 and sum(here != there for here, there in answers) <= 1
+    )  # one may be close on another CPU
 
 
 def test_its_evaluation_meets_what_the_readme_says():
     vae, one = EVALUATION["vae"], EVALUATION["captions"]["one shape"]
-    assert vae["clips"] == 32 and vae["psnr"] >= 27 and abs(vae["psnr_first_second"] - vae["psnr_last_second"]) < 1
+    assert (
+        vae["clips"] == 32
+        and vae["psnr"] >= 27
+        and abs(vae["psnr_first_second"] - vae["psnr_last_second"]) < 1
+    )
     assert one["count"] == 64
     for question in ("color", "shape", "background", "direction"):
         assert one["shares"]["causal"][question] >= 0.8 and one["shares"]["base"][question] >= 0.8
-    own_block, everything = (next(row for row in EVALUATION["past"] if row["local_attn_size"] == size) for size in (3, -1))
-    assert own_block["same"] < everything["same"]                                       # the past is needed
+    own_block, everything = (
+        next(row for row in EVALUATION["past"] if row["local_attn_size"] == size) for size in (3, -1)
+    )
+    assert own_block["same"] < everything["same"]  # the past is needed
 
 
 def test_the_colour_word_matters(vae):
-    one, other = (generate(vae, prompt=f"a {color} circle moving right over a dark blue background", num_frames=6)
-                  for color in ("yellow", "purple"))
+    one, other = (
+        generate(vae, prompt=f"a {color} circle moving right over a dark blue background", num_frames=6)
+        for color in ("yellow", "purple")
+    )
     assert (one - other).abs().amax(1).mean((1, 2))[8:].mean() > 0.01
 
 
@@ -96,13 +109,15 @@ def test_prompts_reach_the_model_as_in_training():
     states = encoder(["a red circle", "a red circle moving right over a dark blue background"])
     words = encoder.words("a red circle")
     assert states.shape == (2, 64, 64) and [w.strip("▁") for w in words] == ["a", "red", "circle", "</s>"]
-    assert (states[0, len(words):] == 0).all() and (states[0, :len(words)] != 0).any(-1).all()
+    assert (states[0, len(words) :] == 0).all() and (states[0, : len(words)] != 0).any(-1).all()
     alone = encoder(["a red circle"])[0]
-    torch.testing.assert_close(alone, states[0], atol=1e-5, rtol=0)                    # padding changes nothing
+    torch.testing.assert_close(alone, states[0], atol=1e-5, rtol=0)  # padding changes nothing
 
 
-@pytest.mark.parametrize(("dirty", "clean"), [
-    ("a  red\n circle ", "a red circle"), ("salt &amp;amp; pepper", "salt & pepper"), ("schÃ¶n", "schön")])
+@pytest.mark.parametrize(
+    ("dirty", "clean"),
+    [("a  red\n circle ", "a red circle"), ("salt &amp;amp; pepper", "salt & pepper"), ("schÃ¶n", "schön")],
+)
 def test_prompts_are_cleaned_as_wan_does(dirty, clean):
     assert clean_prompt(dirty) == clean
 
@@ -110,14 +125,18 @@ def test_prompts_are_cleaned_as_wan_does(dirty, clean):
 def test_latents_are_normalised_by_the_vae_config(vae):
     scene = HELD_OUT[0]
     from experiments.miniature.moving_shapes import render_batch
-    video = render_batch([scene], 17, 64).transpose(1, 2) / 2 + 0.5                     # [1, frames, 3, H, W]
+
+    video = render_batch([scene], 17, 64).transpose(1, 2) / 2 + 0.5  # [1, frames, 3, H, W]
     latents = vae.encode(video)
     assert latents.shape == (1, 5, 16, 8, 8)
     raw = vae.vae.encode(video.transpose(1, 2) * 2 - 1).latent_dist.mode()
-    mean, std = (torch.tensor(getattr(vae.vae.config, name)).view(1, 16, 1, 1, 1) for name in ("latents_mean", "latents_std"))
+    mean, std = (
+        torch.tensor(getattr(vae.vae.config, name)).view(1, 16, 1, 1, 1)
+        for name in ("latents_mean", "latents_std")
+    )
     torch.testing.assert_close(latents.transpose(1, 2), (raw - mean) / std, atol=1e-5, rtol=1e-5)
     decoded = vae.decode(latents)
-    assert decoded.shape == video.shape and (decoded - video).square().mean() < 0.002   # 27 dB
+    assert decoded.shape == video.shape and (decoded - video).square().mean() < 0.002  # 27 dB
 
 
 def test_paths_in_the_config_are_relative_to_the_root():

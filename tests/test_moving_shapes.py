@@ -41,7 +41,9 @@ def pixel(rgb: tuple[float, ...]) -> torch.Tensor:
 def test_caption_names_everything_that_moves():
     assert SCENE.caption == "a red circle moving right over a dark blue background"
     two = replace(SCENE, movers=(RED_CIRCLE, replace(RED_CIRCLE, color="orange", direction="up")))
-    assert two.caption == "a red circle moving right and an orange circle moving up over a dark blue background"
+    assert (
+        two.caption == "a red circle moving right and an orange circle moving up over a dark blue background"
+    )
     marked = replace(SCENE, landmark=Landmark("square", "white", "top left"))
     assert marked.caption == f"{SCENE.caption} with a small white square at the top left"
     hidden = replace(SCENE, wall="orange", unnamed_color=True)
@@ -99,13 +101,17 @@ def test_a_landmark_stays_behind_the_movers_where_the_caption_says():
     x, y = (int(64 * place) for place in CORNERS["top left"])
     assert (render(scene, 33, 64)[:, :, y, x] == pixel(COLORS["white"])).all()
     in_front = replace(RED_CIRCLE, x=CORNERS["top left"][0] + 0.1, y=0.2)
-    torch.testing.assert_close(render(replace(scene, movers=(in_front,)), 1, 64)[0, :, y, x], pixel(COLORS["red"]))
+    torch.testing.assert_close(
+        render(replace(scene, movers=(in_front,)), 1, 64)[0, :, y, x], pixel(COLORS["red"])
+    )
 
 
 @pytest.mark.parametrize("direction", ["right", "left", "up", "down"])
 def test_a_wall_hides_the_mover_and_stands_where_it_goes(direction):
     dx, dy = DIRECTIONS[direction]
-    mover = replace(RED_CIRCLE, direction=direction, radius=0.12, speed=0.3, x=0.5 - 0.2 * dx, y=0.5 - 0.2 * dy)
+    mover = replace(
+        RED_CIRCLE, direction=direction, radius=0.12, speed=0.3, x=0.5 - 0.2 * dx, y=0.5 - 0.2 * dy
+    )
     scene = replace(SCENE, movers=(mover,), wall="white")
     video, hidden = render(scene, 81, 64), hidden_share(scene, 81)
     red = ((video - pixel(COLORS["red"])[:, None, None]).abs().sum(1) < 0.01).sum((1, 2))
@@ -121,16 +127,20 @@ def test_scenes_keep_the_promises_of_their_kinds():
         for scene in itertools.islice(sample_scenes(4, held_out=True, kinds=[kind]), 12):
             assert scene.kind == kind
             path = positions(scene, 81)
-            for n, mover in enumerate(scene.movers):                       # straight at first, as the caption says
+            for n, mover in enumerate(scene.movers):  # straight at first, as the caption says
                 straight = path[: int(STRAIGHT * FPS) + 1, n]
-                expected = straight[0] + torch.arange(len(straight))[:, None] / FPS * torch.tensor(mover.velocity)
+                expected = straight[0] + torch.arange(len(straight))[:, None] / FPS * torch.tensor(
+                    mover.velocity
+                )
                 torch.testing.assert_close(straight, expected, atol=1e-5, rtol=0)
             if kind == "crossing":
                 gap = path.diff(dim=1).norm(dim=-1)[:, 0]
                 assert gap[: int(CROSS_BETWEEN[1] * FPS)].min() < 0.08 and gap[0] > 0.08
             if kind == "wall":
                 hidden = hidden_share(scene, 81)
-                assert hidden[0] == 0 and (hidden == 1).any() and (hidden[int(BACK_BY * FPS) + 1 :] == 0).all()
+                assert (
+                    hidden[0] == 0 and (hidden == 1).any() and (hidden[int(BACK_BY * FPS) + 1 :] == 0).all()
+                )
 
 
 def test_split_is_fixed_and_disjoint():

@@ -17,8 +17,16 @@ from wan.checkpoint import CheckpointError
 from wan.config import MODELS, ModelConfig
 from wan.modules.vae import VAE
 
-SMALL_UMT5 = UMT5Config(vocab_size=50, d_model=24, d_kv=8, d_ff=40, num_layers=3, num_heads=2,
-                        relative_attention_num_buckets=32, dropout_rate=0.0)
+SMALL_UMT5 = UMT5Config(
+    vocab_size=50,
+    d_model=24,
+    d_kv=8,
+    d_ff=40,
+    num_layers=3,
+    num_heads=2,
+    relative_attention_num_buckets=32,
+    dropout_rate=0.0,
+)
 SMALL_VAE = {"base_dim": 8, "num_res_blocks": 2}
 
 
@@ -26,7 +34,9 @@ def native_config(**overrides) -> dict:
     """config.json as the release has it: no text_dim, no patch_size."""
     sizes = golden_config()["model"]
     names = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim", "text_len", "eps")
-    return {"_class_name": "WanModel", "model_type": "t2v"} | {name: sizes[name] for name in names} | overrides
+    return (
+        {"_class_name": "WanModel", "model_type": "t2v"} | {name: sizes[name] for name in names} | overrides
+    )
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -37,20 +47,35 @@ def test_the_transformer_needs_no_conversion(tmp_path, num_shards):
     if num_shards == 1:
         save_file(weights, tmp_path / f"{name}.safetensors")
     else:
-        parts = {f"{name}-{i:05d}.safetensors": dict(list(weights.items())[i::num_shards]) for i in range(num_shards)}
+        parts = {
+            f"{name}-{i:05d}.safetensors": dict(list(weights.items())[i::num_shards])
+            for i in range(num_shards)
+        }
         for file, part in parts.items():
             save_file(part, tmp_path / file)
         index = {"weight_map": {key: file for file, part in parts.items() for key in part}}
         (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
     assert checkpoint.is_native(tmp_path)
-    assert checkpoint.read_model_config(tmp_path) == ModelConfig(**{key: golden_config()["model"][key] for key in SIZES})
+    assert checkpoint.read_model_config(tmp_path) == ModelConfig(
+        **{key: golden_config()["model"][key] for key in SIZES}
+    )
     state = checkpoint.read_transformer_state(tmp_path)
     assert state.keys() == weights.keys() and all(torch.equal(state[key], weights[key]) for key in weights)
 
 
 def test_the_released_config_is_the_1_3b_model(tmp_path):
-    released = {"dim": 1536, "eps": 1e-6, "ffn_dim": 8960, "freq_dim": 256, "in_dim": 16, "model_type": "t2v",
-                "num_heads": 12, "num_layers": 30, "out_dim": 16, "text_len": 512}
+    released = {
+        "dim": 1536,
+        "eps": 1e-6,
+        "ffn_dim": 8960,
+        "freq_dim": 256,
+        "in_dim": 16,
+        "model_type": "t2v",
+        "num_heads": 12,
+        "num_layers": 30,
+        "out_dim": 16,
+        "text_len": 512,
+    }
     (tmp_path / "config.json").write_text(json.dumps(released))
     assert checkpoint.read_model_config(tmp_path) == MODELS["Wan2.1-T2V-1.3B"]
     (tmp_path / "config.json").write_text(json.dumps({"dim": 1536}))
@@ -75,17 +100,25 @@ def random_umt5(config: UMT5Config) -> dict[str, torch.Tensor]:
     dim, inner, heads = config.d_model, config.num_heads * config.d_kv, config.num_heads
     shapes = {"token_embedding.weight": (config.vocab_size, dim), "norm.weight": (dim,)}
     for i in range(config.num_layers):
-        block = {"norm1.weight": (dim,), "norm2.weight": (dim,), "attn.o.weight": (dim, inner),
-                 "pos_embedding.embedding.weight": (config.relative_attention_num_buckets, heads),
-                 "ffn.gate.0.weight": (config.d_ff, dim), "ffn.fc1.weight": (config.d_ff, dim),
-                 "ffn.fc2.weight": (dim, config.d_ff)}
+        block = {
+            "norm1.weight": (dim,),
+            "norm2.weight": (dim,),
+            "attn.o.weight": (dim, inner),
+            "pos_embedding.embedding.weight": (config.relative_attention_num_buckets, heads),
+            "ffn.gate.0.weight": (config.d_ff, dim),
+            "ffn.fc1.weight": (config.d_ff, dim),
+            "ffn.fc2.weight": (dim, config.d_ff),
+        }
         block |= {f"attn.{part}.weight": (inner, dim) for part in "qkv"}
         shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
 
 
-def plain_umt5(w: dict[str, torch.Tensor], config: UMT5Config, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def plain_umt5(
+    w: dict[str, torch.Tensor], config: UMT5Config, ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """The encoder by its definition: pre-norm, T5 attention without scaling, a relative bias in every layer, gated GELU."""
+
     def norm(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
@@ -103,7 +136,10 @@ def plain_umt5(w: dict[str, torch.Tensor], config: UMT5Config, ids: torch.Tensor
     for i in range(config.num_layers):
         p = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
         y = norm(x, p["norm1.weight"])
-        q, k, v = ((y @ p[f"attn.{part}.weight"].T).unflatten(-1, (config.num_heads, -1)).transpose(1, 2) for part in "qkv")
+        q, k, v = (
+            (y @ p[f"attn.{part}.weight"].T).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)
+            for part in "qkv"
+        )
         logits = q @ k.mT + p["pos_embedding.embedding.weight"][buckets].permute(2, 0, 1)
         out = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v
         x = x + out.transpose(1, 2).flatten(2) @ p["attn.o.weight"].T
@@ -139,11 +175,20 @@ def random_umt5_names(layers: int) -> list[str]:
     return list(random_umt5(config))
 
 
-@pytest.mark.parametrize(("spoil", "message"), [
-    (lambda w: w.pop("norm.weight"), "keys missing: encoder.final_layer_norm.weight"),
-    (lambda w: w.update({"blocks.0.attn.x.weight": torch.ones(1)}), "keys unexpected: encoder.block.0.layer.attn.x.weight"),
-    (lambda w: w.update({"token_embedding.weight": torch.ones(3, 24)}), r"of another shape: shared.weight \[3, 24\]"),
-])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda w: w.pop("norm.weight"), "keys missing: encoder.final_layer_norm.weight"),
+        (
+            lambda w: w.update({"blocks.0.attn.x.weight": torch.ones(1)}),
+            "keys unexpected: encoder.block.0.layer.attn.x.weight",
+        ),
+        (
+            lambda w: w.update({"token_embedding.weight": torch.ones(3, 24)}),
+            r"of another shape: shared.weight \[3, 24\]",
+        ),
+    ],
+)
 def test_umt5_files_that_do_not_fit(tmp_path, spoil, message):
     weights = random_umt5(SMALL_UMT5)
     spoil(weights)
@@ -160,7 +205,9 @@ def native_vae_names(vae: AutoencoderKLWan) -> dict[str, str]:
     tails = [f"residual.{i}.{p}" for i in (0, 2, 3, 6) for p in ("gamma", "weight", "bias")]
     tails += [f"{part}.{p}" for part in ("shortcut", "time_conv", "resample.1") for p in ("weight", "bias")]
     middle = [f"middle.{i}.{t}" for i in (0, 2) for t in tails[:12]]
-    middle += [f"middle.1.{t}" for t in ("norm.gamma", "to_qkv.weight", "to_qkv.bias", "proj.weight", "proj.bias")]
+    middle += [
+        f"middle.1.{t}" for t in ("norm.gamma", "to_qkv.weight", "to_qkv.bias", "proj.weight", "proj.bias")
+    ]
     names = [f"conv{i}.{p}" for i in (1, 2) for p in ("weight", "bias")]
     for side, stack in (("encoder", "downsamples"), ("decoder", "upsamples")):
         names += [f"{side}.{rest}" for rest in middle]

@@ -32,7 +32,9 @@ def rolled_out(causal, device, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits(device, dtype):
     streamed = model(device, dtype, offload=True)
-    first, again, resident = (rolled_out(m, device, dtype) for m in (streamed, streamed, model(device, dtype)))
+    first, again, resident = (
+        rolled_out(m, device, dtype) for m in (streamed, streamed, model(device, dtype))
+    )
     assert len(resident[1]) == GOLDEN_MODEL.num_layers * 2 * 5 * 3
     for found in (first, again):
         assert torch.equal(found[0], resident[0]) and all(map(torch.equal, found[1], resident[1]))
@@ -43,8 +45,10 @@ def test_the_bidirectional_model_too(device):
     x = torch.randn(2, GOLDEN_MODEL.in_dim, 4, 6, 10, generator=generator).to(device)
     text = torch.randn(2, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim, generator=generator).to(device)
     state, t = dict(golden_arrays("weights")), torch.tensor([999.0, 140.0], device=device)
-    models = (checkpoint.build_model(WanModel, GOLDEN_MODEL, state, "golden", torch.float32, device, offload)
-              for offload in (False, True))
+    models = (
+        checkpoint.build_model(WanModel, GOLDEN_MODEL, state, "golden", torch.float32, device, offload)
+        for offload in (False, True)
+    )
     resident, streamed = (model(x, t, text) for model in models)
     assert torch.equal(resident, streamed)
 
@@ -67,4 +71,6 @@ def test_the_host_holds_each_weight_once():
     own = sum(value.numel() * 2 for value in streamed.blocks[0].parameters())
     assert set(held) == {offload.streamed_bytes(streamed.blocks[0], torch.bfloat16)}
     assert own <= held[0] < own + 2 * offload.PIECE
-    assert all(piece.nbytes & (piece.nbytes - 1) == 0 for pieces in streamed.blocks._on_host for piece in pieces)
+    assert all(
+        piece.nbytes & (piece.nbytes - 1) == 0 for pieces in streamed.blocks._on_host for piece in pieces
+    )

@@ -35,12 +35,16 @@ def test_figure4_cache_twice(tmp_path):
     assert "key frames 18–20 are noise in this pass" in printed
     assert "Shown: L1H1, L5H10" in printed
     # the numbers, by another route: float64 means straight from the tokens
-    tokens = cache["attention_weights"][1]["attn_logits"][0, 10].double().numpy()  # layer 5, head 10: [48, 336]
+    tokens = (
+        cache["attention_weights"][1]["attn_logits"][0, 10].double().numpy()
+    )  # layer 5, head 10: [48, 336]
     frame = tokens.reshape(48, 21, 16).mean((0, 2))
     middle = frame[1:20].mean()
-    line = (f"  H10: first={frame[0]:7.3f}, mid={middle:7.3f}, last={frame[20]:7.3f}, sink={frame[0] - middle:+7.3f}, "
-            f"first/mid={frame[0] / middle:7.2f}, first-last={frame[0] - frame[20]:+8.3f}, max@{frame.argmax()}, "
-            f"(max-min)/|mean|={(frame.max() - frame.min()) / abs(frame.mean()):6.2f}")
+    line = (
+        f"  H10: first={frame[0]:7.3f}, mid={middle:7.3f}, last={frame[20]:7.3f}, sink={frame[0] - middle:+7.3f}, "
+        f"first/mid={frame[0] / middle:7.2f}, first-last={frame[0] - frame[20]:+8.3f}, max@{frame.argmax()}, "
+        f"(max-min)/|mean|={(frame.max() - frame.min()) / abs(frame.mean()):6.2f}"
+    )
     assert line in printed.split("Layer 5,")[1]
     svgs = {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
     assert b"max@" in svgs["figure4_reproduction.svg"]
@@ -50,11 +54,15 @@ def test_figure4_cache_twice(tmp_path):
 
 def test_atlas_pass_and_absent_layers(tmp_path):
     save_cache(tmp_path / "c.pt", synthetic_caches.atlas(layers=(0, 1, 3), steps=(0, 4)))
-    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), STEP=4, HEADS=[[1, 1, "L1H1"], [5, 10, "L5H10"]])
+    printed = run(
+        tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), STEP=4, HEADS=[[1, 1, "L1H1"], [5, 10, "L5H10"]]
+    )
     assert "Pass: clean pass (t = 0)" in printed
     assert "noise" not in printed
-    assert ("Note: L5H10 (layer 5, head 10) not in this cache, which has layers 0–1, 3 with heads 0–2; "
-            "shown: L1H1, L0H0") in printed
+    assert (
+        "Note: L5H10 (layer 5, head 10) not in this cache, which has layers 0–1, 3 with heads 0–2; "
+        "shown: L1H1, L0H0"
+    ) in printed
     assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(0, 1)
 
 
@@ -72,12 +80,21 @@ def test_published_data_over_the_papers_curve(tmp_path, F):
     words = re.sub(r"<[^>]*>", "", (tmp_path / "figures" / "figure4_reproduction.svg").read_text())
     assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(1, 5)
     assert "not there: mass" in printed
-    view = open_profiles(load_cache(executed.NOTEBOOKS.parent / f"cache/published/self_forcing_dmd_eagle_{F}f.pt"))
+    view = open_profiles(
+        load_cache(executed.NOTEBOOKS.parent / f"cache/published/self_forcing_dmd_eagle_{F}f.pt")
+    )
     delta = view.profiles()[..., 0] - view.profiles()[..., 1:-1].mean(-1)
-    assert f"All 360 heads: first − middle {delta.mean():+.2f} on average, above 2 for {(delta > 2).sum()}\n" in printed
+    assert (
+        f"All 360 heads: first − middle {delta.mean():+.2f} on average, above 2 for {(delta > 2).sum()}\n"
+        in printed
+    )
     highest = (view.profiles().argmax(-1) >= F - 3).sum()
     assert f"{highest} of 360 heads are highest there" in printed
-    (line,) = [line for line in printed.split("\n") if line.startswith("L1H1, layer 1, head 1: a wave at 1 rad/frame")]
+    (line,) = [
+        line
+        for line in printed.split("\n")
+        if line.startswith("L1H1, layer 1, head 1: a wave at 1 rad/frame")
+    ]
     assert f"first − middle {delta[1, 1]:+.2f}" in line and abs(float(line.split("equal distance ")[1])) < 0.5
     if F == 72:
         assert "excess at equal distance +0.44 on average, above 2 for 15\n" in printed
@@ -91,8 +108,12 @@ def test_published_data_over_the_papers_curve(tmp_path, F):
 
 
 def test_a_reference_can_be_switched_off(tmp_path):
-    printed = run(tmp_path, CACHE_PATH="../cache/published/self_forcing_dmd_castle_21f.pt", REFERENCE_CSV=None,
-                  HEADS=[[0, 0, "L1H1"], [4, 9, "L5H10"]])
+    printed = run(
+        tmp_path,
+        CACHE_PATH="../cache/published/self_forcing_dmd_castle_21f.pt",
+        REFERENCE_CSV=None,
+        HEADS=[[0, 0, "L1H1"], [4, 9, "L5H10"]],
+    )
     assert "none was asked for" in printed and "r = " not in printed
     assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(0, 4)
 
@@ -145,16 +166,27 @@ def test_what_it_shows_tells_a_wave_from_a_sink():
     """Two made-up layers: waves that crest on frame 0, and true sinks; first − middle is high in both."""
     cache = synthetic_caches.atlas(layers=(0, 1), F=21, H=2, curve=False)
     distance = torch.arange(21)[:, None] - torch.arange(21)[None]
-    cache["frame_logits"][0] = torch.where(cache["frame_logits"][0].isnan(), torch.nan, 4 * torch.cos(distance - 19.0))
-    cache["frame_logits"][1] = torch.where(cache["frame_logits"][1].isnan(), torch.nan, 4.0 * (torch.arange(21) == 0))
+    cache["frame_logits"][0] = torch.where(
+        cache["frame_logits"][0].isnan(), torch.nan, 4 * torch.cos(distance - 19.0)
+    )
+    cache["frame_logits"][1] = torch.where(
+        cache["frame_logits"][1].isnan(), torch.nan, 4.0 * (torch.arange(21) == 0)
+    )
     lines = reports.what_it_shows(open_profiles(cache), []).split("\n")
     assert "above 2 for 4" in lines[1] and "above 2 for 2" in lines[2]
-    assert lines[4] == "  of 2 heads above 2 by the first alone, distance by itself gives more than half of it for 2"
+    assert (
+        lines[4]
+        == "  of 2 heads above 2 by the first alone, distance by itself gives more than half of it for 2"
+    )
 
 
 def test_lines_and_ranges():
-    lines = reports.head_lines(head_statistics(np.array([[4.27, 1, 0.98, 7.281], [1, -2, 0, 3], [np.nan] * 4])))
-    assert lines.split("\n")[0].startswith("  H 0: first=  4.270, mid=  0.990, last=  7.281, sink= +3.280, first/mid=   4.31")
+    lines = reports.head_lines(
+        head_statistics(np.array([[4.27, 1, 0.98, 7.281], [1, -2, 0, 3], [np.nan] * 4]))
+    )
+    assert lines.split("\n")[0].startswith(
+        "  H 0: first=  4.270, mid=  0.990, last=  7.281, sink= +3.280, first/mid=   4.31"
+    )
     assert "first/mid=    N/A" in lines.split("\n")[1]
     assert "first=    N/A" in lines.split("\n")[2]
     assert reports.ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"

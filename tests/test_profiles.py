@@ -44,8 +44,9 @@ def test_figure4_tokens(H, S, F, blocks, keys, is_logits):
 
 
 def test_granularities_agree():
-    by_token, by_key, by_frame = (open_profiles(synthetic_caches.figure4(H=3, S=5, granularity=g))
-                                  for g in ("token", "key", "frame"))
+    by_token, by_key, by_frame = (
+        open_profiles(synthetic_caches.figure4(H=3, S=5, granularity=g)) for g in ("token", "key", "frame")
+    )
     for view in (by_key, by_frame):
         np.testing.assert_allclose(view.frame_matrix(1), by_token.frame_matrix(1), atol=1e-6)
     np.testing.assert_allclose(by_key.key_curve(1), by_token.key_curve(1), atol=1e-6)
@@ -66,7 +67,9 @@ def test_quantities():
     frame = synthetic_caches.figure4(H=3, S=5, F=9, granularity="frame")
     for cache in (logits, synthetic_caches.figure4(H=3, S=5, F=9, is_logits=False), frame):
         np.testing.assert_allclose(open_profiles(cache, quantity="mass").frame_matrix(1), mass, atol=1e-6)
-        np.testing.assert_allclose(open_profiles(cache, quantity="mean_prob").frame_matrix(1), mass / S, atol=1e-7)
+        np.testing.assert_allclose(
+            open_profiles(cache, quantity="mean_prob").frame_matrix(1), mass / S, atol=1e-7
+        )
     with pytest.raises(CacheError, match="probabilities, no mean_logit"):
         open_profiles(synthetic_caches.inference(), quantity="mean_logit").frame_profile(1)
 
@@ -86,7 +89,9 @@ def test_inference_window_and_passes():
     cache = synthetic_caches.inference(steps=(0, 4), window=[0, 4, 5, 6, 7, 8])
     noisy, clean = open_profiles(cache), open_profiles(cache, step=4)
     assert (noisy.step, noisy.timestep, clean.step, clean.timestep) == (0, 1000.0, 4, 0.0)
-    expected = reference(cache["attention_weights"][3], 5, [0, 4, 5, 6, 7, 8], 9, mass=True)  # layer 5, pass 4
+    expected = reference(
+        cache["attention_weights"][3], 5, [0, 4, 5, 6, 7, 8], 9, mass=True
+    )  # layer 5, pass 4
     np.testing.assert_allclose(clean.frame_matrix(5), expected, atol=1e-6)
     assert np.isnan(noisy.frame_profile(1)).any(0).tolist() == [False, True, True, True] + [False] * 5
     assert noisy.captured == "window"
@@ -98,7 +103,11 @@ def test_inference_window_and_passes():
 
 def test_the_last_captured_block_is_shown():
     cache = synthetic_caches.inference(layers=(1,))
-    early = cache["attention_weights"][0] | {"block": 1, "query_frames": [3, 4, 5], "key_frames": [0, 1, 2, 3, 4, 5]}
+    early = cache["attention_weights"][0] | {
+        "block": 1,
+        "query_frames": [3, 4, 5],
+        "key_frames": [0, 1, 2, 3, 4, 5],
+    }
     early["attn_weights"] = torch.full((1, 3, 15, 30), 1 / 30)
     cache["attention_weights"].insert(0, early)
     view = open_profiles(cache)
@@ -116,7 +125,9 @@ def test_atlas():
     assert noisy.layers == (0, 1, 5)
     np.testing.assert_array_equal(clean.frame_matrix(5), cache["frame_logits"][2, 1])
     np.testing.assert_allclose(noisy.frame_profile(1), cache["frame_logits"][1, 0][:, 6:].mean(1), atol=1e-6)
-    np.testing.assert_allclose(noisy.key_curve(1).reshape(3, 9, 5).mean(-1), noisy.frame_profile(1), atol=2e-3)
+    np.testing.assert_allclose(
+        noisy.key_curve(1).reshape(3, 9, 5).mean(-1), noisy.frame_profile(1), atol=2e-3
+    )
     mass = open_profiles(cache, quantity="mass")
     np.testing.assert_allclose(np.nansum(mass.frame_matrix(0), -1), 1, atol=1e-5)
     assert mass.key_curve(0) is None
@@ -127,7 +138,9 @@ def test_atlas():
 
 def test_atlas_of_published_profiles_alone(tmp_path):
     """Only the last block's mean is known: profiles yes, matrix and mass no."""
-    cache = synthetic_caches.common("atlas", F=9, H=3, weights="published", weights_file=None, weights_sha256=None)
+    cache = synthetic_caches.common(
+        "atlas", F=9, H=3, weights="published", weights_file=None, weights_sha256=None
+    )
     exact = torch.randn(2, 1, 3, 9)
     cache |= {"layers": [0, 1], "pass_timesteps": [1000.0], "last_block_frame_logits": exact}
     save_cache(tmp_path / "c.pt", cache)
@@ -136,7 +149,9 @@ def test_atlas_of_published_profiles_alone(tmp_path):
     assert (view.frame_matrix(1), view.key_curve(1), view.matrix_rows) == (None, None, ())
     with pytest.raises(CacheError, match="holds no mass"):
         open_profiles(cache, quantity="mass")
-    cache["frame_logits"] = synthetic_caches.frame_matrix(3, [3, 3, 3]).expand(2, 1, 3, 9, 9)  # coarser, so not used
+    cache["frame_logits"] = synthetic_caches.frame_matrix(3, [3, 3, 3]).expand(
+        2, 1, 3, 9, 9
+    )  # coarser, so not used
     np.testing.assert_array_equal(open_profiles(cache).frame_profile(1), exact[1, 0])
     assert open_profiles(cache).frame_matrix(1).shape == (3, 9, 9)
 
@@ -147,6 +162,8 @@ def test_noise_is_told_from_context():
     assert clean.noise_frames == ()
     assert noisy.pass_label == "pass 0 (t = 1000)"
     assert clean.pass_label == "clean pass (t = 0)"
-    unknown = open_profiles(synthetic_caches.layer() | {"step": None, "timestep": None, "is_clean_pass": None})
+    unknown = open_profiles(
+        synthetic_caches.layer() | {"step": None, "timestep": None, "is_clean_pass": None}
+    )
     assert (unknown.pass_label, unknown.noise_frames) == ("pass not recorded", ())
     assert noisy.source == f"wan-mini (checkpoint: self_forcing.pt), “{synthetic_caches.PROMPT}”, seed 42"

@@ -42,7 +42,7 @@ def test_the_same_bytes_with_remembered_states_and_without(tmp_path, mini, monke
     first = made(tmp_path, *mini)
     (file,) = (tmp_path / "states").iterdir()
     states = file.read_bytes()
-    file.write_bytes(b"damaged")                                     # made again
+    file.write_bytes(b"damaged")  # made again
     assert made(tmp_path, *mini) == first and file.read_bytes() == states
     with monkeypatch.context() as patch:
         no_encoder(patch)
@@ -55,11 +55,17 @@ def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = replace(load_config("configs/wan_mini.yaml"), embeds_dir=str(tmp_path))
     sizes = checkpoint.read_model_config(config.ckpt_dir)
-    names = [prompts.states_file(config, "a", sizes, torch.float32, CPU),
-             prompts.states_file(config, "b", sizes, torch.float32, CPU),
-             prompts.states_file(config, "a", sizes, torch.bfloat16, CPU),
-             prompts.states_file(config, "a", replace(sizes, text_len=32), torch.float32, CPU)]
-    for changed, value in (("describe_files", lambda paths: []), ("versions", dict), ("device_name", lambda device: "other")):
+    names = [
+        prompts.states_file(config, "a", sizes, torch.float32, CPU),
+        prompts.states_file(config, "b", sizes, torch.float32, CPU),
+        prompts.states_file(config, "a", sizes, torch.bfloat16, CPU),
+        prompts.states_file(config, "a", replace(sizes, text_len=32), torch.float32, CPU),
+    ]
+    for changed, value in (
+        ("describe_files", lambda paths: []),
+        ("versions", dict),
+        ("device_name", lambda device: "other"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(prompts, changed, value)
             names.append(prompts.states_file(config, "a", sizes, torch.float32, CPU))
@@ -89,18 +95,39 @@ def test_a_file_takes_the_place_of_umt5(tmp_path, mini, monkeypatch):
     own = load_cache_of(made(tmp_path, *mini, "--cross", script=run_extraction_all), tmp_path)
     (file,) = (tmp_path / "states").iterdir()
     no_encoder(monkeypatch)
-    given = load_cache_of(made(tmp_path, *mini, "--cross", "--prompt_embeds", str(file), script=run_extraction_all), tmp_path)
+    given = load_cache_of(
+        made(tmp_path, *mini, "--cross", "--prompt_embeds", str(file), script=run_extraction_all), tmp_path
+    )
     assert torch.equal(own["frame_mass"].nan_to_num(), given["frame_mass"].nan_to_num())
-    assert torch.equal(own["cross_mass"], given["cross_mass"]) and own["cross_tokens"] == given["cross_tokens"]
+    assert (
+        torch.equal(own["cross_mass"], given["cross_mass"]) and own["cross_tokens"] == given["cross_tokens"]
+    )
     assert [f["name"] for f in given["files"]] == sorted([file.name, "self_forcing_mini.pt"])
     assert given["prompt"] == own["prompt"]
-    assert {f["name"] for f in own["files"]} == {"model.safetensors", "self_forcing_mini.pt", "tokenizer.json",
-                                                 "tokenizer_config.json"}
+    assert {f["name"] for f in own["files"]} == {
+        "model.safetensors",
+        "self_forcing_mini.pt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     states = torch.load(file)["prompt_embeds"]
     torch.save({"prompt_embeds": states[0]}, tmp_path / "bare.pt")
-    bare = load_cache_of(made(tmp_path, *mini, "--cross", "--prompt_embeds", str(tmp_path / "bare.pt"), "--prompt", "my words",
-                              script=run_extraction_all), tmp_path)
-    assert bare["prompt"] == "my words" and bare["cross_tokens"] == [str(i) for i in range(len(own["cross_tokens"]))]
+    bare = load_cache_of(
+        made(
+            tmp_path,
+            *mini,
+            "--cross",
+            "--prompt_embeds",
+            str(tmp_path / "bare.pt"),
+            "--prompt",
+            "my words",
+            script=run_extraction_all,
+        ),
+        tmp_path,
+    )
+    assert bare["prompt"] == "my words" and bare["cross_tokens"] == [
+        str(i) for i in range(len(own["cross_tokens"]))
+    ]
     assert torch.equal(bare["cross_mass"], own["cross_mass"])
 
 
@@ -109,25 +136,50 @@ def load_cache_of(content: bytes, tmp_path) -> dict:
     return load_cache(tmp_path / "cache.pt", mmap=False)
 
 
-@pytest.mark.parametrize(("content", "flags", "message"), [
-    (None, [], "states.pt not found"),
-    ({"prompt_embeds": torch.zeros(1, 5, 3)}, [], r"prompt_embeds \[1, 5, 3\] are not \[1, at most 64, 64\]"),
-    ({"prompt_embeds": torch.zeros(1, 65, 64)}, [], r"prompt_embeds \[1, 65, 64\] are not"),
-    ({"prompt_embeds": torch.full((1, 5, 64), torch.nan)}, [], "prompt_embeds are not finite"),
-    ({"embeds": torch.zeros(1, 5, 64)}, [], "holds no prompt_embeds of floating point"),
-    ({"prompt_embeds": torch.zeros(1, 5, 64), "tokens": ["a"] * 6}, [], "tokens are not a list of at most 5 texts"),
-    ({"prompt_embeds": torch.zeros(1, 5, 64), "prompt": 3}, [], "its prompt is a int, not a text"),
-    ({"prompt_embeds": torch.zeros(1, 5, 64), "prompt": "a"}, ["--prompt", "b"], "--prompt is 'b', but .* the states of 'a'"),
-    ([1], [], "holds a list, not a state dict"),
-])
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (None, [], "states.pt not found"),
+        (
+            {"prompt_embeds": torch.zeros(1, 5, 3)},
+            [],
+            r"prompt_embeds \[1, 5, 3\] are not \[1, at most 64, 64\]",
+        ),
+        ({"prompt_embeds": torch.zeros(1, 65, 64)}, [], r"prompt_embeds \[1, 65, 64\] are not"),
+        ({"prompt_embeds": torch.full((1, 5, 64), torch.nan)}, [], "prompt_embeds are not finite"),
+        ({"embeds": torch.zeros(1, 5, 64)}, [], "holds no prompt_embeds of floating point"),
+        (
+            {"prompt_embeds": torch.zeros(1, 5, 64), "tokens": ["a"] * 6},
+            [],
+            "tokens are not a list of at most 5 texts",
+        ),
+        ({"prompt_embeds": torch.zeros(1, 5, 64), "prompt": 3}, [], "its prompt is a int, not a text"),
+        (
+            {"prompt_embeds": torch.zeros(1, 5, 64), "prompt": "a"},
+            ["--prompt", "b"],
+            "--prompt is 'b', but .* the states of 'a'",
+        ),
+        ([1], [], "holds a list, not a state dict"),
+    ],
+)
 def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, capfd, content, flags, message):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "states.pt"
     if content is not None:
         torch.save(content, path)
     with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_figure4.run, ["--config_path", "configs/wan_mini.yaml", "--prompt_embeds", str(path), *flags,
-                                              "--output_path", str(tmp_path / "out.pt")])
+        cli.main(
+            run_extraction_figure4.run,
+            [
+                "--config_path",
+                "configs/wan_mini.yaml",
+                "--prompt_embeds",
+                str(path),
+                *flags,
+                "--output_path",
+                str(tmp_path / "out.pt"),
+            ],
+        )
     said = capfd.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1 and said.startswith("error: ")
     assert re.search(message, said), said
@@ -152,8 +204,11 @@ def test_the_sampled_hash_sees_header_chunks_end_and_size(tmp_path):
     assert len(set(hashes)) == len(hashes)
     small = tmp_path / "small"
     small.write_bytes(b"abc")
-    assert checkpoint.describe_files([small, path])[0] == {"name": "small", "size": 3,
-                                                           "sampled_sha256": checkpoint.sampled_sha256(small)}
+    assert checkpoint.describe_files([small, path])[0] == {
+        "name": "small",
+        "size": 3,
+        "sampled_sha256": checkpoint.sampled_sha256(small),
+    }
 
 
 def test_provenance_holds_no_path_time_or_host(tmp_path, mini):

@@ -25,10 +25,18 @@ def test_what_the_atlases_say(file):
     cache = load_cache(FOLDER / file, expect=("atlas",))
     assert name in cache["prompt"] and cache["num_frames"] == F and cache["block_sizes"] == [3] * (F // 3)
     assert (cache["weights"], cache["model"], cache["seed"]) == ("published", "Wan2.1-T2V-1.3B", 42)
-    assert (cache["pass_timesteps"], cache["pass_is_clean"], cache["layers"]) == ([1000.0], [False], list(range(30)))
+    assert (cache["pass_timesteps"], cache["pass_is_clean"], cache["layers"]) == (
+        [1000.0],
+        [False],
+        list(range(30)),
+    )
     assert cache["last_block_frame_logits"].shape == (30, 1, 12, F)
     assert cache["last_block_frame_logits"].dtype == torch.float16
-    assert ("frame_logits" in cache) == ("frame_logits_error" in cache) == (file != "self_forcing_dmd_castle_72f.pt")
+    assert (
+        ("frame_logits" in cache)
+        == ("frame_logits_error" in cache)
+        == (file != "self_forcing_dmd_castle_72f.pt")
+    )
     assert not {"frame_mass", "key_curve", "cross_mass", "frame_logits_by_band"} & set(cache)
     assert any("not there: " in note and "mass" in note for note in cache["notes"])
     assert open_profiles(cache).noise_frames == (F - 3, F - 2, F - 1)
@@ -40,18 +48,18 @@ def test_a_matrix_is_its_own_prompts_within_its_error(file):
     cache, F = load_cache(FOLDER / file), FILES[file][1]
     matrix = cache["frame_logits"][:, 0].double()
     assert torch.equal(matrix.isnan(), later_block(cache["block_sizes"]).expand_as(matrix))
-    rounding = 2.0 ** -11 * cache["last_block_frame_logits"].double().abs()[:, 0]
+    rounding = 2.0**-11 * cache["last_block_frame_logits"].double().abs()[:, 0]
     room = cache["frame_logits_error"].double()[:, None, None] + rounding
-    mean = matrix[:, :, F - 3:].mean(2)
+    mean = matrix[:, :, F - 3 :].mean(2)
     assert ((mean - cache["last_block_frame_logits"][:, 0].double()).abs() <= room).all()
     other = load_cache(FOLDER / file.replace("eagle", "*").replace("castle", "eagle").replace("*", "castle"))
     assert ((mean - other["last_block_frame_logits"][:, 0].double()).abs() > room).float().mean() > 0.5
     steps = matrix[~matrix.isnan()].abs().min()
-    assert steps > 0                                                  # zero lies between two colours: signs are exact
+    assert steps > 0  # zero lies between two colours: signs are exact
 
 
 def test_the_exact_values_are_the_published_ones():
-    golden = np.load(GOLDEN / "published_21f_layer20.npy")            # [12, 21] float16
+    golden = np.load(GOLDEN / "published_21f_layer20.npy")  # [12, 21] float16
     cache = load_cache(FOLDER / "self_forcing_dmd_eagle_21f.pt")
     assert np.array_equal(cache["last_block_frame_logits"][20, 0].numpy(), golden)
     np.testing.assert_array_equal(open_profiles(cache).frame_profile(20), golden.astype(np.float32))
@@ -62,7 +70,12 @@ def test_head_labels():
     static = published.read_labels(FOLDER / published.STATIC_HEADS_CSV)
     assert labels.shape == static.shape == (30, 12)
     assert set(np.unique(labels)) == {-1, 1, 2} and set(np.unique(static)) == {0, 1}
-    assert (labels[0, :5].tolist(), labels[2, 6], static[13, 11], static[13].sum()) == ([-1, 1, 1, 1, -1], 2, 1, 1)
+    assert (labels[0, :5].tolist(), labels[2, 6], static[13, 11], static[13].sum()) == (
+        [-1, 1, 1, 1, -1],
+        2,
+        1,
+        1,
+    )
 
 
 def test_the_digitised_figure():
@@ -97,7 +110,7 @@ def made_up(folder, F_of_matrices=(2, 1)):
         values = rng.normal(size=(2, 2, 3, F, F)) * np.array([1, 40])[:, None, None, None]
         truth[F] = values
         logits[f"frames{F}"] = values[..., -3:, :].mean(-2).astype(np.float16)
-        vmax = np.abs(values).max((2, 3, 4))                                            # [prompt, layer]
+        vmax = np.abs(values).max((2, 3, 4))  # [prompt, layer]
         index = np.floor((values / vmax[..., None, None, None] + 1) / 2 * 256).clip(0, 255).astype(np.uint8)
         matrices[f"index_{F}"], matrices[f"vmax_{F}"] = index[-count:], vmax[-count:].astype(np.float32)
     np.savez(folder / build_published.LOGITS, **logits)
@@ -120,7 +133,9 @@ def test_building_from_a_folder(tmp_path):
                 continue
             error = (cache["frame_logits"][:, 0].double() - torch.from_numpy(truth[F][p])).abs()
             assert (error.nan_to_num() <= 1.0001 * cache["frame_logits_error"][:, None, None, None]).all()
-    assert (tmp_path / "out" / published.FIGURE4_CSV).read_text() == "key_frame,L1H1,L5H10,clipped\n18,1,2,\n19,3,4,L1H1\n"
+    assert (
+        tmp_path / "out" / published.FIGURE4_CSV
+    ).read_text() == "key_frame,L1H1,L5H10,clipped\n18,1,2,\n19,3,4,L1H1\n"
 
 
 def test_a_matrix_without_its_prompt(tmp_path):
@@ -137,13 +152,22 @@ def test_a_matrix_without_its_prompt(tmp_path):
 def test_the_files_have_stable_bytes(tmp_path):
     """What is committed is what save_cache writes of it today."""
     from experiments.caches import save_cache
+
     file = FOLDER / "self_forcing_dmd_castle_72f.pt"
     save_cache(tmp_path / "again.pt", load_cache(file, mmap=False))
-    assert hashlib.sha256((tmp_path / "again.pt").read_bytes()).digest() == hashlib.sha256(file.read_bytes()).digest()
+    assert (
+        hashlib.sha256((tmp_path / "again.pt").read_bytes()).digest()
+        == hashlib.sha256(file.read_bytes()).digest()
+    )
 
 
 def test_the_matching_script():
-    command = [sys.executable, "experiments/match_curve.py", "--cache_path", "cache/published/self_forcing_dmd_castle_21f.pt"]
+    command = [
+        sys.executable,
+        "experiments/match_curve.py",
+        "--cache_path",
+        "cache/published/self_forcing_dmd_castle_21f.pt",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for shown in ("layer 1, head 1", "layer 5, head 10"):

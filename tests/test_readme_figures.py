@@ -18,7 +18,9 @@ def test_committed_figures_are_up_to_date(tmp_path, monkeypatch):
     assert len(made) == 3
     for file in made:
         committed = readme_figures.FOLDER / file.name
-        assert words(committed) == words(file), f"{file.name} is old; run: python experiments/readme_figures.py"
+        assert words(committed) == words(file), (
+            f"{file.name} is old; run: python experiments/readme_figures.py"
+        )
         assert len(words(file)) > 20
         assert committed.stat().st_size < 300_000
     text = " ".join(words(tmp_path / "figure4_published.svg"))

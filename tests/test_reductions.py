@@ -11,7 +11,14 @@ from wan.modules import reductions
 from wan.modules.attention import attention_with_lse
 
 # heads, head dim, tokens a frame, query frames, key frames
-SIZES = [(3, 16, 5, 3, 6), (3, 64, 5, 1, 7), (2, 128, 1560, 1, 2), (12, 16, 16, 3, 21), (1, 32, 24, 2, 2), (3, 128, 7, 3, 3)]
+SIZES = [
+    (3, 16, 5, 3, 6),
+    (3, 64, 5, 1, 7),
+    (2, 128, 1560, 1, 2),
+    (12, 16, 16, 3, 21),
+    (1, 32, 24, 2, 2),
+    (3, 128, 7, 3, 3),
+]
 
 
 def call(size, dtype, device):
@@ -22,7 +29,7 @@ def call(size, dtype, device):
     k = torch.randn(1, key_frames * S, heads, dim, generator=generator) + 0.5
     q, k = (x.to(device, dtype) for x in (q, k))
     _, lse = attention_with_lse(*(x.transpose(1, 2) for x in (q, k, k)))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * dim ** -0.5
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * dim**-0.5
     return q, k, lse, logits, logits.softmax(-1)
 
 
@@ -45,7 +52,7 @@ def test_frame_logits(size, device):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_key_curve(size, device, monkeypatch):
     q, k, _, logits, _ = call(size, torch.float32, device)
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 3 * size[0] * size[1])              # three keys at a time
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 3 * size[0] * size[1])  # three keys at a time
     found = reductions.key_curve(q, k)
     assert (found - logits.mean(2)).abs().max() <= 1e-5 * logits.abs().max()
 
@@ -53,7 +60,7 @@ def test_key_curve(size, device, monkeypatch):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_frame_mass(size, device, monkeypatch):
     q, k, lse, _, probabilities = call(size, torch.float32, device)
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 7 * size[0] * k.shape[1])           # seven query rows at a time
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 7 * size[0] * k.shape[1])  # seven query rows at a time
     found = reductions.frame_mass(q, k, lse, size[3], size[4])
     expected = per_frame(probabilities, size).sum(5).mean(3)
     assert (found - expected).abs().max() <= 1e-6
@@ -72,7 +79,9 @@ def test_bfloat16_is_no_worse_than_plain_pytorch(size, device):
 
     found_logits = reductions.frame_logits(q, reductions.frame_means(k, size[4]), size[3])
     found_mass = reductions.frame_mass(q, k, lse, size[3], size[4])
-    assert (found_logits - expected_logits).abs().max() <= 2 * (plain_logits - expected_logits).abs().max() + 1e-6
+    assert (found_logits - expected_logits).abs().max() <= 2 * (
+        plain_logits - expected_logits
+    ).abs().max() + 1e-6
     assert (found_mass - expected_mass).abs().max() <= 2 * (plain_mass - expected_mass).abs().max() + 1e-6
     assert (found_mass.sum(-1) - 1).abs().max() <= 1e-5
 
@@ -94,7 +103,7 @@ def test_token_matrix(dtype, device, monkeypatch):
     for is_logits, expected in ((True, logits), (False, probabilities)):
         found = reductions.token_matrix(q, k, is_logits, dtype)
         assert found.device.type == "cpu" and found.dtype == dtype
-        tolerance = 1e-5 if dtype == torch.float32 else 2 ** -11
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-11
         assert (found - expected.cpu()).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
 
 

@@ -30,7 +30,11 @@ def tags(cache):
 
 def test_the_last_block_of_the_first_pass_in_probabilities(tmp_path):
     cache = extract(tmp_path / "a.pt", *MINI)
-    assert (cache["format"], cache["layer_indices"], cache["num_transformer_blocks"]) == ("inference", [1, 5], 8)
+    assert (cache["format"], cache["layer_indices"], cache["num_transformer_blocks"]) == (
+        "inference",
+        [1, 5],
+        8,
+    )
     assert not cache["is_logits"] and tags(cache) == [(1, 0, 1), (1, 0, 5)]
     for call in cache["attention_weights"]:
         assert call["attn_weights"].shape == (1, 12, 48, 96) and call["attn_weights"].dtype == torch.float32
@@ -46,25 +50,58 @@ def test_the_last_block_of_the_first_pass_in_probabilities(tmp_path):
 
 
 def test_chosen_layers_blocks_and_passes_as_logits(tmp_path):
-    cache = extract(tmp_path / "c.pt", *MINI, "--layer_indices", "7", "2", "--blocks", "0", "-1", "--steps", "4", "0",
-                    "--capture", "logits")
-    assert tags(cache) == [(b, s, layer) for b in (0, 1) for s in (0, 4) for layer in (2, 7)]       # the rollout's order
+    cache = extract(
+        tmp_path / "c.pt",
+        *MINI,
+        "--layer_indices",
+        "7",
+        "2",
+        "--blocks",
+        "0",
+        "-1",
+        "--steps",
+        "4",
+        "0",
+        "--capture",
+        "logits",
+    )
+    assert tags(cache) == [
+        (b, s, layer) for b in (0, 1) for s in (0, 4) for layer in (2, 7)
+    ]  # the rollout's order
     assert cache["is_logits"] and cache["layer_indices"] == [7, 2]
     logits = cache["attention_weights"][-1]["attn_logits"]
-    assert logits.dtype == torch.float16 and logits.min() < 0 and cache["attention_weights"][-1]["is_clean_pass"]
+    assert (
+        logits.dtype == torch.float16 and logits.min() < 0 and cache["attention_weights"][-1]["is_clean_pass"]
+    )
     last = open_call(cache, 7, "mass")
     assert (last.layers, last.pass_label, last.matrix_rows) == ((7,), "clean pass (t = 0)", (3, 4, 5))
-    torch.testing.assert_close(torch.from_numpy(last.frame_matrix(7)).sum(-1), torch.ones(12, 3), atol=1e-5, rtol=0)
-    first = open_call(cache, 0)                                    # an earlier block has its own frames, own block and all
+    torch.testing.assert_close(
+        torch.from_numpy(last.frame_matrix(7)).sum(-1), torch.ones(12, 3), atol=1e-5, rtol=0
+    )
+    first = open_call(cache, 0)  # an earlier block has its own frames, own block and all
     assert (first.query_frames, first.own_block, first.context_frames) == ((0, 1, 2), (0, 1, 2), ())
-    assert "  0: layer 2, pass 0 (t = 1000), queries of frames 0–2 on keys of frames 0–2\n" in call_lines(cache)
+    assert "  0: layer 2, pass 0 (t = 1000), queries of frames 0–2 on keys of frames 0–2\n" in call_lines(
+        cache
+    )
     with pytest.raises(CacheError, match=r"call 8 is not in 0\.\.7"):
         open_call(cache, 8)
 
 
 def test_a_window_covers_its_frames_alone(tmp_path):
-    cache = extract(tmp_path / "w.pt", "--config_path", "configs/wan_mini_window.yaml", "--num_frames", "15", "--step", "4",
-                    "--layer_indices", "3", "--blocks", "1", "4")
+    cache = extract(
+        tmp_path / "w.pt",
+        "--config_path",
+        "configs/wan_mini_window.yaml",
+        "--num_frames",
+        "15",
+        "--step",
+        "4",
+        "--layer_indices",
+        "3",
+        "--blocks",
+        "1",
+        "4",
+    )
     early, late = cache["attention_weights"]
     assert (early["key_frames"], late["key_frames"]) == (list(range(6)), [0, 1, 2, 9, 10, 11, 12, 13, 14])
     assert late["key_frames"] == frames.visible_frames(cache["block_sizes"], 4, 9, 3)
@@ -73,13 +110,16 @@ def test_a_window_covers_its_frames_alone(tmp_path):
     assert view.captured == "window" and torch.from_numpy(view.frame_profile(3))[:, 3:9].isnan().all()
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--blocks", "2"], "block 2 is not in 0..1"),
-    (["--blocks", "-3"], "block -3 is not in 0..1"),
-    (["--steps", "0", "5"], "step 5 is not in 0..4"),
-    (["--step", "1", "--steps", "2"], "--step and --steps exclude each other"),
-    (["--layer_indices", "8"], "layer 8 is not in 0..7"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--blocks", "2"], "block 2 is not in 0..1"),
+        (["--blocks", "-3"], "block -3 is not in 0..1"),
+        (["--steps", "0", "5"], "step 5 is not in 0..4"),
+        (["--step", "1", "--steps", "2"], "--step and --steps exclude each other"),
+        (["--layer_indices", "8"], "layer 8 is not in 0..7"),
+    ],
+)
 def test_bad_input_is_one_line(flags, message, tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
         cli.main(run_extraction.run, [*MINI, *flags, "--output_path", str(tmp_path / "out.pt")])

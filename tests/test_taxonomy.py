@@ -16,17 +16,27 @@ RULE = taxonomy.load_thresholds(ROOT / "configs/taxonomy.yaml")
 
 
 def rates(name, F):
-    return taxonomy.context_sign_rate(open_profiles(load_cache(ROOT / published.FOLDER / f"self_forcing_dmd_{name}_{F}f.pt")))
+    return taxonomy.context_sign_rate(
+        open_profiles(load_cache(ROOT / published.FOLDER / f"self_forcing_dmd_{name}_{F}f.pt"))
+    )
 
 
 def test_labels_by_hand():
     rate = np.array([1, 0.84, 0.839, 0.5, 0.121, 0.12, 0, np.nan])
     assert taxonomy.kinds(rate, RULE).tolist() == [ANCHOR, ANCHOR, WAVE, WAVE, WAVE, VEIL, VEIL, ABSENT]
-    mass = np.array([[.3, 0, 0, .1, .1, .1, .1, .1, .1, .1], [0, .5, 0, 0, 1/16, 0, 1/16, 1/16, 1/16, 1/16], [np.nan] * 10])
+    mass = np.array(
+        [
+            [0.3, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
+            [0, 0.5, 0, 0, 1 / 16, 0, 1 / 16, 1 / 16, 1 / 16, 1 / 16],
+            [np.nan] * 10,
+        ]
+    )
     share = taxonomy.near_share(mass, RULE)
     np.testing.assert_allclose(share, [4 / 7, 0.8, np.nan])
     assert taxonomy.reaches(share, RULE).tolist() == [DYNAMIC, STATIC, ABSENT]
-    assert np.isnan(taxonomy.near_share(mass[:, :7], RULE)).all()      # frames [3:] are the last 4: nothing to compare
+    assert np.isnan(
+        taxonomy.near_share(mass[:, :7], RULE)
+    ).all()  # frames [3:] are the last 4: nothing to compare
 
 
 @pytest.mark.parametrize("blocks", [[3, 3, 3], [1, 3, 3], [2, 2, 2, 2]])
@@ -37,7 +47,12 @@ def test_sign_rate_counts_context_cells(blocks):
     rate = taxonomy.context_sign_rate(open_profiles(cache, step=4))
     for i in range(3):
         for h in range(3):
-            cells = [float(cache["frame_logits"][i, 1, h, q, k]) > 0 for q in range(F) for k in range(F) if block[k] < block[q]]
+            cells = [
+                float(cache["frame_logits"][i, 1, h, q, k]) > 0
+                for q in range(F)
+                for k in range(F)
+                if block[k] < block[q]
+            ]
             assert rate[i, h] == pytest.approx(sum(cells) / len(cells))
 
 
@@ -58,8 +73,12 @@ def test_choosing_thresholds_is_the_best_there_is():
         chosen = taxonomy.choose_thresholds(rate, labels)
         found = taxonomy.agreement(taxonomy.kinds(rate, chosen), labels)
         grid = np.linspace(-0.005, 1.005, 102)
-        best = max((np.where(rate >= a, ANCHOR, np.where(rate <= v, VEIL, WAVE)) == labels).mean()
-                   for a in grid for v in grid if v < a)
+        best = max(
+            (np.where(rate >= a, ANCHOR, np.where(rate <= v, VEIL, WAVE)) == labels).mean()
+            for a in grid
+            for v in grid
+            if v < a
+        )
         assert found == pytest.approx(best)
 
 
@@ -76,7 +95,7 @@ def test_published_labels_by_the_config(name, F):
     assert taxonomy.agreement(ours, LABELS) >= 0.88
     table = taxonomy.confusion(ours, LABELS, list(taxonomy.KINDS))
     assert table.sum() == 360 and table.trace() / 360 == pytest.approx(taxonomy.agreement(ours, LABELS))
-    assert table.sum(0).tolist() == [172, 156, 32]                     # theirs, by columns
+    assert table.sum(0).tolist() == [172, 156, 32]  # theirs, by columns
 
 
 def test_agreement_leaves_absent_heads_out():
@@ -86,11 +105,14 @@ def test_agreement_leaves_absent_heads_out():
 
 
 def test_thresholds_are_checked(tmp_path):
-    assert Thresholds() == RULE                                        # the defaults are the config's
+    assert Thresholds() == RULE  # the defaults are the config's
     (tmp_path / "t.yaml").write_text("anchor_min: 0.9\n")
     assert taxonomy.load_thresholds(tmp_path / "t.yaml") == Thresholds(anchor_min=0.9)
-    for text, message in (("anchor: 1\n", "known keys: anchor_min"), ("veil_max: 0.9\n", "below anchor_min"),
-                          ("veil_max: much\n", "known keys")):
+    for text, message in (
+        ("anchor: 1\n", "known keys: anchor_min"),
+        ("veil_max: 0.9\n", "below anchor_min"),
+        ("veil_max: much\n", "known keys"),
+    ):
         (tmp_path / "t.yaml").write_text(text)
         with pytest.raises(ConfigError, match=message):
             taxonomy.load_thresholds(tmp_path / "t.yaml")

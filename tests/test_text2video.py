@@ -44,7 +44,9 @@ def test_it_equals_a_loop_on_diffusers(sampled):
     """WanPipeline's loop, written out, on diffusers' transformer: 50 steps of float32, measured to agree to 3e-5."""
     theirs = diffusers_model()
     native = golden_arrays("weights")
-    theirs.load_state_dict({name: value.float() for name, value in checkpoint.to_diffusers_names(native).items()})
+    theirs.load_state_dict(
+        {name: value.float() for name, value in checkpoint.to_diffusers_names(native).items()}
+    )
     solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
     solver.set_timesteps(sigmas=np.linspace(0.999, 0, 51)[:-1])
     noise, prompt, negative = inputs()
@@ -62,14 +64,15 @@ def test_every_forward_is_announced(sampled):
     _, calls = sampled
     steps = TextToVideoPipeline(golden_model(WanModel)).pass_timesteps
     assert [(c["step"], c["branch"], c["layer"]) for c in calls] == [
-        (step, branch, layer) for step in range(50) for branch in ("cond", "uncond") for layer in (0, 4)]
+        (step, branch, layer) for step in range(50) for branch in ("cond", "uncond") for layer in (0, 4)
+    ]
     everything = list(range(FRAMES))
     for call in calls:
         assert call["block"] == 0 and call["timestep"] == steps[call["step"]] and not call["is_clean_pass"]
         assert call["query_frames"] == call["key_frames"] == everything
         assert call["frame_logits"].shape == call["frame_mass"].shape == (1, 12, FRAMES, FRAMES)
     first = [c["frame_logits"] for c in calls if (c["step"], c["layer"]) == (0, 4)]
-    assert not torch.equal(*first)                      # the two branches read other texts
+    assert not torch.equal(*first)  # the two branches read other texts
 
 
 def test_capture_changes_no_bit_and_a_pipeline_runs_twice():
@@ -85,9 +88,13 @@ def test_guidance():
     noise, prompt, negative = inputs(2)
     model = golden_model(WanModel)
     alone = TextToVideoPipeline(model, guidance_scale=1.0, num_steps=3)
-    torch.testing.assert_close(alone.inference(noise, prompt, negative), alone.inference(noise, prompt, prompt))
+    torch.testing.assert_close(
+        alone.inference(noise, prompt, negative), alone.inference(noise, prompt, prompt)
+    )
     stronger = TextToVideoPipeline(model, guidance_scale=6.0, num_steps=3)
-    assert not torch.allclose(stronger.inference(noise, prompt, negative), alone.inference(noise, prompt, negative), atol=1e-2)
+    assert not torch.allclose(
+        stronger.inference(noise, prompt, negative), alone.inference(noise, prompt, negative), atol=1e-2
+    )
 
 
 def test_what_cannot_be():
@@ -97,7 +104,13 @@ def test_what_cannot_be():
             TextToVideoPipeline(model, **wrong)
     with pytest.raises(ConfigError, match=r"is not \[B, F, C, h, w\]"):
         TextToVideoPipeline(model).inference(torch.zeros(16, 2, 4, 6), *inputs()[1:])
-    with pytest.raises(ValueError, match=r"layer 5 is not in 0..4"), ATTENTION_WEIGHT_CAPTURE.capture(layers=[5]):
+    with (
+        pytest.raises(ValueError, match=r"layer 5 is not in 0..4"),
+        ATTENTION_WEIGHT_CAPTURE.capture(layers=[5]),
+    ):
         TextToVideoPipeline(model).inference(*inputs())
-    with pytest.raises(ValueError, match=r"step 50 is not in 0..49"), ATTENTION_WEIGHT_CAPTURE.capture(steps=[50]):
+    with (
+        pytest.raises(ValueError, match=r"step 50 is not in 0..49"),
+        ATTENTION_WEIGHT_CAPTURE.capture(steps=[50]),
+    ):
         TextToVideoPipeline(model).inference(*inputs())

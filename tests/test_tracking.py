@@ -7,7 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, FPS, Landmark, Mover, Scene, render, sample_scenes
+from experiments.miniature.moving_shapes import (
+    BACKGROUNDS,
+    COLORS,
+    FPS,
+    Landmark,
+    Mover,
+    Scene,
+    render,
+    sample_scenes,
+)
 from experiments.miniature.tracking import background, in_sight, judge, nearest, track
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
@@ -27,7 +36,9 @@ def blurred(video: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["single", "landmark", "wall"])
-@pytest.mark.parametrize(("spoil", "allowed"), [(lambda video: video, 0), (blurred, 1)], ids=["rendered", "blurred"])
+@pytest.mark.parametrize(
+    ("spoil", "allowed"), [(lambda video: video, 0), (blurred, 1)], ids=["rendered", "blurred"]
+)
 def test_what_is_rendered_is_seen(kind, spoil, allowed):
     """Of the blurred scenes one may be wrong: the smallest shapes lose their corners."""
     scenes = list(itertools.islice(sample_scenes(21, held_out=True, kinds=[kind]), 10))
@@ -38,16 +49,28 @@ def test_what_is_rendered_is_seen(kind, spoil, allowed):
 def test_two_shapes_are_told_apart_by_their_colours():
     scenes = list(itertools.islice(sample_scenes(21, held_out=True, kinds=["crossing"]), 10))
     answers = [judge(video_of(scene), scene) for scene in scenes]
-    for question, least in {"background": 10, "color": 10, "direction": 10, "crossing": 10, "shape": 8}.items():
-        assert sum(answer[question] for answer in answers) >= least, question      # never apart: no outline to judge
+    for question, least in {
+        "background": 10,
+        "color": 10,
+        "direction": 10,
+        "crossing": 10,
+        "shape": 8,
+    }.items():
+        assert sum(answer[question] for answer in answers) >= least, (
+            question
+        )  # never apart: no outline to judge
 
 
-@pytest.mark.parametrize(("question", "other"), [
-    ("color", replace(SCENE, movers=(replace(MOVER, color="green"),))),
-    ("shape", replace(SCENE, movers=(replace(MOVER, shape="circle"),))),
-    ("direction", replace(SCENE, movers=(replace(MOVER, direction="up and right"),))),
-    ("direction", replace(SCENE, movers=(replace(MOVER, speed=0.001),))),
-    ("background", replace(SCENE, background="dark gray"))])
+@pytest.mark.parametrize(
+    ("question", "other"),
+    [
+        ("color", replace(SCENE, movers=(replace(MOVER, color="green"),))),
+        ("shape", replace(SCENE, movers=(replace(MOVER, shape="circle"),))),
+        ("direction", replace(SCENE, movers=(replace(MOVER, direction="up and right"),))),
+        ("direction", replace(SCENE, movers=(replace(MOVER, speed=0.001),))),
+        ("background", replace(SCENE, background="dark gray")),
+    ],
+)
 def test_one_wrong_word_is_noticed_and_only_that(question, other):
     answers = judge(video_of(other), SCENE)
     assert [q for q, yes in answers.items() if not yes] == [question]
@@ -62,8 +85,10 @@ def test_a_landmark_of_another_colour_is_noticed():
 def test_what_comes_back_must_be_what_went():
     video = video_of(HIDING)
     assert judge(video, HIDING) | {"same": True} == dict.fromkeys(judge(video, HIDING), True)
-    for change, question in ((replace(HIDING.movers[0], color="green"), "same_color"),
-                             (replace(HIDING.movers[0], shape="circle"), "same_shape")):
+    for change, question in (
+        (replace(HIDING.movers[0], color="green"), "same_color"),
+        (replace(HIDING.movers[0], shape="circle"), "same_shape"),
+    ):
         later = torch.cat([video[:40], video_of(replace(HIDING, movers=(change,)))[40:]])
         answers = judge(later, HIDING)
         assert answers["comes_back"] and not answers[question] and not answers["same"]

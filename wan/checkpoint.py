@@ -45,8 +45,14 @@ BLOCK_NAMES = {
 } | {
     f"{ours}.{part}.": f"{theirs}.{name}."
     for ours, theirs in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-    for part, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"),
-                       ("norm_q", "norm_q"), ("norm_k", "norm_k"))
+    for part, name in (
+        ("q", "to_q"),
+        ("k", "to_k"),
+        ("v", "to_v"),
+        ("o", "to_out.0"),
+        ("norm_q", "norm_q"),
+        ("norm_k", "norm_k"),
+    )
 }
 WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -54,8 +60,8 @@ DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir wan_models/Wan2.
 CHECKPOINT_HINT = "hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir ."
 
 
-MAX_LAYERS, MAX_SIZE = 1024, 1 << 18      # beyond any model of this kind
-EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16      # bytes and places that sampled_sha256 reads
+MAX_LAYERS, MAX_SIZE = 1024, 1 << 18  # beyond any model of this kind
+EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 
 
 class CheckpointError(ConfigError):
@@ -76,10 +82,10 @@ def to_native_names(state: StateDict) -> StateDict:
 def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str:
     in_block = re.match(r"blocks\.\d+\.", name)
     start, table = (in_block[0], block) if in_block else ("", top)
-    rest = name[len(start):]
+    rest = name[len(start) :]
     for old, new in table.items():
         if rest.startswith(old):
-            return start + new + rest[len(old):]
+            return start + new + rest[len(old) :]
     return name
 
 
@@ -99,21 +105,38 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
             sizes = [f for f in fields(ModelConfig) if f.default is MISSING or f.name in config]
             return _plausible(ckpt_dir, {f.name: config[f.name] for f in sizes})
         except KeyError as error:
-            raise CheckpointError(f"{ckpt_dir}/config.json has no {error.args[0]!r}: not a WanModel of Wan2.1") from None
+            raise CheckpointError(
+                f"{ckpt_dir}/config.json has no {error.args[0]!r}: not a WanModel of Wan2.1"
+            ) from None
     config = _read_json(Path(ckpt_dir) / "transformer" / "config.json")
     try:
-        return _plausible(ckpt_dir, {
-            "dim": _product(config["num_attention_heads"], config["attention_head_dim"]), "ffn_dim": config["ffn_dim"],
-            "num_heads": config["num_attention_heads"], "num_layers": config["num_layers"], "freq_dim": config["freq_dim"],
-            "text_dim": config["text_dim"], "text_len": config.get("text_len", 512), "in_dim": config["in_channels"],
-            "out_dim": config["out_channels"], "patch_size": config["patch_size"], "eps": config["eps"]})
+        return _plausible(
+            ckpt_dir,
+            {
+                "dim": _product(config["num_attention_heads"], config["attention_head_dim"]),
+                "ffn_dim": config["ffn_dim"],
+                "num_heads": config["num_attention_heads"],
+                "num_layers": config["num_layers"],
+                "freq_dim": config["freq_dim"],
+                "text_dim": config["text_dim"],
+                "text_len": config.get("text_len", 512),
+                "in_dim": config["in_channels"],
+                "out_dim": config["out_channels"],
+                "patch_size": config["patch_size"],
+                "eps": config["eps"],
+            },
+        )
     except KeyError as error:
-        raise CheckpointError(f"{ckpt_dir}/transformer/config.json has no {error.args[0]!r}: "
-                              "not a WanTransformer3DModel of diffusers") from None
+        raise CheckpointError(
+            f"{ckpt_dir}/transformer/config.json has no {error.args[0]!r}: "
+            "not a WanTransformer3DModel of diffusers"
+        ) from None
 
 
 def _product(a: object, b: object) -> object:
-    return a * b if type(a) is type(b) is int else a if type(a) is not int else b      # what is no number is told later
+    return (
+        a * b if type(a) is type(b) is int else a if type(a) is not int else b
+    )  # what is no number is told later
 
 
 def _plausible(ckpt_dir: str | Path, sizes: dict) -> ModelConfig:
@@ -157,9 +180,15 @@ def shards(path: Path) -> list[Path]:
     if not path.name.endswith(".index.json"):
         return [path]
     names = _read_json(path).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) and name for name in names.values()):
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(name, str) and name for name in names.values())
+    ):
         raise CheckpointError(f"{path} has no weight_map of file names: not an index of shards")
-    return [path.with_name(Path(name).name) for name in sorted(set(names.values()))]      # beside the index, never elsewhere
+    return [
+        path.with_name(Path(name).name) for name in sorted(set(names.values()))
+    ]  # beside the index, never elsewhere
 
 
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
@@ -174,7 +203,9 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
         warnings.warn(f"{path} holds no {wanted}; its {other} is used", stacklevel=2)
     state = content.get(wanted, content.get(other, content))
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{path} holds no state dict of tensors, but: {', '.join(map(str, list(content)[:5]))}")
+        raise CheckpointError(
+            f"{path} holds no state dict of tensors, but: {', '.join(map(str, list(content)[:5]))}"
+        )
     return {_strip_wrappers(str(name)): tensor for name, tensor in state.items()}
 
 
@@ -195,9 +226,16 @@ def _strip_wrappers(name: str) -> str:
     return name
 
 
-def build_model(model_class: type[WanModel], config: ModelConfig, state: StateDict, source: str | Path,
-                dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", offload: bool = False,
-                **kwargs) -> WanModel:
+def build_model(
+    model_class: type[WanModel],
+    config: ModelConfig,
+    state: StateDict,
+    source: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    offload: bool = False,
+    **kwargs,
+) -> WanModel:
     """A model of the given sizes with the given weights, for inference. Its parameters are never held twice.
 
     offload keeps the layers' weights on the host and streams them (wan/modules/offload.py).
@@ -206,8 +244,13 @@ def build_model(model_class: type[WanModel], config: ModelConfig, state: StateDi
     with torch.device("meta"):
         model = model_class(**vars(config), **kwargs)
     report_keys(source, state, model.state_dict())
-    model.load_state_dict({name: tensor if offload and name.startswith("blocks.") else tensor.to(device, dtype)
-                           for name, tensor in state.items()}, assign=True)
+    model.load_state_dict(
+        {
+            name: tensor if offload and name.startswith("blocks.") else tensor.to(device, dtype)
+            for name, tensor in state.items()
+        },
+        assign=True,
+    )
     model.eval().requires_grad_(False)
     if offload:
         model.blocks = StreamedBlocks(model.blocks, dtype, device)
@@ -221,10 +264,18 @@ def report_keys(source: str | Path, state: StateDict, wanted: StateDict) -> None
         "missing": [name for name in wanted if name not in state],
         "unexpected": [name for name in state if name not in wanted],
         "not of floating point": [name for name in both if not state[name].is_floating_point()],
-        "of another shape": [f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
-                             for name in both if state[name].shape != wanted[name].shape]}
-    found = [f"{len(names)} of {len(wanted)} keys {what}: {', '.join(names[:3])}"
-             + (f" and {len(names) - 3} more" if len(names) > 3 else "") for what, names in problems.items() if names]
+        "of another shape": [
+            f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
+            for name in both
+            if state[name].shape != wanted[name].shape
+        ],
+    }
+    found = [
+        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(names[:3])}"
+        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for what, names in problems.items()
+        if names
+    ]
     if found:
         raise CheckpointError(f"{source} does not fit the model: {'; '.join(found)}")
 
@@ -260,8 +311,10 @@ def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     Raises CheckpointError for one that is not there.
     """
     files = {require_file(file, DOWNLOAD_HINT) for path in paths for file in shards(Path(path))}
-    return [{"name": file.name, "size": file.stat().st_size, "sampled_sha256": sampled_sha256(file)}
-            for file in sorted(files, key=lambda file: (file.name, str(file)))]
+    return [
+        {"name": file.name, "size": file.stat().st_size, "sampled_sha256": sampled_sha256(file)}
+        for file in sorted(files, key=lambda file: (file.name, str(file)))
+    ]
 
 
 def require_dir(path: str | Path) -> Path:
@@ -296,7 +349,15 @@ def read_safetensors(path: Path) -> StateDict:
             state |= load_file(require_file(file, DOWNLOAD_HINT))
         except CheckpointError:
             raise
-        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            LookupError,
+            MemoryError,
+        ) as error:
             raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
     return state
 

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-VIDEO_FRAMES_PER_LATENT = 4   # the VAE encodes frame 0 alone, then groups of four
+VIDEO_FRAMES_PER_LATENT = 4  # the VAE encodes frame 0 alone, then groups of four
 
 
 class ConfigError(ValueError):
@@ -36,7 +36,9 @@ class ModelConfig:
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise ConfigError(f"dim {self.dim} does not split into {self.num_heads} heads of even size")
         if self.patch_size[0] != 1:
-            raise ConfigError(f"patch_size {self.patch_size}: patches over time would mix frames; the first entry must be 1")
+            raise ConfigError(
+                f"patch_size {self.patch_size}: patches over time would mix frames; the first entry must be 1"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -46,7 +48,9 @@ class ModelConfig:
         """Tokens S of one latent frame of height x width."""
         _, patch_h, patch_w = self.patch_size
         if height % patch_h or width % patch_w:
-            raise ConfigError(f"latent frames of {height} x {width} do not split into patches of {patch_h} x {patch_w}")
+            raise ConfigError(
+                f"latent frames of {height} x {width} do not split into patches of {patch_h} x {patch_w}"
+            )
         return (height // patch_h) * (width // patch_w)
 
 
@@ -56,7 +60,9 @@ MODELS = {
 }
 
 
-def block_sizes(num_frames: int, num_frame_per_block: int = 3, independent_first_frame: bool = False) -> list[int]:
+def block_sizes(
+    num_frames: int, num_frame_per_block: int = 3, independent_first_frame: bool = False
+) -> list[int]:
     """Frames of each block of the rollout, e.g. 21 -> [3]*7, and with an independent first frame 19 -> [1] + [3]*6.
 
     Raises ConfigError where the frames do not fit, naming the nearest counts that do.
@@ -69,8 +75,10 @@ def block_sizes(num_frames: int, num_frame_per_block: int = 3, independent_first
     if num_frames < 1 or rest < (0 if first else 1) or left_over:
         lower = len(first) + max(rest, 0 if first else 1) * n
         fits = sorted({lower, lower + n})
-        raise ConfigError(f"{num_frames} frames do not fit blocks of {n}"
-                          f"{' after an independent first frame' if first else ''}; try {fits[0]} or {fits[1]}")
+        raise ConfigError(
+            f"{num_frames} frames do not fit blocks of {n}"
+            f"{' after an independent first frame' if first else ''}; try {fits[0]} or {fits[1]}"
+        )
     return first + [n] * rest
 
 
@@ -86,8 +94,10 @@ def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
     if local_attn_size == -1:
         return
     if local_attn_size < sink_size + block_size:
-        raise ConfigError(f"local_attn_size {local_attn_size} cannot hold {sink_size} sink frames and a block of "
-                          f"{block_size}; it must be at least {sink_size + block_size}, or -1 for no window")
+        raise ConfigError(
+            f"local_attn_size {local_attn_size} cannot hold {sink_size} sink frames and a block of "
+            f"{block_size}; it must be at least {sink_size + block_size}, or -1 for no window"
+        )
 
 
 def latent_frames(video_frames: int) -> int:
@@ -95,7 +105,9 @@ def latent_frames(video_frames: int) -> int:
     rest, left_over = divmod(video_frames - 1, VIDEO_FRAMES_PER_LATENT)
     if video_frames < 1 or left_over:
         fits = [1 + VIDEO_FRAMES_PER_LATENT * n for n in (max(rest, 0), max(rest, 0) + 1)]
-        raise ConfigError(f"{video_frames} video frames are not {VIDEO_FRAMES_PER_LATENT}n + 1; try {fits[0]} or {fits[1]}")
+        raise ConfigError(
+            f"{video_frames} video frames are not {VIDEO_FRAMES_PER_LATENT}n + 1; try {fits[0]} or {fits[1]}"
+        )
     return 1 + rest
 
 
@@ -110,58 +122,59 @@ def check_sampling(shift: float, num_steps: int) -> None:
 # Of https://github.com/Wan-Video/Wan2.1, wan/configs/shared_config.py: what a video should not look like.
 WAN_NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
-    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走")
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
 
 
 @dataclass
 class BaseSampling:
     """Bidirectional sampling of the base weights with classifier-free guidance (wan/text2video.py)."""
 
-    shift: float = 8.0                    # these two are Wan's own for 1.3B; 5 and 5 for 14B
+    shift: float = 8.0  # these two are Wan's own for 1.3B; 5 and 5 for 14B
     guidance_scale: float = 6.0
     num_steps: int = 50
     negative_prompt: str = WAN_NEGATIVE_PROMPT
-    num_video_frames: int = 21            # 4n + 1
-    layer_index: int = 20                 # the last one where the model has fewer
+    num_video_frames: int = 21  # 4n + 1
+    layer_index: int = 20  # the last one where the model has fewer
 
 
 @dataclass
 class RunConfig:
     """Everything one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
 
-    model: str = "Wan2.1-T2V-1.3B"        # the name caches and figures carry
+    model: str = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
     ckpt_dir: str = "wan_models/Wan2.1-T2V-1.3B"
-    checkpoint_path: str | None = None    # Self-Forcing style .pt; None runs the base weights
+    checkpoint_path: str | None = None  # Self-Forcing style .pt; None runs the base weights
     use_ema: bool = True
 
     prompt: str = "A majestic eagle soaring through a cloudy sky, cinematic lighting"
-    num_frames: int = 21                  # latent frames
-    height: int = 60                      # of a latent frame, 1/8 of the video's
+    num_frames: int = 21  # latent frames
+    height: int = 60  # of a latent frame, 1/8 of the video's
     width: int = 104
     seed: int = 42
 
     num_frame_per_block: int = 3
     independent_first_frame: bool = False
-    local_attn_size: int = -1             # frames; -1: attend to the whole past
-    sink_size: int = 0                    # frames
+    local_attn_size: int = -1  # frames; -1: attend to the whole past
+    sink_size: int = 0  # frames
 
     denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
     warp_denoising_step: bool = True
     timestep_shift: float = 5.0
-    context_noise: int = 0                # timestep of the clean pass
+    context_noise: int = 0  # timestep of the clean pass
 
     layer_indices: list[int] = field(default_factory=lambda: [1, 5])
     layer_index: int = 3
-    step: int = 0                         # which pass is extracted; 0 is t = 1000
+    step: int = 0  # which pass is extracted; 0 is t = 1000
 
     base: BaseSampling = field(default_factory=BaseSampling)
 
     device: str = "auto"
-    dtype: str = "auto"                   # bfloat16 on a GPU, float32 on a CPU
-    offload: bool = False                 # the layers' weights stay on the host and are streamed; umT5 runs there
-    t5_cpu: bool = False                  # umT5 runs on the CPU
-    prompt_embeds: str | None = None      # a file of text states, in place of umT5
-    embeds_dir: str | None = "cache/prompt_embeds"      # where text states are remembered; None: nowhere
+    dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    offload: bool = False  # the layers' weights stay on the host and are streamed; umT5 runs there
+    t5_cpu: bool = False  # umT5 runs on the CPU
+    prompt_embeds: str | None = None  # a file of text states, in place of umT5
+    embeds_dir: str | None = "cache/prompt_embeds"  # where text states are remembered; None: nowhere
 
     @property
     def block_sizes(self) -> list[int]:
@@ -198,5 +211,5 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     except (OmegaConfBaseException, ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{path}: {reason} (key {getattr(error, 'full_key', None)})") from error
-    except Exception as error:   # PyYAML's own error classes
+    except Exception as error:  # PyYAML's own error classes
         raise ConfigError(f"{path}: not a YAML file of settings: {' '.join(str(error).split())}") from error

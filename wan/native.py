@@ -18,15 +18,29 @@ from wan.checkpoint import DOWNLOAD_HINT, StateDict, read_torch_file, report_key
 
 UMT5_FILE, VAE_FILE, TOKENIZER_DIR = "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth", "google/umt5-xxl"
 
-UMT5_XXL = UMT5Config(vocab_size=256384, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
-                      relative_attention_num_buckets=32, dropout_rate=0.0)
+UMT5_XXL = UMT5Config(
+    vocab_size=256384,
+    d_model=4096,
+    d_kv=64,
+    d_ff=10240,
+    num_layers=24,
+    num_heads=64,
+    relative_attention_num_buckets=32,
+    dropout_rate=0.0,
+)
 
 # native -> transformers, inside blocks.N. of the one and encoder.block.N.layer. of the other
 UMT5_BLOCK_NAMES = {
-    "norm1.": "0.layer_norm.", "norm2.": "1.layer_norm.",
-    "attn.q.": "0.SelfAttention.q.", "attn.k.": "0.SelfAttention.k.", "attn.v.": "0.SelfAttention.v.",
-    "attn.o.": "0.SelfAttention.o.", "pos_embedding.embedding.": "0.SelfAttention.relative_attention_bias.",
-    "ffn.gate.0.": "1.DenseReluDense.wi_0.", "ffn.fc1.": "1.DenseReluDense.wi_1.", "ffn.fc2.": "1.DenseReluDense.wo.",
+    "norm1.": "0.layer_norm.",
+    "norm2.": "1.layer_norm.",
+    "attn.q.": "0.SelfAttention.q.",
+    "attn.k.": "0.SelfAttention.k.",
+    "attn.v.": "0.SelfAttention.v.",
+    "attn.o.": "0.SelfAttention.o.",
+    "pos_embedding.embedding.": "0.SelfAttention.relative_attention_bias.",
+    "ffn.gate.0.": "1.DenseReluDense.wi_0.",
+    "ffn.fc1.": "1.DenseReluDense.wi_1.",
+    "ffn.fc2.": "1.DenseReluDense.wo.",
 }
 
 
@@ -38,24 +52,29 @@ def umt5_to_transformers(native: StateDict) -> StateDict:
         if name == "token_embedding.weight":
             state["shared.weight"] = state["encoder.embed_tokens.weight"] = tensor
         elif in_block:
-            rest = name[in_block.end():]
+            rest = name[in_block.end() :]
             old = next((old for old in UMT5_BLOCK_NAMES if rest.startswith(old)), None)
-            new = rest if old is None else UMT5_BLOCK_NAMES[old] + rest[len(old):]
+            new = rest if old is None else UMT5_BLOCK_NAMES[old] + rest[len(old) :]
             state[f"encoder.block.{in_block[1]}.layer.{new}"] = tensor
         else:
             state[name.replace("norm.", "encoder.final_layer_norm.", 1)] = tensor
     return state
 
 
-def load_umt5(ckpt_dir: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu",
-              config: UMT5Config = UMT5_XXL) -> UMT5EncoderModel:
+def load_umt5(
+    ckpt_dir: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    config: UMT5Config = UMT5_XXL,
+) -> UMT5EncoderModel:
     """The text encoder of a native directory; its weights are mapped, not read twice."""
     path = require_file(Path(ckpt_dir) / UMT5_FILE, DOWNLOAD_HINT)
     return build_umt5(umt5_to_transformers(read_torch_file(path)), config, path, dtype, device)
 
 
-def build_umt5(state: StateDict, config: UMT5Config, path: Path, dtype: torch.dtype,
-               device: torch.device | str) -> UMT5EncoderModel:
+def build_umt5(
+    state: StateDict, config: UMT5Config, path: Path, dtype: torch.dtype, device: torch.device | str
+) -> UMT5EncoderModel:
     """umT5 of the given sizes with weights under transformers' names, which may leave out one of the embedding's two."""
     with torch.device("meta"):
         model = UMT5EncoderModel(config)
@@ -68,14 +87,19 @@ def build_umt5(state: StateDict, config: UMT5Config, path: Path, dtype: torch.dt
 
 def load_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes) -> AutoencoderKLWan:
     """The VAE of a native directory. sizes differ from the real model's in tests alone."""
-    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers  # a second to import, rarely needed
+    from diffusers.loaders.single_file_utils import (
+        convert_wan_vae_to_diffusers,
+    )  # a second to import, rarely needed
+
     path = require_file(Path(ckpt_dir) / VAE_FILE, DOWNLOAD_HINT)
     vae = AutoencoderKLWan(**sizes)
     _assign(vae, convert_wan_vae_to_diffusers(read_torch_file(path)), path, dtype, "cpu")
     return vae
 
 
-def _assign(model: torch.nn.Module, state: StateDict, path: Path, dtype: torch.dtype, device: torch.device | str) -> None:
+def _assign(
+    model: torch.nn.Module, state: StateDict, path: Path, dtype: torch.dtype, device: torch.device | str
+) -> None:
     """Strict loading with a report, by reference where dtype and device allow; a tensor of two names is moved once."""
     report_keys(path, state, model.state_dict())
     moved = {id(tensor): tensor.to(device, dtype) for tensor in {id(t): t for t in state.values()}.values()}

@@ -16,14 +16,27 @@ from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
 class CausalInferencePipeline:
     """Text to video with a few denoising steps per block, then one clean pass that writes the block's keys and values."""
 
-    def __init__(self, model: CausalWanModel, num_frame_per_block: int = 3, independent_first_frame: bool = False,
-                 denoising_step_list: Sequence[int] = (1000, 750, 500, 250), warp_denoising_step: bool = True,
-                 timestep_shift: float = 5.0, context_noise: int = 0, text_encoder=None, vae=None):
+    def __init__(
+        self,
+        model: CausalWanModel,
+        num_frame_per_block: int = 3,
+        independent_first_frame: bool = False,
+        denoising_step_list: Sequence[int] = (1000, 750, 500, 250),
+        warp_denoising_step: bool = True,
+        timestep_shift: float = 5.0,
+        context_noise: int = 0,
+        text_encoder=None,
+        vae=None,
+    ):
         """text_encoder(prompts) -> states [B, n, text_dim]; vae.decode(latents [B, F, C, h, w]) -> video; both optional."""
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         schedule = FlowSchedule(timestep_shift)
-        steps = schedule.warp(denoising_step_list) if warp_denoising_step else torch.as_tensor(denoising_step_list).float()
+        steps = (
+            schedule.warp(denoising_step_list)
+            if warp_denoising_step
+            else torch.as_tensor(denoising_step_list).float()
+        )
         self.timesteps = steps.tolist()
         self.sigmas = schedule.sigma(steps).tolist()
         self.clean_timestep = float(context_noise)
@@ -35,10 +48,18 @@ class CausalInferencePipeline:
         return [*self.timesteps, self.clean_timestep]
 
     @torch.no_grad()
-    def inference(self, noise: Tensor, text_prompts: Sequence[str] | None = None, prompt_embeds: Tensor | None = None,
-                  renoise: Tensor | None = None, initial_latent: Tensor | None = None, return_latents: bool = True,
-                  generator: torch.Generator | None = None, on_pass: Callable[[], None] | None = None,
-                  on_block: Callable[[int, Tensor], None] | None = None):
+    def inference(
+        self,
+        noise: Tensor,
+        text_prompts: Sequence[str] | None = None,
+        prompt_embeds: Tensor | None = None,
+        renoise: Tensor | None = None,
+        initial_latent: Tensor | None = None,
+        return_latents: bool = True,
+        generator: torch.Generator | None = None,
+        on_pass: Callable[[], None] | None = None,
+        on_block: Callable[[int, Tensor], None] | None = None,
+    ):
         """Generate as many frames as noise [B, F, C, h, w] has -> (video or None, latents [B, G + F, C, h, w]), or the video.
 
         renoise [steps - 1, B, F, C, h, w] replaces the fresh noise between steps, else generator draws it.
@@ -48,7 +69,9 @@ class CausalInferencePipeline:
         given, blocks = self._blocks(noise, initial_latent)
         if prompt_embeds is None:
             prompt_embeds = self._encode(text_prompts, noise.shape[0])
-        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), len(self.pass_timesteps))
+        ATTENTION_WEIGHT_CAPTURE.check_model(
+            self.model.config.num_layers, len(blocks), len(self.pass_timesteps)
+        )
 
         latents = torch.cat([noise.new_empty(noise.shape[0], given, *noise.shape[2:]), noise], 1)
         kv_cache = self.model.new_kv_cache(noise.shape[0], latents.shape[1], *noise.shape[3:])
@@ -64,7 +87,7 @@ class CausalInferencePipeline:
 
         def fresh_noise(step: int, frames: range) -> Tensor:
             if renoise is not None:
-                return renoise[step][:, frames.start - given:frames.stop - given]
+                return renoise[step][:, frames.start - given : frames.stop - given]
             shape = (latents.shape[0], len(frames), *latents.shape[2:])
             return torch.randn(shape, generator=generator, dtype=latents.dtype, device=latents.device)
 
@@ -101,11 +124,15 @@ class CausalInferencePipeline:
         blocks = block_ranges(sizes)
         ends = [0, *(frames.stop for frames in blocks)]
         if given not in ends:
-            raise ConfigError(f"initial_latent of {given} frames does not fill whole blocks {sizes}; "
-                              f"it may have {ends[:-1]} frames")
+            raise ConfigError(
+                f"initial_latent of {given} frames does not fill whole blocks {sizes}; "
+                f"it may have {ends[:-1]} frames"
+            )
         if given and initial_latent[:, 0].shape != noise[:, 0].shape:
-            raise ConfigError(f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} "
-                              "differ in more than their frames")
+            raise ConfigError(
+                f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} "
+                "differ in more than their frames"
+            )
         return given, blocks
 
     def _encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGE_BYTES = 1 << 24       # the checksums of larger records are computed in threads, 3 GB/s each
-CHUNK = 1 << 20             # by so many bytes at a time
-MAX_DEPTH = 32              # containers in containers; a cache has 3
+LARGE_BYTES = 1 << 24  # the checksums of larger records are computed in threads, 3 GB/s each
+CHUNK = 1 << 20  # by so many bytes at a time
+MAX_DEPTH = 32  # containers in containers; a cache has 3
 
 
 class UnreadableError(ValueError):
@@ -36,13 +36,15 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     Tensors stay on disk while mmap is true and the file's format (that of torch 1.6 and later) allows. Raises
     UnreadableError for any other file, one that is damaged, or one that declares more than it holds.
     """
-    with warnings.catch_warnings(action="ignore"):     # of pickle protocols: an error says all there is to say
+    with warnings.catch_warnings(action="ignore"):  # of pickle protocols: an error says all there is to say
         return _load(path, mmap)
 
 
 def _load(path: str | Path, mmap: bool) -> Any:
     try:
-        if not zipfile.is_zipfile(path):     # the format before torch 1.6: read with a copy, its lengths checked by torch
+        if not zipfile.is_zipfile(
+            path
+        ):  # the format before torch 1.6: read with a copy, its lengths checked by torch
             content = torch.load(path, map_location="cpu", weights_only=True)
             _check_content(content, Path(path).stat().st_size, None)
             return content
@@ -53,7 +55,7 @@ def _load(path: str | Path, mmap: bool) -> Any:
         return content if mmap else torch.load(path, map_location="cpu", weights_only=True, mmap=False)
     except UnreadableError:
         raise
-    except Exception as error:     # a damaged pickle can raise anything; whatever it was, the file was not read
+    except Exception as error:  # a damaged pickle can raise anything; whatever it was, the file was not read
         raise UnreadableError(_reason(error)) from error
 
 
@@ -66,7 +68,9 @@ def _check_records(path: str | Path) -> Counter[int]:
             raise UnreadableError(f"its records declare more than its {size} bytes")
         for record in records:
             if record.compress_type != zipfile.ZIP_STORED:
-                raise UnreadableError(f"its record {record.filename!r} is compressed, as no cache or checkpoint is")
+                raise UnreadableError(
+                    f"its record {record.filename!r} is compressed, as no cache or checkpoint is"
+                )
             if "/data/" in record.filename:
                 lengths[record.file_size] += 1
             _check_crc(path, archive, record)
@@ -90,7 +94,7 @@ def _crc32_of_record(path: str | Path, record: zipfile.ZipInfo) -> int:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         name_length, extra_length = struct.unpack_from("<HH", content, record.header_offset + 26)
         start = record.header_offset + 30 + name_length + extra_length
-        with memoryview(content) as view, view[start:start + record.file_size] as data:
+        with memoryview(content) as view, view[start : start + record.file_size] as data:
             return crc32(data)
 
 
@@ -103,7 +107,7 @@ def crc32(data: memoryview) -> int:
     carried = [zlib.crc32(zeros, 1 << bit) ^ zlib.crc32(zeros) for bit in range(32)]
     even = len(data) - len(data) % CHUNK
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda start: zlib.crc32(data[start:start + CHUNK]), range(0, even, CHUNK))
+        parts = pool.map(lambda start: zlib.crc32(data[start : start + CHUNK]), range(0, even, CHUNK))
         total = 0
         for part in parts:
             total = reduce(xor, (carried[bit] for bit in range(32) if total >> bit & 1), part)
@@ -119,7 +123,9 @@ def _check_content(content: Any, size: int, records: Counter[int] | None) -> Non
         if not isinstance(value, Tensor):
             continue
         if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
-            raise UnreadableError(f"it holds a tensor of layout {value.layout} on {value.device}, not a plain one")
+            raise UnreadableError(
+                f"it holds a tensor of layout {value.layout} on {value.device}, not a plain one"
+            )
         if value.numel() * value.element_size() > size:
             raise UnreadableError(f"it declares a tensor of {list(value.shape)}, more than its {size} bytes")
         storage = value.untyped_storage()
@@ -148,4 +154,8 @@ def _reason(error: Exception) -> str:
         name = (str(error).partition("GLOBAL ")[2].split() or ["an unnamed object"])[0]
         return f"it holds a {name}, which is neither tensor nor plain value, and is not opened for safety"
     lines = str(error).strip().splitlines()
-    return f"{lines[0][:300]}" if lines and not isinstance(error, KeyError) else f"damaged ({type(error).__name__})"
+    return (
+        f"{lines[0][:300]}"
+        if lines and not isinstance(error, KeyError)
+        else f"damaged ({type(error).__name__})"
+    )

@@ -19,8 +19,8 @@ class FlowSchedule:
 
     def __init__(self, shift: float = 5.0):
         sigmas = torch.linspace(1.0, 0.0, NUM_TRAIN_TIMESTEPS + 1)[:-1]
-        self.sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)     # float32 [1000]
-        self.timesteps = self.sigmas * NUM_TRAIN_TIMESTEPS            # float32 [1000]
+        self.sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)  # float32 [1000]
+        self.timesteps = self.sigmas * NUM_TRAIN_TIMESTEPS  # float32 [1000]
 
     def sigma(self, timestep: float | Tensor) -> Tensor:
         """The noise level of the table's entry nearest to each timestep; float32, shape of the input."""

@@ -12,7 +12,7 @@ from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import Pass
 from wan.modules.model import TextKeysValues, WanModel
 
-SIGMA_MAX = 0.999     # where the native solver starts, before the shift; diffusers' own default would start at 1
+SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 
 
 class TextToVideoPipeline:
@@ -25,9 +25,11 @@ class TextToVideoPipeline:
 
     def solver(self) -> UniPCMultistepScheduler:
         """A fresh solver, which counts its steps and remembers earlier flows: one per video."""
-        solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=self.shift)
+        solver = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=self.shift
+        )
         solver.set_timesteps(sigmas=np.linspace(SIGMA_MAX, 0, self.num_steps + 1)[:-1])
-        solver.set_begin_index(0)     # or it looks steps up by their timesteps, which may repeat
+        solver.set_begin_index(0)  # or it looks steps up by their timesteps, which may repeat
         return solver
 
     @property
@@ -36,8 +38,13 @@ class TextToVideoPipeline:
         return [float(t) for t in self.solver().timesteps]
 
     @torch.no_grad()
-    def inference(self, noise: Tensor, prompt_embeds: Tensor, negative_embeds: Tensor,
-                  on_step: Callable[[int, Tensor], None] | None = None) -> Tensor:
+    def inference(
+        self,
+        noise: Tensor,
+        prompt_embeds: Tensor,
+        negative_embeds: Tensor,
+        on_step: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
         """Latents of as many frames as noise [B, F, C, h, w] has, from text states [B, n, text_dim].
 
         The solver runs in float32, the model in its own dtype. on_step is called with each step and its latents.
@@ -45,16 +52,22 @@ class TextToVideoPipeline:
         if noise.ndim != 5:
             raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
         solver, timesteps = self.solver(), self.pass_timesteps
-        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, num_blocks=1, num_passes=len(timesteps))
+        ATTENTION_WEIGHT_CAPTURE.check_model(
+            self.model.config.num_layers, num_blocks=1, num_passes=len(timesteps)
+        )
         frames = tuple(range(noise.shape[1]))
-        prompt, negative = (self.model.text_keys_values(states) for states in (prompt_embeds, negative_embeds))
+        prompt, negative = (
+            self.model.text_keys_values(states) for states in (prompt_embeds, negative_embeds)
+        )
 
         def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:
-            t = x.new_full((x.shape[0], 1), timesteps[step])                                 # [B, 1]
-            with ATTENTION_WEIGHT_CAPTURE.during(Pass(frames, frames, 0, step, timesteps[step], branch=branch)):
+            t = x.new_full((x.shape[0], 1), timesteps[step])  # [B, 1]
+            with ATTENTION_WEIGHT_CAPTURE.during(
+                Pass(frames, frames, 0, step, timesteps[step], branch=branch)
+            ):
                 return self.model.flow(x, t, text, frames=range(len(frames))).float()
 
-        x = noise.float().transpose(1, 2)                                                     # [B, C, F, h, w]
+        x = noise.float().transpose(1, 2)  # [B, C, F, h, w]
         for step, t in enumerate(solver.timesteps):
             # 1. Flow with the prompt and without; guidance goes further in the direction of the prompt.
             cond = predict_flow(x, step, prompt, "cond")
@@ -64,4 +77,4 @@ class TextToVideoPipeline:
             x = solver.step(flow, t, x, return_dict=False)[0]
             if on_step:
                 on_step(step, x.transpose(1, 2))
-        return x.transpose(1, 2)                                                              # [B, F, C, h, w]
+        return x.transpose(1, 2)  # [B, F, C, h, w]

@@ -22,10 +22,14 @@ def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[floa
         left.plot(seconds / 60, loss, color=color, linewidth=0.7, alpha=0.35)
         smooth = np.exp(np.convolve(np.log(loss), np.ones(7) / 7, "valid"))
         left.plot(seconds[3:-3] / 60, smooth, color=color, label=name)
-    left.set(yscale="log", xlabel="Minutes of one GPU", ylabel="Loss", title="Loss; each stage from its own start")
+    left.set(
+        yscale="log", xlabel="Minutes of one GPU", ylabel="Loss", title="Loss; each stage from its own start"
+    )
     left.legend()
     steps, *curves = np.array(psnr).T
-    for values, color, name in zip(curves, (DARK, BLUE, ORANGE), ("81 frames", "first second", "last second"), strict=True):
+    for values, color, name in zip(
+        curves, (DARK, BLUE, ORANGE), ("81 frames", "first second", "last second"), strict=True
+    ):
         right.plot(steps, values, "o-", markersize=3, color=color, label=name)
     right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
     right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
@@ -78,10 +82,13 @@ def strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) ->
     """Under each caption a strip of frames for each source: rows are source -> videos [F, H, W, 3] in 0..1."""
     chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
     lines = -(-len(captions) // 2)
-    figure, axes = plt.subplots(lines, 2, figsize=(1.2 * STRIP_FRAMES + 1.2, lines * (0.57 * len(rows) + 0.4)))
+    figure, axes = plt.subplots(
+        lines, 2, figsize=(1.2 * STRIP_FRAMES + 1.2, lines * (0.57 * len(rows) + 0.4))
+    )
     for i, (axis, caption) in enumerate(zip(axes.flat, captions, strict=False)):
         shown = [
-            [np.pad(videos[i][f], ((1, 1), (1, 1), (0, 0)), constant_values=1) for f in chosen] for videos in rows.values()
+            [np.pad(videos[i][f], ((1, 1), (1, 1), (0, 0)), constant_values=1) for f in chosen]
+            for videos in rows.values()
         ]
         picture = np.concatenate([np.concatenate(strip, 1) for strip in shown])
         height = picture.shape[0] / len(rows)

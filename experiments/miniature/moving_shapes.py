@@ -32,7 +32,12 @@ DIRECTIONS = {  # unit steps (x right, y down)
     "up and right": (1, -1), "up and left": (-1, -1), "down and right": (1, 1), "down and left": (-1, 1),
 }  # fmt: skip
 SHAPES = ("circle", "square", "triangle", "diamond", "cross")
-CORNERS = {"top left": (0.13, 0.13), "top right": (0.87, 0.13), "bottom left": (0.13, 0.87), "bottom right": (0.87, 0.87)}
+CORNERS = {
+    "top left": (0.13, 0.13),
+    "top right": (0.87, 0.13),
+    "bottom left": (0.13, 0.87),
+    "bottom right": (0.87, 0.87),
+}
 KINDS = ("single", "landmark", "crossing", "wall")
 MIN_CONTRAST = 0.60  # RGB distance below which a shape would be lost in its background
 RADII, SPEEDS = (0.16, 0.22), (0.10, 0.25)  # of a shape that moves alone
@@ -40,7 +45,9 @@ SMALL_RADII = (0.11, 0.15)  # of shapes that cross or hide
 WALL_SPEEDS = (0.22, 0.30)
 LANDMARK_RADIUS = 0.07
 WALL = 0.42  # its thickness; it stands at the border that the shape moves to
-STRAIGHT = 1.25  # seconds at the start in which no shape bounces: the direction in the caption is the one to see
+STRAIGHT = (
+    1.25  # seconds at the start in which no shape bounces: the direction in the caption is the one to see
+)
 CROSS_BETWEEN = (1.0, 3.0)  # seconds; two paths meet in this time
 BACK_BY = 4.2  # seconds; what went behind a wall is wholly visible again
 
@@ -90,12 +97,22 @@ class Scene:
 
     @property
     def kind(self) -> str:
-        return "wall" if self.wall else "landmark" if self.landmark else "crossing" if len(self.movers) > 1 else "single"
+        return (
+            "wall"
+            if self.wall
+            else "landmark"
+            if self.landmark
+            else "crossing"
+            if len(self.movers) > 1
+            else "single"
+        )
 
     @property
     def caption(self) -> str:
         names = [m.shape if self.unnamed_color else f"{m.color} {m.shape}" for m in self.movers]
-        movers = " and ".join(f"{_a(name)} moving {m.direction}" for name, m in zip(names, self.movers, strict=True))
+        movers = " and ".join(
+            f"{_a(name)} moving {m.direction}" for name, m in zip(names, self.movers, strict=True)
+        )
         wall = f" behind {_a(self.wall)} wall" if self.wall else ""
         text = f"{movers}{wall} over a {self.background} background"
         if self.landmark:
@@ -132,13 +149,18 @@ def _mover(rng: random.Random, combination: tuple[str, ...], radii=RADII, speeds
     """A mover that starts where it will not bounce for a while."""
     shape, color, direction, _ = combination
     mover = Mover(shape, color, direction, 0, 0, rng.uniform(*radii), rng.uniform(*speeds))
-    x, y = (rng.uniform(mover.radius + max(0, -v * STRAIGHT), 1 - mover.radius - max(0, v * STRAIGHT)) for v in mover.velocity)
+    x, y = (
+        rng.uniform(mover.radius + max(0, -v * STRAIGHT), 1 - mover.radius - max(0, v * STRAIGHT))
+        for v in mover.velocity
+    )
     return replace(mover, x=x, y=y)
 
 
 def _other_color(rng: random.Random, *seen: tuple[float, ...]) -> str:
     """A colour that stands out against these."""
-    return rng.choice([c for c, rgb in COLORS.items() if all(math.dist(rgb, other) >= MIN_CONTRAST for other in seen)])
+    return rng.choice(
+        [c for c, rgb in COLORS.items() if all(math.dist(rgb, other) >= MIN_CONTRAST for other in seen)]
+    )
 
 
 def _single(rng: random.Random, grid: list) -> Scene:
@@ -155,7 +177,9 @@ def _with_landmark(rng: random.Random, grid: list) -> Scene:
 def _crossing(rng: random.Random, grid: list) -> Scene | None:
     """None where the two do not meet in time."""
     first = rng.choice(grid)
-    second = rng.choice([c for c in rng.sample(grid, 200) if c[3] == first[3] and c[2] != first[2]] or [first])
+    second = rng.choice(
+        [c for c in rng.sample(grid, 200) if c[3] == first[3] and c[2] != first[2]] or [first]
+    )
     if math.dist(COLORS[first[1]], COLORS[second[1]]) < MIN_CONTRAST:
         return None
     scene = Scene(tuple(_mover(rng, c, SMALL_RADII) for c in (first, second)), first[-1])
@@ -189,7 +213,9 @@ def positions(scene: Scene, frames: int) -> Tensor:
 def hidden_share(scene: Scene, frames: int) -> Tensor:
     """How much of the first mover's width is behind the wall [F], in 0..1."""
     mover, toward = scene.movers[0], torch.tensor(DIRECTIONS[scene.movers[0].direction], dtype=torch.float32)
-    ahead = ((positions(scene, frames)[:, 0] - 0.5) * toward).sum(-1) + 0.5  # 1 is the border it goes to first
+    ahead = ((positions(scene, frames)[:, 0] - 0.5) * toward).sum(
+        -1
+    ) + 0.5  # 1 is the border it goes to first
     return ((ahead + mover.radius - (1 - WALL)) / (2 * mover.radius)).clamp(0, 1)
 
 
@@ -217,7 +243,9 @@ def scene_table(scenes: list[Scene]) -> Tensor:
 def _layers(scene: Scene) -> list[tuple[float, ...]]:
     rows = [(0.0, 0.0, 0.0, 0.0, 0.0, *BACKGROUNDS[scene.background], 0.0)]
     if mark := scene.landmark:
-        rows.append((*CORNERS[mark.corner], 0.0, 0.0, LANDMARK_RADIUS, *COLORS[mark.color], SHAPES.index(mark.shape)))
+        rows.append(
+            (*CORNERS[mark.corner], 0.0, 0.0, LANDMARK_RADIUS, *COLORS[mark.color], SHAPES.index(mark.shape))
+        )
     rows += [(m.x, m.y, *m.velocity, m.radius, *COLORS[m.color], SHAPES.index(m.shape)) for m in scene.movers]
     if scene.wall:
         dx, dy = DIRECTIONS[scene.movers[0].direction]
@@ -229,7 +257,9 @@ def _layers(scene: Scene) -> list[tuple[float, ...]]:
 def render_table(table: Tensor, frames: int, size: int) -> Tensor:
     """Rows of `scene_table` [B, layers, 9] as video [B, 3, F, H, W] in [-1, 1]."""
     start, velocity, margin, color, kind = table.split((2, 2, 1, 3, 1), -1)
-    centre = _reflect(start, velocity, margin, torch.arange(frames, device=table.device) / FPS)  # [B, F, layers, 2]
+    centre = _reflect(
+        start, velocity, margin, torch.arange(frames, device=table.device) / FPS
+    )  # [B, F, layers, 2]
     video = color[:, 0, :, None, None, None].expand(-1, -1, frames, size, size)  # [B, 3, F, H, W]
     for n in range(1, table.shape[1]):
         alpha = coverage(centre[:, :, n], margin[:, n], kind[:, n], size)[:, None]  # [B, 1, F, H, W]

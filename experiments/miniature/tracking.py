@@ -68,7 +68,10 @@ class Track:
         velocity = (t[:, None] * self.centre[early]).sum(0) / t.square().sum()
         if velocity.norm() < SLOWEST:
             return None
-        cosines = {name: (velocity[0] * x + velocity[1] * y).item() / math.hypot(x, y) for name, (x, y) in DIRECTIONS.items()}
+        cosines = {
+            name: (velocity[0] * x + velocity[1] * y).item() / math.hypot(x, y)
+            for name, (x, y) in DIRECTIONS.items()
+        }
         return max(cosines, key=cosines.get)
 
 
@@ -131,7 +134,9 @@ def _measure(alpha: Tensor, color: Tensor) -> Track:
     size = alpha.shape[-1]
     axis = (torch.arange(size) + 0.5) / size
     weight = alpha.sum((1, 2)).clamp(min=1e-6)
-    centre = torch.stack([(alpha * axis).sum((1, 2)) / weight, (alpha * axis[:, None]).sum((1, 2)) / weight], 1)
+    centre = torch.stack(
+        [(alpha * axis).sum((1, 2)) / weight, (alpha * axis[:, None]).sum((1, 2)) / weight], 1
+    )
     area = alpha.mean((1, 2))
     likeness = []
     for number in range(len(SHAPES)):
@@ -139,7 +144,10 @@ def _measure(alpha: Tensor, color: Tensor) -> Track:
         radius = (area / unit_area).sqrt()
         place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
         template = coverage(place, radius, torch.full_like(radius, number), size)
-        likeness.append(torch.minimum(alpha, template).sum((1, 2)) / torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6))
+        likeness.append(
+            torch.minimum(alpha, template).sum((1, 2))
+            / torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
+        )
     return Track(centre, area, color, torch.stack(likeness, 1))
 
 

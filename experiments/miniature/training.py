@@ -48,7 +48,12 @@ class Trainer:
         self.on_gpu = device.type == "cuda"
         self.lr = torch.zeros((), device=device)  # a tensor, so that graphs see it change
         self.optimizer = torch.optim.AdamW(
-            self.masters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=self.on_gpu, capturable=self.on_gpu
+            self.masters,
+            lr=self.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            fused=self.on_gpu,
+            capturable=self.on_gpu,
         )
         for m in modules:
             m.to(torch.bfloat16 if self.on_gpu else torch.float32)

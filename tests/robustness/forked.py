@@ -27,11 +27,11 @@ def tell(capfd, line: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    value: Any                  # what the function returned; None where it did not come to that
-    code: int                   # of exit; -N where signal N ended it
+    value: Any  # what the function returned; None where it did not come to that
+    code: int  # of exit; -N where signal N ended it
     seconds: float
-    more_bytes: int             # peak memory beyond what the parent held
-    said: str = ""              # on stderr
+    more_bytes: int  # peak memory beyond what the parent held
+    said: str = ""  # on stderr
 
 
 def own_bytes() -> int:
@@ -60,20 +60,26 @@ def forked(function: Callable[[], Any], timeout: float = 60, kill_after: float |
     os.close(reading)
     _, status, usage = os.wait4(child, 0)
     value, said = pickle.loads(received) if received and os.WIFEXITED(status) else (None, "")
-    return Outcome(value, os.waitstatus_to_exitcode(status), time.monotonic() - start,
-                   max(0, usage.ru_maxrss * 1024 - before), said)
+    return Outcome(
+        value,
+        os.waitstatus_to_exitcode(status),
+        time.monotonic() - start,
+        max(0, usage.ru_maxrss * 1024 - before),
+        said,
+    )
 
 
 def _child(function: Callable[[], Any], pipe: int) -> None:
     """Never returns: pytest must not go on in a fork."""
     import io
+
     code, value, said = 0, None, io.StringIO()
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
         sys.stdout, sys.stderr = open(os.devnull, "w"), said  # noqa: SIM115
-        torch.set_num_threads(1)      # a fork makes its thread pool anew: here, before threads that race for it
+        torch.set_num_threads(1)  # a fork makes its thread pool anew: here, before threads that race for it
         value = function()
     except BaseException as error:
         code, value = 70, f"{type(error).__name__}: {error}"
@@ -84,10 +90,12 @@ def _child(function: Callable[[], Any], pipe: int) -> None:
 
 def exit_code(run: Callable[[], Any]) -> Callable[[], int]:
     """The function's exit code as its value."""
+
     def call() -> int:
         try:
             run()
         except SystemExit as ended:
             return ended.code or 0
         return 0
+
     return call

@@ -49,7 +49,9 @@ def test_a_line_for_a_tenth_of_the_steps_and_a_log(tmp_path, capfd):
     flags = ["--num_steps", "30", "--num_frames", "1", "--output_dir", str(tmp_path), "--log_file", str(log)]
     extract_attention_wan.run([*SHORT, *flags])
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("step", "30 steps"))]
-    assert re.fullmatch(r"step 3/30 \(t = \d+\): \d+\.\d s, \d+\.\d s left, \d+\.\d GiB memory", lines[0]), lines
+    assert re.fullmatch(r"step 3/30 \(t = \d+\): \d+\.\d s, \d+\.\d s left, \d+\.\d GiB memory", lines[0]), (
+        lines
+    )
     assert len(lines) == 11 and lines[-1].startswith("30 steps of 1 frames, 1 file: ")
     events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert events == ["rollout", *["step"] * 30, "saved", "end"]
@@ -62,15 +64,21 @@ def test_stopped_after_the_captured_step_the_capture_is_whole(number, tmp_path, 
     path = tmp_path / "part/layer7.pt"
     note, said = said_by(["--quiet", "--step", "1", "--output_dir", str(tmp_path / "part")], 130, capfd)
     assert note == "stopping after this step; Ctrl-C again stops at once"
-    assert said == (f"error: stopped after 3 of 4 steps; saved whole: {path}; to make the rest, run the same command again")
-    assert path.read_bytes() == (tmp_path / "whole/layer7.pt").read_bytes() and os.listdir(tmp_path / "part") == ["layer7.pt"]
+    assert said == (
+        f"error: stopped after 3 of 4 steps; saved whole: {path}; to make the rest, run the same command again"
+    )
+    assert path.read_bytes() == (tmp_path / "whole/layer7.pt").read_bytes() and os.listdir(
+        tmp_path / "part"
+    ) == ["layer7.pt"]
 
 
 def test_stopped_before_the_captured_step_nothing_is_complete(tmp_path, monkeypatch, capfd):
     stopping_after(monkeypatch, 2)
     said = said_by(["--quiet", "--step", "last", "--output_dir", str(tmp_path)], 130, capfd)
-    assert said[-1] == ("error: stopped after 3 of 4 steps; none of what was asked for was captured yet; "
-                        "to make the rest, run the same command again")
+    assert said[-1] == (
+        "error: stopped after 3 of 4 steps; none of what was asked for was captured yet; "
+        "to make the rest, run the same command again"
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -82,10 +90,18 @@ def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):
     assert "stopped after 2 of 4 steps; saved as partial: " in said[-1]
     for name in ("atlas_base.pt", "atlas_base_uncond.pt"):
         part, whole = (load_cache(tmp_path / folder / name) for folder in ("part", "whole"))
-        assert part["partial"] and part["pass_steps"] == [0] and len(whole["pass_steps"]) == 2 and "partial" not in whole
-        assert part["frame_mass"].equal(whole["frame_mass"][:, :1]) and part["frame_logits"].equal(whole["frame_logits"][:, :1])
+        assert (
+            part["partial"]
+            and part["pass_steps"] == [0]
+            and len(whole["pass_steps"]) == 2
+            and "partial" not in whole
+        )
+        assert part["frame_mass"].equal(whole["frame_mass"][:, :1]) and part["frame_logits"].equal(
+            whole["frame_logits"][:, :1]
+        )
         assert open_profiles(part).notes == (
-            "partial: the run was stopped after 2 of 4 steps; of what was asked for, steps 3 are absent",)
+            "partial: the run was stopped after 2 of 4 steps; of what was asked for, steps 3 are absent",
+        )
 
 
 def test_numbers_are_guarded_at_the_step_where_they_go_wrong(tmp_path, monkeypatch, capfd):
@@ -103,12 +119,17 @@ def test_numbers_are_guarded_at_the_step_where_they_go_wrong(tmp_path, monkeypat
 
     monkeypatch.setattr(rollout, "looking_on", looking_on)
     (said,) = said_by(["--quiet", "--output_dir", str(tmp_path)], 1, capfd)
-    assert re.match(r"error: layer 3, block 0, step 2 \(t = \d+\), unconditional branch: its output is not finite; try", said)
+    assert re.match(
+        r"error: layer 3, block 0, step 2 \(t = \d+\), unconditional branch: its output is not finite; try",
+        said,
+    )
     assert max(steps) == 2 and os.listdir(tmp_path) == []
 
 
 def test_room_on_the_disk_is_asked_for_before_the_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.locks.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(
+        "experiments.locks.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000})
+    )
     monkeypatch.setattr("wan.checkpoint.build_model", lambda *args: pytest.fail("the model was loaded"))
     for flags in ([], ["--all_layers", "--step", "all"]):
         with pytest.raises(CacheError, match=r"cannot be written: it needs \d{5,7} bytes, 1000 are free in "):
@@ -118,9 +139,13 @@ def test_room_on_the_disk_is_asked_for_before_the_model_is_loaded(tmp_path, monk
 @pytest.mark.parametrize("flags", [[], ["--all_layers", "--step", "all"]])
 def test_the_estimate_is_close_and_never_too_small(flags, tmp_path, monkeypatch):
     asked, original = {}, extract_attention_wan.extraction_base.run_watched
-    monkeypatch.setattr(extract_attention_wan.extraction_base, "run_watched",
-                        lambda args, outputs, each, *more: asked.update(dict.fromkeys(outputs, each))
-                        or original(args, outputs, each, *more))
+    monkeypatch.setattr(
+        extract_attention_wan.extraction_base,
+        "run_watched",
+        lambda args, outputs, each, *more: (
+            asked.update(dict.fromkeys(outputs, each)) or original(args, outputs, each, *more)
+        ),
+    )
     extract_attention_wan.run([*SHORT, *flags, "--quiet", "--output_dir", str(tmp_path)])
     for path, each in asked.items():
-        assert os.path.getsize(path) <= each <= os.path.getsize(path) * 1.1 + 2 ** 17
+        assert os.path.getsize(path) <= each <= os.path.getsize(path) * 1.1 + 2**17

@@ -35,12 +35,31 @@ from experiments import (
 from experiments.caches import save_cache
 
 MINI = ["--config_path", "configs/wan_mini.yaml"]
-NO_DISK = "/proc/no/such"       # nobody may write there, root neither
-ROLLOUTS = {script.__name__.split(".")[-1]: script
-            for script in (run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4)}
-OTHERS = {script.__name__.split(".")[-1]: script for script in (
-    benchmark, benchmark_reading, benchmark_real, build_published, contact_sheet, evaluate_mini, extract_attention_wan,
-    layer_page, layers_from_atlas, match_curve, measure_moments, readme_figures, readme_tables, run_notebooks, train_mini)}
+NO_DISK = "/proc/no/such"  # nobody may write there, root neither
+ROLLOUTS = {
+    script.__name__.split(".")[-1]: script
+    for script in (run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4)
+}
+OTHERS = {
+    script.__name__.split(".")[-1]: script
+    for script in (
+        benchmark,
+        benchmark_reading,
+        benchmark_real,
+        build_published,
+        contact_sheet,
+        evaluate_mini,
+        extract_attention_wan,
+        layer_page,
+        layers_from_atlas,
+        match_curve,
+        measure_moments,
+        readme_figures,
+        readme_tables,
+        run_notebooks,
+        train_mini,
+    )
+}
 
 
 @pytest.fixture
@@ -61,78 +80,217 @@ def files(tmp_path):
 
 def rollout_cases() -> list[list[str]]:
     """What every rollout script must refuse; {} is the folder of wrong files."""
-    bad = [["--no_such_flag"], ["--config_path", "{}/none.yaml"], ["--checkpoint_path", "{}/none.pt"],
-           ["--ckpt_dir", "{}/none"],
-           *([flag, f"{{}}/{name}"] for flag in ("--config_path", "--checkpoint_path")
-             for name in ("text.txt", "bytes.bin", "empty", "list.pt", "layer.pt", "folder")),
-           *(["--ckpt_dir", f"{{}}/{name}"] for name in ("text.txt", "folder")),
-           *([flag, "many"] for flag in ("--num_frames", "--seed", "--gpu_id", "--step")), ["--num_frames", "-3"],
-           ["--num_frames", "0"], ["--num_frames", "1.5"], ["--step", "99"], ["--device", "abacus"], ["--seed"],
-           ["--log_file", f"{NO_DISK}/log"], ["--save_video", f"{NO_DISK}/v.mp4"], ["--seed", str(2**70)]]
+    bad = [
+        ["--no_such_flag"],
+        ["--config_path", "{}/none.yaml"],
+        ["--checkpoint_path", "{}/none.pt"],
+        ["--ckpt_dir", "{}/none"],
+        *(
+            [flag, f"{{}}/{name}"]
+            for flag in ("--config_path", "--checkpoint_path")
+            for name in ("text.txt", "bytes.bin", "empty", "list.pt", "layer.pt", "folder")
+        ),
+        *(["--ckpt_dir", f"{{}}/{name}"] for name in ("text.txt", "folder")),
+        *([flag, "many"] for flag in ("--num_frames", "--seed", "--gpu_id", "--step")),
+        ["--num_frames", "-3"],
+        ["--num_frames", "0"],
+        ["--num_frames", "1.5"],
+        ["--step", "99"],
+        ["--device", "abacus"],
+        ["--seed"],
+        ["--log_file", f"{NO_DISK}/log"],
+        ["--save_video", f"{NO_DISK}/v.mp4"],
+        ["--seed", str(2**70)],
+    ]
     return [(flags if flags[0] == "--config_path" else [*MINI, *flags]) for flags in bad]
 
 
-CASES = {name: [*rollout_cases(), [*MINI, "--output_path", f"{NO_DISK}/out.pt"], [*MINI, "--output_path", "{}/folder"]]
-         for name in ROLLOUTS}
-CASES["run_extraction"] += [[*MINI, *f] for f in (["--blocks", "9"], ["--layer_indices", "x"], ["--steps", "7"],
-                                                  ["--capture", "x"])]
-CASES["run_extraction_all"] += [[*MINI, *f] for f in (["--prompts", "{}/bytes.bin", "--output_dir", "{}/o"], ["--seeds", "x"],
-                                                      ["--seeds", "1", "--output_dir", NO_DISK],
-                                                      ["--prompts", "{}/folder", "--output_dir", "{}/o"])]
-CASES["run_extraction_each"] += [[*MINI, *f] for f in (["--layer_index", "8"], ["--output_dir", NO_DISK],
-                                                       ["--granularity", "x"])]
-CASES["run_extraction_figure4"] += [[*MINI, *f] for f in (["--layer_indices", "-1"], ["--granularity", "x"],
-                                                          ["--capture", "x"])]
+CASES = {
+    name: [
+        *rollout_cases(),
+        [*MINI, "--output_path", f"{NO_DISK}/out.pt"],
+        [*MINI, "--output_path", "{}/folder"],
+    ]
+    for name in ROLLOUTS
+}
+CASES["run_extraction"] += [
+    [*MINI, *f] for f in (["--blocks", "9"], ["--layer_indices", "x"], ["--steps", "7"], ["--capture", "x"])
+]
+CASES["run_extraction_all"] += [
+    [*MINI, *f]
+    for f in (
+        ["--prompts", "{}/bytes.bin", "--output_dir", "{}/o"],
+        ["--seeds", "x"],
+        ["--seeds", "1", "--output_dir", NO_DISK],
+        ["--prompts", "{}/folder", "--output_dir", "{}/o"],
+    )
+]
+CASES["run_extraction_each"] += [
+    [*MINI, *f] for f in (["--layer_index", "8"], ["--output_dir", NO_DISK], ["--granularity", "x"])
+]
+CASES["run_extraction_figure4"] += [
+    [*MINI, *f] for f in (["--layer_indices", "-1"], ["--granularity", "x"], ["--capture", "x"])
+]
 CASES |= {
-    "benchmark": [["--no_such_flag"], [*MINI, "--repeats", "x"], [*MINI, "--repeats", "0"], ["--config_path", "{}/none.yaml"],
-                  ["--config_path", "{}/text.txt"], [*MINI, "--output_path", f"{NO_DISK}/out.json"]],
-    "benchmark_reading": [["--no_such_flag"], ["--tokens", "x"], ["--output_path", f"{NO_DISK}/out.json"], ["--repeats", "0"]],
+    "benchmark": [
+        ["--no_such_flag"],
+        [*MINI, "--repeats", "x"],
+        [*MINI, "--repeats", "0"],
+        ["--config_path", "{}/none.yaml"],
+        ["--config_path", "{}/text.txt"],
+        [*MINI, "--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "benchmark_reading": [
+        ["--no_such_flag"],
+        ["--tokens", "x"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+        ["--repeats", "0"],
+    ],
     "build_published": [["--no_such_flag"], [], ["{}/none"], ["{}/text.txt"], ["{}/folder"]],
-    "extract_attention_wan": [["--no_such_flag"], ["--ckpt_dir", "{}/none"], ["--ckpt_dir", "{}/folder"],
-                              ["--num_frames", "20"],
-                              ["--config_path", "{}/text.txt"], ["--config_path", "{}/none.yaml"],
-                              *([*MINI, *f] for f in (["--step", "x"], ["--num_steps", "0"], ["--shift", "x"],
-                                                      ["--layer_index", "9"], ["--output_dir", NO_DISK]))],
-    "layers_from_atlas": [["--no_such_flag"], [], ["{}/none.pt"], ["{}/layer.pt"], ["{}/list.pt"], ["{}/text.txt"],
-                          ["{}/folder"], ["{}/bytes.bin"], ["{}/atlas.pt", "--layers", "99"], ["{}/atlas.pt", "--layers", "x"],
-                          ["{}/atlas.pt", "--step", "99"], ["{}/atlas.pt", "--output_dir", NO_DISK]],
-    "match_curve": [["--no_such_flag"], ["--cache_path", "{}/none.pt"], ["--cache_path", "{}/text.txt"], ["--step", "x"],
-                    *(["--cache_path", "{}/atlas.pt", "--curves", f"{{}}/{name}"] for name in
-                      ("none.csv", "text.txt", "bytes.bin", "empty", "folder"))],
-    "readme_figures": [["--no_such_flag"], ["--mini_cache", "{}/none.pt"], ["--mini_cache", "{}/layer.pt"],
-                       ["--output_dir", NO_DISK]],
+    "extract_attention_wan": [
+        ["--no_such_flag"],
+        ["--ckpt_dir", "{}/none"],
+        ["--ckpt_dir", "{}/folder"],
+        ["--num_frames", "20"],
+        ["--config_path", "{}/text.txt"],
+        ["--config_path", "{}/none.yaml"],
+        *(
+            [*MINI, *f]
+            for f in (
+                ["--step", "x"],
+                ["--num_steps", "0"],
+                ["--shift", "x"],
+                ["--layer_index", "9"],
+                ["--output_dir", NO_DISK],
+            )
+        ),
+    ],
+    "layers_from_atlas": [
+        ["--no_such_flag"],
+        [],
+        ["{}/none.pt"],
+        ["{}/layer.pt"],
+        ["{}/list.pt"],
+        ["{}/text.txt"],
+        ["{}/folder"],
+        ["{}/bytes.bin"],
+        ["{}/atlas.pt", "--layers", "99"],
+        ["{}/atlas.pt", "--layers", "x"],
+        ["{}/atlas.pt", "--step", "99"],
+        ["{}/atlas.pt", "--output_dir", NO_DISK],
+    ],
+    "match_curve": [
+        ["--no_such_flag"],
+        ["--cache_path", "{}/none.pt"],
+        ["--cache_path", "{}/text.txt"],
+        ["--step", "x"],
+        *(
+            ["--cache_path", "{}/atlas.pt", "--curves", f"{{}}/{name}"]
+            for name in ("none.csv", "text.txt", "bytes.bin", "empty", "folder")
+        ),
+    ],
+    "readme_figures": [
+        ["--no_such_flag"],
+        ["--mini_cache", "{}/none.pt"],
+        ["--mini_cache", "{}/layer.pt"],
+        ["--output_dir", NO_DISK],
+    ],
 }
 EAGLE = "cache/published/self_forcing_dmd_eagle_21f.pt"
 CASES |= {
-    "benchmark_real": [["--no_such_flag"], ["--device", "abacus"], ["--device"],
-                       ["--device", "cpu", "--output_path", f"{NO_DISK}/out.json"]],
-    "contact_sheet": [["--no_such_flag"], [], ["{}/sheet.svg"], ["{}/sheet.svg", "A={}/none.svg"], ["{}/sheet.svg", "A"],
-                      *(["{}/sheet.svg", f"A={{}}/{name}"] for name in ("text.txt", "bytes.bin", "empty", "folder"))],
-    "evaluate_mini": [["--no_such_flag"], ["--captions", "x"], ["--config_path", "{}/none.yaml"],
-                      ["--config_path", "{}/text.txt"], ["--ckpt_dir", "{}/none"], ["--device", "abacus"],
-                      ["--output_path", f"{NO_DISK}/out.json"], ["--output_path", "{}/folder"]],
-    "layer_page": [["--no_such_flag"], [], *([f"{{}}/{name}"] for name in ("none.pt", "text.txt", "bytes.bin", "list.pt",
-                                                                          "folder", "empty")),
-                   ["{}/atlas.pt", "--output_path", f"{NO_DISK}/page.html"], ["{}/atlas.pt", "--output_path", "{}/folder"]],
-    "measure_moments": [["--no_such_flag"], [], ["{}/none"], ["{}/folder"], ["{}/text.txt"], ["{}/folder", "--steps", "x"],
-                        ["{}/folder", "--captions", "x"], ["{}/moments", "--config_path", "{}/none.yaml"],
-                        ["{}/moments", "--output_path", f"{NO_DISK}/out.json"], ["{}/moments", "--steps", "9"]],
-    "readme_tables": [["--no_such_flag"], ["{}/none.md"], ["{}/folder"], ["{}/bytes.bin"], ["{}/marked.md"], ["a", "b"]],
-    "run_notebooks": [["--no_such_flag"], [], ["none.ipynb", EAGLE, "1"], ["extract_all_attention.ipynb", "{}/none.pt", "1"],
-                      *(["extract_all_attention.ipynb", f"{{}}/{name}", "1"] for name in ("text.txt", "list.pt", "folder")),
-                      *(["extract_all_attention.ipynb", EAGLE, *more] for more in (
-                          ["99"], ["x"], ["3-1"], ["1", "--jobs", "0"], ["1", "--jobs", "x"], ["1", "--output_dir", NO_DISK],
-                          ["1", "--output_dir", "{}/text.txt"]))],
-    "train_mini": [["--no_such_flag"], [], ["--stage", "none"], ["--stage", "base", "--output_dir", "{}/folder"],
-                   ["--stage", "vae", "--minutes", "x"], ["--stage", "vae", "--device", "abacus"], ["--stage", "vae", "--batch",
-                   "x"], ["--stage", "vae", "--output_dir", NO_DISK], ["--stage", "vae", "--output_dir", "{}/text.txt"],
-                   ["--stage", "vae", "--batch", "0"], ["--stage", "vae", "--log", f"{NO_DISK}/log.json"]],
+    "benchmark_real": [
+        ["--no_such_flag"],
+        ["--device", "abacus"],
+        ["--device"],
+        ["--device", "cpu", "--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "contact_sheet": [
+        ["--no_such_flag"],
+        [],
+        ["{}/sheet.svg"],
+        ["{}/sheet.svg", "A={}/none.svg"],
+        ["{}/sheet.svg", "A"],
+        *(["{}/sheet.svg", f"A={{}}/{name}"] for name in ("text.txt", "bytes.bin", "empty", "folder")),
+    ],
+    "evaluate_mini": [
+        ["--no_such_flag"],
+        ["--captions", "x"],
+        ["--config_path", "{}/none.yaml"],
+        ["--config_path", "{}/text.txt"],
+        ["--ckpt_dir", "{}/none"],
+        ["--device", "abacus"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+        ["--output_path", "{}/folder"],
+    ],
+    "layer_page": [
+        ["--no_such_flag"],
+        [],
+        *([f"{{}}/{name}"] for name in ("none.pt", "text.txt", "bytes.bin", "list.pt", "folder", "empty")),
+        ["{}/atlas.pt", "--output_path", f"{NO_DISK}/page.html"],
+        ["{}/atlas.pt", "--output_path", "{}/folder"],
+    ],
+    "measure_moments": [
+        ["--no_such_flag"],
+        [],
+        ["{}/none"],
+        ["{}/folder"],
+        ["{}/text.txt"],
+        ["{}/folder", "--steps", "x"],
+        ["{}/folder", "--captions", "x"],
+        ["{}/moments", "--config_path", "{}/none.yaml"],
+        ["{}/moments", "--output_path", f"{NO_DISK}/out.json"],
+        ["{}/moments", "--steps", "9"],
+    ],
+    "readme_tables": [
+        ["--no_such_flag"],
+        ["{}/none.md"],
+        ["{}/folder"],
+        ["{}/bytes.bin"],
+        ["{}/marked.md"],
+        ["a", "b"],
+    ],
+    "run_notebooks": [
+        ["--no_such_flag"],
+        [],
+        ["none.ipynb", EAGLE, "1"],
+        ["extract_all_attention.ipynb", "{}/none.pt", "1"],
+        *(["extract_all_attention.ipynb", f"{{}}/{name}", "1"] for name in ("text.txt", "list.pt", "folder")),
+        *(
+            ["extract_all_attention.ipynb", EAGLE, *more]
+            for more in (
+                ["99"],
+                ["x"],
+                ["3-1"],
+                ["1", "--jobs", "0"],
+                ["1", "--jobs", "x"],
+                ["1", "--output_dir", NO_DISK],
+                ["1", "--output_dir", "{}/text.txt"],
+            )
+        ),
+    ],
+    "train_mini": [
+        ["--no_such_flag"],
+        [],
+        ["--stage", "none"],
+        ["--stage", "base", "--output_dir", "{}/folder"],
+        ["--stage", "vae", "--minutes", "x"],
+        ["--stage", "vae", "--device", "abacus"],
+        ["--stage", "vae", "--batch", "x"],
+        ["--stage", "vae", "--output_dir", NO_DISK],
+        ["--stage", "vae", "--output_dir", "{}/text.txt"],
+        ["--stage", "vae", "--batch", "0"],
+        ["--stage", "vae", "--log", f"{NO_DISK}/log.json"],
+    ],
 }
 SCRIPTS = ROLLOUTS | OTHERS
 
 
 def test_every_script_is_here():
-    starts = {path.stem for path in (ROOT / "experiments").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    starts = {
+        path.stem
+        for path in (ROOT / "experiments").glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
     assert starts == SCRIPTS.keys() == CASES.keys()
 
 
@@ -148,14 +306,18 @@ def test_bad_input_is_one_line_and_exit_code_2(name, files, monkeypatch, capfd):
         if (done.value, one_line) != (2, True):
             wrong.append((case, done.value, done.said[-300:]))
     assert not wrong, "\n".join(map(str, wrong))
-    left = [path for path in sorted(files.iterdir()) if path not in before and (not path.is_dir() or os.listdir(path))]
+    left = [
+        path
+        for path in sorted(files.iterdir())
+        if path not in before and (not path.is_dir() or os.listdir(path))
+    ]
     assert not left
     usage = forked(exit_code(lambda: cli.main(SCRIPTS[name].run, ["--help"])))
     assert usage.value == 0 and not usage.said
     tell(capfd, f"{name}: {codes.total()} bad command lines, exit code 2 and one line each; --help 0")
 
 
-SHELL = {          # too few or too many words, and one thing that the script behind it refuses
+SHELL = {  # too few or too many words, and one thing that the script behind it refuses
     "base_and_causal": [["1", "2"], ["x"]],
     "download_weights": [["a", "b"]],
     "extract_all_layers": [[], ["configs/wan_mini.yaml"], ["{}/none.yaml", "{}/o"]],
@@ -168,12 +330,14 @@ SHELL = {          # too few or too many words, and one thing that the script be
 
 def test_every_shell_script(files, capfd):
     paths = (ROOT / "experiments").glob("*.sh")
-    assert {path.stem for path in paths} - {"env", "usage"} == SHELL.keys()      # these two are sourced
+    assert {path.stem for path in paths} - {"env", "usage"} == SHELL.keys()  # these two are sourced
     wrong, tried = [], 0
     for name, cases in SHELL.items():
         script = ["bash", f"experiments/{name}.sh"]
         usage = subprocess.run([*script, "--help"], cwd=ROOT, capture_output=True, text=True)
-        assert usage.returncode == 0 and f"bash experiments/{name}.sh" in usage.stdout and not usage.stderr, usage
+        assert usage.returncode == 0 and f"bash experiments/{name}.sh" in usage.stdout and not usage.stderr, (
+            usage
+        )
         for case in (["--no_such_flag"], *cases):
             argv = [*script, *(part.format(files) for part in case)]
             done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
@@ -181,4 +345,7 @@ def test_every_shell_script(files, capfd):
             if done.returncode != 2 or not done.stderr.startswith("error: ") or done.stderr.count("\n") != 1:
                 wrong.append((name, case, done.returncode, done.stderr[-300:]))
     assert not wrong, "\n".join(map(str, wrong))
-    tell(capfd, f"{len(SHELL)} shell scripts: {tried} bad command lines, exit code 2 and one line each; --help 0")
+    tell(
+        capfd,
+        f"{len(SHELL)} shell scripts: {tried} bad command lines, exit code 2 and one line each; --help 0",
+    )

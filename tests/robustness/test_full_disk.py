@@ -20,7 +20,9 @@ MINI = ["--config_path", "configs/wan_mini.yaml", "--quiet"]
 def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs is not allowed here: {mounted.stderr.strip()}")
     yield folder
@@ -30,7 +32,9 @@ def small_disk(tmp_path):
 def test_known_before_the_rollout(small_disk, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(extraction, "load_pipeline", lambda *args: pytest.fail("the model was loaded"))
-    with pytest.raises(CacheError, match=r"out.pt cannot be written: it needs \d{7} bytes, \d{6,7} are free in "):
+    with pytest.raises(
+        CacheError, match=r"out.pt cannot be written: it needs \d{7} bytes, \d{6,7} are free in "
+    ):
         run_extraction_all.run([*MINI, "--output_path", str(small_disk / "out.pt")])
     assert os.listdir(small_disk) == []
 
@@ -38,22 +42,27 @@ def test_known_before_the_rollout(small_disk, monkeypatch):
 def test_found_while_writing(small_disk):
     save_cache(small_disk / "out.pt", synthetic_caches.layer())
     before = (small_disk / "out.pt").read_bytes()
-    with pytest.raises(CacheError, match=r"cannot be written: .*; it needs \d{7} bytes, \d+ are free") as caught:
+    with pytest.raises(
+        CacheError, match=r"cannot be written: .*; it needs \d{7} bytes, \d+ are free"
+    ) as caught:
         save_cache(small_disk / "out.pt", synthetic_caches.layer() | {"more": torch.zeros(1 << 19)})
     assert "\n" not in str(caught.value)
     assert (small_disk / "out.pt").read_bytes() == before and os.listdir(small_disk) == ["out.pt"]
 
 
-@pytest.mark.parametrize(("script", "flags", "requests"), [
-    (run_extraction_figure4, [], lambda c: arrange.figure4_requests(c, "token")),
-    (run_extraction_figure4, ["--granularity", "key"], lambda c: arrange.figure4_requests(c, "key")),
-    (run_extraction_each, [], arrange.layer_requests),
-    (run_extraction_all, ["--rope_bands"], lambda c: arrange.atlas_requests(c, True, False, False, True)),
-])
+@pytest.mark.parametrize(
+    ("script", "flags", "requests"),
+    [
+        (run_extraction_figure4, [], lambda c: arrange.figure4_requests(c, "token")),
+        (run_extraction_figure4, ["--granularity", "key"], lambda c: arrange.figure4_requests(c, "key")),
+        (run_extraction_each, [], arrange.layer_requests),
+        (run_extraction_all, ["--rope_bands"], lambda c: arrange.atlas_requests(c, True, False, False, True)),
+    ],
+)
 def test_the_estimate_is_close_and_never_too_small(script, flags, requests, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     script.run([*MINI, *flags, "--output_path", str(tmp_path / "out.pt")])
     config = load_config("configs/wan_mini.yaml")
     estimated, real = estimate_bytes(config, requests(config)), (tmp_path / "out.pt").stat().st_size
-    assert real <= estimated <= real * 1.1 + 2 ** 16
+    assert real <= estimated <= real * 1.1 + 2**16
     assert load_cache(tmp_path / "out.pt")["read_by"] == "0.1.0"

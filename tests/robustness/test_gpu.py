@@ -18,7 +18,9 @@ from experiments import (
 )
 from wan.modules import reductions
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: GPU memory and GPU determinism need one")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here: GPU memory and GPU determinism need one"
+)
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--device", "cuda"]
 SHORT = [*MINI, "--num_frames", "9", "--quiet"]
@@ -36,7 +38,9 @@ def no_more_memory(monkeypatch):
 
     def take_all() -> None:
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+        torch.cuda.set_per_process_memory_fraction(
+            torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
+        )
         for size in (1 << 20, 1 << 14, 1 << 9):
             try:
                 while True:
@@ -65,27 +69,49 @@ def said_by(script, flags, capfd) -> str:
     with pytest.raises(SystemExit) as ended:
         cli.main(script.run, flags)
     said = capfd.readouterr().err
-    assert ended.value.code == 1 and said.startswith("error: out of GPU memory while ") and said.count("\n") == 1, said
+    assert (
+        ended.value.code == 1 and said.startswith("error: out of GPU memory while ") and said.count("\n") == 1
+    ), said
     assert "CUDA out of memory" in said
     return said
 
 
-@pytest.mark.parametrize(("module", "name", "flags", "doing", "remedy"), [
-    (extraction, "encode_prompts", [], "encoding the prompt", "--device cpu"),
-    (extraction, "load_pipeline", [], "loading the model", "--device cpu"),
-    (extraction, "roll_out", ["--granularity", "frame"], "rolling out block 0 of 3", "fewer --num_frames"),
-    (reductions, "token_matrix", [], "rolling out block 2 of 3", "--granularity frame keeps no token matrices"),
-])
-def test_out_of_memory_says_what_was_being_done_and_what_helps(module, name, flags, doing, remedy, tmp_path, no_more_memory,
-                                                               capfd):
+@pytest.mark.parametrize(
+    ("module", "name", "flags", "doing", "remedy"),
+    [
+        (extraction, "encode_prompts", [], "encoding the prompt", "--device cpu"),
+        (extraction, "load_pipeline", [], "loading the model", "--device cpu"),
+        (
+            extraction,
+            "roll_out",
+            ["--granularity", "frame"],
+            "rolling out block 0 of 3",
+            "fewer --num_frames",
+        ),
+        (
+            reductions,
+            "token_matrix",
+            [],
+            "rolling out block 2 of 3",
+            "--granularity frame keeps no token matrices",
+        ),
+    ],
+)
+def test_out_of_memory_says_what_was_being_done_and_what_helps(
+    module, name, flags, doing, remedy, tmp_path, no_more_memory, capfd
+):
     no_more_memory(module, name)
     said = said_by(run_extraction_figure4, [*SHORT, *flags, "--output_path", str(tmp_path / "out.pt")], capfd)
     assert f"while {doing}: " in said and remedy in said and not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize(("module", "name", "doing"), [
-    (extraction_base, "encode_prompts", "encoding the prompt"), (rollout, "sample", "sampling step 0 of 4"),
-])
+@pytest.mark.parametrize(
+    ("module", "name", "doing"),
+    [
+        (extraction_base, "encode_prompts", "encoding the prompt"),
+        (rollout, "sample", "sampling step 0 of 4"),
+    ],
+)
 def test_out_of_memory_of_the_base_model(module, name, doing, tmp_path, no_more_memory, capfd):
     no_more_memory(module, name)
     flags = [*MINI, "--num_frames", "9", "--num_steps", "4", "--quiet", "--output_dir", str(tmp_path)]
@@ -94,7 +120,11 @@ def test_out_of_memory_of_the_base_model(module, name, doing, tmp_path, no_more_
 
 def test_after_running_out_of_memory_the_next_run_is_whole(tmp_path, no_more_memory, monkeypatch, capfd):
     with monkeypatch.context() as patch:
-        patch.setattr(rollout.CausalInferencePipeline, "inference", lambda *args, **more: torch.empty(1 << 60, device="cuda"))
+        patch.setattr(
+            rollout.CausalInferencePipeline,
+            "inference",
+            lambda *args, **more: torch.empty(1 << 60, device="cuda"),
+        )
         said_by(run_extraction_figure4, [*SHORT, "--output_path", str(tmp_path / "out.pt")], capfd)
     run_extraction_figure4.run([*SHORT, "--output_path", str(tmp_path / "out.pt")])
     assert os.listdir(tmp_path) == ["out.pt"]
@@ -118,8 +148,11 @@ def test_deterministic_runs_are_equal_to_the_byte(dtype, tmp_path):
     made = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        done = subprocess.run([sys.executable, "-c", EVERYTHING, str(tmp_path / name), *MINI, "--dtype", dtype],
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", EVERYTHING, str(tmp_path / name), *MINI, "--dtype", dtype],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         made.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
     assert len(made[0]) == 5 and made[0].keys() == made[1].keys()

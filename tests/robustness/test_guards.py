@@ -51,13 +51,19 @@ def test_not_finite_in_the_middle_names_layer_block_and_pass(tmp_path, monkeypat
 
     monkeypatch.setattr(extraction, "load_pipeline", broken)
     said = said_by(run_extraction_all, [], tmp_path, capfd, 1)
-    assert said == ("error: layer 3, block 1, step 2 (t = 833.333): its output is not finite, nor is its weight "
-                    "self_attn.q.bias: get the file of the weights again")
+    assert said == (
+        "error: layer 3, block 1, step 2 (t = 833.333): its output is not finite, nor is its weight "
+        "self_attn.q.bias: get the file of the weights again"
+    )
 
 
-@pytest.mark.parametrize(("place", "where"), [
-    (lambda model: model.blocks[5], "layer 5, block 0, step 0 (t = 1000)"),
-    (lambda model: model.head, "head, block 0, step 0 (t = 1000)")])
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [
+        (lambda model: model.blocks[5], "layer 5, block 0, step 0 (t = 1000)"),
+        (lambda model: model.head, "head, block 0, step 0 (t = 1000)"),
+    ],
+)
 def test_an_overflow_names_its_layer_whatever_is_captured(place, where, tmp_path, monkeypatch, capfd):
     original = extraction.load_pipeline
 
@@ -68,7 +74,9 @@ def test_an_overflow_names_its_layer_whatever_is_captured(place, where, tmp_path
 
     monkeypatch.setattr(extraction, "load_pipeline", broken)
     said = said_by(run_extraction_figure4, ["--layer_indices", "1"], tmp_path, capfd, 1)
-    assert said.startswith(f"error: {where}") and said.endswith(f"its output is not finite; {extraction.guards.REMEDY}")
+    assert said.startswith(f"error: {where}") and said.endswith(
+        f"its output is not finite; {extraction.guards.REMEDY}"
+    )
 
 
 def test_latents_that_spoil_between_passes(config, tmp_path, monkeypatch, capfd):
@@ -82,11 +90,18 @@ def spoilt(monkeypatch, name, change):
     monkeypatch.setattr(reductions, name, lambda *args: change(original(*args)))
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("frame_logits", lambda x: x / 0, r"layer 0, block 0, step 0 (t = 1000): frame_logits is not finite"),
-    ("frame_mass", lambda x: x * 1.01, "layer 0, block 0, step 0 (t = 1000): rows of frame_mass sum to 1 ± 0.01, not to 1"),
-    ("token_mass", lambda x: x[..., 1:], "rows of cross_mass sum to 1 ± "),
-])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("frame_logits", lambda x: x / 0, r"layer 0, block 0, step 0 (t = 1000): frame_logits is not finite"),
+        (
+            "frame_mass",
+            lambda x: x * 1.01,
+            "layer 0, block 0, step 0 (t = 1000): rows of frame_mass sum to 1 ± 0.01, not to 1",
+        ),
+        ("token_mass", lambda x: x[..., 1:], "rows of cross_mass sum to 1 ± "),
+    ],
+)
 def test_captured_numbers_are_guarded(name, change, message, tmp_path, monkeypatch, capfd):
     spoilt(monkeypatch, name, change)
     assert message in said_by(run_extraction_all, ["--cross"], tmp_path, capfd, 1)
@@ -95,12 +110,17 @@ def test_captured_numbers_are_guarded(name, change, message, tmp_path, monkeypat
 def test_float16_logits_that_overflow(tmp_path, monkeypatch, capfd):
     spoilt(monkeypatch, "token_matrix", lambda x: x * 1e5)
     said = said_by(run_extraction_figure4, [], tmp_path, capfd, 1)
-    assert "layer 1, block 1, step 0 (t = 1000): attn_weights is not finite in float16; --capture probabilities" in said
+    assert (
+        "layer 1, block 1, step 0 (t = 1000): attn_weights is not finite in float16; --capture probabilities"
+        in said
+    )
 
 
 def test_layers_that_never_fired(tmp_path, monkeypatch, capfd):
     wants = CaptureRequest.wants
-    monkeypatch.setattr(CaptureRequest, "wants", lambda self, site, at: site.layer != 4 and wants(self, site, at))
+    monkeypatch.setattr(
+        CaptureRequest, "wants", lambda self, site, at: site.layer != 4 and wants(self, site, at)
+    )
     said = said_by(run_extraction_all, [], tmp_path, capfd, 1)
     assert "layer 4, block 0, step 0: its self-attention never reported frame_" in said
     assert "10 of 80 calls are missing" in said
@@ -108,7 +128,10 @@ def test_layers_that_never_fired(tmp_path, monkeypatch, capfd):
 
 def test_a_directory_that_holds_another_model_than_its_config_names(tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_all.run, ["--ckpt_dir", "checkpoints/wan-mini", "--output_path", str(tmp_path / "out.pt")])
+        cli.main(
+            run_extraction_all.run,
+            ["--ckpt_dir", "checkpoints/wan-mini", "--output_path", str(tmp_path / "out.pt")],
+        )
     assert ended.value.code == 2 and not list(tmp_path.iterdir())
     assert "checkpoints/wan-mini is not Wan2.1-T2V-1.3B: num_layers 8 instead of 30" in capfd.readouterr().err
 
@@ -128,4 +151,4 @@ def test_guards_change_no_bit_and_wait_once_a_block(config, monkeypatch):
 
     monkeypatch.setattr(extraction.guards, "check_outputs", counted)
     result = extraction.extract_next(ready, config, ALL)
-    assert torch.equal(result.latents, bare) and reads == [5 * 9, 5 * 9]       # passes of 8 layers and the head
+    assert torch.equal(result.latents, bare) and reads == [5 * 9, 5 * 9]  # passes of 8 layers and the head

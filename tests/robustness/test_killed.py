@@ -40,7 +40,12 @@ def old_and_new(tmp_path_factory) -> tuple[bytes, bytes, float]:
 
 def test_sigkill_at_any_moment(tmp_path, old_and_new, capfd):
     old, new, seconds = old_and_new
-    path, dice, tries, found = tmp_path / "out.pt", random.Random(0), 50 if FULL else 5, {"old": 0, "new": 0, "finished": 0}
+    path, dice, tries, found = (
+        tmp_path / "out.pt",
+        random.Random(0),
+        50 if FULL else 5,
+        {"old": 0, "new": 0, "finished": 0},
+    )
     for attempt in range(tries):
         path.write_bytes(old)
         # half of the kills fall on the last tenth, where the file is written
@@ -52,7 +57,10 @@ def test_sigkill_at_any_moment(tmp_path, old_and_new, capfd):
         load_cache(path)
         again = forked(extracting(path))
         assert again.code == 0 and path.read_bytes() == new and os.listdir(tmp_path) == ["out.pt"], again
-    tell(capfd, f"{tries} kills: {found}, 0 unreadable or mixed, {tries} reruns with the bytes of an undisturbed run")
+    tell(
+        capfd,
+        f"{tries} kills: {found}, 0 unreadable or mixed, {tries} reruns with the bytes of an undisturbed run",
+    )
 
 
 def test_two_runs_to_one_path(tmp_path):
@@ -60,8 +68,10 @@ def test_two_runs_to_one_path(tmp_path):
     with claimed({path: 0}):
         other = forked(exit_code(lambda: cli.main(run_extraction_all.run, [*FLAGS, "--output_path", path])))
     assert other.value == 2
-    assert other.said == (f"error: {path} is being made by another run (process {os.getpid()}); "
-                          "wait for it, or choose another --output_path\n")
+    assert other.said == (
+        f"error: {path} is being made by another run (process {os.getpid()}); "
+        "wait for it, or choose another --output_path\n"
+    )
     assert os.listdir(tmp_path) == []
 
 

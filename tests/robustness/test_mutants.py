@@ -30,8 +30,27 @@ from wan.safe_load import LARGE_BYTES, UnreadableError, load_tensors
 
 SECONDS, BYTES = 2.0, 500 << 20
 CACHES, CHECKPOINTS = (900, 500) if FULL else (150, 50)
-TYPES = [None, True, -1, 0, 3, 10**12, 2**70, 1.5, float("nan"), float("inf"), "x", "", b"x", [], [1], [[1]], {}, {"a": 1},
-         (1, 2)]
+TYPES = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    10**12,
+    2**70,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "",
+    b"x",
+    [],
+    [1],
+    [[1]],
+    {},
+    {"a": 1},
+    (1, 2),
+]
 
 
 class RunsCode:
@@ -87,7 +106,7 @@ def summary(read, path):
 
 
 def truncated(content: bytes, dice) -> bytes:
-    return content[:dice.randrange(len(content))]
+    return content[: dice.randrange(len(content))]
 
 
 def flipped(content: bytes, dice) -> bytes:
@@ -99,7 +118,7 @@ def flipped(content: bytes, dice) -> bytes:
 
 def overwritten(content: bytes, dice) -> bytes:
     start, length = dice.randrange(len(content)), dice.randrange(1, 200)
-    return content[:start] + dice.randbytes(length) + content[start + length:]
+    return content[:start] + dice.randbytes(length) + content[start + length :]
 
 
 def lengthened(content: bytes, dice) -> bytes:
@@ -128,13 +147,23 @@ def respelled(values: dict, dice) -> str:
         table[name] = dice.choice(TYPES)
     elif how == "tensor":
         old = table[name] if isinstance(table[name], torch.Tensor) else torch.zeros(3)
-        table[name] = dice.choice((
-            lambda: old.double(), lambda: old.to(torch.int8), lambda: old.to(torch.complex64), lambda: old[..., :-1],
-            lambda: old[None], lambda: old.to_sparse(), lambda: torch.zeros(0), lambda: old.flatten(), lambda: old.bfloat16(),
-            lambda: torch.quantize_per_tensor(old.float().nan_to_num(), 0.1, 0, torch.quint8)))()
+        table[name] = dice.choice(
+            (
+                lambda: old.double(),
+                lambda: old.to(torch.int8),
+                lambda: old.to(torch.complex64),
+                lambda: old[..., :-1],
+                lambda: old[None],
+                lambda: old.to_sparse(),
+                lambda: torch.zeros(0),
+                lambda: old.flatten(),
+                lambda: old.bfloat16(),
+                lambda: torch.quantize_per_tensor(old.float().nan_to_num(), 0.1, 0, torch.quint8),
+            )
+        )()
     elif how == "huge":
         shape = dice.choice(((10**6, 10**6), (1 << 40,), (12, 10**5, 10**5)))
-        table[name] = torch.zeros(1).expand(shape)          # one value on disk
+        table[name] = torch.zeros(1).expand(shape)  # one value on disk
     elif how == "nested":
         value = [0]
         for _ in range(dice.choice((30, 60, 400))):
@@ -157,7 +186,9 @@ def lying_archive(content_path, target, dice) -> None:
             if info.filename == chosen:
                 if how == "missing":
                     continue
-                content = content[:-4] if how == "shorter" else content + bytes(400) if how == "longer" else content
+                content = (
+                    content[:-4] if how == "shorter" else content + bytes(400) if how == "longer" else content
+                )
                 if how == "compressed":
                     content, method = bytes(1 << 26), zipfile.ZIP_DEFLATED
             if info.filename.endswith("data.pkl") and how in ("pickle", "declared"):
@@ -170,15 +201,18 @@ def larger_numbers(content: bytes, dice) -> bytes:
     places = [i for i, byte in enumerate(content[:-3]) if byte in b"KM"]
     at = dice.choice(places)
     new = dice.choice((b"J" + struct.pack("<i", 2**31 - 1), b"\x8a\x08" + struct.pack("<q", 2**60)))
-    return content[:at] + new + content[at + (2 if content[at] == ord("K") else 3):]
+    return content[:at] + new + content[at + (2 if content[at] == ord("K") else 3) :]
 
 
 # -- caches --------------------------------------------------------------------------------------------------------------
 
 
 def whole_caches() -> dict:
-    older = {"older figure4": older_figure4, "older layer": older_layer,
-             "older inference": lambda: older_inference([3, 3], passes=2)}
+    older = {
+        "older figure4": older_figure4,
+        "older layer": older_layer,
+        "older inference": lambda: older_inference([3, 3], passes=2),
+    }
     return MAKERS | older
 
 
@@ -207,7 +241,7 @@ def test_caches(tmp_path, monkeypatch, capfd):
             what = "lying archive"
         ways[what.split()[0]] += 1
         value = judge(read_cache, target, found, f"{number}: {name} {what}")
-        if way == 0 and isinstance(value, dict):          # a flipped bit that passes is a flipped bit in a figure
+        if way == 0 and isinstance(value, dict):  # a flipped bit that passes is a flipped bit in a figure
             assert same(value, cache), (number, name, what)
     tell(capfd, f"{sum(found.values())} mutated caches: {dict(found)}; {dict(ways)}")
     assert sum(found.values()) == CACHES
@@ -219,19 +253,21 @@ def test_caches(tmp_path, monkeypatch, capfd):
 def spoil_safetensors(content: bytes, dice) -> bytes:
     """A header that lies: its length, offsets, shapes, types, or its JSON."""
     length = struct.unpack("<Q", content[:8])[0]
-    header, data = json.loads(content[8:8 + length]), content[8 + length:]
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     entry = header[dice.choice([name for name in header if name != "__metadata__"])]
     how = dice.choice(("length", "offsets", "shape", "dtype", "json", "deep"))
     if how == "length":
         return struct.pack("<Q", dice.choice((0, 7, length + 8, 2**31, 2**63, 2**64 - 1))) + content[8:]
     if how == "json":
-        return struct.pack("<Q", length) + flipped(content[8:8 + length], dice) + data
+        return struct.pack("<Q", length) + flipped(content[8 : 8 + length], dice) + data
     if how == "deep":
         deep = b"[" * length
         return struct.pack("<Q", length) + deep + data
-    entry |= {"offsets": {"data_offsets": dice.choice(([0, 2**62], [8, 4], [-4, 0], [0, len(data) + 4]))},
-              "shape": {"shape": dice.choice(([2**40, 2**40], [0], [-1], [*entry["shape"][::-1], 2], ["a"]))},
-              "dtype": {"dtype": dice.choice(("F64", "BF16", "I8", "F4", "C64", "X", 3))}}[how]
+    entry |= {
+        "offsets": {"data_offsets": dice.choice(([0, 2**62], [8, 4], [-4, 0], [0, len(data) + 4]))},
+        "shape": {"shape": dice.choice(([2**40, 2**40], [0], [-1], [*entry["shape"][::-1], 2], ["a"]))},
+        "dtype": {"dtype": dice.choice(("F64", "BF16", "I8", "F4", "C64", "X", 3))},
+    }[how]
     new = json.dumps(header).encode()
     return struct.pack("<Q", len(new)) + new + data
 
@@ -260,8 +296,20 @@ def spoil_state(state: dict, dice) -> None:
         if how == "renamed":
             state[dice.choice((name + "x", 3, "", "blocks.99." + name))] = value
         return
-    state[name] = dice.choice((old.to(torch.int8), old[..., :-1], torch.zeros(1).expand(10**6, 10**6), RunsCode(), "x", None,
-                               old.to_sparse(), old.to(torch.complex64), old[None], {"a": old}))
+    state[name] = dice.choice(
+        (
+            old.to(torch.int8),
+            old[..., :-1],
+            torch.zeros(1).expand(10**6, 10**6),
+            RunsCode(),
+            "x",
+            None,
+            old.to_sparse(),
+            old.to(torch.complex64),
+            old[None],
+            {"a": old},
+        )
+    )
 
 
 def test_checkpoints(tmp_path, monkeypatch, capfd):
@@ -279,8 +327,11 @@ def test_checkpoints(tmp_path, monkeypatch, capfd):
     for number in range(CHECKPOINTS):
         if number % 2:
             path = dice.choice(list(whole))
-            spoil = dice.choice((*BYTEWISE, spoil_safetensors, spoil_safetensors) if path.suffix == ".safetensors"
-                                else (spoil_config, spoil_config, truncated, overwritten))
+            spoil = dice.choice(
+                (*BYTEWISE, spoil_safetensors, spoil_safetensors)
+                if path.suffix == ".safetensors"
+                else (spoil_config, spoil_config, truncated, overwritten)
+            )
             path.write_bytes(spoil(whole[path], dice))
             judge(read_checkpoint, folder, found, f"{number}: {path.name} {spoil.__name__}")
             path.write_bytes(whole[path])
@@ -310,7 +361,7 @@ def test_one_bit_of_a_large_record(tmp_path):
     assert load_tensors(path)["large"][-1] == LARGE_BYTES // 4 + 999
     content = path.read_bytes()
     for place in (len(content) // 50, len(content) // 2, 2 * LARGE_BYTES):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1:])
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
         with pytest.raises(UnreadableError, match=r"record 'c/data/0' is damaged .checksum"):
             load_tensors(path)
 
@@ -327,5 +378,7 @@ def test_a_bare_pickle(tmp_path, monkeypatch):
 def test_a_later_version_says_what_reads_it(tmp_path):
     cache = synthetic_caches.layer() | {"schema_version": 7, "read_by": "3.1.0"}
     torch.save(cache, tmp_path / "c.pt")
-    with pytest.raises(CacheError, match=r"7 is newer than this code's 1; version 3.1.0 of this project reads it"):
+    with pytest.raises(
+        CacheError, match=r"7 is newer than this code's 1; version 3.1.0 of this project reads it"
+    ):
         load_cache(tmp_path / "c.pt")

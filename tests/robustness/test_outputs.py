@@ -36,10 +36,15 @@ def test_a_link_stays_and_its_target_is_written(tmp_path):
     (tmp_path / "large_disk").mkdir()
     (tmp_path / "out.pt").symlink_to("large_disk/real.pt")
     extract(tmp_path / "out.pt")
-    assert (tmp_path / "out.pt").is_symlink() and load_cache(tmp_path / "large_disk/real.pt")["format"] == "layer"
+    assert (tmp_path / "out.pt").is_symlink() and load_cache(tmp_path / "large_disk/real.pt")[
+        "format"
+    ] == "layer"
     assert os.listdir(tmp_path / "large_disk") == ["real.pt"]
-    with (claimed({str(tmp_path / "large_disk/real.pt"): 0}),         # by whatever name it is called
-          pytest.raises(CacheError, match="is being made by another run"), claimed({str(tmp_path / "out.pt"): 0})):
+    with (
+        claimed({str(tmp_path / "large_disk/real.pt"): 0}),  # by whatever name it is called
+        pytest.raises(CacheError, match="is being made by another run"),
+        claimed({str(tmp_path / "out.pt"): 0}),
+    ):
         pass
 
 
@@ -78,7 +83,9 @@ def test_a_video_is_claimed_and_written_as_a_cache_is(tmp_path, monkeypatch):
         extract(tmp_path / "b.pt", "--save_video", str(video), "--no-overwrite")
     with pytest.raises(ConfigError, match=r"v.txt does not end in .mp4"):
         extract(tmp_path / "b.pt", "--save_video", str(tmp_path / "v.txt"))
-    monkeypatch.setattr("imageio.v3.imwrite", lambda *args, **more: (_ for _ in ()).throw(OSError(5, "broken")))
+    monkeypatch.setattr(
+        "imageio.v3.imwrite", lambda *args, **more: (_ for _ in ()).throw(OSError(5, "broken"))
+    )
     with pytest.raises(OSError, match="broken"):
         extract(tmp_path / "c.pt", "--save_video", str(video))
     assert video.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["a.pt", "c.pt", "v.mp4"]
@@ -86,7 +93,9 @@ def test_a_video_is_claimed_and_written_as_a_cache_is(tmp_path, monkeypatch):
 
 def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, capfd):
     run_extraction_each.run([*SHORT[:-1], "--output_path", str(tmp_path / "a.pt"), "--log_file", "/dev/full"])
-    assert "the log ends here: No space left on device" in capfd.readouterr().err and load_cache(tmp_path / "a.pt")
+    assert "the log ends here: No space left on device" in capfd.readouterr().err and load_cache(
+        tmp_path / "a.pt"
+    )
 
 
 def test_a_log_with_the_name_of_a_cache_is_refused(tmp_path, monkeypatch):
@@ -96,9 +105,21 @@ def test_a_log_with_the_name_of_a_cache_is_refused(tmp_path, monkeypatch):
 
 
 def started(*flags, **more):
-    command = [sys.executable, "experiments/run_extraction_each.py", "--config_path", "configs/wan_mini.yaml", *flags]
-    return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **more)
+    command = [
+        sys.executable,
+        "experiments/run_extraction_each.py",
+        "--config_path",
+        "configs/wan_mini.yaml",
+        *flags,
+    ]
+    return subprocess.Popen(
+        command,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **more,
+    )
 
 
 def test_terminals_that_are_gone_do_not_end_a_run(tmp_path):
@@ -112,14 +133,27 @@ def test_terminals_that_are_gone_do_not_end_a_run(tmp_path):
 
 
 def test_a_prompt_of_any_bytes(tmp_path):
-    run_extraction_all.run([*SHORT, "--prompt", "\N{CLAPPER BOARD} a\ncircle \udcff", "--output_path", str(tmp_path / "a.pt"),
-                            "--log_file", str(tmp_path / "log")])
+    run_extraction_all.run(
+        [
+            *SHORT,
+            "--prompt",
+            "\N{CLAPPER BOARD} a\ncircle \udcff",
+            "--output_path",
+            str(tmp_path / "a.pt"),
+            "--log_file",
+            str(tmp_path / "log"),
+        ]
+    )
     assert load_cache(tmp_path / "a.pt")["prompt"] == "\N{CLAPPER BOARD} a\ncircle \udcff"
-    assert json.loads((tmp_path / "log").read_text().splitlines()[0])["prompt"] == "\N{CLAPPER BOARD} a\ncircle \udcff"
+    assert (
+        json.loads((tmp_path / "log").read_text().splitlines()[0])["prompt"]
+        == "\N{CLAPPER BOARD} a\ncircle \udcff"
+    )
 
 
 def test_a_layer_asked_for_twice_is_kept_once(tmp_path):
     from experiments import run_extraction_figure4
+
     run_extraction_figure4.run([*SHORT, "--layer_indices", "1", "1", "--output_path", str(tmp_path / "a.pt")])
     assert load_cache(tmp_path / "a.pt")["layer_indices"] == [1]
 
@@ -149,7 +183,10 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_block(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit) as ended:
         cli.main(run_extraction_each.run, [*SHORT, "--output_path", str(tmp_path / "a.pt")])
     said = capfd.readouterr().err.splitlines()[-2:]
-    assert ended.value.code == 130 and said == ["stopping after this block; Ctrl-C again stops at once", "error: stopped"]
+    assert ended.value.code == 130 and said == [
+        "stopping after this block; Ctrl-C again stops at once",
+        "error: stopped",
+    ]
     assert not os.listdir(tmp_path) and signal.getsignal(signal.SIGINT) is before
 
 
@@ -160,6 +197,8 @@ def test_sigterm_in_a_real_process_keeps_the_finished_blocks(tmp_path):
             run.send_signal(signal.SIGTERM)
             break
     said = run.stderr.read()
-    assert run.wait(timeout=60) == 130 and re.search(r"error: stopped after \d+ of 80 blocks; saved as partial: ", said), said
+    assert run.wait(timeout=60) == 130 and re.search(
+        r"error: stopped after \d+ of 80 blocks; saved as partial: ", said
+    ), said
     part = load_cache(tmp_path / "a.pt")
     assert part["partial"] and 2 <= part["blocks_done"] < 80 and os.listdir(tmp_path) == ["a.pt"]

@@ -12,13 +12,20 @@ from conftest import ROOT
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
-from experiments import cli, extract_attention_wan, run_extraction, run_extraction_all, run_extraction_each, run_notebooks
+from experiments import (
+    cli,
+    extract_attention_wan,
+    run_extraction,
+    run_extraction_all,
+    run_extraction_each,
+    run_notebooks,
+)
 from experiments.caches import load_cache
 from experiments.progress import Progress
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--quiet"]
 STOPPED = "partial: the run was stopped after 3 of 7 blocks; what comes later is absent"
-NOTEBOOKS = {          # name of the cache -> notebook, its parameters, and what it prints of the stop
+NOTEBOOKS = {  # name of the cache -> notebook, its parameters, and what it prints of the stop
     "atlas": ("layer_atlas.ipynb", {"CACHE_PATH": "atlas.pt", "LAYER": 5}, STOPPED),
     "layer": ("extract_all_attention.ipynb", {"DATA_PATH": "layer.pt"}, STOPPED),
     "inference": ("plot_figure4.ipynb", {"CACHE_PATH": "inference.pt"}, STOPPED),
@@ -42,6 +49,7 @@ def shown(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
             if index == stop_after[unit]:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.01)
+
         return advance
 
     with pytest.MonkeyPatch.context() as patch:
@@ -49,11 +57,15 @@ def shown(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
         for unit in stop_after:
             patch.setattr(Progress, unit, stopping(unit))
         for script, name, flags in (
-                (run_extraction_all, "atlas", ["--cross", "--key_curve", "--rope_bands"]), (run_extraction_each, "layer", []),
-                (run_extraction, "inference", ["--blocks", "1", "2", "-1"])):
+            (run_extraction_all, "atlas", ["--cross", "--key_curve", "--rope_bands"]),
+            (run_extraction_each, "layer", []),
+            (run_extraction, "inference", ["--blocks", "1", "2", "-1"]),
+        ):
             stop(script, [*MINI, *flags, "--output_path", str(folder / f"{name}.pt")])
-        stop(extract_attention_wan,
-             [*MINI, "--num_steps", "6", "--all_layers", "--step", "0", "2", "5", "--output_dir", str(folder)])
+        stop(
+            extract_attention_wan,
+            [*MINI, "--num_steps", "6", "--all_layers", "--step", "0", "2", "5", "--output_dir", str(folder)],
+        )
         assert all(load_cache(path)["partial"] for path in folder.glob("*.pt"))
         return asyncio.run(run_all(folder))
 
@@ -68,11 +80,16 @@ async def run_all(folder) -> dict[str, tuple[str, dict[str, bytes]]]:
     results = {}
     async with run_notebooks.kernel() as (manager, client):
         for name, (notebook, parameters, _) in NOTEBOOKS.items():
-            values = {key: str(folder / value) if key.endswith("PATH") else value for key, value in parameters.items()}
+            values = {
+                key: str(folder / value) if key.endswith("PATH") else value
+                for key, value in parameters.items()
+            }
             source = load_notebook_node(str(executed.NOTEBOOKS / notebook))
             filled = parameterize_notebook(source, values | {"SAVE_DIR": str(folder / name / "figures")})
             await run_notebooks.execute(filled, manager, client)
-            printed = "".join(output.get("text", "") for cell in filled.cells for output in cell.get("outputs", []))
+            printed = "".join(
+                output.get("text", "") for cell in filled.cells for output in cell.get("outputs", [])
+            )
             results[name] = printed, executed.figures(folder / name)
     return results
 
@@ -82,6 +99,9 @@ def test_a_notebook_says_where_the_run_was_stopped(name, shown):
     printed, figures = shown[name]
     assert NOTEBOOKS[name][2] in printed and figures
     assert not re.search(r"\bnan\b", printed + "".join(map(executed.words, figures.values())), re.IGNORECASE)
-    hidden = [file for file, svg in figures.items() if "Key frame" in executed.words(svg)
-              and "not attended" not in executed.words(svg)]
-    assert hidden == [] or name == "base atlas"          # all of its frames attend to all
+    hidden = [
+        file
+        for file, svg in figures.items()
+        if "Key frame" in executed.words(svg) and "not attended" not in executed.words(svg)
+    ]
+    assert hidden == [] or name == "base atlas"  # all of its frames attend to all

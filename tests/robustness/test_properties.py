@@ -52,7 +52,9 @@ def test_assembly_puts_every_cell_where_it_belongs(sizes, sink, extra, windowed,
         values = noise(seed + block, 2, len(queries), len(keys))
         pieces.append((list(queries), keys, values))
         cells |= {(q, k): values[:, i, j] for i, q in enumerate(queries) for j, k in enumerate(keys)}
-        assert set(queries) <= set(keys) and keys == sorted(set(keys)) and (not windowed or len(keys) <= window)
+        assert (
+            set(queries) <= set(keys) and keys == sorted(set(keys)) and (not windowed or len(keys) <= window)
+        )
     matrix = frames.assemble(pieces, F)
     for q in range(F):
         for k in range(F):
@@ -69,7 +71,11 @@ def test_blocks_partition_frames(sizes):
     assert every == list(range(sum(sizes)))
     earlier, later = frames.earlier_block(sizes), frames.later_block(sizes)
     own = ~(earlier | later)
-    assert torch.equal(later, earlier.T) and own.diagonal().all() and int(own.sum()) == sum(size ** 2 for size in sizes)
+    assert (
+        torch.equal(later, earlier.T)
+        and own.diagonal().all()
+        and int(own.sum()) == sum(size**2 for size in sizes)
+    )
 
 
 @given(frame=st.integers(0, 10**6))
@@ -79,22 +85,56 @@ def test_video_frames_to_latent_frames(frame):
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-2**62, 2**62) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
 
 
-@given(sizes=BLOCKS, H=st.integers(1, 3), half=st.booleans(), prompt=st.text(max_size=40),
-       seed=st.none() | st.integers(0, 2**62), extra=PLAIN, noise_seed=SEEDS)
+@given(
+    sizes=BLOCKS,
+    H=st.integers(1, 3),
+    half=st.booleans(),
+    prompt=st.text(max_size=40),
+    seed=st.none() | st.integers(0, 2**62),
+    extra=PLAIN,
+    noise_seed=SEEDS,
+)
 @settings(max_examples=40, deadline=None)
 def test_any_layer_cache_comes_back(sizes, H, half, prompt, seed, extra, noise_seed):
     F, last = sum(sizes), frames.block_frames(sizes, -1)
     matrix = noise(noise_seed, H, F, F).masked_fill(frames.later_block(sizes), float("nan"))
     matrix = matrix.half() if half else matrix
-    cache = {"format": "layer", "schema_version": 1, "prompt": prompt, "seed": seed, "num_frames": F, "num_frame_per_block": 3,
-             "frame_seq_length": 5, "block_sizes": sizes, "num_heads": H, "model": "m", "weights": "base", "weights_file": None,
-             "weights_sha256": None, "is_logits": True, "step": 0, "timestep": 1000.0, "is_clean_pass": False, "layer_index": 0,
-             "full_frame_attention": matrix, "last_block_frame_attention": matrix[:, last].float().mean(1),
-             "query_frames": list(range(F)), "key_frames": list(range(F)), "last_block_query_frames": last, "more": extra}
+    cache = {
+        "format": "layer",
+        "schema_version": 1,
+        "prompt": prompt,
+        "seed": seed,
+        "num_frames": F,
+        "num_frame_per_block": 3,
+        "frame_seq_length": 5,
+        "block_sizes": sizes,
+        "num_heads": H,
+        "model": "m",
+        "weights": "base",
+        "weights_file": None,
+        "weights_sha256": None,
+        "is_logits": True,
+        "step": 0,
+        "timestep": 1000.0,
+        "is_clean_pass": False,
+        "layer_index": 0,
+        "full_frame_attention": matrix,
+        "last_block_frame_attention": matrix[:, last].float().mean(1),
+        "query_frames": list(range(F)),
+        "key_frames": list(range(F)),
+        "last_block_query_frames": last,
+        "more": extra,
+    }
     with tempfile.TemporaryDirectory() as folder:
         a, b = Path(folder) / "a.pt", Path(folder) / "another.pt"
         save_cache(a, cache)
@@ -117,4 +157,10 @@ def test_slugs_are_file_names_and_differ(prompts):
     slugs = slugs_of(prompts)
     assert len(set(slugs.values())) == len(prompts)
     for slug in slugs.values():
-        assert slug and "/" not in slug and "\0" not in slug and not slug.startswith(".") and len(slug.encode()) < 100
+        assert (
+            slug
+            and "/" not in slug
+            and "\0" not in slug
+            and not slug.startswith(".")
+            and len(slug.encode()) < 100
+        )

@@ -12,7 +12,15 @@ import torch
 from conftest import ROOT
 from forked import FULL, exit_code, forked, tell
 
-from experiments import cli, extraction, run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4, sweep
+from experiments import (
+    cli,
+    extraction,
+    run_extraction,
+    run_extraction_all,
+    run_extraction_each,
+    run_extraction_figure4,
+    sweep,
+)
 from experiments.caches import CacheError, load_cache, save_cache
 from experiments.frames import block_frames
 from experiments.profiles import open_profiles
@@ -54,18 +62,34 @@ def stopped(script, flags, capfd) -> str:
 
 
 def test_an_atlas_stopped_after_three_blocks(tmp_path, monkeypatch, capfd):
-    run_extraction_all.run([*MINI, "--quiet", "--cross", "--key_curve", "--output_path", str(tmp_path / "whole.pt")])
+    run_extraction_all.run(
+        [*MINI, "--quiet", "--cross", "--key_curve", "--output_path", str(tmp_path / "whole.pt")]
+    )
     stopping_after(monkeypatch, 2)
-    said = stopped(run_extraction_all, ["--cross", "--key_curve", "--output_path", str(tmp_path / "part.pt")], capfd)
-    assert f"stopped after 3 of 7 blocks; saved as partial: {tmp_path / 'part.pt'}; to make the rest, run the same" in said
+    said = stopped(
+        run_extraction_all, ["--cross", "--key_curve", "--output_path", str(tmp_path / "part.pt")], capfd
+    )
+    assert (
+        f"stopped after 3 of 7 blocks; saved as partial: {tmp_path / 'part.pt'}; to make the rest, run the same"
+        in said
+    )
     part, whole = (load_cache(tmp_path / name) for name in ("part.pt", "whole.pt"))
-    assert part["partial"] is True and part["blocks_done"] == 3 and "partial" not in whole and "key_curve" not in part
+    assert (
+        part["partial"] is True
+        and part["blocks_done"] == 3
+        and "partial" not in whole
+        and "key_curve" not in part
+    )
     for name in ("frame_logits", "frame_mass", "cross_mass"):
         assert part[name].shape == whole[name].shape
-        torch.testing.assert_close(part[name][:, :, :, :9], whole[name][:, :, :, :9], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            part[name][:, :, :, :9], whole[name][:, :, :, :9], rtol=0, atol=0, equal_nan=True
+        )
         assert part[name][:, :, :, 9:].isnan().all()
     view = open_profiles(part)
-    assert view.query_frames == (6, 7, 8) == tuple(block_frames(part["block_sizes"], 2)) and view.key_frames == tuple(range(9))
+    assert view.query_frames == (6, 7, 8) == tuple(
+        block_frames(part["block_sizes"], 2)
+    ) and view.key_frames == tuple(range(9))
     assert any("stopped after 3 of 7 blocks; what comes later is absent" in note for note in view.notes)
 
 
@@ -111,13 +135,16 @@ def test_after_the_last_block_nothing_is_partial(tmp_path, monkeypatch):
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text("# shapes\na red circle moving right\n\nA blue square!\na red circle moving right\n", encoding="utf-8")
+    path.write_text(
+        "# shapes\na red circle moving right\n\nA blue square!\na red circle moving right\n", encoding="utf-8"
+    )
     return path
 
 
 def sweeping(prompts, folder, *flags, seeds=("0", "1")):
-    return lambda: run_extraction_all.run([*SHORT, "--prompts", str(prompts), "--seeds", *seeds, "--output_dir", str(folder),
-                                           *flags])
+    return lambda: run_extraction_all.run(
+        [*SHORT, "--prompts", str(prompts), "--seeds", *seeds, "--output_dir", str(folder), *flags]
+    )
 
 
 NAMES = [f"{slug}_s{seed}.pt" for slug in ("a-blue-square", "a-red-circle-moving-right") for seed in (0, 1)]
@@ -130,8 +157,10 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch, capfd):
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert sorted(whole) == [*NAMES, "manifest.json"] and len(loads) == 1
     kills = 0
-    for attempt in range(1, 40):                            # each time killed a little later
-        done = forked(sweeping(prompts, tmp_path / "killed"), kill_after=0.2 + (0.1 if FULL else 0.45) * attempt)
+    for attempt in range(1, 40):  # each time killed a little later
+        done = forked(
+            sweeping(prompts, tmp_path / "killed"), kill_after=0.2 + (0.1 if FULL else 0.45) * attempt
+        )
         kills += done.code < 0
         for path in (tmp_path / "killed").glob("*.pt"):
             assert path.read_bytes() == whole[path.name]
@@ -142,7 +171,7 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch, capfd):
     states = [run["state"] for run in json.loads(whole["manifest.json"])["runs"]]
     assert states == ["done"] * 4
     sweeping(prompts, tmp_path / "whole")()
-    assert len(loads) == 1                                   # nothing to do: nothing is loaded
+    assert len(loads) == 1  # nothing to do: nothing is loaded
 
 
 def test_a_stopped_sweep_says_how_to_go_on(tmp_path, prompts, monkeypatch, capfd):
@@ -161,11 +190,16 @@ def test_a_stopped_sweep_says_how_to_go_on(tmp_path, prompts, monkeypatch, capfd
 def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
     path = tmp_path / "out" / NAMES[0]
-    for flags, name in ((["--num_frames", "9"], "num_frames 6, this one has 9"), (["--cross"], "cross_mass False"),
-                        (["--no_checkpoint"], "checkpoint_path")):
-        with pytest.raises(CacheError, match=f"manifest.json is of a sweep with {name}.*choose another --output_dir"):
+    for flags, name in (
+        (["--num_frames", "9"], "num_frames 6, this one has 9"),
+        (["--cross"], "cross_mass False"),
+        (["--no_checkpoint"], "checkpoint_path"),
+    ):
+        with pytest.raises(
+            CacheError, match=f"manifest.json is of a sweep with {name}.*choose another --output_dir"
+        ):
             sweeping(prompts, tmp_path / "out", *flags)()
-    (tmp_path / "out/manifest.json").unlink()                # then the caches themselves speak
+    (tmp_path / "out/manifest.json").unlink()  # then the caches themselves speak
     save_cache(path, load_cache(path, mmap=False) | {"weights_sha256": "0" * 64})
     with pytest.raises(CacheError, match=r"weights_sha256 '0000.*make everything again with --overwrite"):
         sweeping(prompts, tmp_path / "out", seeds=("0",))()
@@ -182,17 +216,23 @@ def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
         return original(ready, config, *more)
 
     monkeypatch.setattr(extraction, "extract_next", failing)
-    with pytest.raises(extraction.RunError, match=r"1 of 4 runs failed; first .*a-blue-square_s0.pt: block 0: not finite"):
+    with pytest.raises(
+        extraction.RunError, match=r"1 of 4 runs failed; first .*a-blue-square_s0.pt: block 0: not finite"
+    ):
         sweeping(prompts, tmp_path / "out")()
     assert sorted(path.name for path in (tmp_path / "out").glob("*.pt")) == NAMES[1:]
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--seeds", "1"], "need --output_dir"), (["--prompts", "no.txt", "--output_dir", "x"], "no.txt cannot be read"),
-    (["--prompts", "/dev/null", "--output_dir", "x"], "holds no prompt"),
-    (["--seeds", "1", "--seed", "2", "--output_dir", "x"], "--seed and --seeds exclude"),
-    (["--seeds", "1", "--output_dir", "x", "--output_path", "a.pt"], "a sweep takes --output_dir"),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seeds", "1"], "need --output_dir"),
+        (["--prompts", "no.txt", "--output_dir", "x"], "no.txt cannot be read"),
+        (["--prompts", "/dev/null", "--output_dir", "x"], "holds no prompt"),
+        (["--seeds", "1", "--seed", "2", "--output_dir", "x"], "--seed and --seeds exclude"),
+        (["--seeds", "1", "--output_dir", "x", "--output_path", "a.pt"], "a sweep takes --output_dir"),
+    ],
+)
 def test_flags_of_a_sweep_that_do_not_fit(flags, message):
     with pytest.raises(ConfigError, match=message):
         run_extraction_all.run([*SHORT, *flags])
@@ -201,7 +241,11 @@ def test_flags_of_a_sweep_that_do_not_fit(flags, message):
 def test_slugs_tell_prompts_apart():
     prompts = ["A cat.", "a cat", "一只猫在海边", "x" * 100, "x" * 99, "!!"]
     slugs = sweep.slugs_of(prompts)
-    assert slugs["A cat."] == "a-cat" and slugs["a cat"].startswith("a-cat-") and slugs["一只猫在海边"] == "一只猫在海边"
+    assert (
+        slugs["A cat."] == "a-cat"
+        and slugs["a cat"].startswith("a-cat-")
+        and slugs["一只猫在海边"] == "一只猫在海边"
+    )
     assert len(set(slugs.values())) == 6 and slugs["!!"] == "prompt"
     assert all(len(slug.encode()) < 80 and "/" not in slug for slug in slugs.values())
 
@@ -220,6 +264,7 @@ def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
 
 def test_two_sweeps_in_one_folder(tmp_path, prompts):
     from experiments.locks import claimed
+
     with claimed({str(tmp_path / "out/manifest.json"): 0}):
         other = forked(exit_code(lambda: cli.main(lambda argv: sweeping(prompts, tmp_path / "out")(), [])))
     assert other.value == 2 and "is being made by another run" in other.said
@@ -235,22 +280,42 @@ def test_a_line_per_block_and_a_log(tmp_path, capfd):
     run_extraction_each.run(flags)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("block", "7 blocks"))]
     assert [line.split(":")[0] for line in lines[:2]] == ["block 1/7 (frames 0-2)", "block 2/7 (frames 3-5)"]
-    assert len(lines) == 8 and "s left, " in lines[0] and lines[-1].startswith("7 blocks of 21 frames, 1 file: ")
+    assert (
+        len(lines) == 8 and "s left, " in lines[0] and lines[-1].startswith("7 blocks of 21 frames, 1 file: ")
+    )
     events = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [event["event"] for event in events] == ["rollout", *["block"] * 7, "saved", "end"] and events[-1]["ok"]
+    assert [event["event"] for event in events] == ["rollout", *["block"] * 7, "saved", "end"] and events[-1][
+        "ok"
+    ]
     assert not torch.are_deterministic_algorithms_enabled()
     run_extraction_each.run([*flags, "--quiet", "--seed", "42"])
     assert capfd.readouterr() == ("", "")
     with pytest.raises(CacheError, match="cannot be written"):
-        run_extraction_each.run([*SHORT, "--output_path", str(tmp_path / "out.pt"), "--log_file", "/proc/log"])
+        run_extraction_each.run(
+            [*SHORT, "--output_path", str(tmp_path / "out.pt"), "--log_file", "/proc/log"]
+        )
 
 
-@pytest.mark.parametrize(("error", "flags", "message"), [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore"), [],
-     r"out of GPU memory while rolling out block 0 of 2: CUDA out of memory. Tried 9 GiB.; --granularity frame keeps no"),
-    (torch.OutOfMemoryError("CUDA out of memory."), ["--granularity", "frame"], "rolling out block 0 of 2.*fewer --num_f"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), [], "out of host memory while"),
-])
+@pytest.mark.parametrize(
+    ("error", "flags", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore"),
+            [],
+            r"out of GPU memory while rolling out block 0 of 2: CUDA out of memory. Tried 9 GiB.; --granularity frame keeps no",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory."),
+            ["--granularity", "frame"],
+            "rolling out block 0 of 2.*fewer --num_f",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            [],
+            "out of host memory while",
+        ),
+    ],
+)
 def test_out_of_memory_says_what_helps(error, flags, message, tmp_path, monkeypatch, capfd):
     def full(*args, **kwargs):
         raise error

@@ -18,8 +18,15 @@ class CausalWanModel(WanModel):
         check_window(local_attn_size, sink_size, block_size=1)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
 
-    def forward(self, x: Tensor, t: Tensor, text: TextKeysValues, kv_cache: KVCache | None = None,
-                frames: Sequence[int] | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        text: TextKeysValues,
+        kv_cache: KVCache | None = None,
+        frames: Sequence[int] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Flow of x [B, F, C, h, w] at timesteps t ([], [B] or [B, F]), text from text_keys_values().
 
         With a KV cache, x is the block it was last advanced to. Without one, frames gives the absolute indices of the F
@@ -33,8 +40,18 @@ class CausalWanModel(WanModel):
     def new_kv_cache(self, batch: int, num_frames: int, height: int, width: int) -> KVCache:
         """An empty cache for a rollout of num_frames latent frames of height x width."""
         config = self.config
-        return KVCache(config.num_layers, batch, config.num_heads, config.head_dim, config.tokens_per_frame(height, width),
-                       num_frames, self.local_attn_size, self.sink_size, dtype=self.dtype, device=self.device)
+        return KVCache(
+            config.num_layers,
+            batch,
+            config.num_heads,
+            config.head_dim,
+            config.tokens_per_frame(height, width),
+            num_frames,
+            self.local_attn_size,
+            self.sink_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
 
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:

@@ -10,8 +10,18 @@ from torch import Tensor
 
 
 @triton.jit
-def _modulated_norm_kernel(x_ptr, scale_ptr, shift_ptr, out_ptr, eps, dim, tokens_per_row, stride_scale, stride_shift,
-                           BLOCK: tl.constexpr):
+def _modulated_norm_kernel(
+    x_ptr,
+    scale_ptr,
+    shift_ptr,
+    out_ptr,
+    eps,
+    dim,
+    tokens_per_row,
+    stride_scale,
+    stride_shift,
+    BLOCK: tl.constexpr,
+):
     """One token: LayerNorm, then * (1 + scale) + shift of its frame."""
     token = tl.program_id(0).to(tl.int64)
     row = token // tokens_per_row
@@ -39,8 +49,19 @@ def _gated_add_kernel(x_ptr, y_ptr, gate_ptr, out_ptr, dim, tokens_per_row, stri
 
 
 @triton.jit
-def _norm_rotate_kernel(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, eps, dim, head_dim, length,
-                        ROTATE: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_rotate_kernel(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    eps,
+    dim,
+    head_dim,
+    length,
+    ROTATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One token: RMSNorm over dim, then each pair of dims of each head turned by the token's angles."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -63,8 +84,9 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
     """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim]."""
     x, grid, dim, block = _tokens(x)
     out, (scale, stride_scale), (shift, stride_shift) = torch.empty_like(x), _rows(scale), _rows(shift)
-    _modulated_norm_kernel[grid](x, scale, shift, out, eps, dim, x.shape[1] // scale.shape[1], stride_scale, stride_shift,
-                                 BLOCK=block)
+    _modulated_norm_kernel[grid](
+        x, scale, shift, out, eps, dim, x.shape[1] // scale.shape[1], stride_scale, stride_shift, BLOCK=block
+    )
     return out
 
 
@@ -72,17 +94,22 @@ def gated_add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim]."""
     x, grid, dim, block = _tokens(x)
     out, (gate, stride_gate) = torch.empty_like(x), _rows(gate)
-    _gated_add_kernel[grid](x, y.contiguous(), gate, out, dim, x.shape[1] // gate.shape[1], stride_gate, BLOCK=block)
+    _gated_add_kernel[grid](
+        x, y.contiguous(), gate, out, dim, x.shape[1] // gate.shape[1], stride_gate, BLOCK=block
+    )
     return out
 
 
-def norm_rotate(x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor] | None, num_heads: int, eps: float) -> Tensor:
+def norm_rotate(
+    x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor] | None, num_heads: int, eps: float
+) -> Tensor:
     """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D]."""
     x, grid, dim, block = _tokens(x)
     out = torch.empty_like(x)
-    cos, sin = (table.contiguous() for table in rope) if rope else (x, x)     # not read without RoPE
-    _norm_rotate_kernel[grid](x, weight, cos, sin, out, eps, dim, dim // num_heads, x.shape[1],
-                              ROTATE=rope is not None, BLOCK=block)
+    cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
+    _norm_rotate_kernel[grid](
+        x, weight, cos, sin, out, eps, dim, dim // num_heads, x.shape[1], ROTATE=rope is not None, BLOCK=block
+    )
     return out.unflatten(-1, (num_heads, -1))
 
 
@@ -94,7 +121,8 @@ def _tokens(x: Tensor) -> tuple[Tensor, tuple[int], int, int]:
 
 def _rows(table: Tensor) -> tuple[Tensor, int]:
     """A table [B, F, dim] of contiguous rows that lie evenly in memory, and the distance between them."""
-    evenly = table.stride(-1) == 1 and (table.shape[0] == 1 or table.stride(0) == table.shape[1] * table.stride(1))
+    evenly = table.stride(-1) == 1 and (
+        table.shape[0] == 1 or table.stride(0) == table.shape[1] * table.stride(1)
+    )
     table = table if evenly else table.contiguous()
     return table, table.stride(1) if table.shape[1] > 1 else table.stride(0)
-

@@ -14,9 +14,19 @@ class KVCache:
     With local_attn_size (frames) these are the first sink_size frames and the newest of the rest, the block included.
     """
 
-    def __init__(self, num_layers: int, batch: int, num_heads: int, head_dim: int, tokens_per_frame: int, num_frames: int,
-                 local_attn_size: int = -1, sink_size: int = 0, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        num_heads: int,
+        head_dim: int,
+        tokens_per_frame: int,
+        num_frames: int,
+        local_attn_size: int = -1,
+        sink_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
         check_window(local_attn_size, sink_size, block_size=1)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
         self.capacity = num_frames if local_attn_size == -1 else min(local_attn_size, num_frames)
@@ -26,19 +36,21 @@ class KVCache:
         shape = (batch, self.capacity * tokens_per_frame, num_heads, head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._key_means: list[Tensor | None] = [None] * num_layers       # [B, capacity, H, D] once somebody asks
-        self._settled_means = [0] * num_layers                           # leading frames whose mean will not change
+        self._key_means: list[Tensor | None] = [None] * num_layers  # [B, capacity, H, D] once somebody asks
+        self._settled_means = [0] * num_layers  # leading frames whose mean will not change
 
     def advance(self, block: range) -> None:
         """Make room for the next block; from here on its queries see frames, and writes go to its slots."""
         check_window(self.local_attn_size, self.sink_size, len(block))
         excess = len(self.frames) + len(block) - self.capacity
         if excess > 0 and self.capacity != self.local_attn_size:
-            raise ValueError(f"frame {block.stop - 1} is beyond the {self.capacity} frames that the KV cache was made for")
+            raise ValueError(
+                f"frame {block.stop - 1} is beyond the {self.capacity} frames that the KV cache was made for"
+            )
         if excess > 0:
             sink = min(self.sink_size, len(self.frames))
             self._move(source=slice(sink + excess, len(self.frames)), to=sink)
-            del self.frames[sink:sink + excess]
+            del self.frames[sink : sink + excess]
             self._settled_means = [min(known, sink) for known in self._settled_means]
         self.frames.extend(block)
         self.newest = block
@@ -60,9 +72,11 @@ class KVCache:
         known, visible, S = self._settled_means[layer], len(self.frames), self.tokens_per_frame
         keys = self.keys[layer]
         if self._key_means[layer] is None:
-            self._key_means[layer] = keys.new_empty(keys.shape[0], self.capacity, *keys.shape[2:], dtype=torch.float32)
+            self._key_means[layer] = keys.new_empty(
+                keys.shape[0], self.capacity, *keys.shape[2:], dtype=torch.float32
+            )
         means = self._key_means[layer]
-        means[:, known:visible] = reductions.frame_means(keys[:, known * S:visible * S], visible - known)
+        means[:, known:visible] = reductions.frame_means(keys[:, known * S : visible * S], visible - known)
         self._settled_means[layer] = visible - len(self.newest)
         return means[:, :visible]
 
@@ -71,4 +85,4 @@ class KVCache:
         tokens = slice(source.start * S, source.stop * S)
         target = slice(to * S, (to + source.stop - source.start) * S)
         for buffer in (*self.keys, *self.values):
-            buffer[:, target] = buffer[:, tokens].clone()     # the two ranges may overlap
+            buffer[:, target] = buffer[:, tokens].clone()  # the two ranges may overlap

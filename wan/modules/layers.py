@@ -30,6 +30,7 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
     if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
         return None
     from wan.modules import fused  # Triton is there only beside CUDA
+
     return fused
 
 
@@ -59,7 +60,9 @@ class ModulatedNorm(nn.Module):
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         if kernels := fused_kernels(x):
             return kernels.modulated_norm(x, scale, shift, self.eps)
-        normed = F.layer_norm(x, (self.dim,), eps=self.eps).unflatten(1, (scale.shape[1], -1))    # [B, F, S, dim]
+        normed = F.layer_norm(x, (self.dim,), eps=self.eps).unflatten(
+            1, (scale.shape[1], -1)
+        )  # [B, F, S, dim]
         return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
 
 
@@ -70,7 +73,11 @@ class GatedAdd(nn.Module):
         if kernels := fused_kernels(x):
             return kernels.gated_add(x, y, gate)
         frames = (gate.shape[1], -1)
-        return torch.addcmul(x.unflatten(1, frames), y.unflatten(1, frames), gate[:, :, None]).flatten(1, 2).to(x.dtype)
+        return (
+            torch.addcmul(x.unflatten(1, frames), y.unflatten(1, frames), gate[:, :, None])
+            .flatten(1, 2)
+            .to(x.dtype)
+        )
 
 
 class FeedForward(nn.Sequential):
@@ -80,9 +87,9 @@ class FeedForward(nn.Sequential):
         super().__init__(nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not fused_kernels(x) or x.dtype == torch.float32:     # its tanh is not good enough for float32
+        if not fused_kernels(x) or x.dtype == torch.float32:  # its tanh is not good enough for float32
             return super().forward(x)
-        widen, _, narrow = self       # cuBLAS applies the GELU while it stores: the widest tensor is touched once
+        widen, _, narrow = self  # cuBLAS applies the GELU while it stores: the widest tensor is touched once
         hidden = torch._addmm_activation(widen.bias, x.flatten(0, 1), widen.weight.t(), use_gelu=True)
         return narrow(hidden).unflatten(0, x.shape[:2])
 
@@ -98,7 +105,7 @@ class _Attention(nn.Module):
         self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
 
     def values(self, x: Tensor) -> Tensor:
-        return self.v(x).unflatten(-1, (self.num_heads, -1))                             # [B, L, H, D]
+        return self.v(x).unflatten(-1, (self.num_heads, -1))  # [B, L, H, D]
 
 
 class SelfAttention(_Attention):
@@ -107,12 +114,17 @@ class SelfAttention(_Attention):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, Site(layer, "self"))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv_cache: KVCache | None = None,
-                mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.norm_q(self.q(x), rope), self.norm_k(self.k(x), rope), self.values(x)     # [B, L, H, D]
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        kv_cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        q, k, v = self.norm_q(self.q(x), rope), self.norm_k(self.k(x), rope), self.values(x)  # [B, L, H, D]
         if kv_cache is None:
             return self.o(attention(q, k, v, self.site, mask).flatten(2))
-        k, v = kv_cache.write(self.site.layer, k, v)                                     # [B, Lk, H, D]
+        k, v = kv_cache.write(self.site.layer, k, v)  # [B, Lk, H, D]
         out = attention(q, k, v, self.site, frame_key_means=lambda: kv_cache.frame_key_means(self.site.layer))
         return self.o(out.flatten(2))
 
@@ -143,12 +155,19 @@ class Block(nn.Module):
         self.cross_attn = CrossAttention(config, layer)
         self.ffn = FeedForward(dim, config.ffn_dim)
         self.gate1, self.gate2 = GatedAdd(), GatedAdd()
-        self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim ** 0.5)
+        self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
 
-    def forward(self, x: Tensor, e: Tensor, rope: tuple[Tensor, Tensor], text: tuple[Tensor, Tensor],
-                kv_cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        e: Tensor,
+        rope: tuple[Tensor, Tensor],
+        text: tuple[Tensor, Tensor],
+        kv_cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """x [B, L, dim]; e, the time projection per frame, float32 [B, F or 1, 6, dim]; text keys and values [B, n, H, D]."""
-        e = (self.modulation.float() + e).unbind(2)                                      # 6 x [B, F, dim]
+        e = (self.modulation.float() + e).unbind(2)  # 6 x [B, F, dim]
         x = self.gate1(x, self.self_attn(self.norm1(x, e[1], e[0]), rope, kv_cache, mask), e[2])
         x = x + self.cross_attn(self.norm3(x), text)
         return self.gate2(x, self.ffn(self.norm2(x, e[4], e[3])), e[5])
@@ -162,7 +181,7 @@ class Head(nn.Module):
         patch_h, patch_w = config.patch_size[1:]
         self.norm = ModulatedNorm(config.dim, config.eps)
         self.head = nn.Linear(config.dim, config.out_dim * patch_h * patch_w)
-        self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim ** 0.5)
+        self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
 
     def forward(self, x: Tensor, e: Tensor) -> Tensor:
         """x [B, L, dim]; e, the time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""

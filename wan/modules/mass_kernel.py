@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3     # fastest of 13 shapes on an H200 at head dim 128
+BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
 
 
 @triton.jit
@@ -20,9 +20,27 @@ def _tile_mass(q, k, scale, lse):
 
 
 @triton.jit
-def _mass_kernel(q_ptr, k_ptr, lse_ptr, mass_ptr, scale, stride_qb, stride_ql, stride_qh, stride_kb, stride_kl, stride_kh,
-                 num_heads, len_q, num_frames, frame_size,
-                 HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def _mass_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    mass_ptr,
+    scale,
+    stride_qb,
+    stride_ql,
+    stride_qh,
+    stride_kb,
+    stride_kl,
+    stride_kh,
+    num_heads,
+    len_q,
+    num_frames,
+    frame_size,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One program: BLOCK_Q queries of one head against all keys, a frame at a time."""
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
@@ -31,8 +49,11 @@ def _mass_kernel(q_ptr, k_ptr, lse_ptr, mass_ptr, scale, stride_qb, stride_ql, s
     columns = tl.arange(0, BLOCK_K)
     whole = frame_size // BLOCK_K * BLOCK_K
 
-    q = tl.load(q_ptr + batch * stride_qb + head * stride_qh + rows[:, None] * stride_ql + dims[None, :],
-                mask=(rows[:, None] < len_q) & (dims[None, :] < HEAD_DIM), other=0.0)
+    q = tl.load(
+        q_ptr + batch * stride_qb + head * stride_qh + rows[:, None] * stride_ql + dims[None, :],
+        mask=(rows[:, None] < len_q) & (dims[None, :] < HEAD_DIM),
+        other=0.0,
+    )
     lse = tl.load(lse_ptr + batch_head * len_q + rows, mask=rows < len_q, other=0.0) * 1.4426950408889634
     k_head = k_ptr + batch * stride_kb + head * stride_kh + dims[:, None]
 
@@ -40,13 +61,13 @@ def _mass_kernel(q_ptr, k_ptr, lse_ptr, mass_ptr, scale, stride_qb, stride_ql, s
         total = tl.zeros([BLOCK_Q], tl.float32)
         tile = k_head + (frame * frame_size + columns).to(tl.int64)[None, :] * stride_kl
         for _ in range(0, whole, BLOCK_K):
-            if HEAD_DIM == DIM_PAD:         # noqa: SIM108  masked loads cost 15 % here: none where none is needed
+            if HEAD_DIM == DIM_PAD:  # noqa: SIM108  masked loads cost 15 % here: none where none is needed
                 k = tl.load(tile)
             else:
                 k = tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
             total += tl.sum(_tile_mass(q, k, scale, lse), 1)
             tile += BLOCK_K * stride_kl
-        if whole < frame_size:              # the rest of the frame
+        if whole < frame_size:  # the rest of the frame
             inside = whole + columns < frame_size
             k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
             total += tl.sum(tl.where(inside[None, :], _tile_mass(q, k, scale, lse), 0.0), 1)
@@ -59,9 +80,27 @@ def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> 
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads)
-    _mass_kernel[grid](q, k, lse.float().contiguous(), mass, head_dim ** -0.5 * LOG2_E,
-                       q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-                       heads, len_q, num_key_frames, k.shape[1] // num_key_frames,
-                       HEAD_DIM=head_dim, DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
-                       BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+    _mass_kernel[grid](
+        q,
+        k,
+        lse.float().contiguous(),
+        mass,
+        head_dim**-0.5 * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        heads,
+        len_q,
+        num_key_frames,
+        k.shape[1] // num_key_frames,
+        HEAD_DIM=head_dim,
+        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+    )
     return mass

@@ -13,7 +13,7 @@ from wan.modules.kv_cache import KVCache
 from wan.modules.layers import Block, Head, sinusoidal_embedding
 from wan.modules.rope import RotaryTable
 
-TextKeysValues = list[tuple[Tensor, Tensor]]     # per layer, [B, text_len, H, D] each
+TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
 
 
 class WanModel(nn.Module):
@@ -25,7 +25,9 @@ class WanModel(nn.Module):
         self.config = config = ModelConfig(**sizes)
         dim = config.dim
         self.patch_embedding = nn.Conv3d(config.in_dim, dim, config.patch_size, stride=config.patch_size)
-        self.text_embedding = nn.Sequential(nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
+        self.text_embedding = nn.Sequential(
+            nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
@@ -44,33 +46,50 @@ class WanModel(nn.Module):
         """
         config = self.config
         if context.ndim != 3 or context.shape[-1] != config.text_dim or context.shape[1] > config.text_len:
-            raise ConfigError(f"text states of shape {tuple(context.shape)} do not fit "
-                              f"[B, at most {config.text_len}, {config.text_dim}]")
+            raise ConfigError(
+                f"text states of shape {tuple(context.shape)} do not fit "
+                f"[B, at most {config.text_len}, {config.text_dim}]"
+            )
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
-        text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))       # [B, text_len, dim]
+        text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))  # [B, text_len, dim]
         return [block.cross_attn.keys_values(text) for block in self.blocks]
 
-    def flow(self, x: Tensor, t: Tensor, text: TextKeysValues, frames: Sequence[int], kv_cache: KVCache | None = None,
-             mask: Tensor | None = None) -> Tensor:
+    def flow(
+        self,
+        x: Tensor,
+        t: Tensor,
+        text: TextKeysValues,
+        frames: Sequence[int],
+        kv_cache: KVCache | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """The transformer itself: x [B, C, F, h, w], t [B, F or 1], absolute indices of the F frames -> [B, C, F, h, w]."""
         config = self.config
         ATTENTION_WEIGHT_CAPTURE.check_model(config.num_layers)
         if x.ndim != 5 or x.shape[1] != config.in_dim:
-            raise ConfigError(f"latents of shape {tuple(x.shape)} are not [B, {config.in_dim} channels, F, h, w]")
+            raise ConfigError(
+                f"latents of shape {tuple(x.shape)} are not [B, {config.in_dim} channels, F, h, w]"
+            )
         config.tokens_per_frame(*x.shape[3:])
 
         dtype = self.patch_embedding.weight.dtype
-        x = self.patch_embedding(x.to(dtype))                                            # [B, dim, F, h, w]
+        x = self.patch_embedding(x.to(dtype))  # [B, dim, F, h, w]
         grid_h, grid_w = x.shape[3:]
         rope = self.rotary(frames, grid_h, grid_w, x.device)
-        x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()                    # [B, L, dim]
-        time = self.time_embedding(sinusoidal_embedding(t, config.freq_dim).to(dtype))   # [B, F or 1, dim]
-        e = self.time_projection(time).unflatten(-1, (6, -1)).float()                    # [B, F or 1, 6, dim]
+        x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
+        time = self.time_embedding(sinusoidal_embedding(t, config.freq_dim).to(dtype))  # [B, F or 1, dim]
+        e = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
         for block, block_text in zip(self.blocks, text, strict=True):
             x = block(x, e, rope, block_text, kv_cache, mask)
-        x = self.head(x, time.float())                                                   # [B, L, ph·pw·channels]
-        return rearrange(x, "b (f h w) (ph pw c) -> b c f (h ph) (w pw)",
-                         h=grid_h, w=grid_w, ph=config.patch_size[1], pw=config.patch_size[2])
+        x = self.head(x, time.float())  # [B, L, ph·pw·channels]
+        return rearrange(
+            x,
+            "b (f h w) (ph pw c) -> b c f (h ph) (w pw)",
+            h=grid_h,
+            w=grid_w,
+            ph=config.patch_size[1],
+            pw=config.patch_size[2],
+        )
 
     def init_weights(self) -> None:
         """Initial values for training: Xavier for products, small normal for embeddings, a head that predicts zero flow."""

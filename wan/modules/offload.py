@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 512        # bytes, that of torch's CUDA allocator: products choose their kernels by it
-PIECE = 1 << 20        # bytes; a layer is rounded up to it
+ALIGNMENT = 512  # bytes, that of torch's CUDA allocator: products choose their kernels by it
+PIECE = 1 << 20  # bytes; a layer is rounded up to it
 
 
 class StreamedBlocks(nn.ModuleList):
@@ -21,7 +21,7 @@ class StreamedBlocks(nn.ModuleList):
         self.device = torch.device(device)
         nbytes = streamed_bytes(blocks[0], dtype)
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        self._on_host: list[list[Tensor]] = []                 # per layer, page-locked pieces
+        self._on_host: list[list[Tensor]] = []  # per layer, page-locked pieces
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         layer_bytes = torch.empty(nbytes, dtype=torch.uint8)
         for layer, block in enumerate(blocks):
@@ -42,11 +42,13 @@ class StreamedBlocks(nn.ModuleList):
 
     def _fetch(self, layer: int) -> None:
         """Start to copy a layer's weights over those of the layer before the last one."""
-        if self._copies:       # what still computes with that place was launched before
+        if self._copies:  # what still computes with that place was launched before
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
             pieces = self._on_host[layer]
-            for place, piece in zip(self._slots[layer % 2].split([len(p) for p in pieces]), pieces, strict=True):
+            for place, piece in zip(
+                self._slots[layer % 2].split([len(p) for p in pieces]), pieces, strict=True
+            ):
                 place.copy_(piece, non_blocking=True)
 
 

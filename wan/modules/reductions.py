@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 26     # logits held at once where they must be formed: 256 MiB in float32
+CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
 
 def frame_means(x: Tensor, num_frames: int) -> Tensor:
@@ -24,21 +24,25 @@ def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> T
     return q_means.transpose(1, 2) @ frame_key_means.permute(0, 2, 3, 1)
 
 
-def frame_logits_by_band(q: Tensor, frame_key_means: Tensor, num_query_frames: int, bands: Sequence[int]) -> Tensor:
+def frame_logits_by_band(
+    q: Tensor, frame_key_means: Tensor, num_query_frames: int, bands: Sequence[int]
+) -> Tensor:
     """frame_logits split into consecutive bands of the head's dims, of the given sizes -> [B, H, Fq, Fk, bands].
 
     Exact: a dot product is the sum of those of its parts, and RoPE turns every pair of dims within one band.
     """
     q_means = frame_means(q, num_query_frames) * q.shape[-1] ** -0.5
-    parts = (x.transpose(1, 2).split(list(bands), -1) for x in (q_means, frame_key_means))           # [B, H, F, size]
+    parts = (x.transpose(1, 2).split(list(bands), -1) for x in (q_means, frame_key_means))  # [B, H, F, size]
     return torch.stack([q_part @ k_part.mT for q_part, k_part in zip(*parts, strict=True)], -1)
 
 
 def key_curve(q: Tensor, k: Tensor) -> Tensor:
     """Logit of every key, averaged over all queries of the call -> [B, H, Lk]."""
-    q_mean = q.mean(1, dtype=torch.float32) * q.shape[-1] ** -0.5                   # [B, H, D]
-    curves = [(q_mean[:, :, None] @ part.float().permute(0, 2, 3, 1)).squeeze(2)     # [B, H, 1, D] @ [B, H, D, keys]
-              for part in k.split(max(1, CHUNK_ELEMENTS // k[:, 0].numel()), dim=1)]
+    q_mean = q.mean(1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, H, D]
+    curves = [
+        (q_mean[:, :, None] @ part.float().permute(0, 2, 3, 1)).squeeze(2)  # [B, H, 1, D] @ [B, H, D, keys]
+        for part in k.split(max(1, CHUNK_ELEMENTS // k[:, 0].numel()), dim=1)
+    ]
     return torch.cat(curves, -1)
 
 
@@ -50,16 +54,24 @@ def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key
     """
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
-        mass = query_frame_mass(q, k, lse, num_key_frames)                          # [B, H, Fk, Lq]
+
+        mass = query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
-    mass = torch.cat([rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k)], 2)
-    return mass.unflatten(2, (num_query_frames, -1)).mean(3)                        # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
+    mass = torch.cat(
+        [rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k)], 2
+    )
+    return mass.unflatten(2, (num_query_frames, -1)).mean(3)  # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
 
 
 def token_mass(q: Tensor, k: Tensor, num_query_frames: int) -> Tensor:
     """Softmax mass on each key token, averaged over the queries of each query frame -> [B, H, Fq, Lk]."""
-    return torch.stack([sum(rows.softmax(-1).sum(2) for rows in _logits(frame, k)) / frame.shape[1]
-                        for frame in q.unflatten(1, (num_query_frames, -1)).unbind(1)], 2)
+    return torch.stack(
+        [
+            sum(rows.softmax(-1).sum(2) for rows in _logits(frame, k)) / frame.shape[1]
+            for frame in q.unflatten(1, (num_query_frames, -1)).unbind(1)
+        ],
+        2,
+    )
 
 
 def token_matrix(q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype) -> Tensor:
@@ -72,16 +84,17 @@ def token_matrix(q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype) -> T
     start = 0
     for rows in _logits(q, k):
         rows = (rows if is_logits else rows.softmax(-1)).to(dtype)
-        for target, source in zip(out.flatten(0, 1), rows.flatten(0, 1), strict=True):    # contiguous pieces: straight copies
-            target[start:start + len(source)].copy_(source)
+        for target, source in zip(
+            out.flatten(0, 1), rows.flatten(0, 1), strict=True
+        ):  # contiguous pieces: straight copies
+            target[start : start + len(source)].copy_(source)
         start += rows.shape[2]
     return out
 
 
 def _logits(q: Tensor, k: Tensor):
     """Yield scaled logits [B, H, rows, Lk] in float32, a chunk of query rows at a time."""
-    k = k.permute(0, 2, 3, 1).float()                                               # [B, H, D, Lk]
+    k = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
     rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[3]))
     for part in q.split(rows, dim=1):
         yield (part.transpose(1, 2).float() * part.shape[-1] ** -0.5) @ k
-

@@ -30,7 +30,9 @@ def encoder_file(ckpt_dir: str | Path) -> Path:
 
 def encoder_config(ckpt_dir: str | Path) -> UMT5Config:
     """umT5's sizes; a native directory has none, and holds the real model."""
-    return native.UMT5_XXL if is_native(ckpt_dir) else UMT5Config.from_pretrained(encoder_file(ckpt_dir).parent)
+    return (
+        native.UMT5_XXL if is_native(ckpt_dir) else UMT5Config.from_pretrained(encoder_file(ckpt_dir).parent)
+    )
 
 
 def tokenizer_dir(ckpt_dir: str | Path) -> Path:
@@ -39,7 +41,10 @@ def tokenizer_dir(ckpt_dir: str | Path) -> Path:
 
 def encoder_files(ckpt_dir: str | Path) -> list[Path]:
     """All that text states depend on: umT5's weights and the tokenizer."""
-    return [encoder_file(ckpt_dir), *sorted(path for path in require_dir(tokenizer_dir(ckpt_dir)).iterdir() if path.is_file())]
+    return [
+        encoder_file(ckpt_dir),
+        *sorted(path for path in require_dir(tokenizer_dir(ckpt_dir)).iterdir() if path.is_file()),
+    ]
 
 
 class TextEncoder(nn.Module):
@@ -50,8 +55,13 @@ class TextEncoder(nn.Module):
         self.encoder, self.tokenizer, self.text_len = encoder, tokenizer, text_len
 
     @classmethod
-    def from_pretrained(cls, ckpt_dir: str | Path, text_len: int, dtype: torch.dtype = torch.bfloat16,
-                        device: torch.device | str = "cpu") -> "TextEncoder":
+    def from_pretrained(
+        cls,
+        ckpt_dir: str | Path,
+        text_len: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> "TextEncoder":
         """From a model directory of either layout: the umT5 files and the tokenizer beside them."""
         if is_native(ckpt_dir):
             encoder = native.load_umt5(ckpt_dir, dtype, device)
@@ -66,16 +76,26 @@ class TextEncoder(nn.Module):
         for text in texts:
             ids = self.tokenizer(text, add_special_tokens=True).input_ids
             if len(ids) > self.text_len:
-                cut = self.tokenizer.decode(ids[self.text_len - 1:], skip_special_tokens=True)
-                warnings.warn(f"the prompt has {len(ids)} tokens, the model reads {self.text_len}; cut: {cut!r}", stacklevel=2)
-        batch = self.tokenizer(texts, padding="max_length", truncation=True, max_length=self.text_len,
-                               add_special_tokens=True, return_attention_mask=True, return_tensors="pt")
+                cut = self.tokenizer.decode(ids[self.text_len - 1 :], skip_special_tokens=True)
+                warnings.warn(
+                    f"the prompt has {len(ids)} tokens, the model reads {self.text_len}; cut: {cut!r}",
+                    stacklevel=2,
+                )
+        batch = self.tokenizer(
+            texts,
+            padding="max_length",
+            truncation=True,
+            max_length=self.text_len,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
         return batch.input_ids, batch.attention_mask
 
     def words(self, prompt: str) -> list[str]:
         """The text of each token of a prompt, as cross-attention sees them; padding left out."""
         ids, mask = self.tokenize([prompt])
-        return self.tokenizer.convert_ids_to_tokens(ids[0, :int(mask.sum())].tolist())
+        return self.tokenizer.convert_ids_to_tokens(ids[0, : int(mask.sum())].tolist())
 
     @torch.no_grad()
     def forward(self, prompts: Sequence[str]) -> Tensor:

@@ -18,11 +18,12 @@ class VAE(nn.Module):
         self.vae = vae
         for name in ("latents_mean", "latents_std"):
             values = torch.tensor(getattr(vae.config, name), dtype=torch.float32)
-            self.register_buffer(name, values[:, None, None, None], persistent=False)      # [C, 1, 1, 1]
+            self.register_buffer(name, values[:, None, None, None], persistent=False)  # [C, 1, 1, 1]
 
     @classmethod
-    def from_pretrained(cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32,
-                        device: torch.device | str = "cpu") -> "VAE":
+    def from_pretrained(
+        cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> "VAE":
         """From a model directory of either layout."""
         if is_native(ckpt_dir):
             vae = native.load_vae(ckpt_dir, dtype)
