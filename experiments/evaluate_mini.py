@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from experiments import extraction
-from experiments.benchmark import environment
-from experiments.cli import Parser, main
-from experiments.extraction_base import as_one_block
-from experiments.files import replacing, require_writable
+from experiments.caches.atomic_files import replacing, require_writable
+from experiments.extraction import devices
+from experiments.extraction.bidirectional import as_one_block
+from experiments.extraction.causal import draw_noise, load_pipeline
+from experiments.extraction.provenance import environment
 from experiments.miniature.moving_shapes import Scene, render, sample_scenes
 from experiments.miniature.tracking import judge
+from experiments.running.cli import Parser, main
 from experiments.train_mini import FRAMES, HELD_OUT_SEED, SIDE, vae_quality
 from wan import checkpoint
 from wan.config import RunConfig, load_config
@@ -49,7 +50,7 @@ class Miniature:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.device = extraction.choose_device(config.device)
+        self.device = devices.choose_device(config.device)
         self.sizes = checkpoint.read_model_config(config.ckpt_dir)
         self.vae = VAE.from_pretrained(config.ckpt_dir, device=self.device)
         self.encoder = TextEncoder.from_pretrained(
@@ -59,7 +60,7 @@ class Miniature:
     def causal(self, captions: list[str], local_attn_size: int = -1, sink_size: int = 0) -> Iterator[Tensor]:
         """Few-step rollouts of the checkpoint, with all of the past or a window of it."""
         config = replace(self.config, local_attn_size=local_attn_size, sink_size=sink_size)
-        pipeline = extraction.load_pipeline(config, self.sizes, torch.float32, self.device)
+        pipeline = load_pipeline(config, self.sizes, torch.float32, self.device)
         for prompts, noise, renoise in self._batches(config, captions):
             _, latents = pipeline.inference(noise, prompt_embeds=self.encoder(prompts), renoise=renoise)
             yield from self.vae.decode(latents).cpu()
@@ -87,9 +88,9 @@ class Miniature:
         for i in range(0, len(captions), BATCH):
             prompts = captions[i : i + BATCH]
             seeded = (replace(config, seed=i + n) for n in range(len(prompts)))
-            drawn = (extraction.draw_noise(one, self.sizes, torch.float32, self.device) for one in seeded)
+            drawn = (draw_noise(one, self.sizes, torch.float32, self.device) for one in seeded)
             noise, renoise = zip(*drawn, strict=True)
-            with extraction.threads_for(noise[0], self.sizes):
+            with devices.threads_for(noise[0], self.sizes):
                 yield prompts, torch.cat(noise), torch.cat(renoise, 1)
 
 
@@ -167,7 +168,7 @@ def run(argv=None):
     )
     config = load_config(args.config_path, paths | {"device": args.device})
     require_writable(args.output_path)
-    device = extraction.choose_device(args.device)
+    device = devices.choose_device(args.device)
     report = {"environment": environment(device)} | evaluate(
         config, args.captions, args.others, args.clips, args.base
     )

@@ -8,10 +8,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from experiments import extraction_base
-from experiments.cli import Parser, add_memory_flags, add_run_flags, main
-from experiments.formats import FORMATS
-from wan.config import ConfigError, RunConfig, load_config
+from experiments.caches.schema import FORMATS
+from experiments.extraction import bidirectional
+from experiments.running import jobs
+from experiments.running.cli import Parser, add_memory_flags, add_run_flags, main
+from wan.config import RunConfig, load_config
+from wan.errors import ConfigError
 
 OF_RUN = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
 OF_SAMPLING = {
@@ -70,7 +72,7 @@ def parser() -> Parser:
 def config_from(args: argparse.Namespace) -> RunConfig:
     """The settings of the directory's model, overridden by what was given on the command line."""
     path = args.config_path or (
-        extraction_base.config_for(args.ckpt_dir) if args.ckpt_dir else extraction_base.CONFIGS[0]
+        bidirectional.config_for(args.ckpt_dir) if args.ckpt_dir else bidirectional.CONFIGS[0]
     )
     if args.gpu_id is not None:
         args.device = f"cuda:{args.gpu_id}"
@@ -84,16 +86,16 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 def run(argv=None):
     args = parser().parse_args(argv)
     config = config_from(args)
-    extraction_base.as_one_block(config)  # refuses what does not fit
-    steps = extraction_base.choose_steps(config, args.step)
+    bidirectional.as_one_block(config)  # refuses what does not fit
+    steps = bidirectional.choose_steps(config, args.step)
     if args.all_layers and args.layer_index is not None:
         raise ConfigError("--all_layers and --layer_index exclude each other")
     if len(steps) > 1 and not args.all_layers:
         raise ConfigError(
             f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers for an atlas"
         )
-    layer = None if args.all_layers else extraction_base.choose_layer(config, args.layer_index)
-    paths = extraction_base.make_base_caches(args, config, layer, steps)
+    layer = None if args.all_layers else bidirectional.choose_layer(config, args.layer_index)
+    paths = jobs.make_base_caches(args, config, layer, steps)
     if not args.quiet:
         say_what_next(paths[0], "atlas" if args.all_layers else "layer")
 

@@ -5,12 +5,12 @@ python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_
 
 import argparse
 
-from experiments import reports
+from experiments.analysis import reports
+from experiments.analysis.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
 from experiments.caches import load_cache
-from experiments.cli import Parser, main
-from experiments.formats import CacheError
-from experiments.profiles import open_passes, open_profiles
-from experiments.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
+from experiments.caches.errors import CacheError
+from experiments.caches.view import open_passes, open_profiles
+from experiments.running.cli import Parser, main
 
 
 def run(argv=None):

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import arrange, extraction
-from experiments.benchmark import environment
+from experiments.analysis.head_measures import open_quantity, survey
 from experiments.caches import save_cache
-from experiments.cli import Parser, main
+from experiments.caches.atomic_files import replacing
 from experiments.evaluate_mini import scenes
-from experiments.files import replacing
-from experiments.survey import open_quantity, survey
-from wan.config import ConfigError, RunConfig, load_config
+from experiments.extraction import cache_builders, causal, devices
+from experiments.extraction.provenance import environment
+from experiments.running.cli import Parser, main
+from wan.config import RunConfig, load_config
+from wan.errors import ConfigError
 
 NOTABLE = 0.25  # logits, of a preference at equal distance that is counted in what is printed
 MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")
@@ -40,13 +41,13 @@ def measured(atlases: Sequence[dict], step: int) -> dict[str, list]:
 
 def atlases(config: RunConfig, captions: Sequence[str]) -> list[dict]:
     """Of each caption, with its number as seed."""
-    requests = arrange.atlas_requests(config, mass=True, key_curve=False, cross=False)
-    ready = extraction.prepare(config, requests, captions)
+    requests = cache_builders.atlas_requests(config, mass=True, key_curve=False, cross=False)
+    ready = causal.prepare(config, requests, captions)
     runs = (
-        extraction.extract_next(ready, replace(config, prompt=c, seed=i), requests)
+        causal.extract_next(ready, replace(config, prompt=c, seed=i), requests)
         for i, c in enumerate(captions)
     )
-    return [arrange.atlas_cache(run) for run in runs]
+    return [cache_builders.atlas_cache(run) for run in runs]
 
 
 def run(argv=None):
@@ -84,7 +85,7 @@ def run(argv=None):
               f"{-NOTABLE} and {above} above {NOTABLE}")  # fmt: skip
         if number in args.steps:
             save_cache(args.output_path.with_name(path.name), made[0])
-    device = extraction.choose_device(args.device)
+    device = devices.choose_device(args.device)
     report = {"environment": environment(device), "captions": captions, "moments": moments}
     with replacing(args.output_path) as file:
         file.write(json.dumps(report).encode() + b"\n")

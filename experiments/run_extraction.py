@@ -3,10 +3,10 @@
 python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer_indices 1 5 --steps 0 4
 """
 
-from experiments import arrange
-from experiments.cli import config_from, main, run_parser
-from experiments.runs import make_caches
-from wan.config import ConfigError
+from experiments.extraction import cache_builders
+from experiments.running.cli import config_from, main, run_parser
+from experiments.running.jobs import make_caches
+from wan.errors import ConfigError
 
 
 def run(argv=None):
@@ -26,8 +26,8 @@ def run(argv=None):
     if args.step is not None and args.steps:
         raise ConfigError("--step and --steps exclude each other")
     config = config_from(args)
-    requests = arrange.inference_requests(config, args.blocks, args.steps, args.capture == "logits")
-    make_caches(args, config, requests, {args.output_path: arrange.inference_cache})
+    requests = cache_builders.inference_requests(config, args.blocks, args.steps, args.capture == "logits")
+    make_caches(args, config, requests, {args.output_path: cache_builders.inference_cache})
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --o
 
 import argparse
 
-from experiments import arrange, sweep
-from experiments.cli import config_from, main, run_parser
-from experiments.runs import make_caches
-from wan.config import ConfigError
+from experiments.extraction import cache_builders
+from experiments.running import sweep
+from experiments.running.cli import config_from, main, run_parser
+from experiments.running.jobs import make_caches
+from wan.errors import ConfigError
 
 
 def run(argv=None):
@@ -30,9 +31,9 @@ def run(argv=None):
     sweep.add_arguments(parser)
     args = parser.parse_args(argv)
     config = config_from(args)
-    requests = arrange.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
+    requests = cache_builders.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
     if not (args.prompts or args.seeds or args.output_dir):
-        make_caches(args, config, requests, {args.output_path: arrange.atlas_cache})
+        make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
@@ -42,7 +43,7 @@ def run(argv=None):
         "cross_mass": args.cross,
         "frame_logits_by_band": args.rope_bands,
     }
-    sweep.run_sweep(args, config, requests, arrange.atlas_cache, quantities)
+    sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments import arrange
-from experiments.cli import config_from, main, run_parser
-from experiments.runs import make_caches
+from experiments.extraction import cache_builders
+from experiments.running.cli import config_from, main, run_parser
+from experiments.running.jobs import make_caches
 from wan.checkpoint import read_model_config
-from wan.config import ConfigError
+from wan.errors import ConfigError
 
 
 def run(argv=None):
@@ -36,8 +36,8 @@ def run(argv=None):
     layers = range(read_model_config(config.ckpt_dir).num_layers) if args.output_dir else [config.layer_index]
     folder = Path(args.output_dir or "cache")
     paths = {layer: args.output_path or str(folder / f"layer{layer}.pt") for layer in layers}
-    request = arrange.layer_requests(config, args.granularity)[0]
-    outputs = {path: partial(arrange.layer_cache, layer=layer) for layer, path in paths.items()}
+    request = cache_builders.layer_requests(config, args.granularity)[0]
+    outputs = {path: partial(cache_builders.layer_cache, layer=layer) for layer, path in paths.items()}
     make_caches(args, config, [replace(request, layers=list(layers))], outputs)
 
 

@@ -5,9 +5,9 @@ python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml
 
 from functools import partial
 
-from experiments import arrange
-from experiments.cli import config_from, main, run_parser
-from experiments.runs import make_caches
+from experiments.extraction import cache_builders
+from experiments.running.cli import config_from, main, run_parser
+from experiments.running.jobs import make_caches
 
 
 def run(argv=None):
@@ -24,9 +24,9 @@ def run(argv=None):
     )
     args = parser.parse_args(argv)
     config, is_logits = config_from(args), args.capture == "logits"
-    requests = arrange.figure4_requests(config, args.granularity, is_logits)
+    requests = cache_builders.figure4_requests(config, args.granularity, is_logits)
     make_caches(
-        args, config, requests, {args.output_path: partial(arrange.figure4_cache, is_logits=is_logits)}
+        args, config, requests, {args.output_path: partial(cache_builders.figure4_cache, is_logits=is_logits)}
     )
 
 

@@ -24,12 +24,12 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
 
-from experiments.cli import Parser, main
-from experiments.contact_sheet import save_contact_sheet
-from experiments.files import replacing, require_writable
-from experiments.guards import RunError
-from experiments.layer_page import save_page
-from experiments.notebook_table import NOTEBOOKS, LayerCaches
+from experiments.caches.atomic_files import replacing, require_writable
+from experiments.caches.errors import RunError
+from experiments.figures.contact_sheet import save_contact_sheet
+from experiments.figures.html_page import save_page
+from experiments.running.cli import Parser, main
+from experiments.running.notebook_table import NOTEBOOKS, LayerCaches
 
 FOLDER = Path("notebooks")
 
@@ -71,7 +71,7 @@ async def execute(notebook: NotebookNode, manager: AsyncKernelManager, client: A
 
 def fingerprint(notebook: Path, files: Sequence[Path], layer: int) -> str:
     """Changes with the notebook, with its caches and with the code that draws."""
-    code = [notebook, *sorted(Path(__file__).parent.glob("*.py"))]
+    code = [notebook, *sorted(Path(__file__).parent.rglob("*.py"))]
     state = [hashlib.sha256(path.read_bytes()).hexdigest() for path in code]
     state += [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
     return hashlib.sha256(json.dumps([layer, state]).encode()).hexdigest()

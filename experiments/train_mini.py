@@ -25,9 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.cli import Parser, main
-from experiments.extraction import choose_device
-from experiments.files import require_writable
+from experiments.caches.atomic_files import require_writable
+from experiments.extraction.devices import choose_device
 from experiments.miniature.moving_shapes import (
     FPS,
     Scene,
@@ -38,8 +37,11 @@ from experiments.miniature.moving_shapes import (
 )
 from experiments.miniature.tokenizer import build_tokenizer
 from experiments.miniature.training import Clock, Trainer
+from experiments.running.cli import Parser, main
+from wan.blocks import block_ranges, block_sizes
 from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
-from wan.config import ConfigError, ModelConfig, block_ranges, block_sizes
+from wan.config import ModelConfig
+from wan.errors import ConfigError
 from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
 from wan.modules.model import WanModel
 from wan.scheduler import FlowSchedule

@@ -2,7 +2,8 @@
 
 import torch
 
-from experiments.frames import block_frames, curves_to_frames, later_block, query_frame_curves
+from experiments.caches.frames import curves_to_frames, query_frame_curves
+from wan.blocks import block_frames, later_block
 
 PROMPT = "a red circle moving right over a dark blue background"
 

@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from wan.config import ConfigError, ModelConfig
+from wan.config import ModelConfig
+from wan.errors import ConfigError
 from wan.modules.model import WanModel
 from wan.modules.offload import StreamedBlocks
 from wan.safe_load import UnreadableError, load_tensors

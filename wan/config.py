@@ -1,18 +1,16 @@
 """Sizes of the models, the settings of a run, and the block structure that follows from them."""
 
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-VIDEO_FRAMES_PER_LATENT = 4  # the VAE encodes frame 0 alone, then groups of four
+from wan.blocks import block_sizes
+from wan.errors import ConfigError
 
-
-class ConfigError(ValueError):
-    """What a user asked for cannot be run; the message is one line with the remedy."""
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -58,57 +56,6 @@ MODELS = {
     "Wan2.1-T2V-1.3B": ModelConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30),
     "Wan2.1-T2V-14B": ModelConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40),
 }
-
-
-def block_sizes(
-    num_frames: int, num_frame_per_block: int = 3, independent_first_frame: bool = False
-) -> list[int]:
-    """Frames of each block of the rollout, e.g. 21 -> [3]*7, and with an independent first frame 19 -> [1] + [3]*6.
-
-    Raises ConfigError where the frames do not fit, naming the nearest counts that do.
-    """
-    n = num_frame_per_block
-    first = [1] if independent_first_frame else []
-    if n < 1:
-        raise ConfigError(f"num_frame_per_block must be at least 1, not {n}")
-    rest, left_over = divmod(num_frames - len(first), n)
-    if num_frames < 1 or rest < (0 if first else 1) or left_over:
-        lower = len(first) + max(rest, 0 if first else 1) * n
-        fits = sorted({lower, lower + n})
-        raise ConfigError(
-            f"{num_frames} frames do not fit blocks of {n}"
-            f"{' after an independent first frame' if first else ''}; try {fits[0]} or {fits[1]}"
-        )
-    return first + [n] * rest
-
-
-def block_ranges(sizes: list[int]) -> list[range]:
-    """Frame indices of each block: [3, 3] -> [range(0, 3), range(3, 6)]."""
-    return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
-    """A window of local_attn_size frames must hold the sink frames and one whole block; -1 means no window."""
-    if sink_size < 0:
-        raise ConfigError(f"sink_size must be 0 or more frames, not {sink_size}")
-    if local_attn_size == -1:
-        return
-    if local_attn_size < sink_size + block_size:
-        raise ConfigError(
-            f"local_attn_size {local_attn_size} cannot hold {sink_size} sink frames and a block of "
-            f"{block_size}; it must be at least {sink_size + block_size}, or -1 for no window"
-        )
-
-
-def latent_frames(video_frames: int) -> int:
-    """Latent frames of a video of 4n + 1 frames, e.g. 21 -> 6. Raises ConfigError for other counts, naming those that fit."""
-    rest, left_over = divmod(video_frames - 1, VIDEO_FRAMES_PER_LATENT)
-    if video_frames < 1 or left_over:
-        fits = [1 + VIDEO_FRAMES_PER_LATENT * n for n in (max(rest, 0), max(rest, 0) + 1)]
-        raise ConfigError(
-            f"{video_frames} video frames are not {VIDEO_FRAMES_PER_LATENT}n + 1; try {fits[0]} or {fits[1]}"
-        )
-    return 1 + rest
 
 
 def check_sampling(shift: float, num_steps: int) -> None:

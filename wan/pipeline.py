@@ -6,7 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wan.config import ConfigError, block_ranges, block_sizes, check_window
+from wan.blocks import block_ranges, block_sizes, check_window
+from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import Pass
 from wan.modules.causal_model import CausalWanModel

@@ -7,7 +7,8 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
-from wan.config import ConfigError, check_sampling
+from wan.config import check_sampling
+from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import Pass
 from wan.modules.model import TextKeysValues, WanModel

@@ -9,11 +9,13 @@ import time
 import pytest
 from conftest import ROOT
 
-from experiments import cli, extract_attention_wan, rollout
+from experiments import extract_attention_wan
 from experiments.caches import load_cache
-from experiments.formats import CacheError
-from experiments.profiles import open_profiles
-from experiments.progress import Progress
+from experiments.caches.errors import CacheError
+from experiments.caches.view import open_profiles
+from experiments.extraction import rollout
+from experiments.running import cli, jobs
+from experiments.running.progress import Progress
 
 SHORT = ["--ckpt_dir", "checkpoints/wan-mini", "--num_frames", "9", "--num_steps", "4"]
 
@@ -128,7 +130,7 @@ def test_numbers_are_guarded_at_the_step_where_they_go_wrong(tmp_path, monkeypat
 
 def test_room_on_the_disk_is_asked_for_before_the_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "experiments.locks.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000})
+        "experiments.running.output_locks.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000})
     )
     monkeypatch.setattr("wan.checkpoint.build_model", lambda *args: pytest.fail("the model was loaded"))
     for flags in ([], ["--all_layers", "--step", "all"]):
@@ -138,9 +140,9 @@ def test_room_on_the_disk_is_asked_for_before_the_model_is_loaded(tmp_path, monk
 
 @pytest.mark.parametrize("flags", [[], ["--all_layers", "--step", "all"]])
 def test_the_estimate_is_close_and_never_too_small(flags, tmp_path, monkeypatch):
-    asked, original = {}, extract_attention_wan.extraction_base.run_watched
+    asked, original = {}, jobs.run_watched
     monkeypatch.setattr(
-        extract_attention_wan.extraction_base,
+        jobs,
         "run_watched",
         lambda args, outputs, each, *more: (
             asked.update(dict.fromkeys(outputs, each)) or original(args, outputs, each, *more)

@@ -11,11 +11,6 @@ from conftest import ROOT
 from forked import exit_code, forked, tell
 
 from experiments import (
-    benchmark,
-    benchmark_reading,
-    benchmark_real,
-    build_published,
-    cli,
     contact_sheet,
     evaluate_mini,
     extract_attention_wan,
@@ -23,8 +18,6 @@ from experiments import (
     layers_from_atlas,
     match_curve,
     measure_moments,
-    readme_figures,
-    readme_tables,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
@@ -33,6 +26,15 @@ from experiments import (
     train_mini,
 )
 from experiments.caches import save_cache
+from experiments.dev import (
+    benchmark_capture,
+    benchmark_memory,
+    benchmark_reading,
+    build_published,
+    readme_figures,
+    readme_tables,
+)
+from experiments.running import cli
 
 MINI = ["--config_path", "configs/wan_mini.yaml"]
 NO_DISK = "/proc/no/such"  # nobody may write there, root neither
@@ -43,9 +45,9 @@ ROLLOUTS = {
 OTHERS = {
     script.__name__.split(".")[-1]: script
     for script in (
-        benchmark,
+        benchmark_capture,
         benchmark_reading,
-        benchmark_real,
+        benchmark_memory,
         build_published,
         contact_sheet,
         evaluate_mini,
@@ -132,7 +134,7 @@ CASES["run_extraction_figure4"] += [
     [*MINI, *f] for f in (["--layer_indices", "-1"], ["--granularity", "x"], ["--capture", "x"])
 ]
 CASES |= {
-    "benchmark": [
+    "benchmark_capture": [
         ["--no_such_flag"],
         [*MINI, "--repeats", "x"],
         [*MINI, "--repeats", "0"],
@@ -198,7 +200,7 @@ CASES |= {
 }
 EAGLE = "cache/published/self_forcing_dmd_eagle_21f.pt"
 CASES |= {
-    "benchmark_real": [
+    "benchmark_memory": [
         ["--no_such_flag"],
         ["--device", "abacus"],
         ["--device"],
@@ -288,7 +290,7 @@ SCRIPTS = ROLLOUTS | OTHERS
 def test_every_script_is_here():
     starts = {
         path.stem
-        for path in (ROOT / "experiments").glob("*.py")
+        for path in [*(ROOT / "experiments").glob("*.py"), *(ROOT / "experiments/dev").glob("*.py")]
         if '__name__ == "__main__"' in path.read_text()
     }
     assert starts == SCRIPTS.keys() == CASES.keys()

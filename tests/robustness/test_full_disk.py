@@ -8,9 +8,11 @@ import synthetic_caches
 import torch
 from conftest import ROOT
 
-from experiments import arrange, extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
-from experiments.caches import CacheError, load_cache, save_cache
-from experiments.sizes import estimate_bytes
+from experiments import run_extraction_all, run_extraction_each, run_extraction_figure4
+from experiments.caches import load_cache, save_cache
+from experiments.caches.errors import CacheError
+from experiments.extraction import cache_builders, causal
+from experiments.extraction.memory_estimate import estimate_bytes
 from wan.config import load_config
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--quiet"]
@@ -31,7 +33,7 @@ def small_disk(tmp_path):
 
 def test_known_before_the_rollout(small_disk, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(extraction, "load_pipeline", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: pytest.fail("the model was loaded"))
     with pytest.raises(
         CacheError, match=r"out.pt cannot be written: it needs \d{7} bytes, \d{6,7} are free in "
     ):
@@ -53,10 +55,18 @@ def test_found_while_writing(small_disk):
 @pytest.mark.parametrize(
     ("script", "flags", "requests"),
     [
-        (run_extraction_figure4, [], lambda c: arrange.figure4_requests(c, "token")),
-        (run_extraction_figure4, ["--granularity", "key"], lambda c: arrange.figure4_requests(c, "key")),
-        (run_extraction_each, [], arrange.layer_requests),
-        (run_extraction_all, ["--rope_bands"], lambda c: arrange.atlas_requests(c, True, False, False, True)),
+        (run_extraction_figure4, [], lambda c: cache_builders.figure4_requests(c, "token")),
+        (
+            run_extraction_figure4,
+            ["--granularity", "key"],
+            lambda c: cache_builders.figure4_requests(c, "key"),
+        ),
+        (run_extraction_each, [], cache_builders.layer_requests),
+        (
+            run_extraction_all,
+            ["--rope_bands"],
+            lambda c: cache_builders.atlas_requests(c, True, False, False, True),
+        ),
     ],
 )
 def test_the_estimate_is_close_and_never_too_small(script, flags, requests, tmp_path, monkeypatch):

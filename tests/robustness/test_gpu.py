@@ -8,14 +8,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments import (
-    cli,
-    extract_attention_wan,
-    extraction,
-    extraction_base,
-    rollout,
-    run_extraction_figure4,
-)
+from experiments import extract_attention_wan, run_extraction_figure4
+from experiments.extraction import bidirectional, causal, rollout
+from experiments.running import cli
 from wan.modules import reductions
 
 pytestmark = pytest.mark.skipif(
@@ -79,10 +74,10 @@ def said_by(script, flags, capfd) -> str:
 @pytest.mark.parametrize(
     ("module", "name", "flags", "doing", "remedy"),
     [
-        (extraction, "encode_prompts", [], "encoding the prompt", "--device cpu"),
-        (extraction, "load_pipeline", [], "loading the model", "--device cpu"),
+        (causal, "encode_prompts", [], "encoding the prompt", "--device cpu"),
+        (causal, "load_pipeline", [], "loading the model", "--device cpu"),
         (
-            extraction,
+            causal,
             "roll_out",
             ["--granularity", "frame"],
             "rolling out block 0 of 3",
@@ -108,7 +103,7 @@ def test_out_of_memory_says_what_was_being_done_and_what_helps(
 @pytest.mark.parametrize(
     ("module", "name", "doing"),
     [
-        (extraction_base, "encode_prompts", "encoding the prompt"),
+        (bidirectional, "encode_prompts", "encoding the prompt"),
         (rollout, "sample", "sampling step 0 of 4"),
     ],
 )

@@ -6,7 +6,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments import cli, extraction, run_extraction_all, run_extraction_figure4
+from experiments import run_extraction_all, run_extraction_figure4
+from experiments.extraction import causal, devices
+from experiments.running import cli
 from wan.config import load_config
 from wan.modules import reductions
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
@@ -36,7 +38,7 @@ def said_by(script, flags, tmp_path, capfd, code) -> str:
 
 def test_not_finite_in_the_middle_names_layer_block_and_pass(tmp_path, monkeypatch, capfd):
     """NaN enters at layer 3 of block 1 in pass 2: the weights are spoilt from there on."""
-    original = extraction.load_pipeline
+    original = causal.load_pipeline
 
     def broken(*args):
         pipeline = original(*args)
@@ -49,7 +51,7 @@ def test_not_finite_in_the_middle_names_layer_block_and_pass(tmp_path, monkeypat
         pipeline.model.blocks[3].register_forward_pre_hook(spoil)
         return pipeline
 
-    monkeypatch.setattr(extraction, "load_pipeline", broken)
+    monkeypatch.setattr(causal, "load_pipeline", broken)
     said = said_by(run_extraction_all, [], tmp_path, capfd, 1)
     assert said == (
         "error: layer 3, block 1, step 2 (t = 833.333): its output is not finite, nor is its weight "
@@ -65,17 +67,17 @@ def test_not_finite_in_the_middle_names_layer_block_and_pass(tmp_path, monkeypat
     ],
 )
 def test_an_overflow_names_its_layer_whatever_is_captured(place, where, tmp_path, monkeypatch, capfd):
-    original = extraction.load_pipeline
+    original = causal.load_pipeline
 
     def broken(*args):
         pipeline = original(*args)
         place(pipeline.model).register_forward_hook(lambda module, inputs, output: output * float("inf"))
         return pipeline
 
-    monkeypatch.setattr(extraction, "load_pipeline", broken)
+    monkeypatch.setattr(causal, "load_pipeline", broken)
     said = said_by(run_extraction_figure4, ["--layer_indices", "1"], tmp_path, capfd, 1)
     assert said.startswith(f"error: {where}") and said.endswith(
-        f"its output is not finite; {extraction.guards.REMEDY}"
+        f"its output is not finite; {causal.checks.REMEDY}"
     )
 
 
@@ -138,17 +140,17 @@ def test_a_directory_that_holds_another_model_than_its_config_names(tmp_path, ca
 
 def test_guards_change_no_bit_and_wait_once_a_block(config, monkeypatch):
     """The latents are those of the bare pipeline; flags of a block's passes are read together."""
-    ready = extraction.prepare(config, ALL)
-    noise, renoise = extraction.draw_noise(config, ready.model_config, ready.dtype, ready.device)
+    ready = causal.prepare(config, ALL)
+    noise, renoise = causal.draw_noise(config, ready.model_config, ready.dtype, ready.device)
     embeds = ready.texts[config.prompt][0]
-    with extraction.threads_for(noise, ready.model_config):
+    with devices.threads_for(noise, ready.model_config):
         bare = ready.pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
-    reads, original = [], extraction.guards.check_outputs
+    reads, original = [], causal.checks.check_outputs
 
     def counted(outputs, latents):
         reads.append(len(outputs))
         original(outputs, latents)
 
-    monkeypatch.setattr(extraction.guards, "check_outputs", counted)
-    result = extraction.extract_next(ready, config, ALL)
+    monkeypatch.setattr(causal.checks, "check_outputs", counted)
+    result = causal.extract_next(ready, config, ALL)
     assert torch.equal(result.latents, bare) and reads == [5 * 9, 5 * 9]  # passes of 8 layers and the head

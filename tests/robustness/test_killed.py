@@ -9,10 +9,11 @@ import torch
 from conftest import ROOT
 from forked import FULL, exit_code, forked, tell
 
-from experiments import cli, run_extraction_all
+from experiments import run_extraction_all
 from experiments.caches import load_cache
-from experiments.formats import CacheError
-from experiments.locks import claimed
+from experiments.caches.errors import CacheError
+from experiments.running import cli
+from experiments.running.output_locks import claimed
 
 FLAGS = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--quiet"]
 

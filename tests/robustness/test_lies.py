@@ -6,8 +6,9 @@ import pytest
 import synthetic_caches
 import torch
 
-from experiments.caches import CacheError, load_cache
-from experiments.profiles import open_profiles
+from experiments.caches import load_cache
+from experiments.caches.errors import CacheError
+from experiments.caches.view import open_profiles
 
 NAN, INF = float("nan"), float("inf")
 

@@ -20,11 +20,12 @@ from forked import FULL, forked, tell
 from test_caches import MAKERS, older_figure4, older_inference, older_layer, same
 from test_checkpoint import GOLDEN_MODEL, write_transformer
 
-from experiments.caches import CacheError, load_cache, save_cache
-from experiments.profiles import open_profiles
+from experiments.caches import load_cache, save_cache
+from experiments.caches.errors import CacheError
+from experiments.caches.view import open_profiles
 from wan import checkpoint
 from wan.checkpoint import CheckpointError
-from wan.config import ConfigError
+from wan.errors import ConfigError
 from wan.modules.causal_model import CausalWanModel
 from wan.safe_load import LARGE_BYTES, UnreadableError, load_tensors
 

@@ -10,11 +10,14 @@ import sys
 import pytest
 from conftest import ROOT
 
-from experiments import cli, extraction, run_extraction_all, run_extraction_each
-from experiments.caches import CacheError, load_cache
-from experiments.files import part_of, replacing
-from experiments.locks import claimed
-from wan.config import ConfigError
+from experiments import run_extraction_all, run_extraction_each
+from experiments.caches import load_cache
+from experiments.caches.atomic_files import part_of, replacing
+from experiments.caches.errors import CacheError
+from experiments.extraction import causal
+from experiments.running import cli
+from experiments.running.output_locks import claimed
+from wan.errors import ConfigError
 
 SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "3", "--quiet"]
 
@@ -29,7 +32,7 @@ def extract(path, *flags):
 
 
 def not_loading(monkeypatch):
-    monkeypatch.setattr(extraction, "load_pipeline", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: pytest.fail("the model was loaded"))
 
 
 def test_a_link_stays_and_its_target_is_written(tmp_path):
@@ -164,8 +167,8 @@ def test_a_layer_asked_for_twice_is_kept_once(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_while_loading_it_ends_at_once(number, tmp_path, monkeypatch, capfd):
     generated = []
-    monkeypatch.setattr(extraction, "load_pipeline", lambda *args: os.kill(os.getpid(), number))
-    monkeypatch.setattr(extraction, "roll_out", lambda *args: generated.append(1))
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: os.kill(os.getpid(), number))
+    monkeypatch.setattr(causal, "roll_out", lambda *args: generated.append(1))
     with pytest.raises(SystemExit) as ended:
         cli.main(run_extraction_each.run, [*SHORT, "--output_path", str(tmp_path / "a.pt")])
     assert ended.value.code == 130 and not generated and not os.listdir(tmp_path)

@@ -13,7 +13,6 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from experiments import (
-    cli,
     extract_attention_wan,
     run_extraction,
     run_extraction_all,
@@ -21,7 +20,8 @@ from experiments import (
     run_notebooks,
 )
 from experiments.caches import load_cache
-from experiments.progress import Progress
+from experiments.running import cli
+from experiments.running.progress import Progress
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--quiet"]
 STOPPED = "partial: the run was stopped after 3 of 7 blocks; what comes later is absent"

@@ -10,11 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_caches import same
 
-from experiments import frames
-from experiments.caches import load_cache, save_cache
-from experiments.files import tensor_bytes
-from experiments.sweep import slugs_of
-from wan.config import block_ranges
+from experiments.caches import frames, load_cache, save_cache
+from experiments.caches.atomic_files import tensor_bytes
+from experiments.running.sweep import slugs_of
+from wan.blocks import (
+    block_frames,
+    block_ranges,
+    earlier_block,
+    later_block,
+    video_to_latent_frame,
+    visible_frames,
+)
 from wan.safe_load import CHUNK, crc32
 
 BLOCKS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
@@ -48,7 +54,7 @@ def test_assembly_puts_every_cell_where_it_belongs(sizes, sink, extra, windowed,
     F, window = sum(sizes), sink + max(sizes) + extra if windowed else -1
     cells, pieces = {}, []
     for block, queries in enumerate(block_ranges(sizes)):
-        keys = frames.visible_frames(sizes, block, window, sink)
+        keys = visible_frames(sizes, block, window, sink)
         values = noise(seed + block, 2, len(queries), len(keys))
         pieces.append((list(queries), keys, values))
         cells |= {(q, k): values[:, i, j] for i, q in enumerate(queries) for j, k in enumerate(keys)}
@@ -62,14 +68,14 @@ def test_assembly_puts_every_cell_where_it_belongs(sizes, sink, extra, windowed,
                 assert torch.equal(matrix[:, q, k], cells[q, k])
             else:
                 assert matrix[:, q, k].isnan().all()
-    assert matrix[:, frames.later_block(sizes)].isnan().all()
+    assert matrix[:, later_block(sizes)].isnan().all()
 
 
 @given(sizes=BLOCKS)
 def test_blocks_partition_frames(sizes):
-    every = [frame for block in range(len(sizes)) for frame in frames.block_frames(sizes, block)]
+    every = [frame for block in range(len(sizes)) for frame in block_frames(sizes, block)]
     assert every == list(range(sum(sizes)))
-    earlier, later = frames.earlier_block(sizes), frames.later_block(sizes)
+    earlier, later = earlier_block(sizes), later_block(sizes)
     own = ~(earlier | later)
     assert (
         torch.equal(later, earlier.T)
@@ -80,7 +86,7 @@ def test_blocks_partition_frames(sizes):
 
 @given(frame=st.integers(0, 10**6))
 def test_video_frames_to_latent_frames(frame):
-    latent = frames.video_to_latent_frame(frame)
+    latent = video_to_latent_frame(frame)
     assert (latent == 0) == (frame == 0) and (frame == 0 or 4 * (latent - 1) + 1 <= frame <= 4 * latent)
 
 
@@ -106,8 +112,8 @@ PLAIN = st.recursive(
 )
 @settings(max_examples=40, deadline=None)
 def test_any_layer_cache_comes_back(sizes, H, half, prompt, seed, extra, noise_seed):
-    F, last = sum(sizes), frames.block_frames(sizes, -1)
-    matrix = noise(noise_seed, H, F, F).masked_fill(frames.later_block(sizes), float("nan"))
+    F, last = sum(sizes), block_frames(sizes, -1)
+    matrix = noise(noise_seed, H, F, F).masked_fill(later_block(sizes), float("nan"))
     matrix = matrix.half() if half else matrix
     cache = {
         "format": "layer",

@@ -12,20 +12,15 @@ import torch
 from conftest import ROOT
 from forked import FULL, exit_code, forked, tell
 
-from experiments import (
-    cli,
-    extraction,
-    run_extraction,
-    run_extraction_all,
-    run_extraction_each,
-    run_extraction_figure4,
-    sweep,
-)
-from experiments.caches import CacheError, load_cache, save_cache
-from experiments.frames import block_frames
-from experiments.profiles import open_profiles
-from experiments.progress import Progress
-from wan.config import ConfigError
+from experiments import run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
+from experiments.caches import load_cache, save_cache
+from experiments.caches.errors import CacheError, RunError
+from experiments.caches.view import open_profiles
+from experiments.extraction import causal
+from experiments.running import cli, sweep
+from experiments.running.progress import Progress
+from wan.blocks import block_frames
+from wan.errors import ConfigError
 
 MINI = ["--config_path", str(ROOT / "configs/wan_mini.yaml")]
 SHORT = [*MINI, "--num_frames", "6", "--quiet"]
@@ -151,8 +146,8 @@ NAMES = [f"{slug}_s{seed}.pt" for slug in ("a-blue-square", "a-red-circle-moving
 
 
 def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch, capfd):
-    loads, original = [], extraction.load_pipeline
-    monkeypatch.setattr(extraction, "load_pipeline", lambda *args: loads.append(1) or original(*args))
+    loads, original = [], causal.load_pipeline
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
     sweeping(prompts, tmp_path / "whole")()
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert sorted(whole) == [*NAMES, "manifest.json"] and len(loads) == 1
@@ -208,16 +203,16 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
 
 
 def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
-    original = extraction.extract_next
+    original = causal.extract_next
 
     def failing(ready, config, *more):
         if (config.prompt, config.seed) == ("A blue square!", 0):
-            raise extraction.RunError("block 0: not finite")
+            raise RunError("block 0: not finite")
         return original(ready, config, *more)
 
-    monkeypatch.setattr(extraction, "extract_next", failing)
+    monkeypatch.setattr(causal, "extract_next", failing)
     with pytest.raises(
-        extraction.RunError, match=r"1 of 4 runs failed; first .*a-blue-square_s0.pt: block 0: not finite"
+        RunError, match=r"1 of 4 runs failed; first .*a-blue-square_s0.pt: block 0: not finite"
     ):
         sweeping(prompts, tmp_path / "out")()
     assert sorted(path.name for path in (tmp_path / "out").glob("*.pt")) == NAMES[1:]
@@ -263,7 +258,7 @@ def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
 
 
 def test_two_sweeps_in_one_folder(tmp_path, prompts):
-    from experiments.locks import claimed
+    from experiments.running.output_locks import claimed
 
     with claimed({str(tmp_path / "out/manifest.json"): 0}):
         other = forked(exit_code(lambda: cli.main(lambda argv: sweeping(prompts, tmp_path / "out")(), [])))

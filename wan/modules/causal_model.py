@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wan.config import check_window
+from wan.blocks import check_window
 from wan.modules.kv_cache import KVCache
 from wan.modules.model import TextKeysValues, WanModel
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from wan.config import check_window
+from wan.blocks import check_window
 from wan.modules import reductions
 
 

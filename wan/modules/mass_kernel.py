@@ -61,7 +61,7 @@ def _mass_kernel(
         total = tl.zeros([BLOCK_Q], tl.float32)
         tile = k_head + (frame * frame_size + columns).to(tl.int64)[None, :] * stride_kl
         for _ in range(0, whole, BLOCK_K):
-            if HEAD_DIM == DIM_PAD:  # noqa: SIM108  masked loads cost 15 % here: none where none is needed
+            if HEAD_DIM == DIM_PAD:
                 k = tl.load(tile)
             else:
                 k = tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from wan.config import ConfigError, ModelConfig
+from wan.config import ModelConfig
+from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.kv_cache import KVCache
 from wan.modules.layers import Block, Head, sinusoidal_embedding

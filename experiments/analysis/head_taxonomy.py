@@ -1,0 +1,119 @@
+"""Kinds of heads, by two published rules: anchor, wave or veil from signs of logits; static or dynamic from mass.
+
+Labels are small integers in the coding of the published tables (Pyramid Forcing, Forcing-KV). ABSENT is where a cache
+does not hold what the rule needs. Pure functions; the thresholds come from configs/taxonomy.yaml.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.analysis.measures import sign_rate
+from experiments.caches.view import Profiles
+from wan.blocks import earlier_block
+from wan.errors import ConfigError
+
+ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
+
+KINDS: Mapping[int, str] = MappingProxyType({ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"})
+
+REACHES: Mapping[int, str] = MappingProxyType({STATIC: "static", DYNAMIC: "dynamic"})
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The defaults agree with the published labels on the published data; see configs/taxonomy.yaml."""
+
+    anchor_min: float = 0.84
+    veil_max: float = 0.12
+    static_min: float = 0.80
+    skip_frames: int = 3
+    near_frames: int = 4
+
+    def __post_init__(self):
+        if not 0 <= self.veil_max < self.anchor_min <= 1:
+            raise ConfigError(
+                f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}, both shares of 1"
+            )
+
+
+def load_thresholds(path: str | Path) -> Thresholds:
+    """Thresholds from a YAML file. Raises ConfigError for one that is not there, an unknown key or a wrong value."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{path} not found; the repository has configs/taxonomy.yaml")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Thresholds), OmegaConf.load(path)))
+    except OmegaConfBaseException as error:
+        known = ", ".join(f.name for f in fields(Thresholds))
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}; known keys: {known}") from error
+
+
+def context_sign_rate(view: Profiles) -> np.ndarray:
+    """Share of positive mean logits over context cells, per head [N, H]: all cells of the frame matrix whose key block is
+    strictly earlier than the query's, or where a cache has no whole matrix the last block's context frames."""
+    if view.quantity != "mean_logit" or not view.context_frames:
+        return np.full((len(view.layers), view.num_heads), np.nan)
+    if (matrix := view.frame_matrices()) is None:
+        return sign_rate(view.profiles()[..., list(view.context_frames)])
+    return sign_rate(matrix[..., earlier_block(view.block_sizes).numpy()])
+
+
+def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
+    """ANCHOR, WAVE or VEIL from rates of positive context logits; ABSENT for NaN. Names: Pyramid Forcing."""
+    labels = np.where(
+        rate >= thresholds.anchor_min, ANCHOR, np.where(rate <= thresholds.veil_max, VEIL, WAVE)
+    )
+    return np.where(np.isnan(rate), ABSENT, labels)
+
+
+def near_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
+    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of mass profiles [..., F] -> [...].
+
+    Forcing-KV's rule. The last frames are the queries' own block and what is just before: at a noisy pass that is mostly
+    noise. NaN where the video is too short for the two to differ, or a frame was not attended.
+    """
+    skip, near = thresholds.skip_frames, thresholds.near_frames
+    A = np.asarray(mass, np.float64)
+    if A.shape[-1] <= skip + near:
+        return np.full(A.shape[:-1], np.nan)
+    return A[..., -near:].sum(-1) / A[..., skip:].sum(-1)
+
+
+def reaches(share: np.ndarray, thresholds: Thresholds) -> np.ndarray:
+    """STATIC or DYNAMIC from near_share; ABSENT for NaN."""
+    return np.where(np.isnan(share), ABSENT, np.where(share >= thresholds.static_min, STATIC, DYNAMIC))
+
+
+def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
+    """The pair of sign-rate thresholds that agrees best with labels of the same heads, from all that tell rates apart.
+
+    Report it on other data than it was chosen on. Of equally good pairs the one in the middle of their order.
+    """
+    rate, labels = np.ravel(rate), np.ravel(labels)
+    levels = np.unique(np.concatenate([[0.0], rate, [1.0]]))
+    cuts = (levels[1:] + levels[:-1]) / 2  # every threshold between two observed rates
+    above, below = rate[None] >= cuts[:, None], rate[None] <= cuts[:, None]  # [cuts, heads]
+    anchors = (above & (labels == ANCHOR)).sum(1) - (above & (labels == WAVE)).sum(1)
+    veils = (below & (labels == VEIL)).sum(1) - (below & (labels == WAVE)).sum(1)
+    score = (
+        anchors[:, None] + veils[None] + np.where(cuts[:, None] > cuts[None], 0, -np.inf)
+    )  # heads beyond all waves
+    best = np.argwhere(score == score.max())
+    anchor, veil = best[len(best) // 2]
+    return Thresholds(anchor_min=float(cuts[anchor]), veil_max=float(cuts[veil]))
+
+
+def agreement(a: np.ndarray, b: np.ndarray) -> float:
+    """Share of heads with the same label in both; NaN where no head has a label in both."""
+    both = (a != ABSENT) & (b != ABSENT)
+    return float((a == b)[both].mean()) if both.any() else float("nan")
+
+
+def confusion(ours: np.ndarray, theirs: np.ndarray, classes: Sequence[int]) -> np.ndarray:
+    """Counts of heads [ours, theirs] in the order of classes."""
+    return np.array([[int(((ours == a) & (theirs == b)).sum()) for b in classes] for a in classes])

@@ -1,0 +1,120 @@
+"""Published facts about the real model, as files in cache/published/: curves read off figures, and labels of heads."""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.caches import load_cache
+from experiments.caches.errors import CacheError
+from experiments.caches.view import Profiles, open_profiles
+
+FOLDER = Path("cache/published")
+
+FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"  # the paper's Figure 4, by key frame
+
+FIGURE4_MODEL = "Wan2.1-T2V-1.3B"
+
+FIGURE4_HEADS = (
+    (1, 1, "L1H1"),
+    (5, 10, "L5H10"),
+)  # layer, head, label of its curves; layers and heads count from 0
+
+HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
+
+STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
+
+MAKE = "python experiments/dev/build_published.py FOLDER"
+
+
+class Curve(NamedTuple):
+    """A curve read off a figure; both [F]."""
+
+    values: np.ndarray  # NaN where the figure shows nothing
+    clipped: np.ndarray  # bool: the figure ends there, the true value lies further out
+
+
+def read_curves(path: str | Path) -> dict[str, Curve]:
+    """Curves by name from a CSV with a column key_frame, a column per curve, and, if any point is cut off by the edge
+    of its figure, a column clipped that names its curves. Raises CacheError for a file that is not there or not this."""
+    path = _existing(path)
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    try:
+        frames = [int(row["key_frame"]) for row in rows]
+        names = [name for name in rows[0] if name not in ("key_frame", "clipped")]
+        if frames != list(range(len(rows))):
+            raise ValueError(f"key_frame counts {frames[:3]}... instead of 0, 1, 2, ...")
+        return {
+            name: Curve(
+                np.array([float(row[name] or "nan") for row in rows]),
+                np.array([name in (row.get("clipped") or "").split() for row in rows]),
+            )
+            for name in names
+        }
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
+
+
+def curves_for(
+    view: Profiles, path: str | Path | None, model: str | None = None
+) -> tuple[dict[str, Curve], str]:
+    """The curves of a CSV that a view can be compared with, and one line on why there are none.
+
+    path None asks for none. model is whose curves they are: other models' heads do not correspond; None compares any.
+    """
+    if path is None or not Path(path).is_file():
+        return (
+            {},
+            f"Not compared with a published curve: {'none was asked for' if path is None else f'{path} not found'}",
+        )
+    curves = read_curves(path)
+    F = len(next(iter(curves.values())).values)
+    reasons = [
+        reason
+        for reason, applies in (
+            (f"they are of {model}, this cache is of {view.model}", model not in (None, view.model)),
+            (f"they have {F} frames, this cache has {view.num_frames}", view.num_frames != F),
+            (f"they are mean logits, this is {view.quantity}", view.quantity != "mean_logit"),
+            ("the queries of this cache see no earlier block", not view.context_frames),
+        )
+        if applies
+    ]
+    return (
+        ({}, f"Not compared with the curves of {Path(path).name}: {reasons[0]}") if reasons else (curves, "")
+    )
+
+
+def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray, np.ndarray] | None:
+    """Published kinds and reaches [layers, H] of a view's layers; None where they are of another model."""
+    if view.model != FIGURE4_MODEL or not Path(folder).is_dir():
+        return None
+    both = [read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV)]
+    fits = view.num_heads == both[0].shape[1] and max(view.layers) < len(both[0])
+    return tuple(labels[list(view.layers)] for labels in both) if fits else None
+
+
+def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profiles]:
+    """Other published atlases with the same heads as a view, by name, to compare heads with."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.pt")):
+        other = open_profiles(load_cache(path))
+        same = (other.model, other.layers, other.num_heads) == (view.model, view.layers, view.num_heads)
+        if same and (other.source, other.num_frames) != (view.source, view.num_frames):
+            found[path.stem] = other
+    return found
+
+
+def read_labels(path: str | Path) -> np.ndarray:
+    """Labels of heads [layers, H], one row per layer; lines that start with # are comments."""
+    try:
+        return np.loadtxt(_existing(path), delimiter=",", dtype=int, ndmin=2)
+    except ValueError as error:
+        raise CacheError(f"{path} is not a table of whole numbers: {error}") from None
+
+
+def _existing(path: str | Path) -> Path:
+    if not Path(path).is_file():
+        raise CacheError(f"{path} not found; git has it in {FOLDER}, or make it with: {MAKE}")
+    return Path(path)

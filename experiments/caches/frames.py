@@ -1,0 +1,114 @@
+"""From tokens to frames: pure reductions and frame indices, no files.
+
+Letters: H heads, S tokens per frame, Lq/Lk query/key tokens, Fq/Fk query/key frames, F frames of the video. Key and
+query tokens are frame-major, so a frame is S neighbouring rows or columns. Three quantities share the name "frame
+attention"; here they are told apart:
+
+    mean_logit   mean over the token pairs of (query frame, key frame) of q.k/sqrt(D)
+    mass         sum over the key frame's tokens of the softmax, mean over the query frame's tokens; rows sum to 1
+    mean_prob    mass / S
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**20  # 4 MiB of float32: a chunk is still in the CPU's cache when it is summed
+
+
+def _row_chunks(tokens: Tensor, S: int):
+    """(head, query frame, rows [n, Lk] float32, valid until the next one) for every few rows of tokens [H, Lq, Lk]."""
+    H, Lq, Lk = tokens.shape
+    if Lq % S or Lk % S:
+        raise ValueError(f"{Lq} x {Lk} tokens are not whole frames of {S} tokens")
+    n = min(S, max(1, CHUNK_ELEMENTS // Lk))
+    buffer = torch.empty(n, Lk, device=tokens.device)  # reused: a fresh float32 copy costs more than the sum
+    for h in range(H):
+        for start in range(0, Lq, S):
+            for row in range(start, start + S, n):
+                rows = tokens[h, row : min(row + n, start + S)]
+                yield h, start // S, buffer[: len(rows)].copy_(rows)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one CPU thread: for operations this small, handing data from core to core takes longer than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
+    """Mean over each query frame's tokens of tokens [H, Lq, Lk] of any dtype -> [H, Fq, Lk] float32.
+
+    Everything else here is a mean of this. Reads a memory-mapped tensor once, a few MiB at a time, a head in each thread.
+    """
+
+    def of_head(one: Tensor) -> Tensor:  # [1, Lq, Lk] -> [Fq, Lk]
+        curves = torch.zeros(one.shape[1] // S, one.shape[2], device=one.device)
+        for _, q, rows in _row_chunks(one, S):
+            curves[q] += rows.sum(0)
+        return curves.div_(S)
+
+    with one_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return torch.stack(list(pool.map(of_head, tokens.split(1))))
+
+
+def frame_means(tokens: Tensor, S: int) -> Tensor:
+    """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk] float32.
+
+    Of logits this is mean_logit, of probabilities mean_prob.
+    """
+    return curves_to_frames(query_frame_curves(tokens, S), S)
+
+
+def frame_mass(probabilities: Tensor, S: int) -> Tensor:
+    """Mass of softmax probabilities [H, Lq, Lk] -> [H, Fq, Fk] float32; rows sum to 1 where all keys are there."""
+    return frame_means(probabilities, S) * S
+
+
+def softmax_curves(logits: Tensor, S: int) -> Tensor:
+    """query_frame_curves of softmax(logits) over the keys: logits [H, Lq, Lk] -> [H, Fq, Lk] float32."""
+    H, Lq, Lk = logits.shape
+    curves = torch.zeros(H, Lq // S, Lk, device=logits.device)
+    for h, q, rows in _row_chunks(logits, S):
+        curves[h, q] += rows.softmax(-1).sum(0)
+    return curves.div_(S)
+
+
+def curves_to_frames(curves: Tensor, S: int) -> Tensor:
+    """Mean over each key frame's tokens: [..., Lk] -> [..., Fk]."""
+    return curves.unflatten(-1, (-1, S)).mean(-1)
+
+
+def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
+    """Pieces (query_frames, key_frames, values [H, Fq, Fk]) -> [H, F, F] float32, NaN where nothing was attended.
+
+    Frame numbers are global, so a sliding window's pieces land where they belong. Further axes of values are kept.
+    """
+    pieces = list(pieces)
+    heads, _, _, *more = pieces[0][2].shape
+    matrix = torch.full((heads, num_frames, num_frames, *more), float("nan"))
+    for query_frames, key_frames, values in pieces:
+        if values.shape[1:3] != (len(query_frames), len(key_frames)):
+            raise ValueError(
+                f"piece of {tuple(values.shape[1:3])} frames for queries {list(query_frames)} "
+                f"and keys {list(key_frames)}"
+            )
+        rows, columns = torch.as_tensor(query_frames), torch.as_tensor(key_frames)
+        matrix[:, rows[:, None], columns] = values.float().cpu()
+    return matrix
+
+
+def spread_keys(values: Tensor, key_frames: Sequence[int], num_frames: int) -> Tensor:
+    """Columns of key_frames among all frames: [..., Fk] -> [..., F] float32, NaN elsewhere."""
+    spread = torch.full((*values.shape[:-1], num_frames), float("nan"))
+    spread[..., torch.as_tensor(key_frames)] = values.float()
+    return spread

@@ -1,0 +1,146 @@
+"""The one reader and writer of .pt caches.
+
+A cache is a dict of tensors and plain Python values; experiments/caches/schema.py has the fields of each format. Data flows
+extraction -> save_cache -> load_cache -> experiments/caches/view.py, which gives notebooks one view of all formats.
+"""
+
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.caches import legacy
+from experiments.caches.atomic_files import replacing, tensor_bytes
+from experiments.caches.errors import CacheError
+from experiments.caches.schema import FORMATS, SCHEMA_VERSION, check, check_counts
+from wan.safe_load import UnreadableError, load_tensors
+
+__all__ = ["SCHEMA_VERSION", "CacheError", "check", "load_cache", "save_cache"]
+
+
+def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
+    """Check a cache and write it, whole or not at all; the same content gives the same bytes under any name.
+
+    Raises CacheError for a field that is missing or wrong and for a path that cannot be written. Tensors are
+    written from where they are: the only copies are of those not contiguous on the CPU.
+    """
+    try:
+        cache = _plain(cache, "cache")
+        check(cache)
+    except CacheError as error:
+        raise CacheError(f"{path} not written: {error}") from None
+    try:
+        with replacing(path) as file:
+            torch.save(cache, file)  # an open file, not a path: its archive is then always called "archive"
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        needed, free = (
+            tensor_bytes(cache),
+            shutil.disk_usage(Path(path).parent).free if Path(path).parent.is_dir() else 0,
+        )
+        full = f"; it needs {needed} bytes, {free} are free" if 0 < free < needed else ""
+        raise CacheError(f"{path} cannot be written: {_first_line(error)}{full}") from error
+
+
+def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a cache of any format and age as a dict with today's fields; tensors stay on disk while mmap is true.
+
+    expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged, of another
+    format, or with fields that are missing or wrong. Nothing in the file is executed.
+    """
+    path, expect = Path(path), tuple(expect)
+    if not path.is_file():
+        raise CacheError(f"{path} not found{_others_of_its_kind(path)}; run: {_command(path, expect)}")
+    try:
+        with torch.serialization.safe_globals(legacy.ALLOWED):
+            raw = load_tensors(path, mmap)
+    except UnreadableError as error:
+        raise CacheError(
+            f"{path} cannot be read as a cache: {error}; make it again: {_command(path, expect)}"
+        ) from error
+    try:
+        if not isinstance(raw, dict):
+            raise CacheError(f"holds a {type(raw).__name__}, not a dict")
+        if "format" not in raw:
+            raw = legacy.to_plain(raw)
+            check_counts(raw)
+            raw = legacy.modernise(raw)
+        check(raw)
+    except (
+        Exception
+    ) as error:  # fields of unheard-of types can fail in any way; the reader must hear of it in one line
+        reason = (
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{type(error).__name__} in its fields: {_first_line(error)}"
+        )
+        raise CacheError(f"{path}: {reason}; make it again: {_command(path, expect)}") from None
+    if expect and raw["format"] not in expect:
+        raise CacheError(
+            f"{path} is a cache of format {raw['format']}: open it with "
+            f"notebooks/{FORMATS[raw['format']].notebook}. Here it takes {' or '.join(expect)}, "
+            f"made by: python experiments/{FORMATS[expect[0]].script}"
+        )
+    return raw
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy of a dict's structure whose bytes depend on its content alone; tensors are kept, not copied.
+
+    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one string
+    used twice: interning makes them one. Raises CacheError for what is neither tensor nor plain value.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        return (
+            value.contiguous() if value.device.type == "cpu" and whole else value.cpu().clone().contiguous()
+        )
+    if isinstance(value, Mapping):
+        return {_plain(key, f"a key of {where}"): _plain(v, f"{where}[{key!r}]") for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if type(value) is str:
+        return sys.intern(value)
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise CacheError(
+        f"{where} is a {type(value).__module__}.{type(value).__name__}; "
+        "only tensors and plain Python values are stored"
+    )
+
+
+def _command(path: Path, expect: Sequence[str]) -> str:
+    """The command that makes a cache, by its expected format or else by its name."""
+    by_name = [kind for kind, form in FORMATS.items() if form.default == path.name]
+    kind = (by_name or list(expect) or (["layer"] if path.name.startswith("layer") else ["figure4"]))[0]
+    flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
+    if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
+        published = "python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt"
+        return (
+            f"python experiments/{FORMATS[kind].script} --layer_index {layer[1]} (without a model: {published} "
+            f"--layers {layer[1]})"
+        )
+    return (
+        f"python experiments/{FORMATS[kind].script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
+    )
+
+
+def _others_of_its_kind(path: Path) -> str:
+    """Which layerN.pt are there where one is not."""
+    if not re.fullmatch(r"layer\d+\.pt", path.name):
+        return ""
+    there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
+    return (
+        f"; there is {', '.join(p.name for p in there[:8])}{', ...' if len(there) > 8 else ''}"
+        if there
+        else ""
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]

@@ -1,0 +1,126 @@
+"""Draw the heads that the README shows, into notebooks/figures/.
+
+    python experiments/dev/readme_figures.py
+    python experiments/dev/readme_figures.py --miniature --mini_cache cache/atlas.pt
+
+The real model's are made from cache/published/. The miniature's Figure 4 comes from a cache of its own, the others from the
+logs in checkpoints/wan-mini/ and from videos that are generated anew.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.analysis import head_measures, head_taxonomy, published, reports
+from experiments.caches import load_cache
+from experiments.caches.view import Profiles, open_profiles
+from experiments.figures import atlas, heads, style
+from experiments.figures import training as training_figures
+from experiments.figures.training import strips, training_curves
+from experiments.running.cli import Parser, main
+
+FOLDER = Path("notebooks/figures")
+
+MINI, MOMENTS = Path("checkpoints/wan-mini"), Path("cache/wan-mini-training")
+
+STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions shown: the first of each set
+
+SHORT, LONG = (published.FOLDER / f"self_forcing_dmd_eagle_{F}f.pt" for F in (21, 72))
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mini_cache", help="a figure4 or atlas cache of the miniature, with --key_curve")
+    parser.add_argument(
+        "--miniature", action="store_true", help="also its videos, its training and its attention meanwhile"
+    )
+    parser.add_argument("--output_dir", type=Path, default=FOLDER)
+    args = parser.parse_args(argv)
+    short, long = open_profiles(load_cache(SHORT)), open_profiles(load_cache(LONG))
+    drawn = {
+        "figure4_published.svg": figure4(short, published.FOLDER / published.FIGURE4_CSV),
+        "sink_or_wave_published.svg": sink_or_wave(long),
+        "kinds_of_heads_published.svg": kinds_of_heads(short),
+    }
+    if args.mini_cache:
+        drawn["figure4_mini.svg"] = figure4(
+            open_profiles(load_cache(args.mini_cache, expect=("figure4", "atlas"))), None
+        )
+    if args.miniature:
+        drawn |= {"videos_mini.svg": videos(), "training_mini.svg": training(), "moments_mini.svg": moments()}
+    for name, figure in drawn.items():
+        print(style.save_svg(figure, args.output_dir / name))
+
+
+def figure4(view: Profiles, curves_csv: Path | None) -> Figure:
+    """The heads of the paper's Figure 4, over the paper's own curves where they are given."""
+    curves, _ = published.curves_for(view, curves_csv, published.FIGURE4_MODEL)
+    panels, _ = reports.choose_heads(view, published.FIGURE4_HEADS)
+    return heads.head_curves(reports.with_reference(panels, view, curves), **view.caption)
+
+
+def sink_or_wave(view: Profiles) -> Figure:
+    """The older score beside the excess at equal distance, on one scale."""
+    wanted = ("first_minus_middle", "equal_distance_excess")
+    maps = [one for one in head_measures.survey(view, None) if one.name in wanted]
+    return atlas.head_maps(maps, view.layers, taken=view.caption["taken"])
+
+
+def kinds_of_heads(view: Profiles) -> Figure:
+    """Anchor, wave and veil by our rule beside the published labels."""
+    thresholds = head_taxonomy.load_thresholds("configs/taxonomy.yaml")
+    maps = head_measures.label_maps(view, None, thresholds, published.labels_for(view))[:2]
+    return atlas.label_maps(maps, view.layers, taken=view.caption["taken"])
+
+
+def videos() -> Figure:
+    """Strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
+    from experiments.evaluate_mini import (
+        FRAMES,
+        SETS,
+        SIDE,
+        Miniature,
+        render,
+        scenes,
+    )  # torch models, for this one only
+    from wan.config import load_config
+
+    mini = Miniature(load_config("configs/wan_mini.yaml"))
+    chosen, rows = [], {"rendered": [], "causal": [], "base": []}
+    for name, count in STRIPS.items():
+        some = scenes(SETS[name], count)
+        captions = [scene.caption for scene in some]
+        rows["rendered"] += [render(scene, FRAMES, SIDE) / 2 + 0.5 for scene in some]
+        rows["causal"] += mini.causal(captions)
+        rows["base"] += mini.base(captions)
+        chosen += captions
+    return strips(chosen, {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in rows.items()})
+
+
+def training() -> Figure:
+    """Losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
+    log = json.loads((MINI / "training.json").read_text())
+    names = {"vae": "VAE", "base": "base", "causal": "causal"}
+    first, again = log["vae"], log["vae_resumed"]
+    psnr = first["psnr_curve"] + [[first["steps"] + step, *values] for step, *values in again["psnr_curve"]]
+    losses = {label: log[stage]["loss_curve"] for stage, label in names.items()}
+    return training_curves(losses, psnr, resumed=first["steps"])
+
+
+def moments() -> Figure:
+    """Preferences for the first frame while the causal weights are trained."""
+    report = json.loads((MOMENTS / "moments.json").read_text())
+    kept = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
+    context = load_cache(MOMENTS / f"step_{kept[0]:05d}.pt")["block_sizes"][:-1]
+    measures = {"Excess of frame 0 at equal distance": ("logits", 0, "equal_distance_excess"),
+                "Mass on frame 0, of the context's": ("share", 1 / sum(context), "first_context_mass")}  # fmt: skip
+    values = {title: (unit, neutral, np.array([moment["first pass"][name] for moment in report["moments"]]))
+              for title, (unit, neutral, name) in measures.items()}  # fmt: skip
+    taken = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {len(report['captions'])} captions"
+    return training_figures.moments([moment["step"] for moment in report["moments"]], values, kept, taken)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,198 @@
+"""From a config to a cache of the base model: sample all frames at once with guidance, keep frame attention of some steps.
+
+The two branches of guidance, with the prompt and without, stay apart: a layer cache holds both, atlases are one each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.caches.errors import RunError
+from experiments.extraction import checks, rollout
+from experiments.extraction.causal import begin, common_fields, draw_noise
+from experiments.extraction.devices import choose_device, choose_dtype, threads_for
+from experiments.extraction.memory_estimate import Memory, check_memory
+from experiments.extraction.observer import Watch
+from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
+from experiments.extraction.result import Extraction
+from wan import checkpoint
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
+from wan.config import MODELS, RunConfig, check_sampling, load_config
+from wan.errors import ConfigError
+from wan.modules.capture import CaptureRequest
+from wan.modules.model import WanModel
+from wan.text2video import TextToVideoPipeline
+
+CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
+
+LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
+
+
+def config_for(ckpt_dir: str | Path) -> str:
+    """The config whose model has the sizes of a directory's. Raises ConfigError where none has."""
+    sizes = checkpoint.read_model_config(ckpt_dir)
+    for path in CONFIGS:
+        config = load_config(path)
+        if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(config.ckpt_dir)):
+            return path
+    raise ConfigError(
+        f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} is in "
+        f"{', '.join(CONFIGS)}; name its settings with --config_path"
+    )
+
+
+def as_one_block(config: RunConfig) -> RunConfig:
+    """The settings of a bidirectional run: base weights, base.num_video_frames as one block of latent frames."""
+    check_sampling(config.base.shift, config.base.num_steps)
+    frames = latent_frames(config.base.num_video_frames)
+    return replace(
+        config,
+        checkpoint_path=None,
+        num_frames=frames,
+        num_frame_per_block=frames,
+        independent_first_frame=False,
+        local_attn_size=-1,
+        sink_size=0,
+    )
+
+
+def choose_layer(config: RunConfig, layer: int | None) -> int:
+    """The layer asked for, else the config's, or the last one where the model has fewer."""
+    num_layers = checkpoint.read_model_config(config.ckpt_dir).num_layers
+    if layer is None:
+        return min(config.base.layer_index, num_layers - 1)
+    if not 0 <= layer < num_layers:
+        raise ConfigError(f"layer {layer} is not in 0..{num_layers - 1}")
+    return layer
+
+
+def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
+    """first, last, all or numbers -> increasing steps of the sampler."""
+    count, chosen = config.base.num_steps, set()
+    for name in names:
+        known = {"first": [0], "last": [count - 1], "all": range(count)}
+        step = known.get(name, [int(name)] if name.isdecimal() else [])
+        if not step or max(step) >= count:
+            raise ConfigError(f"step {name!r} is not first, last, all or in 0..{count - 1}")
+        chosen.update(step)
+    return sorted(chosen)
+
+
+def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extraction:
+    """Generate one video with the base weights (see as_one_block) and capture on the way, both branches of guidance.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
+    """
+    device = choose_device(config.device, config.offload)
+    dtype = choose_dtype(config.dtype, device)
+    model_config = checkpoint.read_model_config(config.ckpt_dir)
+    checks.check_model(config, model_config)
+    weights_file = checkpoint.transformer_file(config.ckpt_dir)
+    encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
+    check_memory(
+        Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), watch.quiet
+    )
+    sha256 = begin(checkpoint.file_sha256, weights_file)
+    common = common_fields(config, model_config, weights_file, dtype, device) | {
+        "orig_num_frames": config.base.num_video_frames,
+        "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
+        "guidance_scale": config.base.guidance_scale,
+        "timestep_shift": config.base.shift,
+        "num_steps": config.base.num_steps,
+        "negative_prompt": config.base.negative_prompt,
+        "config": {"height": config.height, "width": config.width},
+    }  # the causal rollout's other settings do not apply
+
+    with rollout.out_of_memory("encoding the prompt"):
+        texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
+    (prompt, words), (negative, _) = (texts[text] for text in prompts_of(config))
+    with rollout.out_of_memory("loading the model"):
+        state = checkpoint.read_transformer_state(config.ckpt_dir)
+        model = checkpoint.build_model(
+            WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload
+        )
+    pipeline = TextToVideoPipeline(
+        model, config.base.shift, config.base.guidance_scale, config.base.num_steps
+    )
+    noise, _ = draw_noise(config, model_config, torch.float32, device)
+    watch.event("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, model_config):
+        latents, records, done = rollout.sample(pipeline, noise, prompt, negative, [request], watch)
+    common["weights_sha256"] = sha256.result()
+    stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
+    if absent := [step for step in request.steps if step >= done]:
+        common |= {
+            "partial": True,
+            "notes": [
+                f"partial: the run was stopped after {stopped}; "
+                f"of what was asked for, steps {', '.join(map(str, absent))} are absent"
+            ],
+        }
+    return Extraction(
+        config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words, common, stopped
+    )
+
+
+def prompts_of(config: RunConfig) -> list[str]:
+    """The texts of guidance's two branches."""
+    return [config.prompt, config.base.negative_prompt]
+
+
+# -- arranging a run in a format --------------------------------------------------------------------------------------
+def of_branch(run: Extraction, branch: str) -> Extraction:
+    """The run as if only one branch of guidance, "cond" or "uncond", had been captured."""
+    return replace(run, records=[record for record in run.records if record["branch"] == branch])
+
+
+def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
+    """Mean logits of every frame pair of one layer at one step, with the prompt and without."""
+    full, uncond = (
+        of_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
+    )
+    everything = list(range(run.config.num_frames))
+    last = everything[-LAST_FRAMES:]
+    return run.common | {
+        "format": "layer",
+        "is_logits": True,
+        "step": step,
+        "timestep": run.pass_timesteps[step],
+        "is_clean_pass": False,
+        "layer_index": layer,
+        "full_frame_attention": full,
+        "full_frame_attention_uncond": uncond,
+        "last_block_frame_attention": full[:, last].mean(1),
+        "query_frames": everything,
+        "key_frames": everything,
+        "last_block_query_frames": last,
+    }
+
+
+def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
+    """Mean logits and mass of every layer at those of the steps that were reached, of one branch."""
+    layers, branch_run = list(range(run.num_layers)), of_branch(run, branch)
+    reached = {record["step"] for record in run.records}
+    steps = [step for step in steps if step in reached]
+    if not steps:
+        raise RunError(f"none of the steps was reached for {branch}")
+    matrices = {
+        name: torch.stack(
+            [torch.stack([branch_run.frame_matrix(name, layer, step) for step in steps]) for layer in layers]
+        )
+        for name in ("frame_logits", "frame_mass")
+    }
+    return (
+        run.common
+        | matrices
+        | {
+            "format": "atlas",
+            "is_logits": True,
+            "branch": branch,
+            "layers": layers,
+            "pass_steps": list(steps),
+            "pass_timesteps": [run.pass_timesteps[step] for step in steps],
+            "pass_is_clean": [False] * len(steps),
+        }
+    )

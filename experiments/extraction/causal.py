@@ -1,0 +1,189 @@
+"""From a config to a rollout: load the model, generate one video, keep what was asked for.
+
+The scripts are faces of this file and of arrange.py, which turns the result into a cache.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.caches.schema import READ_BY, SCHEMA_VERSION
+from experiments.extraction import checks
+from experiments.extraction.devices import choose_device, choose_dtype, threads_for
+from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
+from experiments.extraction.observer import Watch
+from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
+from experiments.extraction.provenance import provenance
+from experiments.extraction.result import Extraction
+from experiments.extraction.rollout import out_of_memory, roll_out
+from wan import checkpoint
+from wan.config import ModelConfig, RunConfig
+from wan.modules.capture import CaptureRequest
+from wan.modules.causal_model import CausalWanModel
+from wan.pipeline import CausalInferencePipeline
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What rollouts of one config share: the model, loaded once, the states of every prompt, and the caches' fields."""
+
+    model_config: ModelConfig
+    pipeline: CausalInferencePipeline
+    texts: dict[str, tuple[Tensor, list[str]]]  # prompt -> states [1, text_len, text_dim], tokens
+    common: dict[str, Any]
+    sha256: Future  # of the weights file: hashed while models load and the video is made
+    device: torch.device
+    dtype: torch.dtype
+
+
+def extract(config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch | None = None) -> Extraction:
+    """Generate one video as the config says and capture on the way; fewer blocks of it where the watch asks to stop.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
+    """
+    watch = watch or Watch()
+    return extract_next(prepare(config, requests, watch=watch), config, requests, watch)
+
+
+def prepare(
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    prompts: Sequence[str] | None = None,
+    watch: Watch | None = None,
+) -> Prepared:
+    """Load what rollouts of the config need, for its own prompt or for several. Raises ConfigError for bad input.
+
+    What that takes is said before anything is loaded, and refused where it does not fit.
+    """
+    prompts = prompts or [config.prompt]
+    device = choose_device(config.device, config.offload)
+    dtype = choose_dtype(config.dtype, device)
+    model_config = checkpoint.read_model_config(config.ckpt_dir)
+    checks.check_model(config, model_config)
+    weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    check_requests(config, model_config, requests)
+    encodes = needs_encoder(config, prompts, model_config, dtype, device)
+    memory = Memory(config, model_config, requests, dtype, device, encodes)
+    check_memory(memory, quiet=watch is None or watch.quiet)
+    common = common_fields(config, model_config, weights_file, dtype, device)
+    sha256 = begin(checkpoint.file_sha256, weights_file)
+    with out_of_memory("encoding the prompt"):
+        texts = encode_prompts(config, prompts, model_config, dtype, device)
+    with out_of_memory("loading the model"):
+        pipeline = load_pipeline(config, model_config, dtype, device)
+    return Prepared(model_config, pipeline, texts, common, sha256, device, dtype)
+
+
+def extract_next(
+    ready: Prepared, config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch | None = None
+) -> Extraction:
+    """extract() with what is loaded already; config may differ in prompt and seed from the one it was loaded for."""
+    watch = watch or Watch()
+    prompt_embeds, prompt_tokens = ready.texts[config.prompt]
+    noise, renoise = draw_noise(config, ready.model_config, ready.dtype, ready.device)
+    watch.event("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, ready.model_config):
+        latents, records = roll_out(
+            ready.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, watch
+        )
+    common, stopped = (
+        ready.common
+        | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": ready.sha256.result()},
+        "",
+    )
+    if latents.shape[1] < config.num_frames:
+        ends = [sum(config.block_sizes[:n]) for n in range(len(config.block_sizes))]
+        common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}
+        stopped = f"{common['blocks_done']} of {len(config.block_sizes)} blocks"
+    return Extraction(
+        config,
+        ready.model_config.num_layers,
+        records,
+        latents,
+        ready.pipeline.pass_timesteps,
+        prompt_tokens,
+        common,
+        stopped,
+    )
+
+
+def begin(function: Callable, *args) -> Future:
+    """The result of a function that runs beside this one; nobody waits for it when the process ends."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
+
+
+def common_fields(
+    config: RunConfig, model_config: ModelConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """The fields that every cache of a run carries, weights_sha256 excepted: that takes as long as reading the file."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "read_by": READ_BY,
+        "prompt": config.prompt,
+        "seed": config.seed,
+        "num_frames": config.num_frames,
+        "num_frame_per_block": config.num_frame_per_block,
+        "block_sizes": config.block_sizes,
+        "frame_seq_length": model_config.tokens_per_frame(config.height, config.width),
+        "num_heads": model_config.num_heads,
+        "model": config.model,
+        "weights": "checkpoint" if config.checkpoint_path else "base",
+        "weights_file": weights_file.name,
+    } | provenance(config, weights_file, dtype, device)
+
+
+def load_pipeline(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CausalInferencePipeline:
+    """The causal pipeline with the checkpoint's weights, or the base weights where the config names no checkpoint."""
+    if config.checkpoint_path:
+        state = checkpoint.read_self_forcing_state(config.checkpoint_path, config.use_ema)
+    else:
+        state = checkpoint.read_transformer_state(config.ckpt_dir)
+    source = config.checkpoint_path or config.ckpt_dir
+    model = checkpoint.build_model(
+        CausalWanModel,
+        model_config,
+        state,
+        source,
+        dtype,
+        device,
+        config.offload,
+        local_attn_size=config.local_attn_size,
+        sink_size=config.sink_size,
+    )
+    return CausalInferencePipeline(
+        model,
+        config.num_frame_per_block,
+        config.independent_first_frame,
+        config.denoising_step_list,
+        config.warp_denoising_step,
+        config.timestep_shift,
+        config.context_noise,
+    )
+
+
+def draw_noise(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """First noise [1, F, C, h, w] and re-noising [steps - 1, 1, F, C, h, w]; drawn on the CPU, the same on every device."""
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
+    noise = torch.randn(shape, generator=generator)
+    renoise = torch.randn(len(config.denoising_step_list) - 1, *shape, generator=generator)
+    return noise.to(device, dtype), renoise.to(device, dtype)

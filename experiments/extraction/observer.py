@@ -1,0 +1,21 @@
+"""Who is told how a rollout goes on, and may ask it to stop."""
+
+
+class Watch:
+    """Looks on in silence. stopping becomes true when the run should end after the current block, or step of the base model."""
+
+    stopping = False
+    generating = False  # from the first rollout on: before, nothing is lost by stopping at once
+    quiet = True
+
+    def block(self, block: int, frames: range, num_blocks: int) -> None:
+        """A block is finished."""
+
+    def step(self, step: int, timestep: float, num_steps: int) -> None:
+        """A step of the base model's sampler is finished."""
+
+    def event(self, name: str, **values) -> None:
+        """Something worth a line in the log."""
+
+    def say(self, line: str) -> None:
+        """Something worth a line on the screen."""

@@ -1,0 +1,151 @@
+"""Prompts to text states, once: remembered by prompt and encoder, or given in a file, so that umT5 need not be loaded.
+
+A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir of the config
+holds those that were made before. prompt and tokens may be left out of a file of one's own.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experiments.caches.atomic_files import replacing
+from experiments.extraction.provenance import device_name, versions
+from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
+from wan.config import ModelConfig, RunConfig
+from wan.errors import ConfigError
+from wan.modules.text_encoder import TextEncoder, encoder_files
+
+PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
+
+MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
+
+
+def encode_prompts(
+    config: RunConfig,
+    prompts: Sequence[str],
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, PromptStates]:
+    """States and tokens of each prompt; the encoder is freed before this returns, and not loaded where nothing needs it."""
+    if config.prompt_embeds:
+        if len(prompts) > 1:
+            raise ConfigError(
+                f"{config.prompt_embeds} holds the states of one prompt, and this run needs {len(prompts)}"
+            )
+        states, tokens = read_states(config.prompt_embeds, model_config)
+        return dict.fromkeys(prompts, (states.to(device, dtype), tokens))
+    where = encoding_device(config, device)
+    known, encoder = {}, None
+    for prompt in prompts:
+        path = states_file(config, prompt, model_config, dtype, where)
+        known[prompt] = _remembered(path, model_config, dtype)
+        if known[prompt] is None:
+            encoder = encoder or TextEncoder.from_pretrained(
+                config.ckpt_dir, model_config.text_len, dtype, where
+            )
+            known[prompt] = encoder([prompt]), encoder.words(prompt)
+            _remember(path, prompt, *known[prompt])
+    if encoder is not None and where.type == "cuda":
+        del encoder
+        torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
+    return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
+
+
+def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
+    """Where umT5 runs: on the host where the GPU is to be spared."""
+    return torch.device("cpu") if config.t5_cpu or config.offload else device
+
+
+def states_file(
+    config: RunConfig, prompt: str, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Path | None:
+    """Where a prompt's states are remembered: named by all that their bits depend on. None where nothing is remembered."""
+    if config.embeds_dir is None:
+        return None
+    key = [
+        prompt,
+        describe_files(encoder_files(config.ckpt_dir)),
+        model_config.text_len,
+        str(dtype),
+        device_name(device),
+        versions(),
+    ]
+    return Path(config.embeds_dir) / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.pt"
+
+
+def needs_encoder(
+    config: RunConfig,
+    prompts: Sequence[str],
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether encode_prompts would load umT5."""
+    if config.prompt_embeds:
+        return False
+    paths = (
+        states_file(config, prompt, model_config, dtype, encoding_device(config, device))
+        for prompt in prompts
+    )
+    return any(path is None or not path.is_file() for path in paths)
+
+
+def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
+    """The prompt of a run with --prompt_embeds: the file's own, else the one asked for. ConfigError where they differ."""
+    own = read_torch_file(require_file(config.prompt_embeds, MAKE_ONE)).get("prompt")
+    if own is not None and not isinstance(own, str):
+        raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
+    if prompt is not None and own is not None and prompt != own:
+        raise ConfigError(f"--prompt is {prompt!r}, but {config.prompt_embeds} holds the states of {own!r}")
+    return own or prompt or config.prompt
+
+
+def read_states(path: str | Path, model_config: ModelConfig) -> PromptStates:
+    """Text states [1, n, text_dim] of a file, n at most text_len, and their tokens. Raises CheckpointError for any other."""
+    content = read_torch_file(require_file(path, MAKE_ONE))
+    states = content.get("prompt_embeds")
+    if not isinstance(states, Tensor) or not states.is_floating_point():
+        raise CheckpointError(f"{path} holds no prompt_embeds of floating point; make one: {MAKE_ONE}")
+    states = states[None] if states.ndim == 2 else states
+    fits = states.ndim == 3 and states.shape[0] == 1 and states.shape[2] == model_config.text_dim
+    if not fits or not 1 <= states.shape[1] <= model_config.text_len:
+        raise CheckpointError(
+            f"{path}: prompt_embeds {list(states.shape)} are not [1, at most {model_config.text_len}, "
+            f"{model_config.text_dim}], the text states of this model"
+        )
+    if not states.isfinite().all():
+        raise CheckpointError(f"{path}: prompt_embeds are not finite")
+    rows = int(states[0].any(-1).sum())  # padding is zero
+    tokens = content.get("tokens", [str(i) for i in range(rows)])
+    if (
+        not isinstance(tokens, list)
+        or len(tokens) > states.shape[1]
+        or not all(isinstance(t, str) for t in tokens)
+    ):
+        raise CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
+    return states, tokens
+
+
+def _remembered(path: Path | None, model_config: ModelConfig, dtype: torch.dtype) -> PromptStates | None:
+    if path is None or not path.is_file():
+        return None
+    try:
+        states, tokens = read_states(path, model_config)
+    except CheckpointError:  # damaged: to be made again
+        return None
+    return (states, tokens) if states.dtype == dtype else None
+
+
+def _remember(path: Path | None, prompt: str, states: Tensor, tokens: list[str]) -> None:
+    if path is not None:
+        with (
+            suppress(OSError, RuntimeError),
+            replacing(path) as file,
+        ):  # a full disk costs the next run some seconds
+            torch.save({"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}, file)

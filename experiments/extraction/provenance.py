@@ -1,0 +1,88 @@
+"""What a run's numbers depend on, for its caches: files, settings, versions, device. No path, time or host."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wan import checkpoint
+from wan.config import RunConfig
+from wan.modules.text_encoder import encoder_files
+
+PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
+
+# Settings that change a rollout's numbers and have no field of their own in caches.
+SETTINGS = (
+    "use_ema",
+    "height",
+    "width",
+    "independent_first_frame",
+    "local_attn_size",
+    "sink_size",
+    "denoising_step_list",
+    "warp_denoising_step",
+    "timestep_shift",
+    "context_noise",
+)
+
+
+def provenance(
+    config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """The fields files, config, versions, device and dtype of a cache.
+
+    A file that holds the prompt's states takes the place of the encoder's files.
+    """
+    text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
+    settings = asdict(config)
+    return {
+        "files": checkpoint.describe_files([weights_file, *text_files]),
+        "config": {name: settings[name] for name in SETTINGS},
+        "versions": versions(),
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages whose code computes."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
+            found[name] = version(name)
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """cpu, or what the GPU is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def environment(device: torch.device) -> dict:
+    """What a number depends on besides the code."""
+    git = os.environ.get("GIT_COMMIT")  # where the tree travelled without its history
+    if git is None and shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "git": git or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
+    }

@@ -1,0 +1,144 @@
+"""Both samplers under watch: numbers guarded as they come, stopped between blocks or steps, out of memory explained."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor, nn
+
+from experiments.caches.errors import RunError
+from experiments.extraction import checks
+from experiments.extraction.observer import Watch
+from wan.blocks import block_ranges
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import CaptureRequest, move_to_cpu
+from wan.pipeline import CausalInferencePipeline
+from wan.text2video import TextToVideoPipeline
+
+NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
+
+
+class _StoppedError(Exception):
+    """Leaves a sampler between two blocks or steps."""
+
+
+def roll_out(
+    pipeline: CausalInferencePipeline,
+    noise: Tensor,
+    renoise: Tensor,
+    prompt_embeds: Tensor,
+    sizes: Sequence[int],
+    requests: Sequence[CaptureRequest],
+    watch: Watch,
+) -> tuple[Tensor, list[dict]]:
+    """Generate blocks of sizes frames and capture on the way -> latents [1, F, C, h, w] of the finished blocks, records.
+
+    Fewer frames than the noise has come back where the watch asked to stop. Raises RunError, naming block, pass and
+    layer, for numbers that cannot be right, and for memory that does not suffice.
+    """
+    frames, finished = block_ranges(list(sizes)), []
+
+    def on_block(block: int, latents: Tensor) -> None:
+        check(latents)
+        finished.append(latents.clone())
+        watch.block(block, frames[block], len(frames))
+        if watch.stopping and block + 1 < len(frames):
+            raise _StoppedError
+
+    def doing() -> str:
+        return f"rolling out block {len(finished)} of {len(frames)}"
+
+    with looking_on(pipeline.model, requests, doing) as (records, check):
+        pipeline.inference(noise, prompt_embeds=prompt_embeds, renoise=renoise, on_block=on_block)
+    checks.check_complete(
+        records, requests, pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps)
+    )
+    return torch.cat(finished, 1), records
+
+
+def sample(
+    pipeline: TextToVideoPipeline,
+    noise: Tensor,
+    prompt: Tensor,
+    negative: Tensor,
+    requests: Sequence[CaptureRequest],
+    watch: Watch,
+) -> tuple[Tensor, list[dict], int]:
+    """The base model's steps -> latents [1, F, C, h, w] of the last finished step, records, and how many were finished.
+
+    Not all are where the watch asked to stop. Raises RunError as roll_out does.
+    """
+    timesteps, done, last = pipeline.pass_timesteps, 0, noise
+
+    def on_step(step: int, latents: Tensor) -> None:
+        nonlocal done, last
+        check(latents)
+        done, last = step + 1, latents
+        watch.step(step, timesteps[step], len(timesteps))
+        if watch.stopping and done < len(timesteps):
+            raise _StoppedError
+
+    with looking_on(pipeline.model, requests, lambda: f"sampling step {done} of {len(timesteps)}") as (
+        records,
+        check,
+    ):
+        pipeline.inference(noise, prompt, negative, on_step=on_step)
+    for branch in ("cond", "uncond"):
+        of_one = [record for record in records if record["branch"] == branch]
+        checks.check_complete(of_one, requests, pipeline.model.config.num_layers, 1, done)
+    return last, records, done
+
+
+@contextmanager
+def looking_on(
+    model: nn.Module, requests: Sequence[CaptureRequest], doing: Callable[[], str]
+) -> Iterator[tuple]:
+    """Capture while a sampler runs -> the records, and a check to call with the latents of every finished block or step.
+
+    The check raises RunError for numbers that cannot be right. doing says what is being done, where memory does not
+    suffice. What a _StoppedError leaves is kept.
+    """
+    with (
+        out_of_memory(doing, requests),
+        ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records,
+        checks.watched_layers(model) as outputs,
+        suppress(_StoppedError),
+    ):  # innermost: what was captured is kept
+        checked = 0
+
+        def check(latents: Tensor) -> None:
+            nonlocal checked
+            checks.check_outputs(outputs, latents)
+            move_to_cpu(records[checked:])
+            checks.check_values(records[checked:])
+            checked = len(records)
+
+        yield records, check
+
+
+@contextmanager
+def out_of_memory(doing, requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
+    """Say what was being done (a text, or a function that gives it) and which flag helps where memory does not suffice."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        on_host = isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
+        if not on_host and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        what = doing() if callable(doing) else doing
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RunError(
+            f"out of {'host' if on_host else 'GPU'} memory while {what}: {reason}; {_advice(what, requests)}"
+        ) from error
+
+
+def _advice(what: str, requests: Sequence[CaptureRequest]) -> str:
+    if any(request.granularity == "token" for request in requests):
+        return "--granularity frame keeps no token matrices, and fewer --layer_indices keep fewer; else fewer --num_frames"
+    if any(request.rope_bands for request in requests):
+        return "leave out --rope_bands, or take fewer --num_frames"
+    if "sampling" in what:
+        return "fewer --num_frames"
+    if "rolling" in what:
+        return "fewer --num_frames, or local_attn_size in the config, make the KV cache smaller"
+    return "a GPU that nothing else uses (--gpu_id N), or --device cpu"

@@ -1,0 +1,104 @@
+"""Drawings of the miniature: its training, its attention meanwhile, strips of its videos. Arrays in, Figure out."""
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
+
+STRIP_FRAMES = 7  # shown of 81, evenly
+
+
+@styled
+def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[float]], resumed: int) -> Figure:
+    """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all, first, last second];
+    resumed is the step at which the VAE's second run begins."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
+    for (name, curve), color in zip(losses.items(), (BLUE, ORANGE, GREEN), strict=False):
+        _, seconds, loss = np.array(curve).T
+        left.plot(seconds / 60, loss, color=color, linewidth=0.7, alpha=0.35)
+        smooth = np.exp(np.convolve(np.log(loss), np.ones(7) / 7, "valid"))
+        left.plot(seconds[3:-3] / 60, smooth, color=color, label=name)
+    left.set(
+        yscale="log", xlabel="Minutes of one GPU", ylabel="Loss", title="Loss; each stage from its own start"
+    )
+    left.legend()
+    steps, *curves = np.array(psnr).T
+    for values, color, name in zip(
+        curves, (DARK, BLUE, ORANGE), ("81 frames", "first second", "last second"), strict=True
+    ):
+        right.plot(steps, values, "o-", markersize=3, color=color, label=name)
+    right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
+    right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
+    right.legend(loc="lower right")
+    return figure
+
+
+@styled
+def moments(steps: Sequence[int], measures: Mapping[str, tuple[str, float, np.ndarray]], shown: Sequence[int],
+            taken: str) -> Figure:  # fmt: skip
+    """Measures [moments, layers, heads] in training: a row for each, every head over the steps beside maps of some steps.
+
+    measures: title -> (unit, value without a preference, values). The three heads that end highest are named.
+    """
+    figure, axes = plt.subplots(
+        len(measures), 1 + len(shown), figsize=(4.0 + 2.1 * len(shown), 0.5 + 2.5 * len(measures)), squeeze=False,
+        width_ratios=[1.7, *[1] * len(shown)],
+    )  # fmt: skip
+    for row, (title, (unit, neutral, values)) in zip(axes, measures.items(), strict=True):
+        flat = values.reshape(len(steps), -1)
+        row[0].plot(steps, flat, color="0.6", linewidth=0.5)
+        row[0].plot(steps, flat.mean(1), color=DARK, linewidth=1.8, label="mean of all heads")
+        for head, color in zip(np.argsort(-flat[-1])[:3], (RED, ORANGE, PURPLE), strict=True):
+            row[0].plot(steps, flat[:, head], "o-", markersize=2.5, color=color,
+                        label=f"L{head // values.shape[2]}H{head % values.shape[2]}")  # fmt: skip
+        row[0].axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
+        row[0].set_ylim(top=flat.max() + 0.4 * np.ptp(flat))  # room for the legend
+        row[0].set(xlabel="Step of causal training", ylabel=unit, title=title)
+        row[0].set_xscale("symlog", linthresh=100)
+        row[0].set_xlim(-10, 1.2 * steps[-1])
+        row[0].set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= steps[-1])])
+        row[0].legend(fontsize=7, loc="upper left", ncols=2)
+        limit = np.abs(values[[steps.index(s) for s in shown]]).max()
+        low, cmap = (-limit, "RdBu_r") if values.min() < 0 else (0, "viridis")
+        for axis, step in zip(row[1:], shown, strict=True):
+            mesh = axis.pcolormesh(values[steps.index(step)], cmap=cmap, vmin=low, vmax=limit)
+            axis.set(title=f"step {step}", xlabel="Head")
+            axis.set_xticks(np.arange(0, values.shape[2], 3) + 0.5, range(0, values.shape[2], 3))
+            axis.set_yticks(np.arange(values.shape[1]) + 0.5, range(values.shape[1]))
+            axis.invert_yaxis()
+            axis.grid(False)
+        row[1].set_ylabel("Layer")
+        figure.colorbar(mesh, ax=row[1:], label=unit, aspect=20, pad=0.02)
+    figure.suptitle(taken)
+    return figure
+
+
+@styled
+def strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
+    """Under each caption a strip of frames for each source: rows are source -> videos [F, H, W, 3] in 0..1."""
+    chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
+    lines = -(-len(captions) // 2)
+    figure, axes = plt.subplots(
+        lines, 2, figsize=(1.2 * STRIP_FRAMES + 1.2, lines * (0.57 * len(rows) + 0.4))
+    )
+    for i, (axis, caption) in enumerate(zip(axes.flat, captions, strict=False)):
+        shown = [
+            [np.pad(videos[i][f], ((1, 1), (1, 1), (0, 0)), constant_values=1) for f in chosen]
+            for videos in rows.values()
+        ]
+        picture = np.concatenate([np.concatenate(strip, 1) for strip in shown])
+        height = picture.shape[0] / len(rows)
+        axis.imshow(picture, interpolation="none")  # the SVG holds the pixels as they are
+        axis.set_yticks([(n + 0.5) * height for n in range(len(rows))], list(rows))
+        axis.set_xticks([])
+        axis.set_title(fill(caption, 66), fontsize=8)
+        axis.grid(False)
+        for spine in axis.spines.values():
+            spine.set_color(GREY)
+    for axis in axes.flat[len(captions) :]:
+        axis.remove()
+    return figure

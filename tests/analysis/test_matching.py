@@ -1,0 +1,135 @@
+"""Matching curves to heads: against numpy's own correlation, on planted heads, and on the real model."""
+
+import numpy as np
+import pytest
+import synthetic_caches
+import torch
+from conftest import ROOT
+
+from experiments.analysis import published, reports
+from experiments.analysis.curve_matching import (
+    Candidate,
+    compared_frames,
+    pearson,
+    place,
+    rank_heads,
+    rms_difference,
+)
+from experiments.analysis.published import Curve
+from experiments.caches import load_cache
+from experiments.caches.view import open_passes, open_profiles
+
+CURVES = published.read_curves(ROOT / published.FOLDER / published.FIGURE4_CSV)
+
+
+def real(name="eagle", F=21):
+    return load_cache(ROOT / published.FOLDER / f"self_forcing_dmd_{name}_{F}f.pt")
+
+
+def test_formulas():
+    rng = np.random.default_rng(0)
+    profiles, values = rng.normal(size=(4, 3, 9)).astype(np.float32), rng.normal(size=9)
+    for i in np.ndindex(4, 3):
+        np.testing.assert_allclose(
+            pearson(profiles, values)[i], np.corrcoef(profiles[i], values)[0, 1], atol=1e-12
+        )
+        expected = np.linalg.norm(profiles[i].astype(float) - values) / 3  # sqrt(9)
+        np.testing.assert_allclose(rms_difference(profiles, values)[i], expected)
+    assert np.isnan(pearson(np.ones(9), values))
+
+
+def planted(step_index=1, layer=2, head=1, curve=None):
+    """A three-layer atlas of noise with a curve in one head of one pass, rescaled: r is 1, the RMS is not 0."""
+    cache = synthetic_caches.atlas(layers=(0, 2, 5), curve=False)
+    cache["frame_logits"][cache["layers"].index(layer), step_index, head, 6:] = torch.from_numpy(
+        2 * curve + 1
+    ).float()
+    return cache
+
+
+def test_a_planted_head_is_found():
+    values = np.sin(np.arange(9.0))
+    curve = Curve(values, np.zeros(9, bool))
+    cache = planted(curve=values)
+    views = open_passes(cache, open_profiles(cache))
+    ranking = rank_heads(views, curve)
+    assert len(ranking) == 2 * 3 * 3
+    best = ranking[0]
+    assert (best.step, best.layer, best.head) == (4, 2, 1) and best.r == pytest.approx(1)
+    assert best.rms == pytest.approx(np.sqrt(((values[:6] + 1) ** 2).mean()), rel=1e-6)
+    rank, candidate = place(ranking, 4, 2, 1)
+    assert rank == 1 and candidate == best and place(ranking, 4, 3, 1) is None
+    assert place(ranking, ranking[7].step, ranking[7].layer, ranking[7].head)[0] == 8
+
+
+def test_noise_and_clipped_points_do_not_count():
+    values = np.sin(np.arange(9.0))
+    view = open_profiles(planted(curve=values), step=4)
+    spoiled = values.copy()
+    spoiled[[2, 6, 7, 8]] = 50, -50, 70, 30  # cut off, and the own block
+    clipped = np.arange(9) == 2
+    assert compared_frames(view, Curve(spoiled, clipped)) == [0, 1, 3, 4, 5]
+    assert rank_heads([view], Curve(spoiled, clipped))[0].r == pytest.approx(1)
+    assert rank_heads([view], Curve(spoiled, clipped & False))[0].r < 0.99
+    holed = np.where(np.arange(9) == 4, np.nan, values)
+    assert compared_frames(view, Curve(holed, clipped & False)) == [0, 1, 2, 3, 5]
+
+
+def test_heads_without_variation_come_last():
+    nan = float("nan")
+    ranking = [
+        Candidate(0.9, 1, 0, 1, 0),
+        Candidate(0.9, 2, 0, 1, 1),
+        Candidate(0.1, 1, 0, 1, 2),
+        Candidate(nan, 1, 0, 1, 3),
+    ]
+    assert [place(ranking, 0, 1, head)[0] for head in range(4)] == [1, 1, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["eagle", "castle"])
+@pytest.mark.parametrize(("label", "layer", "head"), [("L1H1", 1, 1), ("L5H10", 5, 10)])
+def test_the_papers_heads_are_first_of_360(name, label, layer, head):
+    """Counted from 0; the one-based reading is nowhere near. Oracle: numpy's corrcoef over the 18 context frames."""
+    cache = real(name)
+    ranking = rank_heads([open_profiles(cache)], CURVES[label])
+    rank, found = place(ranking, 0, layer, head)
+    profile = cache["last_block_frame_logits"][layer, 0, head, :18].double().numpy()
+    assert (rank, len(ranking)) == (1, 360)
+    assert found.r == pytest.approx(np.corrcoef(profile, CURVES[label].values[:18])[0, 1]) and found.r >= 0.98
+    assert found.rms < 0.6 and ranking[1].r < 0.97
+    rank, wrong = place(ranking, 0, layer - 1, head - 1)
+    assert rank > 180 and wrong.r < 0.15
+
+
+def test_words_about_the_match():
+    cache = real()
+    view = open_profiles(cache)
+    curves, why_not = published.curves_for(
+        view, ROOT / published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL
+    )
+    assert not why_not
+    lines = reports.match_lines(open_passes(cache, view), published.FIGURE4_HEADS, curves, view.step).split(
+        "\n"
+    )
+    assert lines[0] == "L1H1, 18 context frames, 360 heads"
+    assert lines[1] == "  shown: layer 1, head 1: r = 0.993, RMS 0.42, rank 1 of 360"
+    assert lines[2].startswith("  WARNING, counted from 1 it would be: layer 0, head 0: r = 0.081, ")
+    panels = reports.with_reference(reports.choose_heads(view, published.FIGURE4_HEADS)[0], view, curves)
+    assert panels[0].agreement == "r = 0.993, RMS 0.42 over context frames 0–17"
+    assert panels[0].reference[19] == 6.94 and panels[0].clipped[19]
+    few = reports.match_lines([view], [(40, 0, "L1H1")], curves, 0)
+    assert "shown: layer 40, head 0: not in this cache" in few and "WARNING" not in few
+
+
+@pytest.mark.parametrize(("cache", "quantity", "path", "reason"), [
+    (synthetic_caches.atlas(F=21, H=12), None, ..., "they are of Wan2.1-T2V-1.3B, this cache is of wan-mini"),
+    (synthetic_caches.atlas() | {"model": "Wan2.1-T2V-1.3B"}, None, ..., "they have 21 frames, this cache has 9"),
+    (synthetic_caches.atlas(F=21) | {"model": "Wan2.1-T2V-1.3B"}, "mass", ..., "they are mean logits, this is mass"),
+    (synthetic_caches.atlas(F=21, blocks=[21]) | {"model": "Wan2.1-T2V-1.3B"}, None, ..., "see no earlier block"),
+    (synthetic_caches.atlas(), None, None, "none was asked for"),
+    (synthetic_caches.atlas(), None, "nowhere.csv", "nowhere.csv not found"),
+])  # fmt: skip
+def test_what_cannot_be_compared_says_why(cache, quantity, path, reason):
+    path = ROOT / published.FOLDER / published.FIGURE4_CSV if path is ... else path
+    curves, why_not = published.curves_for(open_profiles(cache, quantity=quantity), path, "Wan2.1-T2V-1.3B")
+    assert not curves and reason in why_not

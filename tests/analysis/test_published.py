@@ -1,0 +1,179 @@
+"""The published data: what is stored, how exact it is, what is not there, and that the reader says what is wrong."""
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN, ROOT
+
+from experiments.analysis import published
+from experiments.caches import load_cache
+from experiments.caches.errors import CacheError
+from experiments.caches.view import open_profiles
+from experiments.dev import build_published
+from wan.blocks import later_block
+
+FOLDER = ROOT / published.FOLDER
+FILES = {f"self_forcing_dmd_{name}_{F}f.pt": (name, F) for name in ("eagle", "castle") for F in (21, 72)}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_the_atlases_say(file):
+    name, F = FILES[file]
+    cache = load_cache(FOLDER / file, expect=("atlas",))
+    assert name in cache["prompt"] and cache["num_frames"] == F and cache["block_sizes"] == [3] * (F // 3)
+    assert (cache["weights"], cache["model"], cache["seed"]) == ("published", "Wan2.1-T2V-1.3B", 42)
+    assert (cache["pass_timesteps"], cache["pass_is_clean"], cache["layers"]) == (
+        [1000.0],
+        [False],
+        list(range(30)),
+    )
+    assert cache["last_block_frame_logits"].shape == (30, 1, 12, F)
+    assert cache["last_block_frame_logits"].dtype == torch.float16
+    assert (
+        ("frame_logits" in cache)
+        == ("frame_logits_error" in cache)
+        == (file != "self_forcing_dmd_castle_72f.pt")
+    )
+    assert not {"frame_mass", "key_curve", "cross_mass", "frame_logits_by_band"} & set(cache)
+    assert any("not there: " in note and "mass" in note for note in cache["notes"])
+    assert open_profiles(cache).noise_frames == (F - 3, F - 2, F - 1)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "self_forcing_dmd_castle_72f.pt"])
+def test_a_matrix_is_its_own_prompts_within_its_error(file):
+    """The last block's rows average to the exact values, and to those of no other prompt."""
+    cache, F = load_cache(FOLDER / file), FILES[file][1]
+    matrix = cache["frame_logits"][:, 0].double()
+    assert torch.equal(matrix.isnan(), later_block(cache["block_sizes"]).expand_as(matrix))
+    rounding = 2.0**-11 * cache["last_block_frame_logits"].double().abs()[:, 0]
+    room = cache["frame_logits_error"].double()[:, None, None] + rounding
+    mean = matrix[:, :, F - 3 :].mean(2)
+    assert ((mean - cache["last_block_frame_logits"][:, 0].double()).abs() <= room).all()
+    other = load_cache(FOLDER / file.replace("eagle", "*").replace("castle", "eagle").replace("*", "castle"))
+    assert ((mean - other["last_block_frame_logits"][:, 0].double()).abs() > room).float().mean() > 0.5
+    steps = matrix[~matrix.isnan()].abs().min()
+    assert steps > 0  # zero lies between two colours: signs are exact
+
+
+def test_the_exact_values_are_the_published_ones():
+    golden = np.load(GOLDEN / "published_21f_layer20.npy")  # [12, 21] float16
+    cache = load_cache(FOLDER / "self_forcing_dmd_eagle_21f.pt")
+    assert np.array_equal(cache["last_block_frame_logits"][20, 0].numpy(), golden)
+    np.testing.assert_array_equal(open_profiles(cache).frame_profile(20), golden.astype(np.float32))
+
+
+def test_head_labels():
+    labels = published.read_labels(FOLDER / published.HEAD_LABELS_CSV)
+    static = published.read_labels(FOLDER / published.STATIC_HEADS_CSV)
+    assert labels.shape == static.shape == (30, 12)
+    assert set(np.unique(labels)) == {-1, 1, 2} and set(np.unique(static)) == {0, 1}
+    assert (labels[0, :5].tolist(), labels[2, 6], static[13, 11], static[13].sum()) == (
+        [-1, 1, 1, 1, -1],
+        2,
+        1,
+        1,
+    )
+
+
+def test_the_digitised_figure():
+    curves = published.read_curves(FOLDER / published.FIGURE4_CSV)
+    assert list(curves) == ["L1H1", "L5H10"]
+    assert curves["L1H1"].values[[0, 4, 19]].tolist() == [5.14, -4.85, 6.94]
+    assert np.flatnonzero(curves["L1H1"].clipped).tolist() == [19]
+    assert not curves["L5H10"].clipped.any()
+
+
+def test_other_curves(tmp_path):
+    (tmp_path / "a.csv").write_text("key_frame,mine\n0,1.5\n1,\n2,-2\n")
+    (curve,) = published.read_curves(tmp_path / "a.csv").values()
+    np.testing.assert_array_equal(curve.values, [1.5, np.nan, -2])
+    for text in ("frame,mine\n0,1\n", "key_frame,mine\n1,2\n0,1\n", "", "key_frame,mine\n0,high\n"):
+        (tmp_path / "b.csv").write_text(text)
+        with pytest.raises(CacheError, match=r"b\.csv is not a table of curves"):
+            published.read_curves(tmp_path / "b.csv")
+    with pytest.raises(CacheError, match="not found"):
+        published.read_curves(tmp_path / "c.csv")
+    (tmp_path / "b.csv").write_text("1,2\n3,x\n")
+    with pytest.raises(CacheError, match="not a table of whole numbers"):
+        published.read_labels(tmp_path / "b.csv")
+
+
+def made_up(folder, F_of_matrices=(2, 1)):
+    """Published files of 2 layers and 3 heads whose matrices are known, with the 72-frame one of the second prompt."""
+    rng = np.random.default_rng(0)
+    prompts = np.array(["a castle", "an eagle"])
+    logits, matrices, truth = {"prompts": prompts}, {"prompts": prompts}, {}
+    for F, count in zip((21, 72), F_of_matrices, strict=True):
+        values = rng.normal(size=(2, 2, 3, F, F)) * np.array([1, 40])[:, None, None, None]
+        truth[F] = values
+        logits[f"frames{F}"] = values[..., -3:, :].mean(-2).astype(np.float16)
+        vmax = np.abs(values).max((2, 3, 4))  # [prompt, layer]
+        index = np.floor((values / vmax[..., None, None, None] + 1) / 2 * 256).clip(0, 255).astype(np.uint8)
+        matrices[f"index_{F}"], matrices[f"vmax_{F}"] = index[-count:], vmax[-count:].astype(np.float32)
+    np.savez(folder / build_published.LOGITS, **logits)
+    np.savez(folder / build_published.MATRICES, **matrices)
+    for name in (published.HEAD_LABELS_CSV, published.STATIC_HEADS_CSV):
+        (folder / name).write_text("# rows: layers\n1,2\n")
+    (folder / published.FIGURE4_CSV).write_text("key_frame,L1H1,L5H10\n18,1,2\n19,3,4\n")
+    return truth
+
+
+def test_building_from_a_folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    truth = made_up(tmp_path / "in")
+    build_published.run([str(tmp_path / "in"), "--output_dir", str(tmp_path / "out")])
+    for p, name in enumerate(("castle", "eagle")):
+        for F in (21, 72):
+            cache = load_cache(tmp_path / "out" / f"self_forcing_dmd_{name}_{F}f.pt")
+            if (name, F) == ("castle", 72):
+                assert "frame_logits" not in cache
+                continue
+            error = (cache["frame_logits"][:, 0].double() - torch.from_numpy(truth[F][p])).abs()
+            assert (error.nan_to_num() <= 1.0001 * cache["frame_logits_error"][:, None, None, None]).all()
+    assert (
+        tmp_path / "out" / published.FIGURE4_CSV
+    ).read_text() == "key_frame,L1H1,L5H10,clipped\n18,1,2,\n19,3,4,L1H1\n"
+
+
+def test_a_matrix_without_its_prompt(tmp_path):
+    made_up(tmp_path)
+    arrays = dict(np.load(tmp_path / build_published.MATRICES))
+    arrays["index_72"] = arrays["index_72"][..., ::-1]
+    np.savez(tmp_path / build_published.MATRICES, **arrays)
+    with pytest.raises(CacheError, match="not every matrix of 72 frames belongs to one prompt"):
+        build_published.run([str(tmp_path), "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(CacheError, match=r"last_block_logits\.npz not found"):
+        build_published.run([str(tmp_path / "nowhere")])
+
+
+def test_the_files_have_stable_bytes(tmp_path):
+    """What is committed is what save_cache writes of it today."""
+    from experiments.caches import save_cache
+
+    file = FOLDER / "self_forcing_dmd_castle_72f.pt"
+    save_cache(tmp_path / "again.pt", load_cache(file, mmap=False))
+    assert (
+        hashlib.sha256((tmp_path / "again.pt").read_bytes()).digest()
+        == hashlib.sha256(file.read_bytes()).digest()
+    )
+
+
+def test_the_matching_script():
+    command = [
+        sys.executable,
+        "experiments/match_curve.py",
+        "--cache_path",
+        "cache/published/self_forcing_dmd_castle_21f.pt",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for shown in ("layer 1, head 1", "layer 5, head 10"):
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  shown: {shown}")]
+        assert float(line.split("r = ")[1].split(",")[0]) >= 0.98 and line.endswith("rank 1 of 360")
+    command[-1] = "cache/published/self_forcing_dmd_eagle_72f.pt"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "they have 21 frames, this cache has 72" in done.stderr

@@ -1,0 +1,384 @@
+"""Caches: what is written comes back, the same bytes each time; what is wrong is said; older files open."""
+
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import synthetic_caches
+import torch
+from omegaconf import OmegaConf
+
+from experiments.caches import load_cache, save_cache
+from experiments.caches.errors import CacheError
+
+MAKERS = {
+    "figure4": synthetic_caches.figure4,
+    "figure4 by key": lambda: synthetic_caches.figure4(granularity="key"),
+    "figure4 probabilities": lambda: synthetic_caches.figure4(is_logits=False, H=3, S=5),
+    "figure4 window": lambda: synthetic_caches.figure4(keys=[0, 17, 18, 19, 20], S=5, granularity="frame"),
+    "layer": synthetic_caches.layer,
+    "inference": lambda: synthetic_caches.inference(window=[0, 4, 5, 6, 7, 8]),
+    "atlas": synthetic_caches.atlas,
+}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a.nan_to_num(7e4), b.nan_to_num(7e4))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+@pytest.mark.parametrize("mmap", [True, False])
+def test_round_trip(tmp_path, maker, mmap):
+    cache = maker()
+    save_cache(tmp_path / "c.pt", cache)
+    assert same(load_cache(tmp_path / "c.pt", mmap=mmap), cache)
+    assert os.listdir(tmp_path) == ["c.pt"]
+    with torch.serialization.safe_globals([]):
+        torch.load(tmp_path / "c.pt", weights_only=True)  # needs no allow-list
+
+
+def test_bytes_depend_on_the_content_alone(tmp_path):
+    cache = synthetic_caches.figure4(S=5, H=3)
+    cache["notes"] = [cache["prompt"], cache["prompt"]]  # one object three times
+    save_cache(tmp_path / "a.pt", cache)
+    twin = synthetic_caches.figure4(S=5, H=3)
+    twin["notes"] = ["".join(list(twin["prompt"])) for _ in range(2)]  # equal texts, three objects
+    twin["query_frames"] = tuple(twin["query_frames"])
+    tokens = twin["attention_weights"][0]
+    padded = torch.cat(
+        [tokens["attn_logits"], torch.zeros_like(tokens["attn_logits"])]
+    )  # a view of a larger storage
+    tokens["attn_logits"] = padded[:1]
+    os.makedirs(tmp_path / "other")
+    save_cache(tmp_path / "other" / "a much longer name.pt", twin)
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "other" / "a much longer name.pt").read_bytes()
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"seed": "42"}, "seed is '42', not int | none"),
+    ({"prompt": None}, "prompt is None, not str"),
+    ({"num_heads": np.int64(3)}, r"cache\['num_heads'\] is a numpy.int64"),
+    ({"seed": True}, "seed is True"),
+    ({"weights": "other"}, "weights is 'other', not one of base, checkpoint, published"),
+    ({"block_sizes": [3, 3]}, r"block_sizes \[3, 3\] do not add up to num_frames 9"),
+    ({"last_block_query_frames": [6, 7, 9]}, r"last_block_query_frames \[6, 7, 9\] are not increasing frames of 0..8"),
+    ({"full_frame_attention": torch.zeros(3, 9, 8)}, r"float32 \[3, 9, 8\], not f16/f32 \[H=3, F=9, F=9\]"),
+    ({"full_frame_attention": torch.zeros(3, 9, 9)}, "values where the key's block comes after the query's"),
+    ({"last_block_frame_attention": torch.zeros(3, 9).double()}, r"float64 \[3, 9\]"),
+    ({"format": "lyer"}, "format is 'lyer', not one of"),
+    ({"schema_version": 99}, "schema_version 99 is newer"),
+])  # fmt: skip
+def test_wrong_fields_are_not_written(tmp_path, change, message):
+    with pytest.raises(CacheError, match=message):
+        save_cache(tmp_path / "c.pt", synthetic_caches.layer() | change)
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_required_field_is_required(tmp_path):
+    for maker in MAKERS.values():
+        cache = maker()
+        for name in cache.keys() - {"key_curve", "pass_steps", "frame_mass", "frame_logits"}:
+            with pytest.raises(CacheError, match=f"{name}|format is None"):
+                save_cache(tmp_path / "c.pt", {k: v for k, v in cache.items() if k != name})
+
+
+def test_wrong_entries(tmp_path):
+    cache = synthetic_caches.figure4(S=5, H=3)
+    cache["attention_weights"][1]["attn_logits"] = torch.zeros(1, 3, 15, 100).half()
+    with pytest.raises(
+        CacheError, match=r"attention_weights\[1\].attn_logits is float16 .*, not .*Lq=15, Lk=105"
+    ):
+        save_cache(tmp_path / "c.pt", cache)
+    del cache["attention_weights"][1]["attn_logits"]
+    with pytest.raises(CacheError, match=r"attention_weights\[1\].none of attn_logits, .* is there"):
+        save_cache(tmp_path / "c.pt", cache)
+    with pytest.raises(
+        CacheError, match=r"layer_indices \[1\] are not the layers of attention_weights, \[1, 5\]"
+    ):
+        save_cache(tmp_path / "c.pt", synthetic_caches.figure4(S=5, H=3) | {"layer_indices": [1]})
+    with pytest.raises(CacheError, match="not a list of dicts"):
+        save_cache(tmp_path / "c.pt", synthetic_caches.figure4(S=5, H=3) | {"attention_weights": 3})
+
+
+def test_unwritable_paths_leave_nothing(tmp_path):
+    cache = synthetic_caches.layer()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "file" / "c.pt", tmp_path / "folder", "/proc/c.pt"):
+        with pytest.raises(CacheError, match="cannot be written: "):
+            save_cache(path, cache)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
+    save_cache(tmp_path / "c.pt", synthetic_caches.layer())
+    before = (tmp_path / "c.pt").read_bytes()
+
+    def disk_full(cache, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", disk_full)
+    with pytest.raises(CacheError, match="No space left"):
+        save_cache(tmp_path / "c.pt", synthetic_caches.layer(N=4))
+    assert (tmp_path / "c.pt").read_bytes() == before
+    assert os.listdir(tmp_path) == ["c.pt"]
+
+
+def test_what_cannot_be_read(tmp_path):
+    for name, command in {
+        "attention_cache_figure4.pt": "run_extraction_figure4.py (",
+        "layer7.pt": "run_extraction_each.py --layer_index 7 (without a model: python experiments/layers_from_atlas.py cache/",
+        "mine.pt": "run_extraction_each.py --output_path cache/mine.pt (",
+        "atlas.pt": "run_extraction_all.py (",
+        "attention_cache.pt": "run_extraction.py (",
+    }.items():
+        with pytest.raises(CacheError) as error:
+            load_cache(tmp_path / name, expect=("layer",) if name == "mine.pt" else ())
+        assert f"{name} not found; run: python experiments/{command}" in str(error.value)
+        assert "\n" not in str(error.value)
+    for name in ("layer10.pt", "layer3.pt"):
+        save_cache(tmp_path / name, synthetic_caches.layer())
+    with pytest.raises(
+        CacheError, match=r"layer7.pt not found; there is layer3.pt, layer10.pt; run: python experiments/run_"
+    ):
+        load_cache(tmp_path / "layer7.pt")
+    save_cache(tmp_path / "whole.pt", synthetic_caches.layer())
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-700])
+    (tmp_path / "text.pt").write_text("not a cache")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"state_dict": {}}, tmp_path / "weights.pt")
+    for name, why in {
+        "cut.pt": "cannot be read", "text.pt": "cannot be read", "empty.pt": "cannot be read",
+        "list.pt": "holds a list", "weights.pt": "not an attention cache, its keys are state_dict",
+    }.items():  # fmt: skip
+        with pytest.raises(
+            CacheError, match=f"{name}.*{why}.*; make it again: python experiments/run_"
+        ) as error:
+            load_cache(tmp_path / name)
+        assert "\n" not in str(error.value)
+
+
+def test_the_wrong_kind_is_named(tmp_path):
+    save_cache(tmp_path / "c.pt", synthetic_caches.layer())
+    with pytest.raises(
+        CacheError,
+        match=r"is a cache of format layer: open it with notebooks/extract_all_attention\.ipynb.*"
+        r"figure4 or atlas, made by: python experiments/run_extraction_figure4\.py",
+    ):
+        load_cache(tmp_path / "c.pt", expect=("figure4", "atlas"))
+    assert load_cache(tmp_path / "c.pt", expect=("layer",))["format"] == "layer"
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.system, ("touch harmed",)
+
+
+@pytest.mark.parametrize(
+    "value", [Harmful(), np.array([Harmful()], dtype=object), pickle.Unpickler, torch.nn.Linear(1, 1)]
+)
+def test_nothing_else_is_unpickled(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    torch.save(synthetic_caches.layer() | {"more": value}, "c.pt")
+    with pytest.raises(CacheError, match="cannot be read"):
+        load_cache("c.pt")
+    assert os.listdir(tmp_path) == ["c.pt"]
+
+
+# Older files
+
+
+def older_figure4(F=21, claimed=None, H=3, S=5, **more):
+    tokens = synthetic_caches.token_logits(H, 3, F, S)
+    entry = {
+        "layer_idx": 4,
+        "attn_logits": tokens[None],
+        "is_logits": True,
+        "num_frames": claimed or F,
+        "frame_seq_length": S,
+        "num_heads": H,
+        "num_query_frames": 3,
+        "num_key_frames": F,
+    }
+    return {
+        "attention_weights": [entry],
+        "prompt": "x",
+        "num_frames": claimed or F,
+        "frame_seq_length": S,
+        "num_frame_per_block": 3,
+        "layer_indices": [4],
+        "is_logits": True,
+        "capture_method": "native",
+        "query_frames": list(range((claimed or F) - 3, claimed or F)),
+        "key_frames": list(range(F)),
+    } | more
+
+
+def older_layer(**more):
+    now = synthetic_caches.layer(F=9)
+    matrix = now["full_frame_attention"].nan_to_num(0).half()
+    matrix[:, 4, 2] = 0  # a real zero
+    keep = (
+        "layer_index",
+        "is_logits",
+        "prompt",
+        "num_frames",
+        "frame_seq_length",
+        "num_frame_per_block",
+        "num_heads",
+        "block_sizes",
+        "query_frames",
+        "key_frames",
+        "last_block_query_frames",
+    )
+    return {k: now[k] for k in keep} | {
+        "full_frame_attention": matrix, "last_block_frame_attention": now["last_block_frame_attention"].half(),
+    } | more  # fmt: skip
+
+
+def test_older_figure4(tmp_path):
+    torch.save(older_figure4(), tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt", expect=("figure4",))
+    assert (cache["format"], cache["weights"], cache["timestep"]) == ("figure4", "unknown", 1000.0)
+    assert cache["query_frames"] == [18, 19, 20]
+    assert cache["block_sizes"] == [3] * 7
+    assert torch.equal(
+        cache["attention_weights"][0]["attn_logits"], older_figure4()["attention_weights"][0]["attn_logits"]
+    )
+    save_cache(tmp_path / "new.pt", cache)  # what was read can be written, as of today
+    assert same(load_cache(tmp_path / "new.pt"), cache)
+
+
+def test_nineteen_frames_called_21(tmp_path):
+    torch.save(older_figure4(F=19, claimed=21), tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt")
+    assert (cache["num_frames"], cache["block_sizes"]) == (19, [1] + [3] * 6)
+    assert cache["query_frames"] == [16, 17, 18]
+    assert cache["notes"] == ["the file says 21 frames, its attention covers 19"]
+
+
+@pytest.mark.parametrize("block_sizes", [[3, 3, 3], None])
+def test_older_zeros_are_absent_by_block(tmp_path, block_sizes):
+    older = older_layer(block_sizes=block_sizes)
+    if block_sizes is None:
+        del older["block_sizes"]
+    torch.save(older, tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt")
+    matrix = cache["full_frame_attention"]
+    assert matrix.dtype == torch.float16
+    for query in range(9):
+        for key in range(9):
+            assert matrix[:, query, key].isnan().all().item() == (key // 3 > query // 3)
+    assert (matrix[:, 4, 2] == 0).all()
+    assert (older["full_frame_attention"][:, 0, 8] == 0).all()  # the input is left alone
+
+
+def test_older_bidirectional_layer(tmp_path):
+    older = older_layer(orig_num_frames=33, vae_stride_t=4)
+    del older["block_sizes"]
+    torch.save(older, tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt")
+    assert cache["block_sizes"] == [9]
+    assert cache["timestep"] is None
+    assert not cache["full_frame_attention"].isnan().any()
+
+
+def older_inference(blocks, passes, layers=(2, 4), window=None, S=5, H=3):
+    """Calls in rollout order: block, pass, layer; the value of every probability is 1 / Lk."""
+    calls = []
+    for b, size in enumerate(blocks):
+        Lk = min(sum(blocks[: b + 1]), window or 99) * S
+        calls += [
+            {"layer_idx": layer, "attn_weights": torch.full((1, H, size * S, Lk), 1 / Lk),
+             "q_shape": torch.Size([1, size * S, H, 4]), "k_shape": torch.Size([1, Lk, H, 4])}
+            for _ in range(passes) for layer in layers
+        ]  # fmt: skip
+    return {
+        "attention_weights": calls,
+        "layer_indices": list(layers),
+        "prompt": "x",
+        "num_frames": sum(blocks),
+        "frame_seq_length": S,
+        "num_frame_per_block": 3,
+        "num_transformer_blocks": 8,
+        "config": {"denoising_step_list": OmegaConf.create([1000, 750, 500, 250])},
+    }
+
+
+def test_older_inference(tmp_path):
+    torch.save(older_inference([1, 3, 3], passes=5), tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt", expect=("inference",))
+    assert not cache["is_logits"]
+    assert cache["config"] == {"denoising_step_list": [1000, 750, 500, 250]}
+    tags = [(c["block"], c["step"], c["layer_idx"]) for c in cache["attention_weights"]]
+    assert tags == [(b, p, layer) for b in range(3) for p in range(5) for layer in (2, 4)]
+    assert [c["is_clean_pass"] for c in cache["attention_weights"][:10:2]] == [False] * 4 + [True]
+    assert cache["attention_weights"][-1]["query_frames"] == [4, 5, 6]
+    assert cache["attention_weights"][-1]["q_shape"] == [1, 15, 3, 4]
+
+
+def test_older_inference_window_and_single_call(tmp_path):
+    torch.save(older_inference([3, 3, 3], passes=2, window=6), tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt")
+    assert cache["attention_weights"][-1]["key_frames"] == [3, 4, 5, 6, 7, 8]
+    assert cache["notes"] == ["a window of 6 frames without their numbers: taken as the newest"]
+    one = older_inference([3, 3, 3], passes=5, layers=(2,))
+    one["attention_weights"] = one["attention_weights"][-1:]
+    torch.save(one, tmp_path / "c.pt")
+    (call,) = load_cache(tmp_path / "c.pt")["attention_weights"]
+    assert (call["block"], call["step"], call["timestep"]) == (
+        2,
+        None,
+        None,
+    )  # which pass it was, nobody knows
+
+
+def test_omegaconf_and_numpy_values(tmp_path):
+    config = OmegaConf.create({"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None})
+    older = older_figure4(
+        layer_indices=config.layers,
+        config=config,
+        num_frames=np.int64(21),
+        prompt=np.str_("x"),
+        key_frames=np.arange(21),
+        frame_seq_length=np.int32(5),
+        is_logits=np.bool_(True),
+    )
+    older["attention_weights"][0] |= {"num_heads": np.int64(3), "scale": np.float64(0.5)}
+    torch.save(older, tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt")
+    assert cache["config"] == {"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None}
+    assert type(cache["prompt"]) is str
+    assert cache["attention_weights"][0]["scale"] == 0.5
+    torch.save(
+        older_layer(full_frame_attention=older_layer()["full_frame_attention"].numpy()), tmp_path / "c.pt"
+    )
+    assert load_cache(tmp_path / "c.pt")["full_frame_attention"].isnan().any()
+
+
+def test_numpy_1_names(tmp_path):
+    """Files pickled under numpy 1 say numpy.core where numpy 2 says numpy._core."""
+    torch.save(older_figure4(num_frames=np.int64(21), key_frames=np.arange(21)), tmp_path / "2.pt")
+    with zipfile.ZipFile(tmp_path / "2.pt") as two, zipfile.ZipFile(tmp_path / "1.pt", "w") as one:
+        for name in two.namelist():
+            data = two.read(name)
+            if name.endswith("data.pkl"):
+                assert data.count(b"cnumpy._core.multiarray\n") == 2
+                data = data.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
+            one.writestr(name, data)
+    assert same(load_cache(tmp_path / "1.pt"), load_cache(tmp_path / "2.pt"))
+
+
+def test_before_zip_files(tmp_path):
+    torch.save(older_layer(), tmp_path / "c.pt", _use_new_zipfile_serialization=False)
+    assert load_cache(tmp_path / "c.pt")["format"] == "layer"

@@ -1,0 +1,70 @@
+"""The benchmark of real shapes, on small ones and the CPU: its files are what the loaders take, its parts measure."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, golden_config
+from test_checkpoint import GOLDEN_MODEL
+from test_native import SMALL_UMT5
+
+from experiments.dev import benchmark_memory
+from wan import checkpoint, native
+from wan.config import load_config
+from wan.modules.causal_model import CausalWanModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A run of small random weights in the native layout, with text states from a file."""
+    monkeypatch.setattr(benchmark_memory, "SHARD_BYTES", 1 << 20)
+    benchmark_memory.make_transformer(tmp_path / "small", GOLDEN_MODEL, torch.float32, CPU)
+    states = torch.randn(1, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim)
+    torch.save({"prompt_embeds": states}, tmp_path / "states.pt")
+    config = load_config(
+        ROOT / "configs/wan_mini.yaml", {"ckpt_dir": str(tmp_path / "small"), "num_frames": 6}
+    )
+    return replace(
+        config,
+        model="small",
+        checkpoint_path=None,
+        prompt_embeds=str(tmp_path / "states.pt"),
+        height=4,
+        width=4,
+    )
+
+
+def test_shards_and_checkpoint_load(config, tmp_path):
+    shards = checkpoint.shards(checkpoint.transformer_file(config.ckpt_dir))
+    assert len(shards) > 1 and checkpoint.read_model_config(config.ckpt_dir) == GOLDEN_MODEL
+    benchmark_memory.make_checkpoint(tmp_path / "sf.pt", GOLDEN_MODEL, torch.float32, CPU)
+    states = (
+        checkpoint.read_transformer_state(config.ckpt_dir),
+        checkpoint.read_self_forcing_state(tmp_path / "sf.pt"),
+    )
+    assert states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][k], states[1][k]) for k in states[0]
+    )
+    checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, states[0], "shards")
+
+
+def test_the_text_encoder_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "UMT5_XXL", SMALL_UMT5)
+    monkeypatch.chdir(ROOT)
+    benchmark_memory.make_text_encoder(tmp_path, torch.bfloat16, CPU)
+    encoder = native.load_umt5(tmp_path, torch.bfloat16, config=SMALL_UMT5)
+    assert encoder.shared.weight.std() < 0.03 and (tmp_path / "google/umt5-xxl/tokenizer.json").is_file()
+
+
+def test_a_load_and_a_rollout_are_measured(config):
+    loaded = benchmark_memory.apart(benchmark_memory.load, config)
+    assert loaded["file_bytes"] > 4 * 10**5 and 0 < loaded["seconds"] < 60 and loaded["private_of_file"] < 10
+    ran = [benchmark_memory.roll_out(config) for _ in range(2)]
+    assert ran[0]["calls"] == golden_config()["model"]["num_layers"] * 5 * 2
+    assert ran[0]["sha256_of_latents_and_capture"] == ran[1]["sha256_of_latents_and_capture"]
+    assert ran[0]["predicted_bytes"]["host"]["rolling out"] > 0 and ran[0]["encoded_on"] is None
+    assert 0 < ran[0]["rollout_seconds"] < ran[0]["seconds"]
+    other = benchmark_memory.roll_out(replace(config, seed=1))
+    assert other["sha256_of_latents_and_capture"] != ran[0]["sha256_of_latents_and_capture"]

@@ -1,0 +1,290 @@
+"""From captured calls to caches, without a model: blocks, call indices, which calls are asked for, where values land.
+
+Every value of the hand-made calls says where it belongs, so a value in a wrong cell shows.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments.caches import schema
+from experiments.caches.errors import RunError
+from experiments.extraction import cache_builders, causal, result
+from wan.blocks import block_frames, later_block, visible_frames
+from wan.config import RunConfig, load_config
+from wan.modules.capture import AttentionCapture, Pass, Site
+
+S, H, LAYERS, TIMESTEPS = 4, 3, 3, [1000.0, 625.0, 0.0]
+
+
+def value(layer, step, queries, keys):
+    """[1, H, Fq, Fk]: layer.step in front, head, query and key behind the point."""
+    q, k, h = torch.tensor(queries)[:, None], torch.tensor(keys), torch.arange(H)[:, None, None]
+    return (100 * layer + 10 * step + h + q / 100 + k / 10000).float()[None]
+
+
+def hand_made(config, granularity="frame"):
+    """An Extraction of every layer, block and pass; within a block, its calls in an order that nobody may rely on."""
+    sizes, records = config.block_sizes, []
+    for block in range(len(sizes)):
+        of_block = []
+        queries = block_frames(sizes, block)
+        keys = visible_frames(sizes, block, config.local_attn_size, config.sink_size)
+        for step, timestep in enumerate(TIMESTEPS):
+            for layer in range(LAYERS):
+                tags = {
+                    "layer_idx": 2 * layer,
+                    "layer": layer,
+                    "kind": "self",
+                    "block": block,
+                    "step": step,
+                    "timestep": timestep,
+                    "is_clean_pass": timestep == 0,
+                    "query_frames": queries,
+                    "key_frames": keys,
+                    "is_logits": True,
+                    "q_shape": [1, len(queries) * S, H, 8],
+                    "k_shape": [1, len(keys) * S, H, 8],
+                }
+                frame = value(layer, step, queries, keys)
+                tokens = frame.repeat_interleave(S, 2).repeat_interleave(S, 3)
+                of_block.append(
+                    tags
+                    | {
+                        "frame": {"frame_logits": frame, "frame_mass": frame.softmax(-1)},
+                        "token": {"attn_weights": tokens},
+                        "key": {"key_curve": tokens.mean(2)},
+                        "cross": {"kind": "cross", "cross_mass": frame[..., :1].expand(-1, -1, -1, 9)},
+                    }[granularity]
+                )
+        random.Random(block).shuffle(of_block)
+        records += of_block
+    common = {
+        "schema_version": 1,
+        "prompt": "",
+        "seed": 0,
+        "num_frames": config.num_frames,
+        "block_sizes": sizes,
+        "num_frame_per_block": 3,
+        "frame_seq_length": S,
+        "num_heads": H,
+        "model": "m",
+        "weights": "base",
+        "weights_file": None,
+        "weights_sha256": None,
+    }
+    latents = torch.zeros(1, config.num_frames, 1, 1, 1)
+    return result.Extraction(config, LAYERS, records, latents, TIMESTEPS, ["▁a", "</s>"], common)
+
+
+WHOLE = RunConfig(num_frames=9, denoising_step_list=[1000, 250], layer_indices=[2, 0], step=1)
+FIRST_ALONE = replace(WHOLE, num_frames=7, independent_first_frame=True)
+WINDOW = replace(WHOLE, num_frames=12, local_attn_size=6, sink_size=1)
+CONFIGS = pytest.mark.parametrize(
+    "config", [WHOLE, FIRST_ALONE, WINDOW], ids=["whole", "first alone", "window"]
+)
+
+
+def expected(config, layer, step):
+    """[H, F, F] with NaN where a query's block does not see the key."""
+    F, sizes = config.num_frames, config.block_sizes
+    everywhere = value(layer, step, list(range(F)), list(range(F)))[0]
+    seen = torch.zeros(F, F, dtype=torch.bool)
+    for block in range(len(sizes)):
+        for query in block_frames(sizes, block):
+            seen[query, visible_frames(sizes, block, config.local_attn_size, config.sink_size)] = True
+    return everywhere.masked_fill(~seen, torch.nan)
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, atol=1e-4, rtol=0, equal_nan=True)
+
+
+# -- block structure --------------------------------------------------------------------------------------------------
+
+
+@CONFIGS
+def test_blocks_partition_the_frames_and_see_the_past(config):
+    sizes = config.block_sizes
+    blocks = [block_frames(sizes, block) for block in range(len(sizes))]
+    assert [frame for own in blocks for frame in own] == list(range(config.num_frames))
+    assert block_frames(sizes, -1) == blocks[-1]
+    for block, own in enumerate(blocks):
+        keys = visible_frames(sizes, block, config.local_attn_size, config.sink_size)
+        assert set(own) <= set(keys) and max(keys) == own[-1] and keys == sorted(set(keys))
+        if config.local_attn_size > 0 and own[-1] >= config.local_attn_size:
+            assert len(keys) == config.local_attn_size and set(range(config.sink_size)) <= set(keys)
+    assert later_block(sizes)[0].tolist() == [frame not in blocks[0] for frame in range(config.num_frames)]
+
+
+def test_the_rollout_announces_these_blocks(monkeypatch):
+    """The KV cache of a real rollout and the pure functions agree on every block's frames."""
+    monkeypatch.chdir(ROOT)
+    config = replace(load_config("configs/wan_mini_window.yaml"), num_frames=18, denoising_step_list=[1000])
+    run = causal.extract(config, cache_builders.inference_requests(config, blocks=range(6), steps=[0, 1]))
+    assert len(run.records) == 6 * 2 * 2 and run.pass_timesteps == [1000.0, 0.0]
+    for call in run.records:
+        assert call["query_frames"] == block_frames(config.block_sizes, call["block"])
+        assert call["key_frames"] == visible_frames(config.block_sizes, call["block"], 9, 3)
+        assert call["layer_idx"] == 2 * call["layer"] and call["timestep"] == run.pass_timesteps[call["step"]]
+    cache = cache_builders.inference_cache(run)
+    schema.check(cache)
+    assert [call["layer_idx"] for call in cache["attention_weights"]] == [1, 5] * 12
+
+
+# -- index mapping ----------------------------------------------------------------------------------------------------
+
+
+def test_call_index_and_layer_are_told_apart():
+    """Every call index belongs to one layer and kind, and asking for it by either name wants the same call."""
+    sites = [Site(layer, kind) for layer in range(LAYERS) for kind in ("self", "cross")]
+    assert [site.call_index for site in sites] == list(range(2 * LAYERS))
+    capture = AttentionCapture()
+    for site in sites:
+        capture.enable([site.call_index], num_layers=2 * LAYERS)
+        (by_index,) = capture._requests
+        by_name = causal.CaptureRequest(layers=[site.layer], kinds=(site.kind,))
+        assert [by_index.wants(other, None) for other in sites] == [
+            by_name.wants(other, None) for other in sites
+        ]
+
+
+def chosen(requests, config):
+    """(layer, block, step) of every self-attention call of a rollout that a request keeps."""
+    return {
+        (layer, block, step)
+        for layer in range(LAYERS)
+        for block in range(len(config.block_sizes))
+        for step in range(len(TIMESTEPS))
+        for request in requests
+        if request.wants(Site(layer, "self"), Pass((), (), block, step))
+    }
+
+
+def test_what_each_script_asks_for():
+    last = len(WHOLE.block_sizes) - 1
+    for granularity in ("token", "key", "frame"):
+        requests = cache_builders.figure4_requests(WHOLE, granularity)
+        assert chosen(requests, WHOLE) == {(0, last, 1), (2, last, 1)}
+    of_layer = cache_builders.layer_requests(replace(WHOLE, layer_index=1))
+    assert chosen(of_layer, WHOLE) == {(1, block, 1) for block in range(last + 1)}
+    everything = chosen(cache_builders.atlas_requests(WHOLE, True, False, False), WHOLE)
+    assert len(everything) == LAYERS * (last + 1) * len(TIMESTEPS)
+    assert chosen(cache_builders.inference_requests(WHOLE), WHOLE) == {(0, last, 1), (2, last, 1)}
+    some = cache_builders.inference_requests(WHOLE, blocks=[0, -1], steps=[0, 2])
+    assert chosen(some, WHOLE) == {
+        (layer, block, step) for layer in (0, 2) for block in (0, last) for step in (0, 2)
+    }
+    assert not any(request.wants(Site(0, "cross"), Pass((), (), last, 1)) for request in some)
+
+
+# -- cache fields and assembly ----------------------------------------------------------------------------------------
+
+
+def only(run, **tags):
+    return replace(
+        run, records=[r for r in run.records if all(r[name] in values for name, values in tags.items())]
+    )
+
+
+@CONFIGS
+def test_a_layers_blocks_land_where_their_frames_are(config):
+    cache = cache_builders.layer_cache(only(hand_made(config), layer=[1], step=[1]), 1)
+    schema.check(cache)
+    same(cache["full_frame_attention"], expected(config, 1, 1))
+    last = block_frames(config.block_sizes, -1)
+    same(cache["last_block_frame_attention"], expected(config, 1, 1)[:, last].mean(1))
+    assert (cache["layer_index"], cache["step"], cache["timestep"], cache["last_block_query_frames"]) == (
+        1,
+        1,
+        625.0,
+        last,
+    )
+    same(
+        cache_builders.layer_cache(hand_made(config, "token"), 2)["full_frame_attention"],
+        expected(config, 2, 1),
+    )
+
+
+@CONFIGS
+def test_an_atlas_holds_every_layer_and_pass_in_its_place(config):
+    run = hand_made(config)
+    run = replace(
+        run,
+        records=run.records
+        + hand_made(config, "cross").records
+        + only(hand_made(config, "key"), block=[len(config.block_sizes) - 1]).records,
+    )
+    cache = cache_builders.atlas_cache(run)
+    schema.check(cache)
+    for layer in range(LAYERS):
+        for step in range(len(TIMESTEPS)):
+            same(cache["frame_logits"][layer, step], expected(config, layer, step))
+            there = expected(config, layer, step)
+            mass = (
+                there.masked_fill(there.isnan(), -torch.inf).softmax(-1).masked_fill(there.isnan(), torch.nan)
+            )
+            torch.testing.assert_close(cache["frame_mass"][layer, step], mass, equal_nan=True)
+    last = expected(config, 2, 1)[:, block_frames(config.block_sizes, -1)].mean(1)
+    torch.testing.assert_close(
+        cache["key_curve"][2, 1].unflatten(-1, (-1, S)).mean(-1),
+        last.half(),
+        atol=0.2,
+        rtol=0,
+        equal_nan=True,
+    )
+    words = cache["cross_mass"][1, 2]  # the prompt's tokens, of nine with padding
+    same(words, value(1, 2, list(range(config.num_frames)), [0])[0].expand(-1, -1, 2))
+
+
+@CONFIGS
+def test_figure4_keeps_the_order_of_its_layers_and_absent_frames(config):
+    last = len(config.block_sizes) - 1
+    cache = cache_builders.figure4_cache(only(hand_made(config), block=[last], layer=[0, 2], step=[1]))
+    schema.check(cache)
+    assert [entry["layer_idx"] for entry in cache["attention_weights"]] == cache["layer_indices"] == [2, 0]
+    for entry in cache["attention_weights"]:
+        same(entry["frame_logits"], expected(config, entry["layer_idx"], 1)[:, cache["query_frames"]])
+        assert entry["last_block_start_frame"] == cache["query_frames"][0]
+    assert cache["key_frames"] == visible_frames(
+        config.block_sizes, last, config.local_attn_size, config.sink_size
+    )
+
+
+@CONFIGS
+@pytest.mark.parametrize("is_logits", [True, False])
+def test_every_call_of_an_inference_cache_carries_its_tags(config, is_logits):
+    run = only(hand_made(config, "token"), layer=[0, 2])
+    run = replace(run, records=[r | {"is_logits": is_logits} for r in run.records])
+    cache = cache_builders.inference_cache(run)
+    schema.check(cache)
+    assert len(cache["attention_weights"]) == 2 * len(config.block_sizes) * len(TIMESTEPS)
+    for call in cache["attention_weights"]:
+        assert ("attn_logits" in call, "attn_weights" in call) == (is_logits, not is_logits)
+        tokens = call["attn_logits" if is_logits else "attn_weights"]
+        same(
+            tokens[..., ::S, ::S],
+            value(call["layer_idx"], call["step"], call["query_frames"], call["key_frames"]),
+        )
+
+
+def test_caches_hold_declared_fields_only():
+    run = hand_made(WHOLE)
+    made = {
+        "layer": cache_builders.layer_cache(run, 0),
+        "atlas": cache_builders.atlas_cache(run),
+        "inference": cache_builders.inference_cache(hand_made(WHOLE, "token")),
+        "figure4": cache_builders.figure4_cache(only(run, block=[2], step=[1])),
+    }
+    assert made.keys() == schema.FORMATS.keys()
+    for kind, cache in made.items():
+        assert cache["format"] == kind
+        assert cache.keys() <= {field.rstrip("?") for field in schema.FORMATS[kind].fields}
+
+
+def test_what_was_not_captured_is_an_error():
+    with pytest.raises(RunError, match="layer 7, step 1: no frame_logits was captured"):
+        cache_builders.layer_cache(hand_made(WHOLE), 7)

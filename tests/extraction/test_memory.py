@@ -1,0 +1,171 @@
+"""What a run is said to need: against what was measured, and that it stops with the right advice before anything is loaded."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments import run_extraction_figure4
+from experiments.extraction import cache_builders, causal, devices, memory_estimate
+from experiments.extraction.memory_estimate import GB, Memory, check_memory
+from experiments.running import cli
+from wan.config import MODELS, RunConfig, load_config
+from wan.errors import ConfigError
+from wan.modules.capture import CaptureRequest
+
+MEASURED = json.loads((ROOT / "docs/benchmarks/memory_h200.json").read_text())
+GPU = torch.device("cuda")  # a name: nothing here touches one
+
+
+def on_gpu(tmp_path, requests=None, encodes=False, model="Wan2.1-T2V-1.3B", **settings) -> Memory:
+    """A run of a real model from a native directory that has its config alone."""
+    (tmp_path / "config.json").write_text(json.dumps(vars(MODELS[model])))
+    config = RunConfig(model=model, ckpt_dir=str(tmp_path), **settings)
+    requests = cache_builders.atlas_requests(config, True, False, False) if requests is None else requests
+    return Memory(config, MODELS[model], requests, torch.bfloat16, GPU, encodes)
+
+
+def total(run: Memory, doing: str, where: str) -> int:
+    (need,) = [need for need in run.needs() if (need.doing, need.where) == (doing, where)]
+    return need.total
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "settings"),
+    [
+        ("Wan2.1-T2V-1.3B", "resident", {}),
+        ("Wan2.1-T2V-1.3B", "--offload", {"offload": True}),
+        ("Wan2.1-T2V-1.3B", "72 frames", {"num_frames": 72}),
+        ("Wan2.1-T2V-14B", "one block", {"num_frames": 3}),
+        ("Wan2.1-T2V-14B", "one block, --offload", {"num_frames": 3, "offload": True}),
+    ],
+)
+def test_predictions_are_within_10_percent_of_what_was_measured(tmp_path, model, row, settings):
+    measured = MEASURED[model]["extract"][row]["rollout"]["gpu_peak_bytes"]
+    assert abs(total(on_gpu(tmp_path, model=model, **settings), "rolling out", "GPU") / measured - 1) < 0.1
+
+
+def test_encoding_is_predicted_too(tmp_path):
+    measured = MEASURED["Wan2.1-T2V-1.3B"]["extract"]["resident"]
+    assert measured["encoded_on"] == "cuda"
+    run = on_gpu(tmp_path, encodes=True)
+    assert abs(total(run, "encoding the prompt", "GPU") / measured["prepare"]["gpu_peak_bytes"] - 1) < 0.1
+    on_host = replace(run, config=replace(run.config, t5_cpu=True))
+    assert total(on_host, "encoding the prompt", "host") == total(run, "encoding the prompt", "GPU")
+
+
+def test_the_parts_follow_from_the_sizes(tmp_path):
+    def parts(**settings):
+        return next(need.parts for need in on_gpu(tmp_path, **settings).needs() if need.where == "GPU")
+
+    plain, long = parts(), parts(num_frames=42)
+    assert plain["weights"] == MEASURED["Wan2.1-T2V-1.3B"]["load"]["shards"]["parameter_bytes"]
+    assert plain["KV cache"] == 2 * 30 * 21 * 1560 * 1536 * 2 and long["KV cache"] == 2 * plain["KV cache"]
+    assert parts(local_attn_size=9)["KV cache"] * 21 == plain["KV cache"] * 9
+    assert parts(offload=True)["weights"] < plain["weights"] / 8
+    in_float32 = replace(on_gpu(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert total(in_float32, "rolling out", "host") > 2 * plain["weights"] + 2 * plain["KV cache"]
+
+
+TOKENS = [CaptureRequest(layers=[1], blocks=[6], steps=[0], granularity="token", token_dtype=torch.float16)]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "encodes", "requests", "message"),
+    [
+        (
+            8,
+            64,
+            False,
+            None,
+            "9.2 GB of GPU memory while rolling.*8.0 GB are free; it fits with --offload or --num_frames 15",
+        ),
+        (
+            10,
+            64,
+            True,
+            None,
+            "while encoding the prompt .*it fits with --t5_cpu or --offload or --prompt_embeds FILE$",
+        ),
+        (
+            10,
+            8,
+            True,
+            None,
+            "of GPU memory while encoding the prompt .*it fits with --prompt_embeds FILE$",
+        ),
+        (5, 64, False, None, "it fits with --num_frames 6$"),
+        (3.4, 64, False, None, "it fits with --offload --num_frames 9$"),
+        (
+            64,
+            2,
+            False,
+            TOKENS,
+            "3.7 GB of host memory while rolling out .*it fits with --granularity frame or --num_frames 9",
+        ),
+        (1, 1, True, None, "no flag makes it fit: it needs a larger machine"),
+    ],
+)
+def test_advice_names_what_makes_it_fit(tmp_path, monkeypatch, gpu, host, encodes, requests, message):
+    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": int(gpu * GB), "host": int(host * GB)})
+    monkeypatch.setattr(memory_estimate, "_files", lambda run: iter(()))
+    with pytest.raises(ConfigError, match=message):
+        check_memory(on_gpu(tmp_path, requests, encodes), quiet=True)
+
+
+def test_what_fits_is_printed_and_not_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": 10 * GB, "host": 10 * GB})
+    monkeypatch.setattr(
+        memory_estimate, "_files", lambda run: iter([ROOT / "checkpoints/wan-mini/self_forcing_mini.pt"])
+    )
+    check_memory(on_gpu(tmp_path))
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "reads 9 MB of files\nneeds 9.2 GB of GPU memory while rolling out (weights 2.8 GB, KV cache 6.0 GB"
+    )
+    assert "; 10.0 GB are free\n" in said
+    check_memory(on_gpu(tmp_path), quiet=True)
+    assert not capsys.readouterr().out
+
+
+def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(memory_estimate, "free_host_bytes", lambda: 10**6)
+    for name in ("encode_prompts", "load_pipeline"):
+        monkeypatch.setattr(causal, name, lambda *args: pytest.fail("something was loaded"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            run_extraction_figure4.run,
+            ["--config_path", "configs/wan_mini.yaml", "--output_path", f"{tmp_path}/a.pt"],
+        )
+    said = capfd.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert said.startswith("error: wan-mini needs ") and "MB of host memory while rolling out" in said
+
+
+def test_offload_needs_a_gpu(monkeypatch):
+    with pytest.raises(
+        ConfigError,
+        match="--offload keeps weights on the host for a GPU, and the device is cpu; leave it out",
+    ):
+        devices.choose_device("cpu", offload=True)
+    config = load_config(ROOT / "configs/self_forcing_dmd.yaml")
+    assert devices.choose_dtype(config.dtype, GPU) == torch.bfloat16
+    assert devices.choose_dtype(config.dtype, torch.device("cpu")) == torch.float32
+    with pytest.raises(ConfigError, match="dtype 'int8' is not one of auto, bfloat16, float16, float32"):
+        devices.choose_dtype("int8", GPU)
+
+
+def test_a_control_group_limits_what_is_free(tmp_path):
+    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 300\ninactive_file 250\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory_estimate._group_free(tmp_path) == 550
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (
+        memory_estimate._group_free(tmp_path)
+        == memory_estimate._group_free(tmp_path / "none")
+        == float("inf")
+    )
+    assert 0 < memory_estimate.free_host_bytes() < 10**15

@@ -1,0 +1,226 @@
+"""Text states: remembered by all that their bits depend on, or given in a file; the same caches byte for byte."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import UMT5EncoderModel
+
+from experiments import run_extraction_all, run_extraction_figure4
+from experiments.caches import load_cache
+from experiments.extraction import prompt_embeds
+from experiments.running import cli
+from wan import checkpoint
+from wan.config import load_config
+from wan.modules.text_encoder import TextEncoder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def mini(tmp_path, monkeypatch):
+    """Flags of a short run of the miniature that remembers text states in a folder of its own."""
+    monkeypatch.chdir(ROOT)
+    config = tmp_path / "mini.yaml"
+    text = (ROOT / "configs/wan_mini.yaml").read_text()
+    config.write_text(text.replace("embeds_dir: null", f"embeds_dir: {tmp_path}/states"))
+    assert "states" in config.read_text()
+    return ["--config_path", str(config), "--num_frames", "6"]
+
+
+def no_encoder(monkeypatch):
+    monkeypatch.setattr(
+        prompt_embeds.TextEncoder, "from_pretrained", lambda *args: pytest.fail("umT5 was loaded")
+    )
+
+
+def made(tmp_path, *flags, script=run_extraction_figure4) -> bytes:
+    script.run([*flags, "--quiet", "--output_path", str(tmp_path / "out.pt")])
+    return (tmp_path / "out.pt").read_bytes()
+
+
+def test_the_same_bytes_with_remembered_states_and_without(tmp_path, mini, monkeypatch):
+    without = made(tmp_path, "--config_path", "configs/wan_mini.yaml", "--num_frames", "6")
+    first = made(tmp_path, *mini)
+    (file,) = (tmp_path / "states").iterdir()
+    states = file.read_bytes()
+    file.write_bytes(b"damaged")  # made again
+    assert made(tmp_path, *mini) == first and file.read_bytes() == states
+    with monkeypatch.context() as patch:
+        no_encoder(patch)
+        assert made(tmp_path, *mini) == first == without
+    made(tmp_path, *mini, "--prompt", "a blue square")
+    assert len(list((tmp_path / "states").iterdir())) == 2
+
+
+def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = replace(load_config("configs/wan_mini.yaml"), embeds_dir=str(tmp_path))
+    sizes = checkpoint.read_model_config(config.ckpt_dir)
+    names = [
+        prompt_embeds.states_file(config, "a", sizes, torch.float32, CPU),
+        prompt_embeds.states_file(config, "b", sizes, torch.float32, CPU),
+        prompt_embeds.states_file(config, "a", sizes, torch.bfloat16, CPU),
+        prompt_embeds.states_file(config, "a", replace(sizes, text_len=32), torch.float32, CPU),
+    ]
+    for changed, value in (
+        ("describe_files", lambda paths: []),
+        ("versions", dict),
+        ("device_name", lambda device: "other"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(prompt_embeds, changed, value)
+            names.append(prompt_embeds.states_file(config, "a", sizes, torch.float32, CPU))
+    assert len(set(names)) == len(names)
+    assert prompt_embeds.states_file(replace(config, embeds_dir=None), "a", sizes, torch.float32, CPU) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_umt5_from_its_files_is_transformers_own(dtype):
+    folder = ROOT / "checkpoints/wan-mini"
+    ours = TextEncoder.from_pretrained(folder, 64, dtype)
+    theirs = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
+    ids, mask = ours.tokenize(["a red circle moving right"])
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
+    assert torch.equal(ours(["a red circle moving right"]), expected.to(dtype)) and expected.any()
+
+
+def test_where_umt5_runs():
+    config, gpu = load_config(ROOT / "configs/wan_mini.yaml"), torch.device("cuda")
+    assert prompt_embeds.encoding_device(config, gpu) == gpu
+    for field in ("t5_cpu", "offload"):
+        assert prompt_embeds.encoding_device(replace(config, **{field: True}), gpu) == CPU
+
+
+def test_a_file_takes_the_place_of_umt5(tmp_path, mini, monkeypatch):
+    own = load_cache_of(made(tmp_path, *mini, "--cross", script=run_extraction_all), tmp_path)
+    (file,) = (tmp_path / "states").iterdir()
+    no_encoder(monkeypatch)
+    given = load_cache_of(
+        made(tmp_path, *mini, "--cross", "--prompt_embeds", str(file), script=run_extraction_all), tmp_path
+    )
+    assert torch.equal(own["frame_mass"].nan_to_num(), given["frame_mass"].nan_to_num())
+    assert (
+        torch.equal(own["cross_mass"], given["cross_mass"]) and own["cross_tokens"] == given["cross_tokens"]
+    )
+    assert [f["name"] for f in given["files"]] == sorted([file.name, "self_forcing_mini.pt"])
+    assert given["prompt"] == own["prompt"]
+    assert {f["name"] for f in own["files"]} == {
+        "model.safetensors",
+        "self_forcing_mini.pt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    states = torch.load(file)["prompt_embeds"]
+    torch.save({"prompt_embeds": states[0]}, tmp_path / "bare.pt")
+    bare = load_cache_of(
+        made(
+            tmp_path,
+            *mini,
+            "--cross",
+            "--prompt_embeds",
+            str(tmp_path / "bare.pt"),
+            "--prompt",
+            "my words",
+            script=run_extraction_all,
+        ),
+        tmp_path,
+    )
+    assert bare["prompt"] == "my words" and bare["cross_tokens"] == [
+        str(i) for i in range(len(own["cross_tokens"]))
+    ]
+    assert torch.equal(bare["cross_mass"], own["cross_mass"])
+
+
+def load_cache_of(content: bytes, tmp_path) -> dict:
+    (tmp_path / "cache.pt").write_bytes(content)
+    return load_cache(tmp_path / "cache.pt", mmap=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (None, [], "states.pt not found"),
+        (
+            {"prompt_embeds": torch.zeros(1, 5, 3)},
+            [],
+            r"prompt_embeds \[1, 5, 3\] are not \[1, at most 64, 64\]",
+        ),
+        ({"prompt_embeds": torch.zeros(1, 65, 64)}, [], r"prompt_embeds \[1, 65, 64\] are not"),
+        ({"prompt_embeds": torch.full((1, 5, 64), torch.nan)}, [], "prompt_embeds are not finite"),
+        ({"embeds": torch.zeros(1, 5, 64)}, [], "holds no prompt_embeds of floating point"),
+        (
+            {"prompt_embeds": torch.zeros(1, 5, 64), "tokens": ["a"] * 6},
+            [],
+            "tokens are not a list of at most 5 texts",
+        ),
+        ({"prompt_embeds": torch.zeros(1, 5, 64), "prompt": 3}, [], "its prompt is a int, not a text"),
+        (
+            {"prompt_embeds": torch.zeros(1, 5, 64), "prompt": "a"},
+            ["--prompt", "b"],
+            "--prompt is 'b', but .* the states of 'a'",
+        ),
+        ([1], [], "holds a list, not a state dict"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, capfd, content, flags, message):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "states.pt"
+    if content is not None:
+        torch.save(content, path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            run_extraction_figure4.run,
+            [
+                "--config_path",
+                "configs/wan_mini.yaml",
+                "--prompt_embeds",
+                str(path),
+                *flags,
+                "--output_path",
+                str(tmp_path / "out.pt"),
+            ],
+        )
+    said = capfd.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and said.startswith("error: ")
+    assert re.search(message, said), said
+    assert [p.name for p in tmp_path.iterdir()] == ["states.pt"] * (content is not None)
+
+
+# -- where numbers come from -------------------------------------------------------------------------------------------
+
+
+def test_the_sampled_hash_sees_header_chunks_end_and_size(tmp_path):
+    path = tmp_path / "weights"
+    content = bytearray(200 << 20)
+    path.write_bytes(content)
+    hashes = [checkpoint.sampled_sha256(path)]
+    for place in (100, (1 << 20) - 1, len(content) * 40 // 64, len(content) - 1):
+        changed = content.copy()
+        changed[place] = 1
+        path.write_bytes(changed)
+        hashes.append(checkpoint.sampled_sha256(path))
+    path.write_bytes(content[:-1])
+    hashes.append(checkpoint.sampled_sha256(path))
+    assert len(set(hashes)) == len(hashes)
+    small = tmp_path / "small"
+    small.write_bytes(b"abc")
+    assert checkpoint.describe_files([small, path])[0] == {
+        "name": "small",
+        "size": 3,
+        "sampled_sha256": checkpoint.sampled_sha256(small),
+    }
+
+
+def test_provenance_holds_no_path_time_or_host(tmp_path, mini):
+    cache = load_cache_of(made(tmp_path, *mini), tmp_path)
+    assert (cache["device"], cache["dtype"], cache["config"]["timestep_shift"]) == ("cpu", "float32", 5.0)
+    assert cache["versions"]["torch"] == torch.__version__ and "diffusers" in cache["versions"]
+    (weights,) = [f for f in cache["files"] if f["name"] == cache["weights_file"]]
+    path = ROOT / "checkpoints/wan-mini/self_forcing_mini.pt"
+    assert weights["size"] == path.stat().st_size and cache["weights_sha256"] == checkpoint.file_sha256(path)
+    plain = str({name: value for name, value in cache.items() if not isinstance(value, torch.Tensor)})
+    assert str(ROOT) not in plain and str(tmp_path) not in plain and "checkpoints/" not in plain

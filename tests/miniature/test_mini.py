@@ -1,0 +1,145 @@
+"""The shipped miniature: its size, its layout, and that its videos show what they should."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments import evaluate_mini
+from experiments.extraction import causal
+from experiments.miniature.moving_shapes import sample_scenes
+from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
+from wan.config import RunConfig, load_config
+from wan.modules.text_encoder import TextEncoder, clean_prompt
+from wan.modules.vae import VAE
+
+MINI = ROOT / "checkpoints" / "wan-mini"
+HELD_OUT = list(itertools.islice(sample_scenes(5, held_out=True, kinds=["single"]), 3))
+EVALUATION = json.loads((MINI / "evaluation.json").read_text())
+
+
+def config(**overrides) -> RunConfig:
+    relative = {"ckpt_dir": str(MINI), "checkpoint_path": str(MINI / "self_forcing_mini.pt")}
+    return load_config(ROOT / "configs" / "wan_mini.yaml", relative | overrides)
+
+
+@pytest.fixture(scope="module")
+def vae() -> VAE:
+    return VAE.from_pretrained(MINI)
+
+
+def generate(vae: VAE, **overrides) -> torch.Tensor:
+    """Video [frames, 3, H, W] in 0..1."""
+    return vae.decode(causal.extract(config(**overrides), []).latents)[0]
+
+
+def test_it_is_small():
+    sizes = {path: path.stat().st_size for path in MINI.rglob("*") if path.is_file()}
+    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 30e6
+
+
+def test_its_two_weight_sets_are_one_model():
+    sizes = read_model_config(MINI)
+    base, tuned = read_transformer_state(MINI), read_self_forcing_state(MINI / "self_forcing_mini.pt")
+    assert sizes.num_heads == 12 and sizes.num_layers >= 8
+    assert base.keys() == tuned.keys() and 4e6 < sum(t.numel() for t in base.values()) < 6e6
+    assert all(t.dtype == torch.bfloat16 for t in (*base.values(), *tuned.values()))
+    assert not torch.equal(base["blocks.0.self_attn.q.weight"], tuned["blocks.0.self_attn.q.weight"])
+
+
+def test_its_training_is_logged():
+    log = json.loads((MINI / "training.json").read_text())
+    for stage in ("vae", "base", "causal"):
+        assert {"device", "torch", "seed", "steps", "seconds", "loss_curve"} <= log[stage].keys()
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    """Two clips and four captions, measured anew as evaluate_mini.py measures."""
+    return evaluate_mini.evaluate(config(device="cpu"), captions=4, others=0, clips=2, base=False)
+
+
+def test_its_vae_is_sharp_and_does_not_drift(measured):
+    vae = measured["vae"]
+    assert vae["psnr"] > 27 and vae["psnr_first_second"] - vae["psnr_last_second"] < 1.5
+
+
+def test_its_evaluation_is_of_these_weights(measured):
+    assert EVALUATION["weights"] == measured["weights"]
+    now, then = (report["captions"]["one shape"]["each"] for report in (measured, EVALUATION))
+    assert [one["caption"] for one in now] == [one["caption"] for one in then[:4]]
+    answers = [
+        (one["causal"][question], answer)
+        for one, other in zip(now, then, strict=False)
+        for question, answer in other["causal"].items()
+    ]
+    assert (
+        len(answers) >= 16 and sum(here != there for here, there in answers) <= 1
+    )  # one may be close on another CPU
+
+
+def test_its_evaluation_meets_what_the_readme_says():
+    vae, one = EVALUATION["vae"], EVALUATION["captions"]["one shape"]
+    assert (
+        vae["clips"] == 32
+        and vae["psnr"] >= 27
+        and abs(vae["psnr_first_second"] - vae["psnr_last_second"]) < 1
+    )
+    assert one["count"] == 64
+    for question in ("color", "shape", "background", "direction"):
+        assert one["shares"]["causal"][question] >= 0.8 and one["shares"]["base"][question] >= 0.8
+    own_block, everything = (
+        next(row for row in EVALUATION["past"] if row["local_attn_size"] == size) for size in (3, -1)
+    )
+    assert own_block["same"] < everything["same"]  # the past is needed
+
+
+def test_the_colour_word_matters(vae):
+    one, other = (
+        generate(vae, prompt=f"a {color} circle moving right over a dark blue background", num_frames=6)
+        for color in ("yellow", "purple")
+    )
+    assert (one - other).abs().amax(1).mean((1, 2))[8:].mean() > 0.01
+
+
+def test_prompts_reach_the_model_as_in_training():
+    encoder = TextEncoder.from_pretrained(MINI, read_model_config(MINI).text_len, torch.float32)
+    states = encoder(["a red circle", "a red circle moving right over a dark blue background"])
+    words = encoder.words("a red circle")
+    assert states.shape == (2, 64, 64) and [w.strip("▁") for w in words] == ["a", "red", "circle", "</s>"]
+    assert (states[0, len(words) :] == 0).all() and (states[0, : len(words)] != 0).any(-1).all()
+    alone = encoder(["a red circle"])[0]
+    torch.testing.assert_close(alone, states[0], atol=1e-5, rtol=0)  # padding changes nothing
+
+
+@pytest.mark.parametrize(
+    ("dirty", "clean"),
+    [("a  red\n circle ", "a red circle"), ("salt &amp;amp; pepper", "salt & pepper"), ("schÃ¶n", "schön")],
+)
+def test_prompts_are_cleaned_as_wan_does(dirty, clean):
+    assert clean_prompt(dirty) == clean
+
+
+def test_latents_are_normalised_by_the_vae_config(vae):
+    scene = HELD_OUT[0]
+    from experiments.miniature.moving_shapes import render_batch
+
+    video = render_batch([scene], 17, 64).transpose(1, 2) / 2 + 0.5  # [1, frames, 3, H, W]
+    latents = vae.encode(video)
+    assert latents.shape == (1, 5, 16, 8, 8)
+    raw = vae.vae.encode(video.transpose(1, 2) * 2 - 1).latent_dist.mode()
+    mean, std = (
+        torch.tensor(getattr(vae.vae.config, name)).view(1, 16, 1, 1, 1)
+        for name in ("latents_mean", "latents_std")
+    )
+    torch.testing.assert_close(latents.transpose(1, 2), (raw - mean) / std, atol=1e-5, rtol=1e-5)
+    decoded = vae.decode(latents)
+    assert decoded.shape == video.shape and (decoded - video).square().mean() < 0.002  # 27 dB
+
+
+def test_paths_in_the_config_are_relative_to_the_root():
+    settings = load_config(ROOT / "configs" / "wan_mini.yaml")
+    assert (ROOT / settings.ckpt_dir).is_dir() and (ROOT / Path(settings.checkpoint_path)).is_file()

@@ -1,0 +1,65 @@
+"""What the README files list is what there is: every flag, every cache field, every figure."""
+
+import re
+
+import pytest
+from conftest import ROOT
+
+from experiments.caches import schema
+
+EXTRACTION, NOTEBOOKS = ((ROOT / folder / "README.md").read_text() for folder in ("experiments", "notebooks"))
+SCRIPTS = [
+    "running/cli",
+    "run_extraction",
+    "run_extraction_all",
+    "run_extraction_each",
+    "run_extraction_figure4",
+    "layers_from_atlas",
+    "extract_attention_wan",
+    "match_curve",
+]
+
+
+def fields(declared):
+    for name, kind in declared.items():
+        yield name.rstrip("?")
+        if isinstance(kind, list):
+            yield from fields(kind[0])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_explained(script):
+    flags = set(re.findall(r'"(--[a-z_]+)"', (ROOT / f"experiments/{script}.py").read_text()))
+    assert flags and not [flag for flag in flags if not re.search(rf"`{flag}\b", EXTRACTION)]
+
+
+@pytest.mark.parametrize("kind", schema.FORMATS)
+def test_every_field_is_explained(kind):
+    explained = set(re.findall(r"`(\w+)`", EXTRACTION))
+    assert set(fields(schema.FORMATS[kind].fields)) <= explained
+    assert (
+        f"`{schema.FORMATS[kind].script}`" in EXTRACTION and f"`{schema.FORMATS[kind].notebook}`" in NOTEBOOKS
+    )
+
+
+def test_every_figure_and_default_is_explained():
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        source = path.read_text()
+        figures = re.findall(r'/ f?\\"([^"\\]+\.svg)', source)
+        assert figures, path
+        for name in figures:
+            shown = re.sub(r"\{(layer|LAYER)\}", "N", name).replace("{HEAD}", "M")
+            assert shown in NOTEBOOKS, (path.name, shown)
+        (default,) = re.findall(r'(?:CACHE|DATA)_PATH = \\"\.\./(cache/[^"\\]+)', source)
+        assert f"`{default}`" in NOTEBOOKS
+
+
+@pytest.mark.parametrize("text", [EXTRACTION, NOTEBOOKS], ids=["experiments", "notebooks"])
+def test_headings_are_in_both_languages_and_links_lead_somewhere(text):
+    headings = [line for line in text.split("\n") if line.startswith("#")]
+    assert len(headings) > 5
+    assert all(
+        re.search(r"[\u4e00-\u9fff]", heading) and re.search(r"[A-Za-z]", heading) for heading in headings
+    )
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        assert (ROOT / "notebooks" / target).is_file()

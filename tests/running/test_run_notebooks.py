@@ -1,0 +1,226 @@
+"""A notebook per layer: what is collected, that Ctrl-C leaves what is done and the same command goes on, and bad input."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import xml.etree.ElementTree as ET
+
+import nbformat
+import pytest
+import synthetic_caches
+import torch
+from conftest import ROOT
+
+from experiments import contact_sheet, run_notebooks
+from experiments.caches import load_cache, save_cache
+from experiments.caches.errors import CacheError
+from experiments.figures.contact_sheet import save_contact_sheet
+from experiments.running import cli
+from experiments.running.notebook_table import NOTEBOOKS, LayerCaches
+
+LAYERS = (0, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def layer_folder(tmp_path):
+    for N in LAYERS:
+        save_cache(tmp_path / "layers" / f"layer{N}.pt", synthetic_caches.layer(N))
+    return tmp_path / "layers"
+
+
+def printed(path):
+    outputs = [o for cell in nbformat.read(path, 4).cells for o in cell.get("outputs", [])]
+    return "".join(o["text"] for o in outputs if o["output_type"] == "stream")
+
+
+def test_stopped_and_continued(layer_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = [
+        "extract_all_attention.ipynb",
+        str(layer_folder),
+        "all",
+        "--output_dir",
+        str(out),
+        "--jobs",
+        "1",
+    ]
+    running = subprocess.Popen(
+        ["bash", "experiments/run_notebooks.sh", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # ignored in a background job
+    first = out / "notebooks" / "layer0.ipynb"
+    deadline = time.monotonic() + 120
+    while not first.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)  # Ctrl-C reaches every process of the terminal's job
+    said, errors = running.communicate(timeout=30)
+    assert running.returncode == 130 and errors.splitlines()[-1] == "error: stopped", errors
+    assert "Traceback" not in errors and "the same command continues" in said
+    assert [path.name for path in first.parent.iterdir()] == ["layer0.ipynb"] and not (
+        out / "index.html"
+    ).exists()
+    done = first.stat().st_mtime_ns
+
+    run_notebooks.run(command)
+    said = capsys.readouterr()
+    assert first.stat().st_mtime_ns == done and "3/3" in said.err
+    for N in LAYERS:
+        text = printed(out / "notebooks" / f"layer{N}.ipynb")
+        assert f"Layer {N}, mean_logit, pass 0" in text
+        names = {"2d_heatmap_all_heads", "perhead_grid"}
+        assert {path.name for path in (out / f"layer{N}").iterdir()} == {
+            f"layer{N}_{name}.svg" for name in names
+        }
+    cells = [c for c in nbformat.read(out / "notebooks" / "layer4.ipynb", 4).cells if c.cell_type == "code"]
+    assert [c.execution_count for c in cells] == list(
+        range(1, len(cells) + 1)
+    )  # as if restarted, though the kernel is kept
+    sheet = (out / "contact_sheet.svg").read_text()
+    assert re.findall(r">Layer (\d+)</text>", sheet) == ["0", "3", "4"]
+    page = (out / "index.html").read_text()
+    assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["layers"] == [0, 3, 4]
+
+
+def test_what_counts_as_done(layer_folder, tmp_path):
+    notebook, files = ROOT / "notebooks/extract_all_attention.ipynb", [layer_folder / "layer0.pt"]
+    mark = run_notebooks.fingerprint(notebook, files, 0)
+    assert (
+        mark == run_notebooks.fingerprint(notebook, files, 0) != run_notebooks.fingerprint(notebook, files, 1)
+    )
+    save_cache(files[0], synthetic_caches.layer(0, F=12))
+    assert run_notebooks.fingerprint(notebook, files, 0) != mark
+    (tmp_path / "other.ipynb").write_text(notebook.read_text().replace("每个头", "每头"))
+    assert run_notebooks.fingerprint(tmp_path / "other.ipynb", [layer_folder / "layer3.pt"], 0) != mark
+
+
+def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
+    """A cache that is damaged after the layers were chosen."""
+    save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
+    monkeypatch.setattr(LayerCaches, "parameters", lambda self, layer: {"CACHE_PATH": "../cache/none.pt"})
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            run_notebooks.run,
+            ["plt_fig4.ipynb", str(tmp_path / "a.pt"), "1", "--output_dir", str(tmp_path / "out")],
+        )
+    said = capfd.readouterr().err
+    assert ended.value.code == 1 and "error: layer 1: CacheError: ../cache/none.pt not found" in said
+    assert (tmp_path / "out" / "notebooks" / "layer1.failed.ipynb").is_file()
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_table_names_parameters_that_are_there(name):
+    notebook = json.loads((ROOT / "notebooks" / name).read_text())
+    (cell,) = [c for c in notebook["cells"] if "parameters" in c["metadata"].get("tags", [])]
+    there = re.findall(r"^(\w+) =", "".join(cell["source"]), re.MULTILINE)
+    entry = NOTEBOOKS[name]
+    assert {entry.cache, "SAVE_DIR"} | ({entry.layer} - {""}) <= set(there)
+
+
+def test_the_parameters_of_each_notebook(tmp_path, layer_folder):
+    save_cache(tmp_path / "atlas.pt", synthetic_caches.atlas())
+    save_cache(tmp_path / "inference.pt", synthetic_caches.inference())
+    folder = tmp_path / "slices"
+    of_folder = LayerCaches("extract_all_attention.ipynb", layer_folder, folder)
+    assert of_folder.layers == [0, 3, 4] and of_folder.parameters(3) == {
+        "DATA_PATH": str(layer_folder / "layer3.pt")
+    }
+    assert not folder.exists()
+    whole = load_cache(tmp_path / "atlas.pt")
+    layer = LayerCaches("extract_all_attention.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
+    assert torch.equal(
+        load_cache(layer["DATA_PATH"])["full_frame_attention"][:, 6:], whole["frame_logits"][2, 0, :, 6:]
+    )
+    figure4 = LayerCaches("plt_fig4.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
+    assert figure4["HEADS"] == [[5, 0, "L5H0"], [5, 1, "L5H1"], [5, 2, "L5H2"]]
+    one = load_cache(figure4["CACHE_PATH"])
+    assert one["layers"] == [5] and torch.equal(
+        one["frame_mass"].nan_to_num(), whole["frame_mass"][2:].nan_to_num()
+    )
+    atlas = LayerCaches("layer_atlas.ipynb", tmp_path / "atlas.pt", folder).parameters(1)
+    assert atlas == {"CACHE_PATH": str(tmp_path / "atlas.pt"), "LAYER": 1}
+    calls = LayerCaches("plot_figure4.ipynb", tmp_path / "inference.pt", folder).parameters(5)
+    assert calls == {"CACHE_PATH": str(tmp_path / "inference.pt"), "WEIGHT_INDEX": 1}
+
+
+@pytest.mark.parametrize(("words", "chosen"), [(["all"], [0, 3, 4]), (["3-4"], [3, 4]), (["4", "0"], [0, 4])])
+def test_which_layers(layer_folder, tmp_path, words, chosen):
+    assert LayerCaches("extract_all_attention.ipynb", layer_folder, tmp_path).choose(words) == chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.ipynb", "cache", "all"], "no.ipynb is not one of extract_all_attention.ipynb"),
+        (["plt_fig4.ipynb", "no.pt", "all"], "no.pt not found; run: python experiments/run_extraction"),
+        (["extract_all_attention.ipynb", "LAYERS", "7"], "layer 7 is not in .*; it has 0, 3, 4"),
+        (
+            ["extract_all_attention.ipynb", "LAYERS", "five"],
+            "layer 'five' is not a number from 0, a range such as 0-29, or all",
+        ),
+        (["extract_all_attention.ipynb", "LAYERS", "3-"], "layer '3-' is not a number"),
+        (
+            ["extract_all_attention.ipynb", "tests", "all"],
+            "tests holds no layerN.pt; run: bash experiments/extract_all_layers.sh",
+        ),
+        (
+            ["plt_fig4.ipynb", "LAYERS", "all"],
+            "is a cache of format layer: open it with notebooks/extract_all_attention.ipynb",
+        ),
+        (["extract_all_attention.ipynb", "LAYERS", "0", "--jobs", "0"], "--jobs must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, layer_folder, tmp_path, capfd):
+    arguments = [str(layer_folder) if word == "LAYERS" else word for word in arguments]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_notebooks.run, [*arguments, "--output_dir", str(tmp_path / "out")])
+    said = capfd.readouterr().err.strip()
+    assert ended.value.code == 2 and "\n" not in said and re.search(message, said), said
+
+
+def test_the_shell_script_without_layers():
+    done = subprocess.run(
+        ["bash", "experiments/run_notebooks.sh", "a", "b"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_the_contact_sheet(tmp_path):
+    svg = (
+        '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        'width="200pt" height="100pt" viewBox="0 0 200 100">\n<metadata>x</metadata><defs><clipPath id="p1"/></defs>'
+        '<g clip-path="url(#p1)"><use xlink:href="#m2"/><text>words</text></g></svg>\n'
+    )
+    for i in range(5):
+        (tmp_path / f"{i}.svg").write_text(svg)
+    path = save_contact_sheet(
+        tmp_path / "sheet.svg", {f"Layer {i} & co": tmp_path / f"{i}.svg" for i in range(5)}, "title"
+    )
+    root = ET.parse(path).getroot()
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert ids == [f"c{i}_p1" for i in range(5)]
+    text = path.read_text()
+    assert (
+        all(f"url(#c{i}_p1)" in text and f'href="#c{i}_m2"' in text for i in range(5))
+        and "metadata" not in text
+    )
+    assert text.count("<text>words</text>") == 5 and "Layer 4 &amp; co" in text
+    assert save_contact_sheet(path, {"a": tmp_path / "0.svg"}, "one").read_text().count("words") == 1
+    (tmp_path / "no.svg").write_text("<p/>")
+    with pytest.raises(CacheError, match=r"no.svg is not an SVG figure"):
+        save_contact_sheet(path, {"a": tmp_path / "no.svg"}, "t")
+    contact_sheet.run([str(path), f"A={tmp_path / '0.svg'}", f"B={tmp_path / '1.svg'}", "--title", "two"])
+    assert path.read_text().count("words") == 2
+    with pytest.raises(CacheError, match=r"none.svg not found; figures are given as LABEL=SVG"):
+        contact_sheet.run([str(path), "A=none.svg"])

@@ -1,0 +1,149 @@
+"""A native directory and a checkpoint with something wrong, through a script: one line, exit code 2, nothing left behind."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import save_file
+from test_checkpoint import GOLDEN_MODEL
+
+from experiments import run_extraction_all
+from experiments.dev import benchmark_memory
+from experiments.extraction import memory_estimate
+from experiments.running import cli
+from wan import checkpoint, native
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch):
+    """wan/ in the native layout in shards, sf.pt and text states, all small and whole; and the flags of a run of them."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(benchmark_memory, "SHARD_BYTES", 1 << 18)
+    benchmark_memory.make_transformer(tmp_path / "wan", GOLDEN_MODEL, torch.bfloat16, CPU)
+    benchmark_memory.make_checkpoint(tmp_path / "sf.pt", GOLDEN_MODEL, torch.bfloat16, CPU)
+    states = torch.randn(1, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim)
+    torch.save({"prompt_embeds": states}, tmp_path / "states.pt")
+    (tmp_path / "c.yaml").write_text("model: small\nheight: 4\nwidth: 4\nnum_frames: 3\nembeds_dir: null\n")
+    return [
+        "--config_path",
+        str(tmp_path / "c.yaml"),
+        "--ckpt_dir",
+        str(tmp_path / "wan"),
+        "--device",
+        "cpu",
+        "--output_path",
+        str(tmp_path / "out/atlas.pt"),
+    ]
+
+
+def shard(folder):
+    return checkpoint.shards(checkpoint.transformer_file(folder / "wan"))[1]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def other_model(path):
+    save_file({"unet.conv_in.weight": torch.ones(3)}, path)
+
+
+def code_in_a_pickle(path):
+    class Evil:
+        def __reduce__(self):
+            return open, (str(path.parent / "ran"), "w")
+
+    torch.save({"generator_ema": {"model.a": Evil()}}, path)
+
+
+def states_flags(folder):
+    return ["--prompt_embeds", str(folder / "states.pt")]
+
+
+BASE, TUNED = ["--no_checkpoint"], ["--checkpoint_path", "sf.pt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "spoil", "message"),
+    [
+        (BASE, lambda f: shard(f).unlink(), "model-00002.safetensors not found; run: hf download"),
+        (BASE, lambda f: truncate(shard(f)), "model-00002.safetensors cannot be read: "),
+        (BASE, lambda f: other_model(shard(f)), "1 of 150 keys unexpected: unet.conv_in.weight"),
+        (BASE, lambda f: shard(f).write_bytes(b""), "model-00002.safetensors cannot be read: "),
+        (
+            BASE,
+            lambda f: checkpoint.transformer_file(f / "wan").write_text('{"weight_map": {}}'),
+            "not an index of shards",
+        ),
+        (BASE, lambda f: checkpoint.transformer_file(f / "wan").write_text("{"), "is not JSON"),
+        (TUNED, lambda f: (f / "sf.pt").unlink(), "sf.pt not found; run: hf download"),
+        (TUNED, lambda f: truncate(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
+        (TUNED, lambda f: code_in_a_pickle(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
+        (
+            TUNED,
+            lambda f: torch.save({"generator": {"model.unet.w": torch.ones(2)}}, f / "sf.pt"),
+            r"150 of 150 keys missing: .* and 147 more; 1 of 150 keys unexpected: unet.w",
+        ),
+        (
+            TUNED,
+            lambda f: torch.save({"critic": {"a": torch.ones(2)}}, f / "sf.pt"),
+            "holds no state dict of tensors, but: critic",
+        ),
+    ],
+)
+def test_transformers(tmp_path, real, capfd, flags, spoil, message):
+    spoil(tmp_path)
+    flags = [str(tmp_path / flag) if flag == "sf.pt" else flag for flag in flags]
+    refused(tmp_path, [*real, *flags, *states_flags(tmp_path)], capfd, message)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: None, f"{native.UMT5_FILE} not found; run: hf download"),
+        (
+            lambda path: torch.save({"blocks.0.norm1.weight": torch.ones(2)}, path),
+            "keys missing: shared.weight.* of another shape",
+        ),
+        (code_in_a_pickle, f"{native.UMT5_FILE} cannot be read as a checkpoint of tensors"),
+        (
+            lambda path: (torch.save({"a": torch.ones(999)}, path), truncate(path)),
+            "cannot be read as a checkpoint of tensors",
+        ),
+        (
+            lambda path: (torch.save({}, path), shutil.rmtree(path.parent / native.TOKENIZER_DIR)),
+            "umt5-xxl not found; run",
+        ),
+    ],
+)
+def test_text_encoders(tmp_path, real, monkeypatch, capfd, spoil, message):
+    monkeypatch.setattr(
+        memory_estimate, "free_host_bytes", lambda: 10**12
+    )  # these are the real sizes, and never loaded
+    shutil.copytree(benchmark_memory.TOKENIZER, tmp_path / "wan" / native.TOKENIZER_DIR)
+    spoil(tmp_path / "wan" / native.UMT5_FILE)
+    refused(tmp_path, [*real, *BASE], capfd, message)
+
+
+def refused(folder, argv, capfd, message):
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_extraction_all.run, argv)
+    errors = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("warning: ")]
+    assert ended.value.code == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
+    assert re.search(message, errors[0]), errors[0]
+    assert [
+        p for p in sorted(folder.rglob("*")) if p not in before and p != folder / "out"
+    ] == []  # no cache, lock or part
+
+
+def test_what_is_whole_runs(tmp_path, real):
+    for flags in (BASE, ["--checkpoint_path", str(tmp_path / "sf.pt")]):
+        run_extraction_all.run([*real, *flags, *states_flags(tmp_path), "--quiet"])
+        assert (tmp_path / "out/atlas.pt").is_file()
+    assert json.loads(checkpoint.transformer_file(tmp_path / "wan").read_text())["weight_map"]

@@ -1,0 +1,72 @@
+"""The KV cache against a plain list of frames."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan.errors import ConfigError
+from wan.modules.kv_cache import KVCache
+
+LAYERS, HEADS, DIM = 2, 3, 4
+
+
+@given(
+    data=st.data(),
+    S=st.integers(1, 3),
+    sink=st.integers(0, 3),
+    extra=st.integers(0, 5),
+    windowed=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_against_a_list_of_frames(data, S, sink, extra, windowed):
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=7))
+    window = sink + max(sizes) + extra if windowed else -1
+    cache = KVCache(LAYERS, 1, HEADS, DIM, S, sum(sizes), window, sink)
+    generator = torch.Generator().manual_seed(0)
+    past: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (frame, keys [layers, S, H, D], values)
+    start = 0
+    for size in sizes:
+        block = range(start, start := start + size)
+        cache.advance(block)
+        for _ in range(data.draw(st.integers(1, 3))):  # passes over one block overwrite each other
+            k, v = torch.randn(2, LAYERS, 1, size * S, HEADS, DIM, generator=generator)
+            written = [cache.write(layer, k[layer], v[layer]) for layer in range(LAYERS)]
+            own = [
+                (f, k[:, 0, i * S : (i + 1) * S], v[:, 0, i * S : (i + 1) * S]) for i, f in enumerate(block)
+            ]
+            frames = past + own
+            if windowed and len(frames) > window:
+                frames = frames[:sink] + frames[len(frames) - (window - sink) :]
+            assert cache.frames == [f for f, _, _ in frames] and cache.newest == block
+            for layer, (keys, values) in enumerate(written):
+                assert torch.equal(keys[0], torch.cat([k[layer] for _, k, _ in frames]))
+                assert torch.equal(values[0], torch.cat([v[layer] for _, _, v in frames]))
+                if data.draw(st.booleans()):  # somebody looks, or not: no stale means
+                    expected = torch.stack([k[layer].mean(0) for _, k, _ in frames])
+                    torch.testing.assert_close(cache.frame_key_means(layer)[0], expected)
+        past = [*past, *own]
+
+
+def test_writes_are_in_place():
+    cache = KVCache(1, 1, HEADS, DIM, 2, 6)
+    buffer = cache.keys[0].data_ptr()
+    cache.advance(range(3))
+    keys, _ = cache.write(0, torch.ones(1, 6, HEADS, DIM), torch.ones(1, 6, HEADS, DIM))
+    assert keys.data_ptr() == buffer == cache.keys[0].data_ptr()
+
+
+def test_a_rollout_longer_than_announced_is_refused():
+    cache = KVCache(1, 1, HEADS, DIM, 2, 3)
+    cache.advance(range(3))
+    with pytest.raises(ValueError, match="frame 5 is beyond the 3 frames"):
+        cache.advance(range(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("window", "sink", "message"),
+    [(3, 1, "must be at least 4"), (0, 0, "at least 1"), (4, -1, "sink_size must be 0 or more")],
+)
+def test_a_window_too_small_is_refused(window, sink, message):
+    with pytest.raises(ConfigError, match=message):
+        KVCache(1, 1, HEADS, DIM, 2, 12, window, sink).advance(range(3))
