@@ -39,12 +39,13 @@ from experiments.miniature.tokenizer import build_tokenizer
 from experiments.miniature.training import Clock, Trainer
 from experiments.running.cli import Parser, main
 from wan.blocks import block_ranges, block_sizes
-from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
+from wan.checkpoint import read_self_forcing_state, read_transformer_state
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
 from wan.modules.model import WanModel
 from wan.scheduler import FlowSchedule
+from wan.weight_names import to_diffusers_names
 
 SIDE, FRAMES = 64, 81  # pixels, video frames
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)

@@ -1,13 +1,12 @@
 """Weights from their files: a model directory, a Self-Forcing style .pt, and one report of what does not fit.
 
-A directory is laid out as Wan-AI/Wan2.1-T2V-1.3B-Diffusers (transformer/, text_encoder/, tokenizer/, vae/, each with its
-config; names are converted to the native ones of https://github.com/Wan-Video/Wan2.1 on loading) or as the original
-Wan-AI/Wan2.1-T2V-1.3B (wan/native.py).
+A directory is laid out as Wan-AI/Wan2.1-T2V-1.3B-Diffusers (transformer/, text_encoder/, tokenizer/, vae/,
+each with its config; names are converted to the native ones of https://github.com/Wan-Video/Wan2.1 on
+loading) or as the original Wan-AI/Wan2.1-T2V-1.3B (wan/native.py).
 """
 
 import hashlib
 import json
-import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -24,37 +23,8 @@ from wan.errors import ConfigError
 from wan.modules.model import WanModel
 from wan.modules.offload import StreamedBlocks
 from wan.safe_load import UnreadableError, load_tensors
+from wan.weight_names import StateDict, to_native_names
 
-StateDict = dict[str, Tensor]
-
-# native prefix -> diffusers prefix
-TOP_NAMES = {
-    "patch_embedding.": "patch_embedding.",
-    "text_embedding.0.": "condition_embedder.text_embedder.linear_1.",
-    "text_embedding.2.": "condition_embedder.text_embedder.linear_2.",
-    "time_embedding.0.": "condition_embedder.time_embedder.linear_1.",
-    "time_embedding.2.": "condition_embedder.time_embedder.linear_2.",
-    "time_projection.1.": "condition_embedder.time_proj.",
-    "head.modulation": "scale_shift_table",
-    "head.head.": "proj_out.",
-}
-BLOCK_NAMES = {
-    "modulation": "scale_shift_table",
-    "norm3.": "norm2.",
-    "ffn.0.": "ffn.net.0.proj.",
-    "ffn.2.": "ffn.net.2.",
-} | {
-    f"{ours}.{part}.": f"{theirs}.{name}."
-    for ours, theirs in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-    for part, name in (
-        ("q", "to_q"),
-        ("k", "to_k"),
-        ("v", "to_v"),
-        ("o", "to_out.0"),
-        ("norm_q", "norm_q"),
-        ("norm_k", "norm_k"),
-    )
-}
 WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir wan_models/Wan2.1-T2V-1.3B"
@@ -66,32 +36,11 @@ EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sh
 
 
 class CheckpointError(ConfigError):
-    """A file or directory of weights that is not there, or does not fit; the message is one line with the remedy."""
-
-
-def to_diffusers_names(state: StateDict) -> StateDict:
-    """Native state dict -> the names of diffusers' WanTransformer3DModel."""
-    return {_rename(name, TOP_NAMES, BLOCK_NAMES): tensor for name, tensor in state.items()}
-
-
-def to_native_names(state: StateDict) -> StateDict:
-    """State dict of diffusers' WanTransformer3DModel -> native names. Names it does not know stay as they are."""
-    top, block = ({theirs: ours for ours, theirs in table.items()} for table in (TOP_NAMES, BLOCK_NAMES))
-    return {_rename(name, top, block): tensor for name, tensor in state.items()}
-
-
-def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str:
-    in_block = re.match(r"blocks\.\d+\.", name)
-    start, table = (in_block[0], block) if in_block else ("", top)
-    rest = name[len(start) :]
-    for old, new in table.items():
-        if rest.startswith(old):
-            return start + new + rest[len(old) :]
-    return name
+    """Weights that are not there or do not fit; the message is one line with the remedy."""
 
 
 def is_native(ckpt_dir: str | Path) -> bool:
-    """Whether a directory has the layout of the original release (wan/native.py) rather than that of diffusers."""
+    """Whether a directory has the layout of the original release (wan/native.py), not that of diffusers."""
     return not (require_dir(ckpt_dir) / "transformer").is_dir() and (Path(ckpt_dir) / "config.json").is_file()
 
 
@@ -141,7 +90,7 @@ def _product(a: object, b: object) -> object:
 
 
 def _plausible(ckpt_dir: str | Path, sizes: dict) -> ModelConfig:
-    """Sizes that a model can have; a damaged config must not ask for a billion layers. Raises CheckpointError."""
+    """Sizes that a model can have; CheckpointError where a damaged config asks for a billion layers."""
     patch = sizes.get("patch_size", (1, 2, 2))
     numbers = {name: value for name, value in sizes.items() if name not in ("eps", "patch_size")}
     if not isinstance(patch, (list, tuple)) or len(patch) != 3:
@@ -164,7 +113,7 @@ def transformer_file(ckpt_dir: str | Path) -> Path:
 
 
 def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Path:
-    """The file whose weights a run uses: the Self-Forcing checkpoint, or the base transformer where there is none."""
+    """The file whose weights a run uses: the Self-Forcing checkpoint, or else the base transformer."""
     if checkpoint_path is None:
         return transformer_file(ckpt_dir)
     return require_file(checkpoint_path, CHECKPOINT_HINT, "or run the base weights with --no_checkpoint")
@@ -195,8 +144,8 @@ def shards(path: Path) -> list[Path]:
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
     """Weights of a Self-Forcing style checkpoint under native names.
 
-    The file holds {"generator_ema": ..., "generator": ...}, one of them (a warning says so where it is the other one), or
-    a bare state dict. Prefixes that training wrappers leave behind are taken off.
+    The file holds {"generator_ema": ..., "generator": ...}, one of them (a warning says so where it is the
+    other one), or a bare state dict. Prefixes that training wrappers leave behind are taken off.
     """
     content = read_torch_file(path)
     wanted, other = ("generator_ema", "generator") if use_ema else ("generator", "generator_ema")
@@ -211,7 +160,7 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
 
 
 def read_torch_file(path: str | Path) -> dict:
-    """A .pt or .pth file of tensors in a dict, memory-mapped where its format allows; nothing in it is executed."""
+    """A .pt or .pth file of tensors in a dict, memory-mapped where possible; nothing is executed."""
     try:
         content = load_tensors(path)
     except UnreadableError as error:
@@ -239,8 +188,8 @@ def build_model(
 ) -> WanModel:
     """A model of the given sizes with the given weights, for inference. Its parameters are never held twice.
 
-    offload keeps the layers' weights on the host and streams them (wan/modules/offload.py).
-    Raises CheckpointError naming source and the first few keys that are missing, unexpected or of another shape.
+    offload keeps the layers' weights on the host and streams them (wan/modules/offload.py). Raises
+    CheckpointError naming source and the first few keys that are missing, unexpected or of another shape.
     """
     with torch.device("meta"):
         model = model_class(**vars(config), **kwargs)
@@ -259,7 +208,7 @@ def build_model(
 
 
 def report_keys(source: str | Path, state: StateDict, wanted: StateDict) -> None:
-    """Raise CheckpointError for keys that are missing, unexpected or of another shape: the first few of each, and how many."""
+    """Raise CheckpointError for missing, unexpected or misshapen keys, naming the first few."""
     both = [name for name in wanted if name in state]
     problems = {
         "missing": [name for name in wanted if name not in state],
@@ -294,7 +243,8 @@ def file_sha256(path: str | Path) -> str:
 def sampled_sha256(path: str | Path) -> str:
     """SHA-256 of a file's size, its first MiB, 64 KiB at each of 64 evenly spaced places, and its last MiB.
 
-    The first MiB holds the header of a .safetensors, the last the directory of a .pt. 6 MB of any file, however large.
+    The first MiB holds the header of a .safetensors, the last the directory of a .pt. 6 MB of any file,
+    however large.
     """
     size = Path(path).stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -307,7 +257,7 @@ def sampled_sha256(path: str | Path) -> str:
 
 
 def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Which files a run read, in order of their names: name, bytes and sampled_sha256 of each; of an index its shards.
+    """Name, bytes and sampled_sha256 of the files that a run read, in order of their names; of an index its shards.
 
     Raises CheckpointError for one that is not there.
     """

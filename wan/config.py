@@ -87,7 +87,7 @@ class BaseSampling:
 
 @dataclass
 class RunConfig:
-    """Everything one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
+    """All that one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
 
     model: str = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
     ckpt_dir: str = "wan_models/Wan2.1-T2V-1.3B"

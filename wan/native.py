@@ -1,10 +1,10 @@
-"""The directory layout of the original release (https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B) beside the diffusers one.
+"""The directory layout of the original release, https://huggingface.co/Wan-AI/Wan2.1-T2V-1.3B.
 
-    config.json, diffusion_pytorch_model.safetensors (or shards and their index), models_t5_umt5-xxl-enc-bf16.pth,
-    Wan2.1_VAE.pth, google/umt5-xxl/ (the tokenizer)
+    config.json, diffusion_pytorch_model.safetensors (or shards and their index),
+    models_t5_umt5-xxl-enc-bf16.pth, Wan2.1_VAE.pth, google/umt5-xxl/ (the tokenizer)
 
-The transformer's names are ours. umT5 is renamed here, the VAE by diffusers' own conversion. These two files carry no sizes,
-so they are the real model's unless the caller knows better.
+The transformer's names are ours. umT5 is renamed here, the VAE by diffusers' own conversion. These two files
+carry no sizes, so they are the real model's unless the caller knows better.
 """
 
 import re
@@ -75,7 +75,7 @@ def load_umt5(
 def build_umt5(
     state: StateDict, config: UMT5Config, path: Path, dtype: torch.dtype, device: torch.device | str
 ) -> UMT5EncoderModel:
-    """umT5 of the given sizes with weights under transformers' names, which may leave out one of the embedding's two."""
+    """umT5 of the given sizes with weights under transformers' names; the embedding may lack one."""
     with torch.device("meta"):
         model = UMT5EncoderModel(config)
     embedding = ("shared.weight", "encoder.embed_tokens.weight")
@@ -100,7 +100,7 @@ def load_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes) -> AutoencoderKL
 def _assign(
     model: torch.nn.Module, state: StateDict, path: Path, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Strict loading with a report, by reference where dtype and device allow; a tensor of two names is moved once."""
+    """Strict loading with a report, by reference where it can be; a tensor of two names is moved once."""
     report_keys(path, state, model.state_dict())
     moved = {id(tensor): tensor.to(device, dtype) for tensor in {id(t): t for t in state.values()}.values()}
     model.load_state_dict({name: moved[id(tensor)] for name, tensor in state.items()}, assign=True)

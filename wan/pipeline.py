@@ -1,7 +1,6 @@
-"""The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on to the next."""
+"""The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,13 +8,13 @@ from torch import Tensor
 from wan.blocks import block_ranges, block_sizes, check_window
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import Pass
+from wan.modules.captured_call import Pass
 from wan.modules.causal_model import CausalWanModel
 from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
 
 
 class CausalInferencePipeline:
-    """Text to video with a few denoising steps per block, then one clean pass that writes the block's keys and values."""
+    """Text to video: a few denoising steps per block, then one clean pass that writes its keys and values."""
 
     def __init__(
         self,
@@ -29,7 +28,7 @@ class CausalInferencePipeline:
         text_encoder=None,
         vae=None,
     ):
-        """text_encoder(prompts) -> states [B, n, text_dim]; vae.decode(latents [B, F, C, h, w]) -> video; both optional."""
+        """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional."""
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         schedule = FlowSchedule(timestep_shift)
@@ -61,11 +60,12 @@ class CausalInferencePipeline:
         on_pass: Callable[[], None] | None = None,
         on_block: Callable[[int, Tensor], None] | None = None,
     ):
-        """Generate as many frames as noise [B, F, C, h, w] has -> (video or None, latents [B, G + F, C, h, w]), or the video.
+        """Generate as many frames as noise [B, F, C, h, w] has -> video or None, latents [B, G + F, C, h, w].
 
-        renoise [steps - 1, B, F, C, h, w] replaces the fresh noise between steps, else generator draws it.
-        initial_latent [B, G, C, h, w] is a given beginning, and must fill whole blocks. on_pass is called after each forward,
-        on_block with the block and its latents when it is finished.
+        Without return_latents the video alone. renoise [steps - 1, B, F, C, h, w] replaces the fresh noise
+        between steps, else generator draws it. initial_latent [B, G, C, h, w] is a given beginning, and must
+        fill whole blocks. on_pass is called after each forward, on_block with the block and its latents when
+        it is finished.
         """
         given, blocks = self._blocks(noise, initial_latent)
         if prompt_embeds is None:
@@ -95,26 +95,35 @@ class CausalInferencePipeline:
         for block, frames in enumerate(blocks):
             now = slice(frames.start, frames.stop)
             kv_cache.advance(frames)
-            here = partial(Pass, tuple(frames), tuple(kv_cache.frames), block)
 
             # 1. Denoise: predict the clean block, then go back to the next, lower noise level.
             if frames.start < given:
                 x0 = initial_latent[:, now]
             else:
                 x = latents[:, now]
-                for step, (timestep, sigma) in enumerate(zip(self.timesteps, self.sigmas, strict=True)):
-                    x0 = flow_to_x0(predict_flow(x, here(step, timestep)), x, sigma)
+                for step, sigma in enumerate(self.sigmas):
+                    x0 = flow_to_x0(predict_flow(x, self._pass(block, frames, step)), x, sigma)
                     if step + 1 < len(self.timesteps):
                         x = add_noise(x0, fresh_noise(step, frames), self.sigmas[step + 1])
             latents[:, now] = x0
 
             # 2. Remember: the clean pass overwrites this block's keys and values.
-            predict_flow(latents[:, now], here(len(self.timesteps), self.clean_timestep, is_clean_pass=True))
+            predict_flow(latents[:, now], self._pass(block, frames, len(self.timesteps)))
             if on_block:
                 on_block(block, latents[:, now])
 
         video = None if self.vae is None else self.vae.decode(latents)
         return (video, latents) if return_latents else video
+
+    def _pass(self, block: int, frames: range, step: int) -> Pass:
+        """What the forward of a block's step announces; after the denoising steps comes the clean pass."""
+        return Pass(
+            query_frames=tuple(frames),
+            block=block,
+            step=step,
+            timestep=self.pass_timesteps[step],
+            is_clean_pass=step == len(self.timesteps),
+        )
 
     def _blocks(self, noise: Tensor, initial_latent: Tensor | None) -> tuple[int, list[range]]:
         """How many frames are given, and the frames of every block, given and generated."""

@@ -1,7 +1,7 @@
-"""torch.load for files that may be damaged or hostile: nothing is executed, and no size is believed that the file cannot hold.
+"""torch.load for files that may be damaged or hostile: nothing runs, and no size is believed unchecked.
 
-A .pt is a zip of a pickle and one record per storage. weights_only keeps the pickle from running code. Here the records
-are compared with their checksums, and every storage and tensor with the record it claims to be.
+A .pt is a zip of a pickle and one record per storage. weights_only keeps the pickle from running code. Here
+the records are compared with their checksums, and every storage and tensor with the record it claims to be.
 """
 
 import mmap
@@ -49,7 +49,7 @@ def _load(path: str | Path, mmap: bool) -> Any:
             _check_content(content, Path(path).stat().st_size, None)
             return content
         records = _check_records(path)
-        # Mapped first, whatever was asked: a storage that claims more than its record then ends with the file.
+        # Mapped first, whatever was asked: a storage that claims too much then ends with the file.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         _check_content(content, Path(path).stat().st_size, records)
         return content if mmap else torch.load(path, map_location="cpu", weights_only=True, mmap=False)
@@ -99,7 +99,7 @@ def _crc32_of_record(path: str | Path, record: zipfile.ZipInfo) -> int:
 
 
 def crc32(data: memoryview) -> int:
-    """zlib.crc32 in threads: the checksum of AB is that of B, and that of A carried over as many bytes as B has.
+    """zlib.crc32 in threads: the checksum of AB is that of B and that of A, carried over the bytes of B.
 
     Carrying over is linear in the bits: what becomes of each of the 32 says what becomes of any.
     """
@@ -115,7 +115,7 @@ def crc32(data: memoryview) -> int:
 
 
 def _check_content(content: Any, size: int, records: Counter[int] | None) -> None:
-    """Tensors no larger than the file, storages that are records of it, and no more values than it has bytes."""
+    """Tensors no larger than the file, storages that are its records, no more values than it has bytes."""
     storages: dict[int, int] = {}
     for count, value in enumerate(_values(content)):
         if count > size:

@@ -1,4 +1,4 @@
-"""The flow-matching noise schedule of Self-Forcing (https://github.com/guandeh17/Self-Forcing) and its two formulas.
+"""The flow-matching noise schedule of https://github.com/guandeh17/Self-Forcing and its two formulas.
 
 Noise levels: x_t = (1 - sigma) x0 + sigma noise, and the model predicts the flow (velocity) noise - x0.
 """
@@ -12,7 +12,7 @@ NUM_TRAIN_TIMESTEPS = 1000
 
 
 class FlowSchedule:
-    """Table of 1000 noise levels sigma (descending from 1) with the timesteps t = 1000 sigma they are called by.
+    """Table of 1000 noise levels sigma, descending from 1, with the timesteps t = 1000 sigma that name them.
 
     shift s moves levels towards noise: sigma -> s sigma / (1 + (s - 1) sigma).
     """
@@ -29,13 +29,13 @@ class FlowSchedule:
         return self.sigmas.to(timestep.device)[nearest]
 
     def warp(self, steps: Sequence[int]) -> Tensor:
-        """Timesteps that the steps of an unshifted schedule stand for: 1000, 750, 500, 250 -> 1000, 937.5, 833.33, 625."""
+        """Timesteps of an unshifted schedule, shifted: 1000, 750, 500, 250 -> 1000, 937.5, 833.33, 625."""
         table = torch.cat([self.timesteps, torch.zeros(1)])
         return table[NUM_TRAIN_TIMESTEPS - torch.as_tensor(steps, dtype=torch.long)]
 
 
 def flow_to_x0(flow: Tensor, x: Tensor, sigma: float) -> Tensor:
-    """The clean latents that a flow points to: x0 = x - sigma flow, computed in float64, in the dtype of flow."""
+    """The clean latents that a flow points to, x0 = x - sigma flow: computed in float64, in flow's dtype."""
     return (x.double() - sigma * flow.double()).to(flow.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Base Wan2.1 text to video (https://github.com/Wan-Video/Wan2.1): all frames at once, classifier-free guidance, UniPC."""
+"""Base Wan2.1 text to video (https://github.com/Wan-Video/Wan2.1): all frames at once, guidance, UniPC."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from wan.config import check_sampling
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import Pass
+from wan.modules.captured_call import Pass
 from wan.modules.model import TextKeysValues, WanModel
 
 SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 
 
 class TextToVideoPipeline:
-    """Bidirectional sampling: every step predicts the flow with the prompt and without, and follows their difference."""
+    """Bidirectional sampling: each step follows the difference between flows with and without the prompt."""
 
     def __init__(self, model: WanModel, shift: float = 8.0, guidance_scale: float = 6.0, num_steps: int = 50):
         """shift 8 and guidance_scale 6 are Wan's for 1.3B, 5 and 5 for 14B."""
@@ -48,7 +48,8 @@ class TextToVideoPipeline:
     ) -> Tensor:
         """Latents of as many frames as noise [B, F, C, h, w] has, from text states [B, n, text_dim].
 
-        The solver runs in float32, the model in its own dtype. on_step is called with each step and its latents.
+        The solver runs in float32, the model in its own dtype. on_step is called with each step and its
+        latents.
         """
         if noise.ndim != 5:
             raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
@@ -63,9 +64,8 @@ class TextToVideoPipeline:
 
         def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:
             t = x.new_full((x.shape[0], 1), timesteps[step])  # [B, 1]
-            with ATTENTION_WEIGHT_CAPTURE.during(
-                Pass(frames, frames, 0, step, timesteps[step], branch=branch)
-            ):
+            at = Pass(query_frames=frames, step=step, timestep=timesteps[step], branch=branch)
+            with ATTENTION_WEIGHT_CAPTURE.during(at):
                 return self.model.flow(x, t, text, frames=range(len(frames))).float()
 
         x = noise.float().transpose(1, 2)  # [B, C, F, h, w]

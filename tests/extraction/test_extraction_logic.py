@@ -15,7 +15,8 @@ from experiments.caches.errors import RunError
 from experiments.extraction import cache_builders, causal, result
 from wan.blocks import block_frames, later_block, visible_frames
 from wan.config import RunConfig, load_config
-from wan.modules.capture import AttentionCapture, Pass, Site
+from wan.modules.captured_call import Pass, Site
+from wan.modules.older_capture import OlderCapture, call_index
 
 S, H, LAYERS, TIMESTEPS = 4, 3, 3, [1000.0, 625.0, 0.0]
 
@@ -141,11 +142,11 @@ def test_the_rollout_announces_these_blocks(monkeypatch):
 def test_call_index_and_layer_are_told_apart():
     """Every call index belongs to one layer and kind, and asking for it by either name wants the same call."""
     sites = [Site(layer, kind) for layer in range(LAYERS) for kind in ("self", "cross")]
-    assert [site.call_index for site in sites] == list(range(2 * LAYERS))
-    capture = AttentionCapture()
+    assert [call_index(site) for site in sites] == list(range(2 * LAYERS))
+    capture = OlderCapture()
     for site in sites:
-        capture.enable([site.call_index], num_layers=2 * LAYERS)
-        (by_index,) = capture._requests
+        capture.enable([call_index(site)], num_layers=2 * LAYERS)
+        (by_index,) = capture._sessions[-1].requests
         by_name = causal.CaptureRequest(layers=[site.layer], kinds=(site.kind,))
         assert [by_index.wants(other, None) for other in sites] == [
             by_name.wants(other, None) for other in sites
@@ -160,7 +161,7 @@ def chosen(requests, config):
         for block in range(len(config.block_sizes))
         for step in range(len(TIMESTEPS))
         for request in requests
-        if request.wants(Site(layer, "self"), Pass((), (), block, step))
+        if request.wants(Site(layer, "self"), Pass(query_frames=(), block=block, step=step))
     }
 
 
@@ -178,7 +179,9 @@ def test_what_each_script_asks_for():
     assert chosen(some, WHOLE) == {
         (layer, block, step) for layer in (0, 2) for block in (0, last) for step in (0, 2)
     }
-    assert not any(request.wants(Site(0, "cross"), Pass((), (), last, 1)) for request in some)
+    assert not any(
+        request.wants(Site(0, "cross"), Pass(query_frames=(), block=last, step=1)) for request in some
+    )
 
 
 # -- cache fields and assembly ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from test_checkpoint import GOLDEN_MODEL, write_transformer
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError
 from experiments.caches.view import open_profiles
-from wan import checkpoint
+from wan import checkpoint, weight_names
 from wan.checkpoint import CheckpointError
 from wan.errors import ConfigError
 from wan.modules.causal_model import CausalWanModel
@@ -319,7 +319,7 @@ def test_checkpoints(tmp_path, monkeypatch, capfd):
     native, dice, found, ways = dict(golden_arrays("weights")), random.Random(1), Counter(), Counter()
     folder, checkpoint_file = tmp_path / "model", tmp_path / "sf.pt"
     folder.mkdir()
-    write_transformer(folder, checkpoint.to_diffusers_names(native), shards=2)
+    write_transformer(folder, weight_names.to_diffusers_names(native), shards=2)
     whole = {path: path.read_bytes() for path in (folder / "transformer").iterdir()}
     torch.save({"generator_ema": native}, checkpoint_file)
     content = checkpoint_file.read_bytes()

@@ -1,13 +1,18 @@
 """The hook: what it promises to scripts, that looking changes nothing, and that leaving leaves nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import golden_arrays, golden_model
 
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.modules.capture import AttentionCapture, CaptureRequest, Pass, Site
-from wan.modules.causal_model import CausalWanModel
+from wan.modules.capture import CaptureRequest
+from wan.modules.captured_call import Pass, Site
+from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
+from wan.modules.key_layout import KeyLayout
 from wan.modules.model import WanModel
+from wan.modules.older_capture import OlderCapture
 from wan.pipeline import CausalInferencePipeline
 
 MODEL_LAYERS = 4
@@ -231,7 +236,7 @@ def test_a_request_that_makes_no_sense_is_refused():
 
 
 def test_an_idle_hook_keeps_nothing():
-    hook = AttentionCapture()
+    hook = OlderCapture()
     q = torch.randn(1, 5, 3, 16)
     hook.observe(Site(0, "self"), q, q, torch.zeros(1, 3, 5))
     assert hook.captured_weights == []
@@ -264,10 +269,41 @@ def test_captured_logits_are_those_of_generation():
 
 
 def test_announcing_restores_what_was_announced():
-    hook = AttentionCapture()
-    outer, inner = Pass((0,), (0,)), Pass((1,), (0, 1))
+    hook = OlderCapture()
+    outer, inner = Pass(query_frames=(0,)), Pass(query_frames=(1,))
     with hook.during(outer):
         with pytest.raises(KeyError), hook.during(inner):
             raise KeyError
         assert hook._pass == outer
     assert hook._pass is None
+
+
+def test_a_masked_call_is_captured(device):
+    """Training masks: the output is SDPA's, and what is kept is what the softmax saw, against float64."""
+    torch.manual_seed(0)
+    F, S = 4, 5
+    q, k, v = (torch.randn(2, F * S, 3, 16, device=device) for _ in range(3))
+    mask = teacher_forcing_mask([0, 0], S).to(device)
+    site, layout = Site(1, "self"), KeyLayout.of_frames([0, 1, 0, 1], F * S)
+    requests = [CaptureRequest(granularity=g) for g in ("frame", "token", "key")]
+    with (
+        ATTENTION_WEIGHT_CAPTURE.capture(*requests, CaptureRequest(is_logits=False)) as calls,
+        ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=(0, 1, 0, 1))),
+    ):
+        out = attention(q, k, v, site, mask, layout)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask
+    )
+    torch.testing.assert_close(
+        out, expected.transpose(1, 2), atol=0 if device.type == "cpu" else 1e-5, rtol=0
+    )
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()).cpu() / 4
+    seen = logits.masked_fill(~mask.cpu(), torch.nan)
+    probs = logits.masked_fill(~mask.cpu(), -torch.inf).softmax(-1)
+    frames, tokens, curve, probabilities = (call.values for call in calls)
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=0, equal_nan=True, check_dtype=False)
+    close(tokens["token_logits"], seen)
+    close(probabilities["token_probabilities"], probs)
+    close(curve["key_curve"], seen.nanmean(2))
+    close(frames["frame_logits"], seen.unflatten(2, (F, S)).unflatten(4, (F, S)).nanmean((3, 5)))
+    close(frames["frame_mass"], probs.unflatten(2, (F, S)).unflatten(4, (F, S)).sum(5).mean(3))

@@ -9,7 +9,7 @@ from conftest import GOLDEN, SIZES, golden_arrays, golden_config, golden_model
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from wan import checkpoint
+from wan import checkpoint, weight_names
 from wan.checkpoint import CheckpointError
 from wan.config import MODELS, ModelConfig
 from wan.modules.causal_model import CausalWanModel
@@ -70,7 +70,7 @@ def native() -> dict[str, torch.Tensor]:
 
 def test_the_name_table_is_the_published_one():
     table = golden_config()["native_to_diffusers"]
-    assert table["top"] == checkpoint.TOP_NAMES and table["block"] == checkpoint.BLOCK_NAMES
+    assert table["top"] == weight_names.TOP_NAMES and table["block"] == weight_names.BLOCK_NAMES
 
 
 def test_the_keys_of_the_real_model():
@@ -89,9 +89,9 @@ def test_the_keys_of_the_real_model():
 
 
 def test_names_there_and_back(native):
-    theirs = checkpoint.to_diffusers_names(native)
+    theirs = weight_names.to_diffusers_names(native)
     diffusers_model().load_state_dict(theirs, strict=True)
-    back = checkpoint.to_native_names(theirs)
+    back = weight_names.to_native_names(theirs)
     assert back.keys() == native.keys() and all(back[name] is native[name] for name in native)
 
 
@@ -99,7 +99,7 @@ def test_diffusers_computes_the_same_flow(native):
     """A second oracle for the bidirectional model, with weights that went through the name table."""
     theirs = diffusers_model()
     theirs.load_state_dict(
-        {name: value.float() for name, value in checkpoint.to_diffusers_names(native).items()}
+        {name: value.float() for name, value in weight_names.to_diffusers_names(native).items()}
     )
     generator = torch.Generator().manual_seed(0)
     x, text = torch.randn(2, 16, 4, 6, 10, generator=generator), torch.randn(2, 32, 64, generator=generator)
@@ -112,7 +112,7 @@ def test_diffusers_computes_the_same_flow(native):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_diffusers_directory(tmp_path, native, shards):
-    write_transformer(tmp_path, checkpoint.to_diffusers_names(native), shards)
+    write_transformer(tmp_path, weight_names.to_diffusers_names(native), shards)
     assert checkpoint.read_model_config(tmp_path) == GOLDEN_MODEL
     state = checkpoint.read_transformer_state(tmp_path)
     assert state.keys() == native.keys() and all(torch.equal(state[name], native[name]) for name in native)
@@ -122,7 +122,7 @@ def test_a_diffusers_directory(tmp_path, native, shards):
 
 
 def test_text_len_is_512_where_the_directory_does_not_say(tmp_path, native):
-    write_transformer(tmp_path, checkpoint.to_diffusers_names(native))
+    write_transformer(tmp_path, weight_names.to_diffusers_names(native))
     path = tmp_path / "transformer" / "config.json"
     config = json.loads(path.read_text())
     del config["text_len"]

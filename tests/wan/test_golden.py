@@ -6,7 +6,7 @@ from conftest import golden_arrays, golden_config, golden_model
 
 from wan.modules import layers, rope
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import Pass
+from wan.modules.captured_call import Pass
 from wan.modules.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.scheduler import FlowSchedule, add_noise
@@ -127,7 +127,7 @@ def test_rope_tables_are_exact(head_dim):
     arrays = golden_arrays("tables")
     table = rope.RotaryTable(head_dim)
     positions = arrays["rope_positions"]
-    turns = torch.cat([table.turns(axis, positions) for axis in range(3)], -1)
+    turns = torch.cat([table.freqs_cis(axis, positions) for axis in range(3)], -1)
     assert torch.equal(turns.real, arrays[f"rope_table_d{head_dim}_real"])
     assert torch.equal(turns.imag, arrays[f"rope_table_d{head_dim}_imag"])
     for start in (0, 6):
@@ -181,7 +181,7 @@ def test_frames_must_be_announced_for_frame_granularity():
     frames = (0, 1, 2)
     with (
         ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as calls,
-        ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=frames, key_frames=frames)),
+        ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=frames)),
     ):
         model(*forward)
     for call in calls:

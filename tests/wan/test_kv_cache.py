@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.errors import ConfigError
+from wan.modules.key_means import KeyMeans
 from wan.modules.kv_cache import KVCache
 
 LAYERS, HEADS, DIM = 2, 3, 4
@@ -23,7 +24,7 @@ def test_against_a_list_of_frames(data, S, sink, extra, windowed):
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=7))
     window = sink + max(sizes) + extra if windowed else -1
     cache = KVCache(LAYERS, 1, HEADS, DIM, S, sum(sizes), window, sink)
-    generator = torch.Generator().manual_seed(0)
+    generator, means = torch.Generator().manual_seed(0), KeyMeans()
     past: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (frame, keys [layers, S, H, D], values)
     start = 0
     for size in sizes:
@@ -44,7 +45,7 @@ def test_against_a_list_of_frames(data, S, sink, extra, windowed):
                 assert torch.equal(values[0], torch.cat([v[layer] for _, _, v in frames]))
                 if data.draw(st.booleans()):  # somebody looks, or not: no stale means
                     expected = torch.stack([k[layer].mean(0) for _, k, _ in frames])
-                    torch.testing.assert_close(cache.frame_key_means(layer)[0], expected)
+                    torch.testing.assert_close(means.of(layer, keys, cache.layout)[0], expected)
         past = [*past, *own]
 
 

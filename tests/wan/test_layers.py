@@ -83,7 +83,7 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dt
     expected = expected.unflatten(-1, (heads, head_dim))
     if turned:
         axes = (torch.tensor(positions), torch.arange(1), torch.arange(tokens))
-        time, row, column = (rope.turns(axis, p).to(device) for axis, p in enumerate(axes))
+        time, row, column = (rope.freqs_cis(axis, p).to(device) for axis, p in enumerate(axes))
         turns = torch.cat(
             [
                 time[:, None].expand(-1, tokens, -1),
@@ -115,11 +115,11 @@ def test_feed_forward(dtype, device):
 
 def test_time_turns_once_in_two_pi_frames():
     """The fastest time frequency is 1 rad a frame, the wave that passes for a sink at frame 0 (21 frames: 3.3 periods)."""
-    turns = RotaryTable(128).turns(0, torch.arange(7))
+    turns = RotaryTable(128).freqs_cis(0, torch.arange(7))
     assert turns[:, 0].angle()[1].item() == pytest.approx(1.0) and turns.shape == (7, 22)
-    assert RotaryTable(golden_config()["model"]["head_dim"]).shares == (8, 4, 4) and RotaryTable(
+    assert RotaryTable(golden_config()["model"]["head_dim"]).axes_dim == (8, 4, 4) and RotaryTable(
         128
-    ).shares == (44, 42, 42)
+    ).axes_dim == (44, 42, 42)
 
 
 def test_teacher_forcing_mask():

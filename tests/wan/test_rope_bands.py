@@ -46,7 +46,7 @@ def test_the_bands_of_a_head():
 def test_names_are_the_table_s_own_frequencies():
     """The turn of each time pair from one frame to the next, taken from the table that rotates q and k."""
     table = RotaryTable(64)
-    angles = table.turns(0, torch.tensor([1])).angle()[0]
+    angles = table.freqs_cis(0, torch.tensor([1])).angle()[0]
     named = [float(name.split()[2]) for name in table.bands if name.startswith("time")]
     assert named == pytest.approx((2 * math.pi / angles).tolist(), rel=5e-3)
 

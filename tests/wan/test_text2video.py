@@ -7,7 +7,7 @@ from conftest import golden_arrays, golden_model
 from diffusers import UniPCMultistepScheduler
 from test_checkpoint import diffusers_model
 
-from wan import checkpoint
+from wan import weight_names
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.model import WanModel
@@ -45,7 +45,7 @@ def test_it_equals_a_loop_on_diffusers(sampled):
     theirs = diffusers_model()
     native = golden_arrays("weights")
     theirs.load_state_dict(
-        {name: value.float() for name, value in checkpoint.to_diffusers_names(native).items()}
+        {name: value.float() for name, value in weight_names.to_diffusers_names(native).items()}
     )
     solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
     solver.set_timesteps(sigmas=np.linspace(0.999, 0, 51)[:-1])

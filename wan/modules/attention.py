@@ -1,18 +1,19 @@
 """The one place where softmax(q kᵀ / √D) v is computed, and the hook that observes it.
 
-Plain and captured runs make the same fused call, which returns its log-sum-exp (LSE) anyway, so looking changes no bit
-of what is generated. What is kept is computed beside it, from q, k and that LSE (wan/modules/reductions.py).
+Plain and captured runs make the same fused call, which returns its log-sum-exp (LSE) anyway, so looking
+changes no bit of what is generated. What is kept is computed beside it, from q, k and that LSE
+(wan/modules/reductions.py).
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.modules.capture import AttentionCapture, Site
+from wan.modules.captured_call import Site
+from wan.modules.key_layout import KeyLayout
+from wan.modules.older_capture import OlderCapture
 
-ATTENTION_WEIGHT_CAPTURE = AttentionCapture()
+ATTENTION_WEIGHT_CAPTURE = OlderCapture()
 
 
 def attention(
@@ -21,19 +22,20 @@ def attention(
     v: Tensor,
     site: Site | None = None,
     mask: Tensor | None = None,
-    frame_key_means: Callable[[], Tensor] | None = None,
+    layout: KeyLayout | None = None,
 ) -> Tensor:
     """Multi-head attention of queries [B, Lq, H, D] over keys and values [B, Lk, H, D] -> [B, Lq, H, D].
 
-    site says who calls, for the capture. mask [Lq, Lk] (True: may attend) is for training and is not captured.
-    frame_key_means gives the mean key per frame [B, Fk, H, D] where the caller keeps them (the KV cache does).
+    mask [Lq, Lk] (True: may attend) is for training. site says who calls and layout what the keys are, for
+    whoever observes the call.
     """
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]  # [B, H, L, D]
-    if mask is not None:
-        return F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
-    out, lse = attention_with_lse(*heads_first)  # [B, H, Lq, D], [B, H, Lq]
+    if mask is None:
+        out, lse = attention_with_lse(*heads_first)  # [B, H, Lq, D], [B, H, Lq]
+    else:
+        out, lse = masked_attention_with_lse(*heads_first, mask)
     if site is not None and ATTENTION_WEIGHT_CAPTURE.active:
-        ATTENTION_WEIGHT_CAPTURE.observe(site, q, k, lse, frame_key_means)
+        ATTENTION_WEIGHT_CAPTURE.observe(site, q, k, lse, layout, mask)
     return out.transpose(1, 2)  # [B, Lq, H, D]
 
 
@@ -51,6 +53,31 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     if q.device.type == "cuda" and q.dtype == torch.float32:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
         return out, lse[..., : q.shape[2]]  # its rows are padded to 32
-    logits = (q @ k.mT).float() * q.shape[-1] ** -0.5  # other devices: by the formula
+    return _attention_by_formula(q, k, v)
+
+
+def masked_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """attention_with_lse under a mask [Lq, Lk], True where a query may attend; every query has a key."""
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+    if q.device.type == "cuda" and q.dtype != torch.float64:
+        padded = F.pad(bias, (0, -bias.shape[1] % 16))[
+            :, : bias.shape[1]
+        ]  # rows must start at multiples of 16
+        padded = padded.expand(*q.shape[:2], *bias.shape)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, padded, True)
+        return out, lse[..., : q.shape[2]]
+    return _attention_by_formula(q, k, v, bias)
+
+
+def _attention_by_formula(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """attention_with_lse in plain products, for other devices."""
+    logits = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    if bias is not None:
+        logits = logits + bias
     lse = logits.logsumexp(-1)
     return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse

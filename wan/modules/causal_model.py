@@ -1,4 +1,4 @@
-"""The block-causal Wan of Self-Forcing: the same parameters, one block of frames at a time over a KV cache."""
+"""The block-causal Wan of Self-Forcing: the same parameters, one block of frames at a time, a KV cache."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from wan.modules.model import TextKeysValues, WanModel
 
 
 class CausalWanModel(WanModel):
-    """local_attn_size (frames, -1: all of the past) and sink_size (frames) shape the KV cache of its rollouts."""
+    """local_attn_size (-1: the whole past) and sink_size, in frames, shape the KV cache of its rollouts."""
 
     def __init__(self, *, local_attn_size: int = -1, sink_size: int = 0, **sizes):
         super().__init__(**sizes)
@@ -29,8 +29,8 @@ class CausalWanModel(WanModel):
     ) -> Tensor:
         """Flow of x [B, F, C, h, w] at timesteps t ([], [B] or [B, F]), text from text_keys_values().
 
-        With a KV cache, x is the block it was last advanced to. Without one, frames gives the absolute indices of the F
-        frames (default 0..F-1) and mask [L, L] what may be attended: a training step.
+        With a KV cache, x is the block it was last advanced to. Without one, frames gives the absolute
+        indices of the F frames (default 0..F-1) and mask [L, L] what may be attended: a training step.
         """
         if frames is None:
             frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
@@ -57,8 +57,8 @@ class CausalWanModel(WanModel):
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:
     """Block mask [2L, 2L] for clean frames followed by noisy copies of them, True where a query may look.
 
-    frame_blocks gives the block of each frame. Clean frames see clean blocks up to their own; noisy frames see the clean
-    blocks before their own, and their own noisy block.
+    frame_blocks gives the block of each frame. Clean frames see clean blocks up to their own. Noisy frames
+    see the clean blocks before their own, and their own noisy block.
     """
     block = torch.as_tensor(frame_blocks).repeat_interleave(tokens_per_frame)
     query, key = block[:, None], block[None, :]

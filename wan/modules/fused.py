@@ -1,6 +1,7 @@
-"""Triton kernels for what stands between a layer's products: each reads its input once and writes its result once.
+"""Triton kernels for what stands between a layer's products: each reads its input once and writes once.
 
-They compute in float32 what layers.py says in PyTorch, which stays the definition and the path of CPU and training.
+They compute in float32 what layers.py says in PyTorch, which stays the definition and the path of CPU and
+training.
 """
 
 import torch

@@ -4,14 +4,15 @@ import torch
 from torch import Tensor
 
 from wan.blocks import check_window
-from wan.modules import reductions
+from wan.modules.key_layout import KeyLayout, Slot
 
 
 class KVCache:
     """One buffer of keys and one of values per layer, [B, capacity·S, H, D], written in place.
 
-    frames are the global indices of the latent frames a query of the newest block sees, in the order of the buffer.
-    With local_attn_size (frames) these are the first sink_size frames and the newest of the rest, the block included.
+    frames are the global indices of the latent frames a query of the newest block sees, in the order of the
+    buffer. With local_attn_size (frames) these are the first sink_size frames and the newest of the rest, the
+    block included.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class KVCache:
         shape = (batch, self.capacity * tokens_per_frame, num_heads, head_dim)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._key_means: list[Tensor | None] = [None] * num_layers  # [B, capacity, H, D] once somebody asks
-        self._settled_means = [0] * num_layers  # leading frames whose mean will not change
+        self._rollout = object()
+        self.layout = KeyLayout((), tokens_per_frame)
 
     def advance(self, block: range) -> None:
         """Make room for the next block; from here on its queries see frames, and writes go to its slots."""
@@ -51,9 +52,18 @@ class KVCache:
             sink = min(self.sink_size, len(self.frames))
             self._move(source=slice(sink + excess, len(self.frames)), to=sink)
             del self.frames[sink : sink + excess]
-            self._settled_means = [min(known, sink) for known in self._settled_means]
+        unchanged = min(self.sink_size, len(self.frames)) if excess > 0 else len(self.frames)
         self.frames.extend(block)
         self.newest = block
+        self.layout = KeyLayout(
+            tuple(Slot(frame, frame) for frame in self.frames),
+            self.tokens_per_frame,
+            range(len(self.frames) - len(block), len(self.frames)),
+            tuple(block),
+            self._rollout,
+            self.layout.version + 1,
+            unchanged,
+        )
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the newest block's keys and values [B, L, H, D], over those of its earlier passes.
@@ -66,19 +76,6 @@ class KVCache:
         keys[:, start:end] = k
         values[:, start:end] = v
         return keys[:, :end], values[:, :end]
-
-    def frame_key_means(self, layer: int) -> Tensor:
-        """Mean key of each visible frame, float32 [B, Fk, H, D]; those of past blocks are computed only once."""
-        known, visible, S = self._settled_means[layer], len(self.frames), self.tokens_per_frame
-        keys = self.keys[layer]
-        if self._key_means[layer] is None:
-            self._key_means[layer] = keys.new_empty(
-                keys.shape[0], self.capacity, *keys.shape[2:], dtype=torch.float32
-            )
-        means = self._key_means[layer]
-        means[:, known:visible] = reductions.frame_means(keys[:, known * S : visible * S], visible - known)
-        self._settled_means[layer] = visible - len(self.newest)
-        return means[:, :visible]
 
     def _move(self, source: slice, to: int) -> None:
         S = self.tokens_per_frame

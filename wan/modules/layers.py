@@ -1,10 +1,11 @@
 """The parts of a Wan2.1 transformer layer. Parameter names are those of the released checkpoints.
 
-Letters: B batch, F latent frames, S tokens per frame, L = F·S, H heads, D head dim. Norms, modulation and RoPE are computed
-in float32 whatever the dtype of the weights, and stored in that dtype.
+Letters: B batch, F latent frames, S tokens per frame, L = F·S, H heads, D head dim. Norms, modulation and
+RoPE are computed in float32 whatever the dtype of the weights, and stored in that dtype.
 """
 
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,18 @@ from torch import Tensor, nn
 
 from wan.config import ModelConfig
 from wan.modules.attention import attention
-from wan.modules.capture import Site
+from wan.modules.captured_call import Site
+from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
 from wan.modules.rope import rotate
+
+
+class Modulation(NamedTuple):
+    """What a sublayer does with its input and output per frame, float32 [B, F or 1, dim] each."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
 
 
 def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
@@ -35,7 +45,7 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
 
 
 class QueryKeyNorm(nn.Module):
-    """RMSNorm of queries or keys over the whole dim, before they are split into heads and, given tables, rotated."""
+    """RMSNorm of queries or keys over the whole dim, before they are split into heads and rotated."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -51,7 +61,10 @@ class QueryKeyNorm(nn.Module):
 
 
 class ModulatedNorm(nn.Module):
-    """LayerNorm(x) * (1 + scale) + shift, without affine parameters; scale and shift per frame, float32 [B, F or 1, dim]."""
+    """LayerNorm(x) * (1 + scale) + shift, without affine parameters.
+
+    scale and shift are given per frame, float32 [B, F or 1, dim].
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -60,9 +73,8 @@ class ModulatedNorm(nn.Module):
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         if kernels := fused_kernels(x):
             return kernels.modulated_norm(x, scale, shift, self.eps)
-        normed = F.layer_norm(x, (self.dim,), eps=self.eps).unflatten(
-            1, (scale.shape[1], -1)
-        )  # [B, F, S, dim]
+        normed = F.layer_norm(x, (self.dim,), eps=self.eps)
+        normed = normed.unflatten(1, (scale.shape[1], -1))  # [B, F, S, dim]
         return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
 
 
@@ -72,12 +84,8 @@ class GatedAdd(nn.Module):
     def forward(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
         if kernels := fused_kernels(x):
             return kernels.gated_add(x, y, gate)
-        frames = (gate.shape[1], -1)
-        return (
-            torch.addcmul(x.unflatten(1, frames), y.unflatten(1, frames), gate[:, :, None])
-            .flatten(1, 2)
-            .to(x.dtype)
-        )
+        x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
+        return torch.addcmul(x_frames, y_frames, gate[:, :, None]).flatten(1, 2).to(x.dtype)
 
 
 class FeedForward(nn.Sequential):
@@ -120,13 +128,14 @@ class SelfAttention(_Attention):
         rope: tuple[Tensor, Tensor],
         kv_cache: KVCache | None = None,
         mask: Tensor | None = None,
+        layout: KeyLayout | None = None,
     ) -> Tensor:
+        """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
         q, k, v = self.norm_q(self.q(x), rope), self.norm_k(self.k(x), rope), self.values(x)  # [B, L, H, D]
-        if kv_cache is None:
-            return self.o(attention(q, k, v, self.site, mask).flatten(2))
-        k, v = kv_cache.write(self.site.layer, k, v)  # [B, Lk, H, D]
-        out = attention(q, k, v, self.site, frame_key_means=lambda: kv_cache.frame_key_means(self.site.layer))
-        return self.o(out.flatten(2))
+        if kv_cache is not None:
+            k, v = kv_cache.write(self.site.layer, k, v)  # [B, Lk, H, D]
+            layout = kv_cache.layout
+        return self.o(attention(q, k, v, self.site, mask, layout).flatten(2))
 
 
 class CrossAttention(_Attention):
@@ -160,17 +169,23 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        e: Tensor,
+        time: Tensor,
         rope: tuple[Tensor, Tensor],
         text: tuple[Tensor, Tensor],
         kv_cache: KVCache | None = None,
         mask: Tensor | None = None,
+        layout: KeyLayout | None = None,
     ) -> Tensor:
-        """x [B, L, dim]; e, the time projection per frame, float32 [B, F or 1, 6, dim]; text keys and values [B, n, H, D]."""
-        e = (self.modulation.float() + e).unbind(2)  # 6 x [B, F, dim]
-        x = self.gate1(x, self.self_attn(self.norm1(x, e[1], e[0]), rope, kv_cache, mask), e[2])
+        """x [B, L, dim], time the time projection per frame, float32 [B, F or 1, 6, dim].
+
+        text are its keys and values, [B, n, H, D] each.
+        """
+        rows = (self.modulation.float() + time).unbind(2)  # 6 x [B, F or 1, dim]
+        attend, feed = Modulation(*rows[:3]), Modulation(*rows[3:])
+        seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
+        x = self.gate1(x, seen, attend.gate)
         x = x + self.cross_attn(self.norm3(x), text)
-        return self.gate2(x, self.ffn(self.norm2(x, e[4], e[3])), e[5])
+        return self.gate2(x, self.ffn(self.norm2(x, feed.scale, feed.shift)), feed.gate)
 
 
 class Head(nn.Module):
@@ -183,7 +198,7 @@ class Head(nn.Module):
         self.head = nn.Linear(config.dim, config.out_dim * patch_h * patch_w)
         self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
 
-    def forward(self, x: Tensor, e: Tensor) -> Tensor:
-        """x [B, L, dim]; e, the time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
-        shift, scale = (self.modulation.float() + e[:, :, None]).unbind(2)
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """x [B, L, dim], time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
+        shift, scale = (self.modulation.float() + time[:, :, None]).unbind(2)
         return self.head(self.norm(x, scale, shift))

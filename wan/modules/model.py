@@ -1,4 +1,4 @@
-"""The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text in, flow out."""
+"""The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
 from wan.modules.layers import Block, Head, sinusoidal_embedding
 from wan.modules.rope import RotaryTable
@@ -36,14 +37,15 @@ class WanModel(nn.Module):
         self.rotary = RotaryTable(config.head_dim)
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
-        """Flow of latents x [B, C, F, h, w] at timestep t [B], given text states context [B, n, text_dim], n <= text_len."""
+        """Flow of latents x [B, C, F, h, w] at timestep t [B] for text states context [B, n, text_dim]."""
         text = self.text_keys_values(context)
         return self.flow(x, t.expand(x.shape[0])[:, None], text, frames=range(x.shape[2]))
 
     def text_keys_values(self, context: Tensor) -> TextKeysValues:
         """Cross-attention keys and values of every layer, from text states [B, n, text_dim].
 
-        Rows of zeros fill the text up to text_len before the embedding; their embeddings are attended, as in training.
+        Rows of zeros fill the text up to text_len before the embedding; their embeddings are attended, as in
+        training.
         """
         config = self.config
         if context.ndim != 3 or context.shape[-1] != config.text_dim or context.shape[1] > config.text_len:
@@ -64,7 +66,7 @@ class WanModel(nn.Module):
         kv_cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The transformer itself: x [B, C, F, h, w], t [B, F or 1], absolute indices of the F frames -> [B, C, F, h, w]."""
+        """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
         config = self.config
         ATTENTION_WEIGHT_CAPTURE.check_model(config.num_layers)
         if x.ndim != 5 or x.shape[1] != config.in_dim:
@@ -79,9 +81,10 @@ class WanModel(nn.Module):
         rope = self.rotary(frames, grid_h, grid_w, x.device)
         x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
         time = self.time_embedding(sinusoidal_embedding(t, config.freq_dim).to(dtype))  # [B, F or 1, dim]
-        e = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
+        rows = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
+        layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
         for block, block_text in zip(self.blocks, text, strict=True):
-            x = block(x, e, rope, block_text, kv_cache, mask)
+            x = block(x, rows, rope, block_text, kv_cache, mask, layout)
         x = self.head(x, time.float())  # [B, L, ph·pw·channels]
         return rearrange(
             x,
@@ -93,7 +96,7 @@ class WanModel(nn.Module):
         )
 
     def init_weights(self) -> None:
-        """Initial values for training: Xavier for products, small normal for embeddings, a head that predicts zero flow."""
+        """Initial values for training: Xavier for products, normal for embeddings, zero for the head."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

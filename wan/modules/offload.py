@@ -12,8 +12,9 @@ PIECE = 1 << 20  # bytes; a layer is rounded up to it
 class StreamedBlocks(nn.ModuleList):
     """The layers of a model, all of one structure, with room on the device for two of them.
 
-    To iterate is to compute in order: each layer has its own weights from when it is yielded until the next one is asked
-    for, and then those of its neighbour. Bits and alignment are those of a resident model, so results are equal bit for bit.
+    To iterate is to compute in order: each layer has its own weights from when it is yielded until the next
+    one is asked for, and then those of its neighbour. Bits and alignment are those of a resident model, so
+    results are equal bit for bit.
     """
 
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype, device: torch.device | str):

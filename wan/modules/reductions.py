@@ -1,11 +1,12 @@
 """Exact statistics of one attention call from its q and k, without keeping the matrix.
 
-Letters: q [B, Lq, H, D], k [B, Lk, H, D], frames of S tokens each, scale = 1/√D. All results are float32.
-The mean logit of a frame pair is linear in q and in k, so it follows from their means. The mass of a key frame is
-the sum of the softmax over its keys; on CUDA a kernel takes the call's own log-sum-exp and forms no matrix at all.
+Letters: q [B, Lq, H, D], k [B, Lk, H, D], frames of S tokens each, scale = 1/√D. All results are float32. The
+mean logit of a frame pair is linear in q and in k, so it follows from their means. The mass of a key frame is
+the sum of the softmax over its keys; on CUDA a kernel takes the call's own log-sum-exp and forms no matrix at
+all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> T
 def frame_logits_by_band(
     q: Tensor, frame_key_means: Tensor, num_query_frames: int, bands: Sequence[int]
 ) -> Tensor:
-    """frame_logits split into consecutive bands of the head's dims, of the given sizes -> [B, H, Fq, Fk, bands].
+    """frame_logits split into consecutive bands of the head's dims of these sizes -> [B, H, Fq, Fk, bands].
 
     Exact: a dot product is the sum of those of its parts, and RoPE turns every pair of dims within one band.
     """
@@ -36,8 +37,10 @@ def frame_logits_by_band(
     return torch.stack([q_part @ k_part.mT for q_part, k_part in zip(*parts, strict=True)], -1)
 
 
-def key_curve(q: Tensor, k: Tensor) -> Tensor:
-    """Logit of every key, averaged over all queries of the call -> [B, H, Lk]."""
+def key_curve(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logit of every key, averaged over the queries of the call that see it -> [B, H, Lk]; NaN for none."""
+    if mask is not None:
+        return _absent(torch.cat([*_logits(q, k, mask)], 2)).nanmean(2)
     q_mean = q.mean(1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, H, D]
     curves = [
         (q_mean[:, :, None] @ part.float().permute(0, 2, 3, 1)).squeeze(2)  # [B, H, 1, D] @ [B, H, D, keys]
@@ -49,8 +52,8 @@ def key_curve(q: Tensor, k: Tensor) -> Tensor:
 def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key_frames: int) -> Tensor:
     """Softmax mass on each key frame, averaged over the queries of each query frame -> [B, H, Fq, Fk].
 
-    lse [B, H, Lq] is the call's log-sum-exp; every row of the result sums to 1 over the key frames. On the CPU lse is
-    not used: in bfloat16 it is only good to 5e-5 there, and the softmax of a chunk costs the same.
+    lse [B, H, Lq] is the call's log-sum-exp. Every row of the result sums to 1 over the key frames. On the
+    CPU lse is not used: in bfloat16 it is only good to 5e-5 there, and the softmax of a chunk costs the same.
     """
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
@@ -61,6 +64,24 @@ def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key
         [rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k)], 2
     )
     return mass.unflatten(2, (num_query_frames, -1)).mean(3)  # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
+
+
+def masked_frames(
+    q: Tensor, k: Tensor, mask: Tensor, num_query_frames: int, num_key_frames: int, mass: bool
+) -> dict[str, Tensor]:
+    """frame_logits and, with mass, frame_mass under a mask [Lq, Lk] -> [B, H, Fq, Fk] each.
+
+    Means are over the token pairs that may attend. Logits of frame pairs that have none are NaN.
+    """
+    pairs, masses = [], []
+    for rows in _logits(q, k, mask):
+        pairs.append(_absent(rows).unflatten(-1, (num_key_frames, -1)))
+        masses.append(rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1))
+    logits = torch.cat(pairs, 2).unflatten(2, (num_query_frames, -1))  # [B, H, Fq, S, Fk, S]
+    values = {"frame_logits": logits.nanmean((3, 5))}
+    return values | (
+        {"frame_mass": torch.cat(masses, 2).unflatten(2, (num_query_frames, -1)).mean(3)} if mass else {}
+    )
 
 
 def token_mass(q: Tensor, k: Tensor, num_query_frames: int) -> Tensor:
@@ -74,27 +95,40 @@ def token_mass(q: Tensor, k: Tensor, num_query_frames: int) -> Tensor:
     )
 
 
-def token_matrix(q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype) -> Tensor:
+def token_matrix(
+    q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype, mask: Tensor | None = None
+) -> Tensor:
     """Logits or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
 
-    Formed in chunks of float32 and copied straight into the result, so that the device holds one chunk at a time.
+    Formed in chunks of float32 and copied straight into the result, so that the device holds one chunk at a
+    time. Where a mask [Lq, Lk] is False logits are NaN and probabilities 0.
     """
     batch, len_q, heads, _ = q.shape
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
     start = 0
-    for rows in _logits(q, k):
-        rows = (rows if is_logits else rows.softmax(-1)).to(dtype)
-        for target, source in zip(
-            out.flatten(0, 1), rows.flatten(0, 1), strict=True
-        ):  # contiguous pieces: straight copies
+    for rows in _logits(q, k, mask):
+        if not is_logits:
+            rows = rows.softmax(-1)
+        elif mask is not None:
+            rows = _absent(rows)
+        rows = rows.to(dtype)
+        pieces = zip(out.flatten(0, 1), rows.flatten(0, 1), strict=True)  # contiguous: straight copies
+        for target, source in pieces:
             target[start : start + len(source)].copy_(source)
         start += rows.shape[2]
     return out
 
 
-def _logits(q: Tensor, k: Tensor):
-    """Yield scaled logits [B, H, rows, Lk] in float32, a chunk of query rows at a time."""
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Iterator[Tensor]:
+    """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time; -inf where mask is False."""
     k = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
     rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[3]))
-    for part in q.split(rows, dim=1):
-        yield (part.transpose(1, 2).float() * part.shape[-1] ** -0.5) @ k
+    masks = [None] * -(-q.shape[1] // rows) if mask is None else mask.split(rows)
+    for part, part_mask in zip(q.split(rows, dim=1), masks, strict=True):
+        logits = (part.transpose(1, 2).float() * part.shape[-1] ** -0.5) @ k
+        yield logits if part_mask is None else logits.masked_fill(~part_mask, -torch.inf)
+
+
+def _absent(logits: Tensor) -> Tensor:
+    """Logits with NaN in place of the -inf of a mask."""
+    return logits.masked_fill(logits == -torch.inf, torch.nan)

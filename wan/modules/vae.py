@@ -1,4 +1,4 @@
-"""Latents to video and back: diffusers' AutoencoderKLWan, with the normalisation that the transformer sees."""
+"""Latents to video and back: diffusers' AutoencoderKLWan, with the transformer's normalisation."""
 
 from pathlib import Path
 

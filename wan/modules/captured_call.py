@@ -1,0 +1,90 @@
+"""Who calls attention, in which forward, and what was kept of the call."""
+
+from collections.abc import Callable, Iterator, KeysView
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from wan.modules.key_layout import KeyLayout
+
+Kind = Literal["self", "cross"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention module of the model: its transformer layer, counted from 0, and what it attends to."""
+
+    layer: int
+    kind: Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward of the model as the sampler announces it. Frames are global latent frame indices."""
+
+    query_frames: tuple[int, ...]
+    block: int = 0
+    step: int = 0  # index of the pass within its block; -1 where a switch of prompts computes the cache again
+    timestep: float = 0.0
+    is_clean_pass: bool = False
+    branch: str = "cond"  # classifier-free guidance runs a second branch, "uncond"
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedCall:
+    """One attention call and what was kept of it: values by name, on the CPU once the capture has ended.
+
+    call["layer"], call["frame_logits"], ...: the fields of DOCUMENTED and the values are also there by their
+    names.
+    """
+
+    site: Site
+    at: Pass | None  # None where nobody announced the forward
+    values: dict[str, Tensor]
+    q_shape: tuple[int, ...]  # [B, Lq, H, D]
+    k_shape: tuple[int, ...]  # [B, Lk, H, D]
+    layout: KeyLayout | None = None  # None for cross-attention
+
+    @property
+    def is_logits(self) -> bool:
+        """Whether the values hold logits q·k/√D; probabilities and masses otherwise."""
+        return not {"token_probabilities", "cross_mass"} & self.values.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name] if name in self.values else DOCUMENTED[name](self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self) -> KeysView[str]:
+        return dict.fromkeys([*DOCUMENTED, *self.values]).keys()
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return ((name, self[name]) for name in self.keys())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return default if name not in self.keys() else self[name]
+
+
+def _of_pass(name: str) -> Callable[[CapturedCall], Any]:
+    return lambda call: None if call.at is None else getattr(call.at, name)
+
+
+def _key_frames(call: CapturedCall) -> list[int] | None:
+    return None if call.layout is None else list(call.layout.frames)
+
+
+DOCUMENTED: dict[str, Callable[[CapturedCall], Any]] = {
+    "layer": lambda call: call.site.layer,
+    "kind": lambda call: call.site.kind,
+    "q_shape": lambda call: list(call.q_shape),
+    "k_shape": lambda call: list(call.k_shape),
+    "is_logits": lambda call: call.is_logits,
+    **{name: _of_pass(name) for name in ("block", "step", "timestep", "is_clean_pass", "branch")},
+    "query_frames": lambda call: None if call.at is None else list(call.at.query_frames),
+    "key_frames": _key_frames,
+}

@@ -1,0 +1,43 @@
+"""Mean keys per slot, kept from call to call: those of past blocks are computed once, not once a pass."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wan.modules import reductions
+from wan.modules.key_layout import KeyLayout
+
+
+@dataclass(eq=False)
+class _LayerMeans:
+    layout: KeyLayout
+    means: Tensor  # [B, slots, H, D], float32; the first settled ones will not change while the layout lasts
+    settled: int
+
+
+class KeyMeans:
+    """The mean key of each slot of a rollout, per layer, as far as they are settled."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, _LayerMeans] = {}
+
+    def of(self, layer: int, k: Tensor, layout: KeyLayout) -> Tensor:
+        """Mean key of each slot of keys k [B, Lk, H, D] -> float32 [B, slots, H, D]."""
+        slots, S = len(layout.slots), layout.tokens_per_slot
+        known = self._layers.get(layer)
+        settled = 0 if known is None else _settled(known, layout)
+        if known is None or known.layout is not layout or known.means.shape[0] != k.shape[0]:
+            means = k.new_empty((k.shape[0], slots, *k.shape[2:]), dtype=torch.float32)
+            if known is not None and settled:
+                means[:, :settled] = known.means[:, :settled]
+            self._layers[layer] = known = _LayerMeans(layout, means, layout.own.start)
+        known.means[:, settled:] = reductions.frame_means(k[:, settled * S :], slots - settled)
+        return known.means
+
+
+def _settled(known: _LayerMeans, layout: KeyLayout) -> int:
+    """How many leading slots of a layout hold keys whose means are known."""
+    if known.layout is layout:
+        return known.settled
+    return min(known.settled, layout.unchanged) if layout.follows(known.layout) else 0
