@@ -42,9 +42,9 @@ def measured(atlases: Sequence[dict], step: int) -> dict[str, list]:
 def atlases(config: RunConfig, captions: Sequence[str]) -> list[dict]:
     """Of each caption, with its number as seed."""
     requests = cache_builders.atlas_requests(config, mass=True, key_curve=False, cross=False)
-    ready = causal.prepare(config, requests, captions)
+    session = causal.prepare(config, requests, captions)
     runs = (
-        causal.extract_next(ready, replace(config, prompt=c, seed=i), requests)
+        causal.extract_next(session, replace(config, prompt=c, seed=i), requests)
         for i, c in enumerate(captions)
     )
     return [cache_builders.atlas_cache(run) for run in runs]

@@ -31,7 +31,7 @@ from experiments.caches.atomic_files import require_writable
 from experiments.caches.errors import RunError
 from experiments.extraction import cache_builders, causal, devices
 from experiments.extraction.memory_estimate import Memory
-from experiments.extraction.observer import Watch
+from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import encoding_device, needs_encoder, states_file
 from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, main
@@ -164,10 +164,10 @@ def gpu_peak(device: torch.device) -> dict[str, int]:
     }
 
 
-class Clock(Watch):
+class Clock(RunObserver):
     """When a rollout began and its last block ended, which has waited for the device."""
 
-    def event(self, name: str, **values) -> None:
+    def log(self, event: str, **values) -> None:
         self.begin = time.perf_counter()
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
@@ -224,12 +224,12 @@ def roll_out(config: RunConfig) -> dict:
     warm_up(device)
     with host_peak() as host:
         start = time.perf_counter()
-        ready = causal.prepare(config, requests)
+        session = causal.prepare(config, requests)
         prepared = gpu_peak(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         prepare_seconds = time.perf_counter() - start
-        run = causal.extract_next(ready, config, requests, clock := Clock())
+        run = causal.extract_next(session, config, requests, clock := Clock())
         rolled = gpu_peak(device)
         end = time.perf_counter()
     predicted = {

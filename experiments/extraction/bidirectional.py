@@ -12,10 +12,10 @@ import torch
 
 from experiments.caches.errors import RunError
 from experiments.extraction import checks, rollout
-from experiments.extraction.causal import begin, common_fields, draw_noise
+from experiments.extraction.causal import run_in_background, common_fields, draw_noise
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
 from experiments.extraction.memory_estimate import Memory, check_memory
-from experiments.extraction.observer import Watch
+from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.result import Extraction
 from wan import checkpoint
@@ -81,7 +81,7 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     return sorted(chosen)
 
 
-def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extraction:
+def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) -> Extraction:
     """Generate one video with the base weights (see as_one_block) and capture on the way, both branches of guidance.
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
@@ -93,9 +93,9 @@ def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extracti
     weights_file = checkpoint.transformer_file(config.ckpt_dir)
     encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
     check_memory(
-        Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), watch.quiet
+        Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), observer.quiet
     )
-    sha256 = begin(checkpoint.file_sha256, weights_file)
+    sha256 = run_in_background(checkpoint.file_sha256, weights_file)
     common = common_fields(config, model_config, weights_file, dtype, device) | {
         "orig_num_frames": config.base.num_video_frames,
         "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
@@ -118,9 +118,9 @@ def sample(config: RunConfig, request: CaptureRequest, watch: Watch) -> Extracti
         model, config.base.shift, config.base.guidance_scale, config.base.num_steps
     )
     noise, _ = draw_noise(config, model_config, torch.float32, device)
-    watch.event("rollout", prompt=config.prompt, seed=config.seed)
+    observer.log("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, model_config):
-        latents, records, done = rollout.sample(pipeline, noise, prompt, negative, [request], watch)
+        latents, records, done = rollout.sample(pipeline, noise, prompt, negative, [request], observer)
     common["weights_sha256"] = sha256.result()
     stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
     if absent := [step for step in request.steps if step >= done]:
@@ -142,7 +142,7 @@ def prompts_of(config: RunConfig) -> list[str]:
 
 
 # -- arranging a run in a format --------------------------------------------------------------------------------------
-def of_branch(run: Extraction, branch: str) -> Extraction:
+def select_branch(run: Extraction, branch: str) -> Extraction:
     """The run as if only one branch of guidance, "cond" or "uncond", had been captured."""
     return replace(run, records=[record for record in run.records if record["branch"] == branch])
 
@@ -150,10 +150,10 @@ def of_branch(run: Extraction, branch: str) -> Extraction:
 def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
     """Mean logits of every frame pair of one layer at one step, with the prompt and without."""
     full, uncond = (
-        of_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
+        select_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
     )
-    everything = list(range(run.config.num_frames))
-    last = everything[-LAST_FRAMES:]
+    all_frames = list(range(run.config.num_frames))
+    last = all_frames[-LAST_FRAMES:]
     return run.common | {
         "format": "layer",
         "is_logits": True,
@@ -164,15 +164,15 @@ def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
         "full_frame_attention": full,
         "full_frame_attention_uncond": uncond,
         "last_block_frame_attention": full[:, last].mean(1),
-        "query_frames": everything,
-        "key_frames": everything,
+        "query_frames": all_frames,
+        "key_frames": all_frames,
         "last_block_query_frames": last,
     }
 
 
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
     """Mean logits and mass of every layer at those of the steps that were reached, of one branch."""
-    layers, branch_run = list(range(run.num_layers)), of_branch(run, branch)
+    layers, branch_run = list(range(run.num_layers)), select_branch(run, branch)
     reached = {record["step"] for record in run.records}
     steps = [step for step in steps if step in reached]
     if not steps:

@@ -131,7 +131,7 @@ def layer_requests(config: RunConfig, granularity: str = "frame") -> list[Captur
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
     """Mean logits of every frame pair of one layer, each block at the chosen pass."""
     full = run.frame_matrix("frame_logits", layer, run.config.step)
-    everything = list(range(run.config.num_frames))
+    all_frames = list(range(run.config.num_frames))
     return (
         run.common
         | run.pass_fields(run.config.step)
@@ -141,8 +141,8 @@ def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
             "layer_index": layer,
             "full_frame_attention": full,
             "last_block_frame_attention": full[:, run.last_block].mean(1),
-            "query_frames": everything,
-            "key_frames": everything,
+            "query_frames": all_frames,
+            "key_frames": all_frames,
             "last_block_query_frames": run.last_block,
         }
     )
@@ -161,12 +161,12 @@ def atlas_requests(
 
 
 def atlas_cache(run: Extraction) -> dict[str, Any]:
-    """Everything a rollout's frame-level figures need, [layers, passes, H, F, F] and its kin."""
+    """Everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
     layers, steps = range(run.num_layers), range(len(run.pass_timesteps))
     captured = {name for record in run.records for name in record}
 
-    def everywhere(arrange: Callable[[int, int], Tensor]) -> Tensor:
-        return torch.stack([torch.stack([arrange(layer, step) for step in steps]) for layer in layers])
+    def stacked(matrix_of: Callable[[int, int], Tensor]) -> Tensor:
+        return torch.stack([torch.stack([matrix_of(layer, step) for step in steps]) for layer in layers])
 
     atlas = run.common | {
         "format": "atlas",
@@ -174,21 +174,21 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
         "layers": list(layers),
         "pass_timesteps": run.pass_timesteps,
     }
-    atlas["frame_logits"] = everywhere(lambda layer, step: run.frame_matrix("frame_logits", layer, step))
+    atlas["frame_logits"] = stacked(lambda layer, step: run.frame_matrix("frame_logits", layer, step))
     if "frame_mass" in captured:
-        atlas["frame_mass"] = everywhere(lambda layer, step: run.frame_matrix("frame_mass", layer, step))
+        atlas["frame_mass"] = stacked(lambda layer, step: run.frame_matrix("frame_mass", layer, step))
     if "frame_logits_by_band" in captured:
-        atlas["frame_logits_by_band"] = everywhere(
+        atlas["frame_logits_by_band"] = stacked(
             lambda layer, step: run.frame_matrix("frame_logits_by_band", layer, step)
         )
         atlas["rope_bands"] = list(RotaryTable(run.records[0]["q_shape"][-1]).bands)
     if "key_curve" in captured:
-        atlas["key_curve"] = everywhere(
+        atlas["key_curve"] = stacked(
             lambda layer, step: _spread_curve(run, run.kept("key_curve", layer, step)[0])
         )
     if "cross_mass" in captured:
         words = len(run.prompt_tokens)
-        atlas["cross_mass"] = everywhere(
+        atlas["cross_mass"] = stacked(
             lambda layer, step: _stack_queries(
                 [r["cross_mass"][0, ..., :words] for r in run.kept("cross_mass", layer, step)],
                 run.config.num_frames,

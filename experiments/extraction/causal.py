@@ -1,6 +1,6 @@
 """From a config to a rollout: load the model, generate one video, keep what was asked for.
 
-The scripts are faces of this file and of arrange.py, which turns the result into a cache.
+The scripts are faces of this file and of cache_builders.py, which turns the result into a cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from experiments.caches.schema import READ_BY, SCHEMA_VERSION
 from experiments.extraction import checks
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
 from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
-from experiments.extraction.observer import Watch
+from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.provenance import provenance
 from experiments.extraction.result import Extraction
@@ -30,7 +30,7 @@ from wan.pipeline import CausalInferencePipeline
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Session:
     """What rollouts of one config share: the model, loaded once, the states of every prompt, and the caches' fields."""
 
     model_config: ModelConfig
@@ -42,21 +42,23 @@ class Prepared:
     dtype: torch.dtype
 
 
-def extract(config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch | None = None) -> Extraction:
-    """Generate one video as the config says and capture on the way; fewer blocks of it where the watch asks to stop.
+def extract(
+    config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None
+) -> Extraction:
+    """Generate one video as the config says and capture on the way; fewer blocks of it where the observer asks to stop.
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
     """
-    watch = watch or Watch()
-    return extract_next(prepare(config, requests, watch=watch), config, requests, watch)
+    observer = observer or RunObserver()
+    return extract_next(prepare(config, requests, observer=observer), config, requests, observer)
 
 
 def prepare(
     config: RunConfig,
     requests: Sequence[CaptureRequest],
     prompts: Sequence[str] | None = None,
-    watch: Watch | None = None,
-) -> Prepared:
+    observer: RunObserver | None = None,
+) -> Session:
     """Load what rollouts of the config need, for its own prompt or for several. Raises ConfigError for bad input.
 
     What that takes is said before anything is loaded, and refused where it does not fit.
@@ -70,31 +72,34 @@ def prepare(
     check_requests(config, model_config, requests)
     encodes = needs_encoder(config, prompts, model_config, dtype, device)
     memory = Memory(config, model_config, requests, dtype, device, encodes)
-    check_memory(memory, quiet=watch is None or watch.quiet)
+    check_memory(memory, quiet=observer is None or observer.quiet)
     common = common_fields(config, model_config, weights_file, dtype, device)
-    sha256 = begin(checkpoint.file_sha256, weights_file)
+    sha256 = run_in_background(checkpoint.file_sha256, weights_file)
     with out_of_memory("encoding the prompt"):
         texts = encode_prompts(config, prompts, model_config, dtype, device)
     with out_of_memory("loading the model"):
         pipeline = load_pipeline(config, model_config, dtype, device)
-    return Prepared(model_config, pipeline, texts, common, sha256, device, dtype)
+    return Session(model_config, pipeline, texts, common, sha256, device, dtype)
 
 
 def extract_next(
-    ready: Prepared, config: RunConfig, requests: Sequence[CaptureRequest], watch: Watch | None = None
+    session: Session,
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    observer: RunObserver | None = None,
 ) -> Extraction:
     """extract() with what is loaded already; config may differ in prompt and seed from the one it was loaded for."""
-    watch = watch or Watch()
-    prompt_embeds, prompt_tokens = ready.texts[config.prompt]
-    noise, renoise = draw_noise(config, ready.model_config, ready.dtype, ready.device)
-    watch.event("rollout", prompt=config.prompt, seed=config.seed)
-    with threads_for(noise, ready.model_config):
+    observer = observer or RunObserver()
+    prompt_embeds, prompt_tokens = session.texts[config.prompt]
+    noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
+    observer.log("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, session.model_config):
         latents, records = roll_out(
-            ready.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, watch
+            session.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer
         )
     common, stopped = (
-        ready.common
-        | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": ready.sha256.result()},
+        session.common
+        | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": session.sha256.result()},
         "",
     )
     if latents.shape[1] < config.num_frames:
@@ -103,17 +108,17 @@ def extract_next(
         stopped = f"{common['blocks_done']} of {len(config.block_sizes)} blocks"
     return Extraction(
         config,
-        ready.model_config.num_layers,
+        session.model_config.num_layers,
         records,
         latents,
-        ready.pipeline.pass_timesteps,
+        session.pipeline.pass_timesteps,
         prompt_tokens,
         common,
         stopped,
     )
 
 
-def begin(function: Callable, *args) -> Future:
+def run_in_background(function: Callable, *args) -> Future:
     """The result of a function that runs beside this one; nobody waits for it when the process ends."""
     future: Future = Future()
 

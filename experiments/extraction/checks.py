@@ -24,7 +24,7 @@ REMEDY = "try --device cpu or another dtype in the config"
 
 
 @contextmanager
-def watched_layers(model: nn.Module) -> Iterator[list[tuple]]:
+def record_layer_ranges(model: nn.Module) -> Iterator[list[tuple]]:
     """Yield a list that gets, for every layer and the head in every forward: pass, name, module, least and largest value.
 
     The values stay on the device: nothing waits for it until check_outputs reads them, once a block.
@@ -48,7 +48,7 @@ def watched_layers(model: nn.Module) -> Iterator[list[tuple]]:
 def check_outputs(outputs: list[tuple], latents: Tensor) -> None:
     """Raise RunError where a layer's output or the latents are not finite, naming the first layer, its block and pass.
 
-    outputs are those of watched_layers since the last check, and are taken out of the list.
+    outputs are those of record_layer_ranges since the last check, and are taken out of the list.
     """
     edges = torch.stack(
         [edge.float() for *_, low, high in outputs for edge in (low, high)] + [*latents.float().aminmax()]

@@ -34,7 +34,7 @@ FLOAT = torch.float32.itemsize
 class Need:
     """What one part of a run holds at once in one memory: bytes by purpose."""
 
-    doing: str
+    phase: str
     where: str  # GPU or host
     parts: dict[str, int]
 
@@ -46,7 +46,7 @@ class Need:
         parts = ", ".join(
             f"{name} {amount(size)}" for name, size in self.parts.items() if size >= self.total / 100
         )
-        return f"{amount(self.total)} of {self.where} memory while {self.doing} ({parts})"
+        return f"{amount(self.total)} of {self.where} memory while {self.phase} ({parts})"
 
 
 @dataclass(frozen=True)

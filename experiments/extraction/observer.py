@@ -1,8 +1,8 @@
 """Who is told how a rollout goes on, and may ask it to stop."""
 
 
-class Watch:
-    """Looks on in silence. stopping becomes true when the run should end after the current block, or step of the base model."""
+class RunObserver:
+    """Prints and logs nothing. A run ends after its current block, or step of the base model, once stopping is true."""
 
     stopping = False
     generating = False  # from the first rollout on: before, nothing is lost by stopping at once
@@ -14,8 +14,8 @@ class Watch:
     def step(self, step: int, timestep: float, num_steps: int) -> None:
         """A step of the base model's sampler is finished."""
 
-    def event(self, name: str, **values) -> None:
+    def log(self, event: str, **values: object) -> None:
         """Something worth a line in the log."""
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Something worth a line on the screen."""

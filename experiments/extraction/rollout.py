@@ -1,4 +1,4 @@
-"""Both samplers under watch: numbers guarded as they come, stopped between blocks or steps, out of memory explained."""
+"""Both samplers, observed: numbers checked, stopped between blocks or steps, out of memory explained."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from experiments.caches.errors import RunError
 from experiments.extraction import checks
-from experiments.extraction.observer import Watch
+from experiments.extraction.observer import RunObserver
 from wan.blocks import block_ranges
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest, move_to_cpu
@@ -29,11 +29,11 @@ def roll_out(
     prompt_embeds: Tensor,
     sizes: Sequence[int],
     requests: Sequence[CaptureRequest],
-    watch: Watch,
+    observer: RunObserver,
 ) -> tuple[Tensor, list[dict]]:
     """Generate blocks of sizes frames and capture on the way -> latents [1, F, C, h, w] of the finished blocks, records.
 
-    Fewer frames than the noise has come back where the watch asked to stop. Raises RunError, naming block, pass and
+    Fewer frames than the noise has come back where the observer asked to stop. Raises RunError, naming block, pass and
     layer, for numbers that cannot be right, and for memory that does not suffice.
     """
     frames, finished = block_ranges(list(sizes)), []
@@ -41,14 +41,14 @@ def roll_out(
     def on_block(block: int, latents: Tensor) -> None:
         check(latents)
         finished.append(latents.clone())
-        watch.block(block, frames[block], len(frames))
-        if watch.stopping and block + 1 < len(frames):
+        observer.block(block, frames[block], len(frames))
+        if observer.stopping and block + 1 < len(frames):
             raise _StoppedError
 
-    def doing() -> str:
+    def phase() -> str:
         return f"rolling out block {len(finished)} of {len(frames)}"
 
-    with looking_on(pipeline.model, requests, doing) as (records, check):
+    with capture_guarded(pipeline.model, requests, phase) as (records, check):
         pipeline.inference(noise, prompt_embeds=prompt_embeds, renoise=renoise, on_block=on_block)
     checks.check_complete(
         records, requests, pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps)
@@ -62,11 +62,11 @@ def sample(
     prompt: Tensor,
     negative: Tensor,
     requests: Sequence[CaptureRequest],
-    watch: Watch,
+    observer: RunObserver,
 ) -> tuple[Tensor, list[dict], int]:
     """The base model's steps -> latents [1, F, C, h, w] of the last finished step, records, and how many were finished.
 
-    Not all are where the watch asked to stop. Raises RunError as roll_out does.
+    Not all are where the observer asked to stop. Raises RunError as roll_out does.
     """
     timesteps, done, last = pipeline.pass_timesteps, 0, noise
 
@@ -74,11 +74,11 @@ def sample(
         nonlocal done, last
         check(latents)
         done, last = step + 1, latents
-        watch.step(step, timesteps[step], len(timesteps))
-        if watch.stopping and done < len(timesteps):
+        observer.step(step, timesteps[step], len(timesteps))
+        if observer.stopping and done < len(timesteps):
             raise _StoppedError
 
-    with looking_on(pipeline.model, requests, lambda: f"sampling step {done} of {len(timesteps)}") as (
+    with capture_guarded(pipeline.model, requests, lambda: f"sampling step {done} of {len(timesteps)}") as (
         records,
         check,
     ):
@@ -90,18 +90,18 @@ def sample(
 
 
 @contextmanager
-def looking_on(
-    model: nn.Module, requests: Sequence[CaptureRequest], doing: Callable[[], str]
+def capture_guarded(
+    model: nn.Module, requests: Sequence[CaptureRequest], phase: Callable[[], str]
 ) -> Iterator[tuple]:
     """Capture while a sampler runs -> the records, and a check to call with the latents of every finished block or step.
 
-    The check raises RunError for numbers that cannot be right. doing says what is being done, where memory does not
+    The check raises RunError for numbers that cannot be right. phase says what is being done, where memory does not
     suffice. What a _StoppedError leaves is kept.
     """
     with (
-        out_of_memory(doing, requests),
+        out_of_memory(phase, requests),
         ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records,
-        checks.watched_layers(model) as outputs,
+        checks.record_layer_ranges(model) as outputs,
         suppress(_StoppedError),
     ):  # innermost: what was captured is kept
         checked = 0
@@ -117,7 +117,7 @@ def looking_on(
 
 
 @contextmanager
-def out_of_memory(doing, requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
+def out_of_memory(phase, requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
     """Say what was being done (a text, or a function that gives it) and which flag helps where memory does not suffice."""
     try:
         yield
@@ -125,7 +125,7 @@ def out_of_memory(doing, requests: Sequence[CaptureRequest] = ()) -> Iterator[No
         on_host = isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
         if not on_host and not isinstance(error, torch.OutOfMemoryError):
             raise
-        what = doing() if callable(doing) else doing
+        what = phase() if callable(phase) else phase
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(
             f"out of {'host' if on_host else 'GPU'} memory while {what}: {reason}; {_advice(what, requests)}"

@@ -16,7 +16,7 @@ from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.extraction import causal
 from experiments.extraction.bidirectional import as_one_block, base_atlas_cache, base_layer_cache, sample
 from experiments.extraction.memory_estimate import estimate_bytes
-from experiments.extraction.observer import Watch
+from experiments.extraction.observer import RunObserver
 from experiments.extraction.result import Extraction
 from experiments.running.cli import save_results, videos_of
 from experiments.running.output_locks import claimed
@@ -50,7 +50,7 @@ def make_base_caches(
                 for name, branch in (("", "cond"), ("_uncond", "uncond"))
             },
         )
-    outputs = {str(folder / name): arrange for name, arrange in outputs.items()}
+    outputs = {str(folder / name): build_cache for name, build_cache in outputs.items()}
     run_watched(
         args,
         outputs,
@@ -62,14 +62,14 @@ def make_base_caches(
     return list(outputs)
 
 
-Arrange = Callable[[Extraction], dict[str, Any]]
+BuildCache = Callable[[Extraction], dict[str, Any]]
 
 
 def make_caches(
     args: argparse.Namespace,
     config: RunConfig,
     requests: Sequence[CaptureRequest],
-    outputs: Mapping[str, Arrange],
+    outputs: Mapping[str, BuildCache],
 ) -> None:
     """One rollout -> a cache for each path, arranged by its function. Raises what run_watched raises."""
     each = estimate_bytes(config, requests) // len(outputs)
@@ -79,9 +79,9 @@ def make_caches(
 
 def run_watched(
     args: argparse.Namespace,
-    outputs: Mapping[str, Arrange],
+    outputs: Mapping[str, BuildCache],
     each: int,
-    make: Callable[[Watch], Extraction],
+    make: Callable[[RunObserver], Extraction],
     what: str,
     unit: str = "block",
 ) -> None:
@@ -99,23 +99,25 @@ def run_watched(
     ):
         start = time.monotonic()
         save(args, make(watch), outputs, watch)
-        watch.say(
+        watch.print(
             f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, {memory()}"
         )
 
 
-def save(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, Arrange], watch: Watch) -> None:
+def save(
+    args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], watch: RunObserver
+) -> None:
     """Write a rollout's caches. Raises RunError where that fails, and StoppedError after what a stopped one has is saved."""
     try:
         if not result.stopped:
-            save_results(args, result, {path: arrange(result) for path, arrange in outputs.items()})
-            watch.event("saved", paths=list(outputs))
+            save_results(args, result, {path: build_cache(result) for path, build_cache in outputs.items()})
+            watch.log("saved", paths=list(outputs))
             return
         written = save_partial(result, outputs)
     except CacheError as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
     partial = "partial" in result.common
-    watch.event("saved", paths=written, partial=partial)
+    watch.log("saved", paths=written, partial=partial)
     kept = (
         f"saved {'as partial' if partial else 'whole'}: {', '.join(written)}"
         if written
@@ -126,12 +128,12 @@ def save(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, Arr
     )
 
 
-def save_partial(result: Extraction, outputs: Mapping[str, Arrange]) -> list[str]:
+def save_partial(result: Extraction, outputs: Mapping[str, BuildCache]) -> list[str]:
     """Write what a stopped rollout completed -> the paths. What is partial goes beside a whole cache that is there already."""
     written = []
-    for path, arrange in outputs.items():
+    for path, build_cache in outputs.items():
         try:
-            cache = arrange(result)
+            cache = build_cache(result)
         except (RunError, IndexError):  # the blocks that it needs were not reached
             continue
         target = str(Path(path).with_suffix(".partial.pt")) if "partial" in cache and is_whole(path) else path

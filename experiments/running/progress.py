@@ -14,10 +14,10 @@ from types import FrameType
 import torch
 
 from experiments.caches.errors import CacheError
-from experiments.extraction.observer import Watch
+from experiments.extraction.observer import RunObserver
 
 
-class Progress(Watch):
+class Progress(RunObserver):
     """Lines on stderr, unless quiet, and JSON lines in log_file, where there is one.
 
     Raises CacheError where log_file cannot be written.
@@ -46,25 +46,23 @@ class Progress(Watch):
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.event(
-            "end", ok=error is None, **({} if error is None else {"error": f"{kind.__name__}: {error}"})
-        )
+        self.log("end", ok=error is None, **({} if error is None else {"error": f"{kind.__name__}: {error}"}))
         if self._log:
             self._log.close()
 
-    def event(self, name: str, **values) -> None:
-        if name == "rollout":
+    def log(self, event: str, **values) -> None:
+        if event == "rollout":
             self.rollout_start, self.generating = time.monotonic(), True
         if self._log:
             seconds = round(time.monotonic() - self.start, 3)
-            line = json.dumps({"event": name, "seconds": seconds} | values, ensure_ascii=False) + "\n"
+            line = json.dumps({"event": event, "seconds": seconds} | values, ensure_ascii=False) + "\n"
             try:
                 self._log.write(line)
             except OSError as error:  # a full disk must not end a rollout
-                self.say(f"the log ends here: {error.strerror or error}")
+                self.print(f"the log ends here: {error.strerror or error}")
                 self._log = None
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         if not self.quiet:
             with suppress(OSError):  # nor must a terminal that is gone
                 print(line, file=sys.stderr, flush=True)
@@ -79,14 +77,12 @@ class Progress(Watch):
         passed = time.monotonic() - self.rollout_start
         left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
         if (index + 1) % every == 0 or index + 1 == count:
-            self.say(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
-        self.event(
-            unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes()
-        )
+            self.print(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
+        self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
 
 
 @contextmanager
-def stopping_when_asked(watch: Watch, unit: str = "block") -> Iterator[None]:
+def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[None]:
     """The first Ctrl-C, or SIGTERM, lets the current block (or step) finish, the second one stops at once, as does one before
     anything is generated. Outside the main thread: as ever."""
     if threading.current_thread() is not threading.main_thread():

@@ -19,7 +19,7 @@ from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.extraction import causal, devices
 from experiments.extraction.memory_estimate import estimate_bytes
 from experiments.running.cli import videos_of
-from experiments.running.jobs import Arrange, deterministic, save
+from experiments.running.jobs import BuildCache, deterministic, save
 from experiments.running.output_locks import claimed, require_space
 from experiments.running.progress import Progress, stopping_when_asked
 from wan import checkpoint
@@ -109,7 +109,7 @@ def run_sweep(
     args: argparse.Namespace,
     config: RunConfig,
     requests: Sequence[CaptureRequest],
-    arrange: Arrange,
+    build_cache: BuildCache,
     quantities: Mapping[str, bool],
 ) -> None:
     """Make every cache of a sweep that is not there yet; quantities says which optional fields each must (not) have.
@@ -143,18 +143,18 @@ def run_sweep(
         )
         _write_manifest(manifest, settings, runs, states)
         if len(waiting) < len(runs):
-            watch.say(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
+            watch.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
         prompts = list(dict.fromkeys(runs[path].prompt for path in waiting))
-        ready = causal.prepare(config, requests, prompts, watch) if waiting else None
+        session = causal.prepare(config, requests, prompts, watch) if waiting else None
         failures = []
         for number, path in enumerate(waiting, 1):
-            watch.say(f"run {number}/{len(waiting)}: {path}")
+            watch.print(f"run {number}/{len(waiting)}: {path}")
             try:
                 with claimed(dict.fromkeys((path, *videos_of(args, [path])), 0)):
                     save(
                         args,
-                        causal.extract_next(ready, runs[path], requests, watch),
-                        {path: arrange},
+                        causal.extract_next(session, runs[path], requests, watch),
+                        {path: build_cache},
                         watch,
                     )
                 states[path] = "done"
@@ -167,7 +167,7 @@ def run_sweep(
             except RunError as error:
                 states[path] = "failed"
                 failures.append(f"{path}: {error}")
-                watch.say(f"failed: {error}")
+                watch.print(f"failed: {error}")
             finally:
                 _write_manifest(manifest, settings, runs, states)
             if watch.stopping and number < len(waiting):

@@ -108,9 +108,9 @@ def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):
 
 def test_numbers_are_guarded_at_the_step_where_they_go_wrong(tmp_path, monkeypatch, capfd):
     """NaN enters at layer 3 in the unconditional branch of step 2, of which nothing is captured; step 3 is never made."""
-    steps, original = [], rollout.looking_on
+    steps, original = [], rollout.capture_guarded
 
-    def looking_on(model, *more):
+    def capture_guarded(model, *more):
         def spoil(module, inputs, output):
             at = rollout.ATTENTION_WEIGHT_CAPTURE.now
             steps.append(at.step)
@@ -119,7 +119,7 @@ def test_numbers_are_guarded_at_the_step_where_they_go_wrong(tmp_path, monkeypat
         model.blocks[3].register_forward_hook(spoil)
         return original(model, *more)
 
-    monkeypatch.setattr(rollout, "looking_on", looking_on)
+    monkeypatch.setattr(rollout, "capture_guarded", capture_guarded)
     (said,) = said_by(["--quiet", "--output_dir", str(tmp_path)], 1, capfd)
     assert re.match(
         r"error: layer 3, block 0, step 2 \(t = \d+\), unconditional branch: its output is not finite; try",

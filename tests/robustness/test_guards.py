@@ -140,11 +140,11 @@ def test_a_directory_that_holds_another_model_than_its_config_names(tmp_path, ca
 
 def test_guards_change_no_bit_and_wait_once_a_block(config, monkeypatch):
     """The latents are those of the bare pipeline; flags of a block's passes are read together."""
-    ready = causal.prepare(config, ALL)
-    noise, renoise = causal.draw_noise(config, ready.model_config, ready.dtype, ready.device)
-    embeds = ready.texts[config.prompt][0]
-    with devices.threads_for(noise, ready.model_config):
-        bare = ready.pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+    session = causal.prepare(config, ALL)
+    noise, renoise = causal.draw_noise(config, session.model_config, session.dtype, session.device)
+    embeds = session.texts[config.prompt][0]
+    with devices.threads_for(noise, session.model_config):
+        bare = session.pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
     reads, original = [], causal.checks.check_outputs
 
     def counted(outputs, latents):
@@ -152,5 +152,5 @@ def test_guards_change_no_bit_and_wait_once_a_block(config, monkeypatch):
         original(outputs, latents)
 
     monkeypatch.setattr(causal.checks, "check_outputs", counted)
-    result = causal.extract_next(ready, config, ALL)
+    result = causal.extract_next(session, config, ALL)
     assert torch.equal(result.latents, bare) and reads == [5 * 9, 5 * 9]  # passes of 8 layers and the head

@@ -205,10 +205,10 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
 def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
     original = causal.extract_next
 
-    def failing(ready, config, *more):
+    def failing(session, config, *more):
         if (config.prompt, config.seed) == ("A blue square!", 0):
             raise RunError("block 0: not finite")
-        return original(ready, config, *more)
+        return original(session, config, *more)
 
     monkeypatch.setattr(causal, "extract_next", failing)
     with pytest.raises(
