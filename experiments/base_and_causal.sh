@@ -6,8 +6,8 @@
 # Both are 21 latent frames of one prompt and seed where they are (nearly) clean: the base model's last step, the clean pass
 # of the causal one.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 0 1 "$@"
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/running/usage.sh" 0 1 "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 layer=${1:-5}
 out=outputs/base_and_causal
 

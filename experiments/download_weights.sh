@@ -10,7 +10,7 @@ if [ "${1-}" = --yes ]; then yes=1; shift; fi
 case "${1-}" in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; -*) echo "error: unknown flag $1; $usage" >&2; exit 2 ;; esac
 if [ $# -gt 1 ]; then echo "error: $usage" >&2; exit 2; fi
 folder=$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/..}")
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 
 model="$folder/wan_models/Wan2.1-T2V-1.3B"
 fetch() {      # everything of the base model, one file of Self-Forcing; "$@" are flags of hf

@@ -6,8 +6,8 @@
 #
 # LAYER: 20, or the last one where the model has fewer. OUT_DIR: cache.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 1 any "$@"
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/running/usage.sh" 1 any "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 
 flags=(--ckpt_dir "$1" --output_dir "${3:-cache}")
 if [ -n "${2:-}" ]; then flags+=(--layer_index "$2"); fi

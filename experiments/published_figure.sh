@@ -3,8 +3,8 @@
 #
 #     bash experiments/published_figure.sh
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 0 0 "$@"
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/running/usage.sh" 0 0 "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 
 cache=cache/published/self_forcing_dmd_eagle_21f.pt
 mkdir -p outputs

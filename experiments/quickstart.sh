@@ -3,8 +3,8 @@
 #
 #     bash experiments/quickstart.sh
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 0 0 "$@"
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/running/usage.sh" 0 0 "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 
 figure4=cache/attention_cache_figure4.pt
 inference=cache/attention_cache.pt

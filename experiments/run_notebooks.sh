@@ -7,6 +7,6 @@
 # CACHE: an atlas, another cache with several layers, or a folder of layerN.pt. LAYERS: 0 5 7, 0-29, or all. Ctrl-C stops; the
 # same command continues.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/usage.sh" 3 any "$@"
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/running/usage.sh" 3 any "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 exec python experiments/run_notebooks.py "$@"

@@ -1,5 +1,5 @@
 # Sourced by the two commands of the README: makes .venv at the root, once, and goes there.
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 if [ ! -x .venv/bin/python ]; then
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: python3 must be 3.11 or newer" >&2; exit 2; }
     python3 -m venv .venv || exit 1

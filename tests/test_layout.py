@@ -1,0 +1,182 @@
+"""The rooms of wan/ and experiments/: who imports whom, how long files and functions are, what users type."""
+
+import ast
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LONGEST_FILE, LONGEST_FUNCTION = 330, 50  # lines
+
+# An import goes to the same package or to a lower level.
+LEVELS = {
+    "wan": 1,
+    "experiments.caches": 2,
+    "experiments.analysis": 3,
+    "experiments.extraction": 3,
+    "experiments.running": 4,
+    "experiments.figures": 4,
+    "experiments.miniature": 5,
+    "experiments.studies": 6,
+    "experiments": 7,  # the scripts, and session.py
+    "experiments.dev": 8,
+}
+MAY_IMPORT = {
+    "wan": set(),
+    "experiments.caches": {"wan"},
+    "experiments.analysis": {"wan", "experiments.caches"},
+    "experiments.extraction": {"wan", "experiments.caches"},
+    "experiments.running": {"wan", "experiments.caches", "experiments.extraction"},
+    "experiments.figures": {"wan", "experiments.caches", "experiments.analysis"},
+}
+NO_MODELS = ("experiments.analysis", "experiments.figures")  # of wan they know these modules alone
+WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors"}
+
+TYPED_BY_USERS = {
+    *("run_extraction.py", "run_extraction_all.py", "run_extraction_each.py", "run_extraction_figure4.py"),
+    *("extract_attention.sh", "extract_attention_wan.py", "extract_all_layers.sh", "base_and_causal.sh"),
+    *("run_notebooks.py", "run_notebooks.sh", "quickstart.sh", "published_figure.sh", "download_weights.sh"),
+    *("match_curve.py", "layers_from_atlas.py", "layer_page.py", "contact_sheet.py"),
+    *("train_mini.py", "evaluate_mini.py", "measure_moments.py", "measure_training_checkpoints.py"),
+    *("run_intervention.py", "causal_atlas.py", "compare_policies.py"),
+    *("session.py", "__init__.py", "README.md", "py.typed"),
+}
+
+# What is still too long. A name that is no longer too long fails the test: this list only shrinks.
+LONG_FILES = {
+    "experiments/caches/schema.py",
+    "experiments/caches/view.py",
+    "experiments/dev/benchmark_memory.py",
+    "experiments/figures/html_page.html",
+    "experiments/train_mini.py",
+    "wan/checkpoint.py",
+}
+LONG_FUNCTIONS = {
+    "experiments/analysis/reports.py: what_it_shows",
+    "experiments/caches/legacy.py: _inference",
+    "experiments/caches/schema.py: _check_values",
+    "experiments/extraction/bidirectional.py: sample",
+    "experiments/figures/layer.py: one_head",
+    "experiments/running/sweep.py: run_sweep",
+    "experiments/train_mini.py: train_causal",
+    "experiments/train_mini.py: train_vae",
+    "wan/modules/mass_kernel.py: _mass_kernel",
+    "wan/pipeline.py: inference",
+}
+
+
+def tracked(*folders: str) -> list[str]:
+    """Files that git knows or would add, as paths below the root."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return sorted(name for name in listed if name and (ROOT / name).is_file())
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of wan and experiments -> its syntax tree."""
+    found = {}
+    for name in tracked("wan", "experiments"):
+        if name.endswith(".py"):
+            module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            found[module] = ast.parse((ROOT / name).read_text())
+    return found
+
+
+def package(module: str) -> str:
+    """The row of the table: `wan` for all of it, `experiments.caches`, or `experiments` for a script."""
+    return max((name for name in LEVELS if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def at_run_time(tree: ast.AST):
+    """All nodes but those below `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from at_run_time(node)
+
+
+def imports(module: str, nodes) -> set[str]:
+    """Modules of ours that these nodes import, by their full names."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, (
+                f"{module}: write `from {package(module)}... import`, not a relative import"
+            )
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules() else node.module for name in names}
+    return {name for name in found if name.split(".")[0] in ("wan", "experiments")} - {module}
+
+
+def test_imports_follow_the_table_of_levels():
+    wrong = []
+    for module, tree in modules().items():
+        mine = package(module)
+        for imported in imports(module, ast.walk(tree)):
+            theirs = package(imported)
+            upwards = theirs != mine and LEVELS[theirs] >= LEVELS[mine]
+            forbidden = theirs != mine and theirs not in MAY_IMPORT.get(mine, LEVELS)
+            models = mine in NO_MODELS and theirs == "wan" and imported not in WITHOUT_TORCH_MODELS
+            if upwards or forbidden or models:
+                wrong.append(f"{module} imports {imported}")
+    assert not wrong
+
+
+def test_a_package_without_a_level_is_refused():
+    folders = {
+        str(Path(name).parent).replace("/", ".") for name in tracked("experiments") if name.endswith(".py")
+    }
+    assert {name for name in folders if package(name) == "experiments"} == {"experiments"}
+
+
+def test_no_import_goes_in_a_circle():
+    graph = {module: imports(module, at_run_time(tree)) for module, tree in modules().items()}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for imported in sorted(graph.get(module, ())):
+                visit(imported, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_nobody_imports_the_workshop():
+    """Neither the packages nor the notebooks import experiments.dev."""
+    outside = [name for name in tracked("wan", "experiments", "notebooks") if "experiments/dev/" not in name]
+    sources = {name: (ROOT / name).read_text() for name in outside if name.endswith((".py", ".ipynb", ".sh"))}
+    assert not [name for name, text in sources.items() if "experiments.dev" in text]
+
+
+def test_files_are_read_in_one_sitting():
+    sources = [
+        name
+        for name in tracked("wan", "experiments")
+        if name.endswith((".py", ".sh", ".html", ".js", ".css"))
+    ]
+    too_long = {name for name in sources if len((ROOT / name).read_text().splitlines()) > LONGEST_FILE}
+    assert not too_long - LONG_FILES, "split these files"
+    assert not LONG_FILES - too_long, "these are short enough now: take them off the list"
+
+
+def test_functions_are_read_at_a_glance():
+    too_long = set()
+    for name in tracked("wan", "experiments"):
+        for node in ast.walk(ast.parse((ROOT / name).read_text())) if name.endswith(".py") else ():
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if function and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION:
+                too_long.add(f"{name}: {node.name}")
+    assert not too_long - LONG_FUNCTIONS, "split these functions"
+    assert not LONG_FUNCTIONS - too_long, "these are short enough now: take them off the list"
+
+
+def test_the_root_of_experiments_holds_what_users_type():
+    root = {Path(name).name for name in tracked("experiments") if Path(name).parent == Path("experiments")}
+    assert root <= TYPED_BY_USERS, f"move into a package: {sorted(root - TYPED_BY_USERS)}"
