@@ -49,7 +49,6 @@ LONG_FILES = {
     "experiments/dev/benchmark_memory.py",
     "experiments/figures/html_page.html",
     "experiments/train_mini.py",
-    "wan/checkpoint.py",
 }
 LONG_FUNCTIONS = {
     "experiments/analysis/reports.py: what_it_shows",
