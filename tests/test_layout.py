@@ -179,3 +179,15 @@ def test_functions_are_read_at_a_glance():
 def test_the_root_of_experiments_holds_what_users_type():
     root = {Path(name).name for name in tracked("experiments") if Path(name).parent == Path("experiments")}
     assert root <= TYPED_BY_USERS, f"move into a package: {sorted(root - TYPED_BY_USERS)}"
+
+
+def test_no_test_imports_another_test():
+    wrong = []
+    for name in tracked("tests"):
+        for node in ast.walk(ast.parse((ROOT / name).read_text())) if name.endswith(".py") else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            wrong += [
+                f"{name} imports {found}" for found in names if found.split(".")[-1].startswith("test_")
+            ]
+    assert not wrong, "what tests share belongs to tests/helpers"

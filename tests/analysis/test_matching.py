@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
 from conftest import ROOT
+from helpers import synthetic_caches
 
 from experiments.analysis import published, reports
 from experiments.analysis.curve_matching import (

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import synthetic_caches
 from conftest import ROOT
+from helpers import synthetic_caches
 
 from experiments.analysis import head_taxonomy, published
 from experiments.analysis.head_taxonomy import ABSENT, ANCHOR, DYNAMIC, STATIC, VEIL, WAVE, Thresholds

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
+from helpers import synthetic_caches
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, golden_config
-from test_checkpoint import GOLDEN_MODEL
-from test_native import SMALL_UMT5
+from helpers.checkpoints import GOLDEN_MODEL, SMALL_UMT5
 
 from experiments.dev import benchmark_memory
 from wan import checkpoint, native

@@ -1,11 +1,10 @@
 """Drawings of a layer and of strips at every size, what is absent in them, latent and video frames, words, single calls."""
 
-import executed
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
-from test_caches import older_figure4, older_inference
+from helpers import executed, synthetic_caches
+from helpers.older_caches import older_figure4, older_inference
 
 from experiments.analysis import frame_axes, prompt_words
 from experiments.analysis.panels import Strip

@@ -4,12 +4,11 @@ import base64
 import json
 import re
 
-import chromium
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
 from conftest import ROOT
+from helpers import chromium, synthetic_caches
 
 from experiments import layer_page
 from experiments.analysis.measures import equal_distance_excess, head_statistics

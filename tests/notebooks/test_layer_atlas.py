@@ -2,12 +2,11 @@
 
 import re
 
-import executed
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
 from conftest import ROOT
+from helpers import executed, synthetic_caches
 
 from experiments.analysis import head_measures, head_taxonomy, panels, published
 from experiments.caches import load_cache, save_cache

@@ -3,12 +3,11 @@
 import json
 import re
 
-import executed
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
 from conftest import GOLDEN, ROOT
+from helpers import executed, synthetic_caches
 
 from experiments.analysis.reports import layer_lines
 from experiments.caches import load_cache, save_cache

@@ -2,11 +2,10 @@
 
 import re
 
-import executed
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
+from helpers import executed, synthetic_caches
 
 from experiments.analysis import reports
 from experiments.analysis.measures import head_statistics

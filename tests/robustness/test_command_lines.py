@@ -5,10 +5,10 @@ import subprocess
 from collections import Counter
 
 import pytest
-import synthetic_caches
 import torch
 from conftest import ROOT
-from forked import exit_code, forked, tell
+from helpers import synthetic_caches
+from helpers.forked import exit_code, forked, tell
 
 from experiments import (
     contact_sheet,

@@ -4,9 +4,9 @@ import os
 import subprocess
 
 import pytest
-import synthetic_caches
 import torch
 from conftest import ROOT
+from helpers import synthetic_caches
 
 from experiments import run_extraction_all, run_extraction_each, run_extraction_figure4
 from experiments.caches import load_cache, save_cache

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from conftest import ROOT
-from forked import FULL, exit_code, forked, tell
+from helpers.forked import FULL, exit_code, forked, tell
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache

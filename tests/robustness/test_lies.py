@@ -3,8 +3,8 @@
 import copy
 
 import pytest
-import synthetic_caches
 import torch
+from helpers import synthetic_caches
 
 from experiments.caches import load_cache
 from experiments.caches.errors import CacheError

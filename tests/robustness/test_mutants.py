@@ -13,12 +13,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import synthetic_caches
 import torch
 from conftest import GOLDEN, golden_arrays
-from forked import FULL, forked, tell
-from test_caches import MAKERS, older_figure4, older_inference, older_layer, same
-from test_checkpoint import GOLDEN_MODEL, write_transformer
+from helpers import synthetic_caches
+from helpers.checkpoints import GOLDEN_MODEL, write_transformer
+from helpers.forked import FULL, forked, tell
+from helpers.older_caches import MAKERS, older_figure4, older_inference, older_layer, same
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError

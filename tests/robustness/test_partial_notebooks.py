@@ -6,9 +6,9 @@ import re
 import signal
 import time
 
-import executed
 import pytest
 from conftest import ROOT
+from helpers import executed
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from helpers.older_caches import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_caches import same
 
 from experiments.caches import frames, load_cache, save_cache
 from experiments.caches.atomic_files import tensor_bytes

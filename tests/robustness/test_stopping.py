@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT
-from forked import FULL, exit_code, forked, tell
+from helpers.forked import FULL, exit_code, forked, tell
 
 from experiments import run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
 from experiments.caches import load_cache, save_cache

@@ -10,9 +10,9 @@ import xml.etree.ElementTree as ET
 
 import nbformat
 import pytest
-import synthetic_caches
 import torch
 from conftest import ROOT
+from helpers import synthetic_caches
 
 from experiments import contact_sheet, run_notebooks
 from experiments.caches import load_cache, save_cache

@@ -5,26 +5,17 @@ from functools import partial
 import pytest
 import torch
 from conftest import golden_arrays, golden_model
+from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.modules.capture import CaptureRequest
 from wan.modules.captured_call import Pass, Site
-from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
+from wan.modules.causal_model import teacher_forcing_mask
 from wan.modules.key_layout import KeyLayout
 from wan.modules.model import WanModel
 from wan.modules.older_capture import OlderCapture
 from wan.pipeline import CausalInferencePipeline
 
-MODEL_LAYERS = 4
-TINY = {
-    "dim": 48,
-    "ffn_dim": 64,
-    "freq_dim": 32,
-    "text_dim": 24,
-    "text_len": 7,
-    "num_heads": 3,
-    "num_layers": MODEL_LAYERS,
-}
 EVERYTHING = {
     "token logits": CaptureRequest(kinds=("self", "cross")),
     "token probabilities": CaptureRequest(kinds=("self", "cross"), is_logits=False),
@@ -32,20 +23,6 @@ EVERYTHING = {
     "frame": CaptureRequest(granularity="frame", kinds=("self", "cross")),
     "frame logits only": CaptureRequest(granularity="frame", mass=False),
 }
-
-
-def tiny_pipeline(dtype=torch.float32, device="cpu", seed=0, **kwargs) -> CausalInferencePipeline:
-    torch.manual_seed(seed)
-    return CausalInferencePipeline(CausalWanModel(**TINY, **kwargs).to(device, dtype).requires_grad_(False))
-
-
-def rollout(pipeline: CausalInferencePipeline, num_frames: int = 6) -> torch.Tensor:
-    model, generator = pipeline.model, torch.Generator().manual_seed(1)
-    noise = torch.randn(1, num_frames, 16, 2, 10, generator=generator)  # 5 tokens a frame
-    renoise = torch.randn(3, *noise.shape, generator=generator)
-    embeds = torch.randn(1, 4, TINY["text_dim"], generator=generator)
-    noise, renoise, embeds = (x.to(model.device, model.dtype) for x in (noise, renoise, embeds))
-    return pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT
+from helpers.checkpoints import GOLDEN_MODEL
 from safetensors.torch import save_file
-from test_checkpoint import GOLDEN_MODEL
 
 from experiments import run_extraction_all
 from experiments.dev import benchmark_memory

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from conftest import SIZES, golden_arrays, golden_config
 from diffusers import AutoencoderKLWan
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from helpers.checkpoints import SMALL_UMT5
 from safetensors.torch import save_file
 from transformers import UMT5Config
 
@@ -17,16 +18,6 @@ from wan.checkpoint import CheckpointError
 from wan.config import MODELS, ModelConfig
 from wan.modules.vae import VAE
 
-SMALL_UMT5 = UMT5Config(
-    vocab_size=50,
-    d_model=24,
-    d_kv=8,
-    d_ff=40,
-    num_layers=3,
-    num_heads=2,
-    relative_attention_num_buckets=32,
-    dropout_rate=0.0,
-)
 SMALL_VAE = {"base_dim": 8, "num_res_blocks": 2}
 
 

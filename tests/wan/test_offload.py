@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import golden_arrays
-from test_checkpoint import GOLDEN_MODEL
+from helpers.checkpoints import GOLDEN_MODEL
 
 from wan import checkpoint
 from wan.modules import offload

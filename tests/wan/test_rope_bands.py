@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import ROOT
-from test_capture import rollout, tiny_pipeline
+from helpers.rollouts import rollout, tiny_pipeline
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import golden_arrays, golden_model
 from diffusers import UniPCMultistepScheduler
-from test_checkpoint import diffusers_model
+from helpers.checkpoints import diffusers_model
 
 from wan import weight_names
 from wan.errors import ConfigError

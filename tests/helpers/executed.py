@@ -7,7 +7,7 @@ import nbformat
 import papermill
 from papermill.exceptions import PapermillExecutionError
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def run(name, folder, **parameters):

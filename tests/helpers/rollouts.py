@@ -1,0 +1,33 @@
+"""A tiny causal model with random weights, and one short rollout of it."""
+
+import torch
+
+from wan.modules.causal_model import CausalWanModel
+from wan.pipeline import CausalInferencePipeline
+
+MODEL_LAYERS = 4
+
+
+TINY = {
+    "dim": 48,
+    "ffn_dim": 64,
+    "freq_dim": 32,
+    "text_dim": 24,
+    "text_len": 7,
+    "num_heads": 3,
+    "num_layers": MODEL_LAYERS,
+}
+
+
+def tiny_pipeline(dtype=torch.float32, device="cpu", seed=0, **kwargs) -> CausalInferencePipeline:
+    torch.manual_seed(seed)
+    return CausalInferencePipeline(CausalWanModel(**TINY, **kwargs).to(device, dtype).requires_grad_(False))
+
+
+def rollout(pipeline: CausalInferencePipeline, num_frames: int = 6) -> torch.Tensor:
+    model, generator = pipeline.model, torch.Generator().manual_seed(1)
+    noise = torch.randn(1, num_frames, 16, 2, 10, generator=generator)  # 5 tokens a frame
+    renoise = torch.randn(3, *noise.shape, generator=generator)
+    embeds = torch.randn(1, 4, TINY["text_dim"], generator=generator)
+    noise, renoise, embeds = (x.to(model.device, model.dtype) for x in (noise, renoise, embeds))
+    return pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
