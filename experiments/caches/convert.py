@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from experiments.caches.schema import ATLAS, COMMON, SAMPLING
+from experiments.caches.common import Cache, PassTag, Sampling
+from experiments.caches.schema import AtlasCache, LayerCache
 from experiments.caches.view import open_profiles
 from wan.blocks import block_frames
 
@@ -13,31 +14,25 @@ from wan.blocks import block_frames
 def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
     """An atlas of one of an atlas's layers."""
     i = atlas["layers"].index(layer)
-    by_layer = [
-        name for field, declared in ATLAS.items() if "[N" in declared and (name := field.rstrip("?")) in atlas
-    ]
-    return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer}
+    by_layer = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N" in declared]
+    return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}
 
 
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
     """The layer cache of one layer of an atlas in one pass (None: the first); mean logits.
 
-    Where the atlas has the last block's mean alone, the frame matrix is NaN. Raises CacheError for a layer, pass or
-    quantity that the atlas does not hold.
+    Where the atlas has the last block's mean alone, the frame matrix is NaN. Raises CacheError for a layer, pass
+    or quantity that the atlas does not hold.
     """
     view = open_profiles(atlas, step, "mean_logit")
-    blocks, everything = list(view.block_sizes), list(range(view.num_frames))
-    last = (
-        everything[-3:] if len(blocks) == 1 else block_frames(blocks, -1)
-    )  # a bidirectional run is one block
-    profile, matrix = view.frame_profile(layer), view.frame_matrix(layer)
-    H, F = profile.shape
-    profile = torch.from_numpy(profile if matrix is None or len(blocks) > 1 else matrix[:, last].mean(1))
-    matrix = torch.full((H, F, F), torch.nan) if matrix is None else torch.from_numpy(matrix)
-    kept = {name: atlas[name] for field in COMMON | SAMPLING if (name := field.rstrip("?")) in atlas}
-    return kept | {
-        "format": "layer", "is_logits": True, "step": view.step, "timestep": view.timestep,
-        "is_clean_pass": view.is_clean_pass, "layer_index": layer, "full_frame_attention": matrix,
-        "last_block_frame_attention": profile, "query_frames": everything, "key_frames": everything,
-        "last_block_query_frames": last,
-    }  # fmt: skip
+    profile, matrix, _ = view.values(layer)
+    one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
+    last = list(range(view.num_frames))[-3:] if one_block else block_frames(view.block_sizes, -1)
+    if matrix is None:
+        matrix = torch.full((view.num_heads, view.num_frames, view.num_frames), torch.nan)
+    elif one_block:
+        profile = matrix[:, last].mean(1)
+    names = [field.rstrip("?") for field in Cache.table() | Sampling.table()]
+    common = {name: atlas[name] for name in names if name in atlas}
+    at = PassTag(view.step, view.timestep, view.is_clean_pass)
+    return LayerCache.build(common, at, layer, matrix.float(), last, profile.float()).to_dict()

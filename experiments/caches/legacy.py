@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, base, nodes
 
+from experiments.caches.schema import Figure4Layer
 from wan.blocks import block_frames, block_sizes, later_block
 from wan.errors import ConfigError
 
@@ -91,21 +92,19 @@ def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
         "num_frames": frames,
         "frame_seq_length": S,
         "num_heads": tokens[0].shape[1],
-        "is_logits": logits,
     }
+    keys, more = _key_frames(raw, Fk, frames)
+    queries = list(range(frames - Fq, frames))
+    repeated = Figure4Layer.repeated(**shared, query_frames=queries, key_frames=keys)
     layers = [
         entry
-        | shared
+        | repeated
         | {
             "layer_idx": int(entry["layer_idx"]),
-            "num_query_frames": Fq,
-            "num_key_frames": Fk,
-            "last_block_start_frame": frames - Fq,
             "is_logits": bool(entry.get("is_logits", logits)),
         }
         for entry in raw["attention_weights"]
     ]
-    keys, more = _key_frames(raw, Fk, frames)
     return (
         shared
         | FIRST_PASS
@@ -114,7 +113,8 @@ def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
             "layer_indices": [entry["layer_idx"] for entry in layers],
             "capture_method": str(raw.get("capture_method", "unknown")),
             "block_sizes": blocks,
-            "query_frames": list(range(frames - Fq, frames)),
+            "is_logits": logits,
+            "query_frames": queries,
             "key_frames": keys,
             "notes": notes + more,
         }

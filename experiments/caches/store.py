@@ -16,30 +16,32 @@ from torch import Tensor
 
 from experiments.caches import legacy
 from experiments.caches.atomic_files import replacing, tensor_bytes
+from experiments.caches.common import Cache
 from experiments.caches.errors import CacheError
-from experiments.caches.schema import FORMATS, SCHEMA_VERSION, check, check_counts
+from experiments.caches.schema import FORMATS, SCHEMA_VERSION, check
+from experiments.caches.value_checks import check_counts
 from wan.safe_load import UnreadableError, load_tensors
 
 __all__ = ["SCHEMA_VERSION", "CacheError", "check", "load_cache", "save_cache"]
 
 
-def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
+def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
     """Check a cache and write it, whole or not at all; the same content gives the same bytes under any name.
 
     Raises CacheError for a field that is missing or wrong and for a path that cannot be written. Tensors are
     written from where they are: the only copies are of those not contiguous on the CPU.
     """
     try:
-        cache = _plain(cache, "cache")
-        check(cache)
+        values = _plain(cache.to_dict() if isinstance(cache, Cache) else cache, "cache")
+        check(values)
     except CacheError as error:
         raise CacheError(f"{path} not written: {error}") from None
     try:
         with replacing(path) as file:
-            torch.save(cache, file)  # an open file, not a path: its archive is then always called "archive"
+            torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         needed, free = (
-            tensor_bytes(cache),
+            tensor_bytes(values),
             shutil.disk_usage(Path(path).parent).free if Path(path).parent.is_dir() else 0,
         )
         full = f"; it needs {needed} bytes, {free} are free" if 0 < free < needed else ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.schema import READ_BY, SCHEMA_VERSION
+from experiments.caches.common import READ_BY, SCHEMA_VERSION
 from experiments.extraction import checks
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
 from experiments.extraction.memory_estimate import Memory, check_memory, check_requests

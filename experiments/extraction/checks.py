@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.caches.errors import RunError
-from experiments.caches.schema import MASS_TOLERANCE
+from experiments.caches.value_checks import MASS_TOLERANCE
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE

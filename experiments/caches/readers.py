@@ -1,0 +1,184 @@
+"""How each format is read: one pass of a cache as profiles, matrices and key curves of its layers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache as remember
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from experiments.caches import frames
+from experiments.caches.common import Cache, PassTag, Tokens
+from experiments.caches.errors import CacheError
+from experiments.caches.schema import AtlasCache, Figure4Cache, InferenceCache, LayerCache
+from wan.blocks import block_frames
+
+
+class LayerValues(NamedTuple):
+    """Frame attention of one layer."""
+
+    profile: Tensor  # [H, F], mean over the queries of the last block
+    matrix: Tensor | None  # [H, rows, F]
+    key_curve: Tensor | None  # [H, Lk]
+
+
+@dataclass(frozen=True)
+class PassReading:
+    """One pass of a cache: which frames its values are of, and how the values of a layer are had."""
+
+    at: PassTag
+    layers: Sequence[int]
+    key_frames: Sequence[int]
+    matrix_rows: Sequence[int]  # query frames of the matrix, () where there is none
+    read: Callable[[int], LayerValues]
+    query_frames: Sequence[int] | None = None  # what the profile averages; None: the last block
+
+
+def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
+    """One pass (None: the first) in a quantity. Raises CacheError for one that the cache does not hold."""
+    at = _pick(cache.passes(), step)
+    if isinstance(cache, Figure4Cache):
+        return _figure4(cache, at, quantity)
+    if isinstance(cache, LayerCache):
+        return _layer(cache, at, quantity)
+    if isinstance(cache, InferenceCache):
+        return _inference(cache, at, quantity)
+    assert isinstance(cache, AtlasCache)
+    return _atlas(cache, at, quantity)
+
+
+def _pick(passes: Sequence[PassTag], step: int | None) -> PassTag:
+    for at in passes:
+        if step is None or at.step == step:
+            return at
+    known = ", ".join("an unrecorded one" if at.step is None else str(at.step) for at in passes)
+    raise CacheError(f"pass {step} is not in this cache; it has {known}")
+
+
+def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> PassReading:
+    entries = {entry.layer: entry for entry in cache.entries}
+    queries, keys, S = cache.query_frames, cache.key_frames, cache.frame_seq_length
+    by_means = quantity == "mean_logit"
+
+    @remember
+    def read(layer: int) -> LayerValues:
+        entry = entries[layer]
+        if entry.token_logits is not None or entry.token_probabilities is not None:
+            return _from_tokens(entry, keys, cache, quantity)
+        curve = entry.key_curve if by_means else None
+        if curve is not None and entry.frame_logits is None:
+            means = frames.curves_to_frames(curve.float(), S)
+            return LayerValues(frames.spread_keys(means, keys, cache.num_frames), None, curve)
+        matrix = _in_quantity(entry.frame_logits, entry.frame_mass, S, quantity)
+        return LayerValues(matrix.mean(1), matrix, curve)
+
+    return PassReading(at, list(entries), keys, queries, read, queries)
+
+
+def _layer(cache: LayerCache, at: PassTag, quantity: str) -> PassReading:
+    stored = cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
+    matrix, profile = (
+        _convert(values.float(), stored, quantity, cache.frame_seq_length)
+        for values in (cache.full_frame_attention, cache.last_block_frame_attention)
+    )
+    return PassReading(
+        at,
+        [cache.layer_index],
+        _seen(profile),
+        cache.query_frames,
+        lambda layer: LayerValues(profile, matrix, None),
+        cache.last_block_query_frames,
+    )
+
+
+def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> PassReading:
+    """The last captured block's calls of one pass."""
+    by_layer = {call.layer: call for call in reversed(cache.last_calls()) if call.step == at.step}
+    first = by_layer[min(by_layer)]
+
+    @remember
+    def read(layer: int) -> LayerValues:
+        return _from_tokens(by_layer[layer], by_layer[layer].key_frames, cache, quantity)
+
+    return PassReading(
+        first.tag, sorted(by_layer), first.key_frames, first.query_frames, read, first.query_frames
+    )
+
+
+def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
+    p, S, layers = cache.passes().index(at), cache.frame_seq_length, cache.layers
+    last = block_frames(cache.block_sizes, cache.done - 1)
+    by_means = quantity == "mean_logit"
+    logits, mass, last_logits, curves = (
+        None if values is None else values[:, p]
+        for values in (
+            cache.frame_logits,
+            cache.frame_mass,
+            cache.last_block_frame_logits if by_means else None,  # exact where the matrix is quantised
+            cache.key_curve if by_means else None,
+        )
+    )
+    matrices = None
+    if last_logits is None or logits is not None:
+        matrices = _in_quantity(logits, mass, S, quantity)  # [layers, H, F, F]
+    if last_logits is not None:
+        profiles = last_logits
+    else:
+        assert matrices is not None
+        profiles = matrices[..., last, :].float().mean(-2)
+    keys = _seen(profiles)
+    columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
+
+    def read(layer: int) -> LayerValues:
+        i = layers.index(layer)
+        return LayerValues(
+            profiles[i],
+            None if matrices is None else matrices[i],
+            None if curves is None else curves[i][:, columns],
+        )
+
+    rows = [] if matrices is None else list(range(cache.num_frames))
+    return PassReading(at, layers, keys, rows, read)
+
+
+def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str) -> LayerValues:
+    """A token matrix [1, H, Lq, Lk], logits or probabilities, read once."""
+    S = cache.frame_seq_length
+    if entry.token_logits is not None:
+        by_means = quantity == "mean_logit"
+        reduce = frames.query_frame_curves if by_means else frames.softmax_curves
+        curves = reduce(entry.token_logits[0], S)
+    elif quantity == "mean_logit":
+        raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
+    else:
+        assert entry.token_probabilities is not None
+        curves = frames.query_frame_curves(entry.token_probabilities[0], S)
+    values = frames.curves_to_frames(curves, S) * (S if quantity == "mass" else 1)
+    matrix = frames.spread_keys(values, keys, cache.num_frames)
+    return LayerValues(matrix.mean(1), matrix, curves.mean(1))
+
+
+def _in_quantity(frame_logits: Tensor | None, frame_mass: Tensor | None, S: int, quantity: str) -> Tensor:
+    """Stored mean logits or masses as the wanted quantity."""
+    stored = frame_logits if quantity == "mean_logit" else frame_mass
+    if stored is None:
+        held = (("mean_logit", frame_logits), ("mass", frame_mass))
+        has = ", ".join(name for name, values in held if values is not None)
+        raise CacheError(f"this cache holds no {quantity}; it has {has or 'a key curve alone'}")
+    return _convert(stored, "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
+
+
+def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:
+    factors: Mapping[tuple[str, str], float] = {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
+    if stored != wanted and (stored, wanted) not in factors:
+        raise CacheError(f"this cache holds no {wanted}; it has {stored}")
+    return values * factors.get((stored, wanted), 1)
+
+
+def _seen(profiles: Tensor) -> list[int]:
+    """Frames with a value in any row of [..., F]."""
+    frames_with = (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
+    if not frames_with:
+        raise CacheError("this cache holds no values for its last block")
+    return frames_with

@@ -1,0 +1,81 @@
+"""What types and shapes do not show: numbers that count from 0, frames inside the video, no values where none can be."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from experiments.caches.errors import CacheError
+from experiments.caches.fields import describe
+from wan.blocks import block_frames, later_block
+
+MAX_COUNT = 1 << 17  # frames, tokens per frame, heads; an hour of video has 14400 latent frames
+
+MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
+
+
+def check_counts(values: Mapping[str, Any]) -> None:
+    """Raise CacheError for counts that no video has: lists and masks are made from them before tensors confirm them."""
+    for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
+        value = values.get(name)
+        if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
+            raise CacheError(f"{name} is {value!r}, not a number of 1..{MAX_COUNT}")
+
+
+def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
+    """Raise CacheError for layers, passes, blocks or timesteps that do not count from 0."""
+    for name, value in values.items():
+        numbers = (
+            value.tolist() if isinstance(value, Tensor) else value if isinstance(value, list) else [value]
+        )
+        if not numbers or not all(number is None or 0 <= number < float("inf") for number in numbers):
+            raise CacheError(f"{where}{name} is {describe(value)}; it counts from 0")
+
+
+def check_once(values: Mapping[str, list[int] | None]) -> None:
+    """Raise CacheError where a list names one layer or pass twice."""
+    for name, numbers in values.items():
+        if numbers is not None and len(set(numbers)) < len(numbers):
+            raise CacheError(f"{name} {numbers} name one twice")
+
+
+def check_frames(values: Mapping[str, Sequence[int]], num_frames: int, where: str = "") -> None:
+    """Raise CacheError for frames that do not increase, or are not in the video."""
+    for name, frames in values.items():
+        if list(frames) != sorted(set(frames)) or not all(0 <= n < num_frames for n in frames):
+            raise CacheError(f"{where}{name} {frames} are not increasing frames of 0..{num_frames - 1}")
+
+
+def check_block(
+    where: str, block_sizes: list[int], block: int | None, query_frames: list[int], key_frames: list[int]
+) -> None:
+    """Raise CacheError where a call's queries are not those of its block, or a key comes after them."""
+    if block is not None:
+        own = block_frames(block_sizes, block) if block < len(block_sizes) else None
+        if query_frames != own:
+            raise CacheError(
+                f"{where}query_frames {query_frames} are not those of block {block} of {block_sizes}"
+            )
+    if later_block(block_sizes)[query_frames[-1], key_frames].any():
+        raise CacheError(f"{where}key_frames {key_frames} come after the queries' block")
+
+
+def check_absent(name: str, matrices: Tensor, block_sizes: list[int], done: int) -> None:
+    """Raise CacheError where matrices [..., F, F] have values that no query of the done blocks can have."""
+    if not matrices[..., later_block(block_sizes)].isnan().all():
+        raise CacheError(f"{name} has values where the key's block comes after the query's; absent is NaN")
+    if not matrices[..., sum(block_sizes[:done]) :, :].isnan().all():
+        raise CacheError(f"{name} has values in blocks that were not done; absent is NaN")
+
+
+def check_values(values: Mapping[str, Tensor | None], where: str = "") -> None:
+    """Raise CacheError for values that are infinite, and for rows of frame_mass that do not sum to 1."""
+    for name, tensor in values.items():
+        if tensor is not None and tensor.isinf().any():
+            raise CacheError(f"{where}{name} has values that are infinite; absent is NaN")
+    if (mass := values.get("frame_mass")) is not None:
+        rows = mass.float()
+        there = ~rows.isnan().all(-1)
+        off = (rows.nan_to_num().sum(-1) - 1)[there].abs()
+        if (rows < 0).any() or (off > MASS_TOLERANCE).any():
+            raise CacheError(f"{where}rows of frame_mass do not sum to 1")
