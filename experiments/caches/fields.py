@@ -53,7 +53,10 @@ class Fields:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The object of a dict, unchecked. Lists of dicts become lists of the objects declared for them."""
+        """The object of a dict, unchecked; its names are those of files or of attributes.
+
+        Lists of dicts become lists of the objects declared for them.
+        """
         attributes = {name: attribute for attribute, name in cls.in_files.items()}
         made, nested = object.__new__(cls), _nested(cls)
         for name, value in values.items():

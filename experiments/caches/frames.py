@@ -61,7 +61,7 @@ def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
         return torch.stack(list(pool.map(of_head, tokens.split(1))))
 
 
-def frame_means(tokens: Tensor, S: int) -> Tensor:
+def token_matrix_to_frames(tokens: Tensor, S: int) -> Tensor:
     """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk] float32.
 
     Of logits this is mean_logit, of probabilities mean_prob.
@@ -69,9 +69,9 @@ def frame_means(tokens: Tensor, S: int) -> Tensor:
     return curves_to_frames(query_frame_curves(tokens, S), S)
 
 
-def frame_mass(probabilities: Tensor, S: int) -> Tensor:
+def mass_from_probabilities(probabilities: Tensor, S: int) -> Tensor:
     """Mass of softmax probabilities [H, Lq, Lk] -> [H, Fq, Fk] float32; rows sum to 1 where all keys are there."""
-    return frame_means(probabilities, S) * S
+    return token_matrix_to_frames(probabilities, S) * S
 
 
 def softmax_curves(logits: Tensor, S: int) -> Tensor:

@@ -233,7 +233,7 @@ def roll_out(config: RunConfig) -> dict:
         rolled = gpu_peak(device)
         end = time.perf_counter()
     predicted = {
-        where: {need.doing: need.total for need in plan if need.where == where} for where in ("GPU", "host")
+        where: {need.phase: need.total for need in plan if need.where == where} for where in ("GPU", "host")
     }
     digest = hashlib.sha256()
     for tensor in (run.latents, *(r[name] for r in run.records for name in ("frame_logits", "frame_mass"))):

@@ -70,7 +70,7 @@ def make_cache(path: Path, heads: int, query_frames: int, key_frames: int, token
 
 
 def streamed(logits: torch.Tensor, tokens: int) -> torch.Tensor:
-    return frames.frame_means(logits, tokens)
+    return frames.token_matrix_to_frames(logits, tokens)
 
 
 def converted(logits: torch.Tensor, tokens: int) -> torch.Tensor:

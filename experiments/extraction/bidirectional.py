@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from experiments.caches.common import PassTag
 from experiments.caches.errors import RunError
+from experiments.caches.schema import LayerCache
 from experiments.extraction import checks, rollout
-from experiments.extraction.causal import run_in_background, common_fields, draw_noise
+from experiments.extraction.causal import common_fields, draw_noise, run_in_background
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
 from experiments.extraction.memory_estimate import Memory, check_memory
 from experiments.extraction.observer import RunObserver
@@ -141,58 +143,38 @@ def prompts_of(config: RunConfig) -> list[str]:
     return [config.prompt, config.base.negative_prompt]
 
 
-# -- arranging a run in a format --------------------------------------------------------------------------------------
 def select_branch(run: Extraction, branch: str) -> Extraction:
     """The run as if only one branch of guidance, "cond" or "uncond", had been captured."""
-    return replace(run, records=[record for record in run.records if record["branch"] == branch])
+    return replace(run, records=[call for call in run.records if call["branch"] == branch])
 
 
 def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
     """Mean logits of every frame pair of one layer at one step, with the prompt and without."""
-    full, uncond = (
+    cond, uncond = (
         select_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
     )
-    all_frames = list(range(run.config.num_frames))
-    last = all_frames[-LAST_FRAMES:]
-    return run.common | {
-        "format": "layer",
-        "is_logits": True,
-        "step": step,
-        "timestep": run.pass_timesteps[step],
-        "is_clean_pass": False,
-        "layer_index": layer,
-        "full_frame_attention": full,
-        "full_frame_attention_uncond": uncond,
-        "last_block_frame_attention": full[:, last].mean(1),
-        "query_frames": all_frames,
-        "key_frames": all_frames,
-        "last_block_query_frames": last,
-    }
+    at = PassTag(step, run.pass_timesteps[step], False)
+    last = list(range(run.config.num_frames))[-LAST_FRAMES:]
+    common = {**run.common, "format": "layer", "is_logits": True}
+    return LayerCache.build(common, at, layer, cond, last, uncond=uncond).to_dict()
 
 
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
     """Mean logits and mass of every layer at those of the steps that were reached, of one branch."""
     layers, branch_run = list(range(run.num_layers)), select_branch(run, branch)
-    reached = {record["step"] for record in run.records}
+    reached = {call["step"] for call in run.records}
     steps = [step for step in steps if step in reached]
     if not steps:
         raise RunError(f"none of the steps was reached for {branch}")
-    matrices = {
-        name: torch.stack(
-            [torch.stack([branch_run.frame_matrix(name, layer, step) for step in steps]) for layer in layers]
-        )
-        for name in ("frame_logits", "frame_mass")
+    own = {
+        "format": "atlas",
+        "is_logits": True,
+        "branch": branch,
+        "layers": layers,
+        "pass_steps": list(steps),
+        "pass_timesteps": [run.pass_timesteps[step] for step in steps],
+        "pass_is_clean": [False] * len(steps),
     }
-    return (
-        run.common
-        | matrices
-        | {
-            "format": "atlas",
-            "is_logits": True,
-            "branch": branch,
-            "layers": layers,
-            "pass_steps": list(steps),
-            "pass_timesteps": [run.pass_timesteps[step] for step in steps],
-            "pass_is_clean": [False] * len(steps),
-        }
-    )
+    names = ("frame_logits", "frame_mass")
+    matrices = {name: branch_run.frame_matrices(name, layers, steps) for name in names}
+    return {**run.common, **matrices, **own}

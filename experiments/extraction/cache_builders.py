@@ -1,6 +1,7 @@
 """A rollout in each cache format: what the format asks of the capture (*_requests), and its dict (*_cache)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from experiments.caches import frames
 from experiments.caches.errors import RunError
+from experiments.caches.schema import Figure4Layer, InferenceCall, LayerCache
 from experiments.extraction.result import Extraction
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -30,44 +32,39 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
 
 
 def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
-    """Attention of the last block over all key frames, a dict per layer: tokens, or key curve, frame logits and mass."""
-    layers = []
+    """Attention of the last block over all key frames, an entry per layer: tokens, or key curve, logits and mass."""
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
-    for layer in dict.fromkeys(run.config.layer_indices):
-        calls = [r for r in run.records if r["layer"] == layer]
-        entry = {
-            "layer_idx": layer,
-            "is_logits": is_logits,
-            "num_frames": run.config.num_frames,
-            "frame_seq_length": run.common["frame_seq_length"],
-            "num_heads": run.common["num_heads"],
-            "num_query_frames": len(calls[0]["query_frames"]),
-            "num_key_frames": len(calls[0]["key_frames"]),
-            "last_block_start_frame": run.last_block[0],
-        }
-        for call in calls:
-            if "attn_weights" in call:
-                entry["attn_logits" if is_logits else "attn_weights"] = call["attn_weights"]
-            if "key_curve" in call:
-                entry["key_curve"] = call["key_curve"][0]
-            for name in ("frame_logits", "frame_mass"):
-                if name in call:
-                    entry[name] = frames.spread_keys(call[name][0], call["key_frames"], run.config.num_frames)
-        layers.append(entry)
-    return (
-        run.common
-        | run.pass_fields(run.config.step)
-        | {
-            "format": "figure4",
-            "is_logits": is_logits,
-            "attention_weights": layers,
-            "capture_method": "native_inference_capture",
-            "layer_indices": list(dict.fromkeys(run.config.layer_indices)),
-            "query_frames": run.last_block,
-            "key_frames": run.records[0]["key_frames"],
-        }
-    )
+    layers = list(dict.fromkeys(run.config.layer_indices))
+    own = {
+        "format": "figure4",
+        "is_logits": is_logits,
+        "attention_weights": [_figure4_layer(run, layer, is_logits) for layer in layers],
+        "capture_method": "native_inference_capture",
+        "layer_indices": layers,
+        "query_frames": run.last_block,
+        "key_frames": run.records[0]["key_frames"],
+    }
+    return {**run.common, **run.pass_tag(run.config.step)._asdict(), **own}
+
+
+def _figure4_layer(run: Extraction, layer: int, is_logits: bool) -> dict[str, Any]:
+    """The last block's calls of one layer as an entry of attention_weights."""
+    calls = [call for call in run.records if call.site.layer == layer]
+    sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
+    repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=calls[0]["key_frames"])
+    values = {}
+    for call in calls:
+        for name, value in call.values.items():
+            on_frames = name in ("frame_logits", "frame_mass")
+            values[name] = (
+                frames.spread_keys(value[0], call["key_frames"], run.config.num_frames)
+                if on_frames
+                else value[0]
+                if name == "key_curve"
+                else value
+            )
+    return Figure4Layer.from_dict({"layer": layer, "is_logits": is_logits, **repeated, **values}).to_dict()
 
 
 def inference_requests(
@@ -76,9 +73,9 @@ def inference_requests(
     steps: Sequence[int] | None = None,
     is_logits: bool = False,
 ) -> list[CaptureRequest]:
-    """Token matrices of the chosen layers, blocks (None: the last; -1 counts from the end) and passes (None: the config's).
+    """Token matrices of the config's layers in chosen blocks and passes: float32 probabilities, or float16 logits.
 
-    Float32 probabilities, or float16 logits.
+    blocks None is the last one, and -1 counts from the end; steps None is the config's.
     """
     count = len(config.block_sizes)
     chosen = [block + count if -count <= block < 0 else block for block in (blocks or [-1])]
@@ -94,35 +91,27 @@ def inference_requests(
 
 
 def inference_cache(run: Extraction) -> dict[str, Any]:
-    """The captured calls in the order of the rollout, each with its tags; layer_idx is the layer, not the call index."""
-    is_logits = run.records[0]["is_logits"]
-    tags = (
-        "is_logits",
-        "block",
-        "step",
-        "timestep",
-        "is_clean_pass",
-        "query_frames",
-        "key_frames",
-        "q_shape",
-        "k_shape",
-    )
+    """The captured calls in the order of the rollout, each with its layer and pass."""
+    tags = ("is_logits", "block", "step", "timestep", "is_clean_pass")
+    shapes = ("query_frames", "key_frames", "q_shape", "k_shape")
     calls = [
-        {"layer_idx": r["layer"], "attn_logits" if is_logits else "attn_weights": r["attn_weights"]}
-        | {tag: r[tag] for tag in tags}
-        for r in run.records
+        InferenceCall.from_dict(
+            {"layer": call.site.layer, **call.values, **{name: call[name] for name in (*tags, *shapes)}}
+        )
+        for call in run.records
     ]
-    return run.common | {
+    own = {
         "format": "inference",
-        "is_logits": is_logits,
-        "attention_weights": calls,
+        "is_logits": run.records[0].is_logits,
+        "attention_weights": [call.to_dict() for call in calls],
         "layer_indices": list(dict.fromkeys(run.config.layer_indices)),
         "num_transformer_blocks": run.num_layers,
     }
+    return {**run.common, **own}
 
 
 def layer_requests(config: RunConfig, granularity: str = "frame") -> list[CaptureRequest]:
-    """All blocks of one layer in the chosen pass; token granularity gives the same numbers the long way, as a check."""
+    """All blocks of one layer in the chosen pass; token granularity gives the same numbers the long way."""
     return [
         CaptureRequest(layers=[config.layer_index], steps=[config.step], granularity=granularity, mass=False)
     ]
@@ -130,22 +119,9 @@ def layer_requests(config: RunConfig, granularity: str = "frame") -> list[Captur
 
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
     """Mean logits of every frame pair of one layer, each block at the chosen pass."""
-    full = run.frame_matrix("frame_logits", layer, run.config.step)
-    all_frames = list(range(run.config.num_frames))
-    return (
-        run.common
-        | run.pass_fields(run.config.step)
-        | {
-            "format": "layer",
-            "is_logits": True,
-            "layer_index": layer,
-            "full_frame_attention": full,
-            "last_block_frame_attention": full[:, run.last_block].mean(1),
-            "query_frames": all_frames,
-            "key_frames": all_frames,
-            "last_block_query_frames": run.last_block,
-        }
-    )
+    matrix = run.frame_matrix("frame_logits", layer, run.config.step)
+    at = run.pass_tag(run.config.step)
+    return LayerCache.build(run.common, at, layer, matrix, run.last_block).to_dict()
 
 
 def atlas_requests(
@@ -163,51 +139,38 @@ def atlas_requests(
 def atlas_cache(run: Extraction) -> dict[str, Any]:
     """Everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
     layers, steps = range(run.num_layers), range(len(run.pass_timesteps))
-    captured = {name for record in run.records for name in record}
-
-    def stacked(matrix_of: Callable[[int, int], Tensor]) -> Tensor:
-        return torch.stack([torch.stack([matrix_of(layer, step) for step in steps]) for layer in layers])
-
-    atlas = run.common | {
+    atlas: dict[str, Any] = {
+        **run.common,
         "format": "atlas",
         "is_logits": True,
         "layers": list(layers),
         "pass_timesteps": run.pass_timesteps,
+        "frame_logits": run.frame_matrices("frame_logits", layers, steps),
     }
-    atlas["frame_logits"] = stacked(lambda layer, step: run.frame_matrix("frame_logits", layer, step))
-    if "frame_mass" in captured:
-        atlas["frame_mass"] = stacked(lambda layer, step: run.frame_matrix("frame_mass", layer, step))
-    if "frame_logits_by_band" in captured:
-        atlas["frame_logits_by_band"] = stacked(
-            lambda layer, step: run.frame_matrix("frame_logits_by_band", layer, step)
-        )
-        atlas["rope_bands"] = list(RotaryTable(run.records[0]["q_shape"][-1]).bands)
-    if "key_curve" in captured:
-        atlas["key_curve"] = stacked(
-            lambda layer, step: _spread_curve(run, run.kept("key_curve", layer, step)[0])
-        )
-    if "cross_mass" in captured:
-        words = len(run.prompt_tokens)
-        atlas["cross_mass"] = stacked(
-            lambda layer, step: _stack_queries(
-                [r["cross_mass"][0, ..., :words] for r in run.kept("cross_mass", layer, step)],
-                run.config.num_frames,
-            )
-        )
+    for name in ("frame_mass", "frame_logits_by_band"):
+        if name in run.quantities:
+            atlas[name] = run.frame_matrices(name, layers, steps)
+    if "frame_logits_by_band" in atlas:
+        atlas["rope_bands"] = list(RotaryTable(run.records[0].q_shape[-1]).bands)
+    if "key_curve" in run.quantities:
+        atlas["key_curve"] = run.stack(partial(_last_key_curve, run), layers, steps)
+    if "cross_mass" in run.quantities:
+        atlas["cross_mass"] = run.stack(partial(_cross_mass, run), layers, steps)
         atlas["cross_tokens"] = run.prompt_tokens
     return atlas
 
 
-def _stack_queries(pieces: Sequence[Tensor], num_frames: int) -> Tensor:
-    """Values [H, Fq, ...] of blocks in order -> [H, F, ...], NaN for frames that were not reached."""
-    rows = torch.cat(list(pieces), 1)
-    missing = rows.new_full((rows.shape[0], num_frames - rows.shape[1], *rows.shape[2:]), float("nan"))
+def _cross_mass(run: Extraction, layer: int, step: int) -> Tensor:
+    """Mass on every prompt token, [H, F, tokens]; NaN for frames that were not reached."""
+    calls, words = run.captured("cross_mass", layer, step), len(run.prompt_tokens)
+    rows = torch.cat([call.values["cross_mass"][0, ..., :words] for call in calls], 1)
+    missing = rows.new_full((rows.shape[0], run.config.num_frames - rows.shape[1], words), torch.nan)
     return torch.cat([rows, missing], 1)
 
 
-def _spread_curve(run: Extraction, call: dict) -> Tensor:
-    """Key curve [H, Lk] of a call at its keys' places among all keys: [H, F·S] float16, NaN where not attended."""
-    S = run.common["frame_seq_length"]
-    per_frame = call["key_curve"][0].unflatten(-1, (-1, S)).mT  # [H, S, Fk]
+def _last_key_curve(run: Extraction, layer: int, step: int) -> Tensor:
+    """Key curve of the last block at its keys' places among all keys: [H, F·S] float16, NaN where not attended."""
+    call, S = run.captured("key_curve", layer, step)[0], run.common["frame_seq_length"]
+    per_frame = call.values["key_curve"][0].unflatten(-1, (-1, S)).mT  # [H, S, Fk]
     spread = frames.spread_keys(per_frame, call["key_frames"], run.config.num_frames)
     return spread.mT.flatten(1).half()

@@ -30,7 +30,7 @@ def reference_means(tokens, S):
 def test_frame_means_match_einsum(monkeypatch, chunk, H, S, Fq, Fk):
     monkeypatch.setattr(frames, "CHUNK_ELEMENTS", chunk)
     tokens = torch.randn(H, Fq * S, Fk * S, generator=torch.Generator().manual_seed(0)) * 3
-    means = frames.frame_means(tokens, S)
+    means = frames.token_matrix_to_frames(tokens, S)
     assert means.dtype == torch.float32
     np.testing.assert_allclose(means, reference_means(tokens, S), atol=3e-6)
 
@@ -40,18 +40,18 @@ def test_half_precision_is_accumulated_in_float32(dtype):
     """512 equal tokens beside one of 1: a float16 sum of them would be off by far more than the tolerance."""
     tokens = torch.full((1, 600, 1200), 7.01).to(dtype)
     tokens[0, 0, 0] = 1.0
-    np.testing.assert_allclose(frames.frame_means(tokens, 600), reference_means(tokens, 600), rtol=1e-6)
+    np.testing.assert_allclose(frames.token_matrix_to_frames(tokens, 600), reference_means(tokens, 600), rtol=1e-6)
 
 
 def test_curves_and_mass():
     S, logits = 5, torch.randn(3, 10, 35, generator=torch.Generator().manual_seed(1)) * 2
     probabilities = logits.double().softmax(-1)
     mass = reference_means(probabilities, S) * S
-    np.testing.assert_allclose(frames.frame_mass(probabilities.float(), S), mass, atol=1e-6)
+    np.testing.assert_allclose(frames.mass_from_probabilities(probabilities.float(), S), mass, atol=1e-6)
     np.testing.assert_allclose(
         frames.curves_to_frames(frames.softmax_curves(logits, S), S) * S, mass, atol=1e-6
     )
-    np.testing.assert_allclose(frames.frame_mass(probabilities.float(), S).sum(-1), 1, atol=1e-6)
+    np.testing.assert_allclose(frames.mass_from_probabilities(probabilities.float(), S).sum(-1), 1, atol=1e-6)
     np.testing.assert_allclose(
         frames.query_frame_curves(logits, S).mean(1), logits.double().mean(1), atol=1e-6
     )
@@ -59,17 +59,17 @@ def test_curves_and_mass():
 
 def test_ragged_tokens_are_refused():
     with pytest.raises(ValueError, match="10 x 36 tokens are not whole frames of 5"):
-        frames.frame_means(torch.zeros(1, 10, 36), 5)
+        frames.token_matrix_to_frames(torch.zeros(1, 10, 36), 5)
 
 
 @pytest.mark.parametrize("layer", [0, 4])
 def test_golden_last_block(golden, layer):
     """Token logits of the last block's first pass -> the frame logits that were recorded beside them."""
     logits = torch.from_numpy(golden[f"blocks9/logits_layer{layer}_lastblock_t1000"])  # [12, 72, 216]
-    frame_logits = frames.frame_means(logits, 24)
+    frame_logits = frames.token_matrix_to_frames(logits, 24)
     recorded = golden["blocks9/all_calls_frame_logits"][10, [0, 4].index(layer)]  # call 10: block 2, pass 0
     np.testing.assert_allclose(frame_logits, recorded, atol=5e-6)
-    figure4 = frames.frame_means(logits.half(), 24).mean(1)
+    figure4 = frames.token_matrix_to_frames(logits.half(), 24).mean(1)
     np.testing.assert_allclose(
         figure4, golden[f"blocks9/figure4_layer{layer}_frame_attention_fp16src"], atol=5e-6
     )
@@ -78,7 +78,7 @@ def test_golden_last_block(golden, layer):
 def test_golden_mean_prob(golden):
     heads = golden["blocks9/probs_layer4_lastblock_t1000_heads0_9"]
     recorded = golden["blocks9/all_calls_frame_probs_mean"][10, 1, [0, 9]]
-    np.testing.assert_allclose(frames.frame_means(torch.from_numpy(heads), 24), recorded, atol=1e-8)
+    np.testing.assert_allclose(frames.token_matrix_to_frames(torch.from_numpy(heads), 24), recorded, atol=1e-8)
     logits = torch.from_numpy(golden["blocks9/logits_layer4_lastblock_t1000"])[[0, 9]]
     np.testing.assert_allclose(
         frames.curves_to_frames(frames.softmax_curves(logits, 24), 24), recorded, atol=1e-8

@@ -72,14 +72,14 @@ def test_granularities_agree(caches):
     for i, layer in enumerate((1, 5)):
         names = ("token", "key", "frame", "probabilities")
         token, key, frame, prob = (caches[name]["attention_weights"][i] for name in names)
-        from_tokens = frames.frame_means(token["attn_logits"][0], S)
+        from_tokens = frames.token_matrix_to_frames(token["attn_logits"][0], S)
         scale = frame["frame_logits"].abs().max()
         torch.testing.assert_close(from_tokens, frame["frame_logits"], atol=2**-10 * scale, rtol=0)
         torch.testing.assert_close(
             key["key_curve"], token["attn_logits"][0].float().mean(1), atol=2**-9 * scale, rtol=0
         )
         torch.testing.assert_close(
-            frames.frame_mass(prob["attn_weights"][0], S), frame["frame_mass"], atol=1e-6, rtol=0
+            frames.mass_from_probabilities(prob["attn_weights"][0], S), frame["frame_mass"], atol=1e-6, rtol=0
         )
         assert torch.equal(atlas["frame_logits"][layer, 0, :, 18:], frame["frame_logits"])
         assert torch.equal(atlas["frame_mass"][layer, 0, :, 18:], frame["frame_mass"])

@@ -15,7 +15,8 @@ from experiments.caches.errors import RunError
 from experiments.extraction import cache_builders, causal, result
 from wan.blocks import block_frames, later_block, visible_frames
 from wan.config import RunConfig, load_config
-from wan.modules.captured_call import Pass, Site
+from wan.modules.captured_call import CapturedCall, Pass, Site
+from wan.modules.key_layout import KeyLayout
 from wan.modules.older_capture import OlderCapture, call_index
 
 S, H, LAYERS, TIMESTEPS = 4, 3, 3, [1000.0, 625.0, 0.0]
@@ -36,30 +37,30 @@ def hand_made(config, granularity="frame"):
         keys = visible_frames(sizes, block, config.local_attn_size, config.sink_size)
         for step, timestep in enumerate(TIMESTEPS):
             for layer in range(LAYERS):
-                tags = {
-                    "layer_idx": 2 * layer,
-                    "layer": layer,
-                    "kind": "self",
-                    "block": block,
-                    "step": step,
-                    "timestep": timestep,
-                    "is_clean_pass": timestep == 0,
-                    "query_frames": queries,
-                    "key_frames": keys,
-                    "is_logits": True,
-                    "q_shape": [1, len(queries) * S, H, 8],
-                    "k_shape": [1, len(keys) * S, H, 8],
-                }
                 frame = value(layer, step, queries, keys)
                 tokens = frame.repeat_interleave(S, 2).repeat_interleave(S, 3)
+                values = {
+                    "frame": {"frame_logits": frame, "frame_mass": frame.softmax(-1)},
+                    "token": {"token_logits": tokens},
+                    "key": {"key_curve": tokens.mean(2)},
+                    "cross": {"cross_mass": frame[..., :1].expand(-1, -1, -1, 9)},
+                }[granularity]
+                at = Pass(
+                    query_frames=tuple(queries),
+                    block=block,
+                    step=step,
+                    timestep=timestep,
+                    is_clean_pass=timestep == 0,
+                )
                 of_block.append(
-                    tags
-                    | {
-                        "frame": {"frame_logits": frame, "frame_mass": frame.softmax(-1)},
-                        "token": {"attn_weights": tokens},
-                        "key": {"key_curve": tokens.mean(2)},
-                        "cross": {"kind": "cross", "cross_mass": frame[..., :1].expand(-1, -1, -1, 9)},
-                    }[granularity]
+                    CapturedCall(
+                        site=Site(layer, "cross" if granularity == "cross" else "self"),
+                        at=at,
+                        values=values,
+                        q_shape=(1, len(queries) * S, H, 8),
+                        k_shape=(1, len(keys) * S, H, 8),
+                        layout=None if granularity == "cross" else KeyLayout.of_frames(keys, len(keys) * S),
+                    )
                 )
         random.Random(block).shuffle(of_block)
         records += of_block
@@ -261,7 +262,8 @@ def test_figure4_keeps_the_order_of_its_layers_and_absent_frames(config):
 @pytest.mark.parametrize("is_logits", [True, False])
 def test_every_call_of_an_inference_cache_carries_its_tags(config, is_logits):
     run = only(hand_made(config, "token"), layer=[0, 2])
-    run = replace(run, records=[r | {"is_logits": is_logits} for r in run.records])
+    name = "token_logits" if is_logits else "token_probabilities"
+    run = replace(run, records=[replace(r, values={name: r.values["token_logits"]}) for r in run.records])
     cache = cache_builders.inference_cache(run)
     schema.check(cache)
     assert len(cache["attention_weights"]) == 2 * len(config.block_sizes) * len(TIMESTEPS)

@@ -27,8 +27,8 @@ def on_gpu(tmp_path, requests=None, encodes=False, model="Wan2.1-T2V-1.3B", **se
     return Memory(config, MODELS[model], requests, torch.bfloat16, GPU, encodes)
 
 
-def total(run: Memory, doing: str, where: str) -> int:
-    (need,) = [need for need in run.needs() if (need.doing, need.where) == (doing, where)]
+def total(run: Memory, phase: str, where: str) -> int:
+    (need,) = [need for need in run.needs() if (need.phase, need.where) == (phase, where)]
     return need.total
 
 

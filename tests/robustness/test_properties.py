@@ -42,9 +42,9 @@ def test_frame_reductions_against_loops(H, S, Fq, Fk, seed):
             rows, columns = slice(q * S, (q + 1) * S), slice(k * S, (k + 1) * S)
             means[:, q, k] = logits.double()[:, rows, columns].mean((1, 2))
             mass[:, q, k] = probabilities[:, rows, columns].sum(2).mean(1)
-    np.testing.assert_allclose(frames.frame_means(logits, S), means, atol=5e-6)
-    np.testing.assert_allclose(frames.frame_mass(probabilities.float(), S), mass, atol=1e-6)
-    np.testing.assert_allclose(frames.frame_mass(probabilities.float(), S).sum(-1), 1, atol=1e-5)
+    np.testing.assert_allclose(frames.token_matrix_to_frames(logits, S), means, atol=5e-6)
+    np.testing.assert_allclose(frames.mass_from_probabilities(probabilities.float(), S), mass, atol=1e-6)
+    np.testing.assert_allclose(frames.mass_from_probabilities(probabilities.float(), S).sum(-1), 1, atol=1e-5)
 
 
 @given(sizes=BLOCKS, sink=st.integers(0, 3), extra=st.integers(0, 4), windowed=st.booleans(), seed=SEEDS)
