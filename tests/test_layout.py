@@ -46,7 +46,6 @@ TYPED_BY_USERS = {
 LONG_FILES = {
     "experiments/caches/schema.py",
     "experiments/caches/view.py",
-    "experiments/dev/benchmark_memory.py",
     "experiments/figures/html_page.html",
     "experiments/train_mini.py",
 }

@@ -1,9 +1,10 @@
-"""Make cache/published/ from a folder of published data: atlases of the real model, a digitised figure, head labels.
+"""Make cache/published/ from published data: atlases of the real model, a digitised figure, head labels.
 
     python experiments/dev/build_published.py FOLDER
 
-FOLDER holds self_forcing_dmd_last_block_logits.npz, self_forcing_dmd_frame_matrix_quantised.npz and the three CSV files
-that experiments/analysis/published.py names; cache/published/README.md says what they are and where they come from.
+FOLDER holds self_forcing_dmd_last_block_logits.npz, self_forcing_dmd_frame_matrix_quantised.npz and the three
+CSV files that experiments/analysis/published.py names; cache/published/README.md says what they are and where
+they come from.
 """
 
 from pathlib import Path
@@ -33,7 +34,10 @@ SHORT_NAMES = ("eagle", "castle")  # words of the prompts, for file names
 
 CLIPPED = {("19", "L1H1")}  # points at the upper edge of the paper's plot
 
-SOURCE = "read off the SVG figures of github.com/winbeau/Self-Forcing-fork (Apache-2.0), see cache/published/README.md"
+SOURCE = (
+    "read off the SVG figures of github.com/winbeau/Self-Forcing-fork (Apache-2.0), "
+    "see cache/published/README.md"
+)
 
 
 def run(argv=None):
@@ -69,26 +73,39 @@ def run(argv=None):
 def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.ndarray) -> dict[str, Any]:
     """One prompt and length as an atlas of one pass.
 
-    last_block [layers, H, F] float16 is exact; indices [matrices, layers, H, F, F] uint8 and vmax [matrices, layers] are
-    frame matrices as colours of heat maps, which need not be there for this prompt.
+    last_block [layers, H, F] float16 is exact; indices [matrices, layers, H, F, F] uint8 and vmax [matrices,
+    layers] are frame matrices as colours of heat maps, which need not be there for this prompt.
     """
     layers, heads, F = last_block.shape
     blocks = block_sizes(F)
     cache = {
-        "format": "atlas", "schema_version": SCHEMA_VERSION, "prompt": prompt, "seed": 42, "num_frames": F,
-        "num_frame_per_block": RUN.num_frame_per_block, "block_sizes": blocks,
-        "frame_seq_length": MODELS[RUN.model].tokens_per_frame(RUN.height, RUN.width), "num_heads": heads,
-        "model": "Wan2.1-T2V-1.3B", "weights": "published", "weights_file": "self_forcing_dmd.pt", "weights_sha256": None,
-        "is_logits": True, "layers": list(range(layers)), "pass_timesteps": [1000.0], "pass_steps": [0],
-        "pass_is_clean": [False], "last_block_frame_logits": torch.from_numpy(last_block)[:, None],
-    }  # fmt: skip
+        "format": "atlas",
+        "schema_version": SCHEMA_VERSION,
+        "prompt": prompt,
+        "seed": 42,
+        "num_frames": F,
+        "num_frame_per_block": RUN.num_frame_per_block,
+        "block_sizes": blocks,
+        "frame_seq_length": MODELS[RUN.model].tokens_per_frame(RUN.height, RUN.width),
+        "num_heads": heads,
+        "model": "Wan2.1-T2V-1.3B",
+        "weights": "published",
+        "weights_file": "self_forcing_dmd.pt",
+        "weights_sha256": None,
+        "is_logits": True,
+        "layers": list(range(layers)),
+        "pass_timesteps": [1000.0],
+        "pass_steps": [0],
+        "pass_is_clean": [False],
+        "last_block_frame_logits": torch.from_numpy(last_block)[:, None],
+    }
     missing = "mass, key curves and other passes"
     for index, top in zip(indices, vmax, strict=True):
         matrix, error = dequantise(index, top)
         if belongs(matrix[..., block_frames(blocks, -1), :].mean(-2), last_block, error):
-            matrix = torch.from_numpy(matrix).masked_fill(later_block(blocks), float("nan"))
+            means = torch.from_numpy(matrix).masked_fill(later_block(blocks), float("nan"))
             cache |= {
-                "frame_logits": matrix[:, None].float(),
+                "frame_logits": means[:, None].float(),
                 "frame_logits_error": torch.from_numpy(error).float(),
             }
     if "frame_logits" in cache:
@@ -99,7 +116,7 @@ def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.nda
 
 
 def dequantise(index: np.ndarray, vmax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Colours [layers, H, F, F] of a map from -vmax to vmax -> values at the middle of each, and their error [layers].
+    """Colours [layers, H, F, F] of a map from -vmax to vmax -> the middle of each, and their error [layers].
 
     Zero lies between two colours, so the sign of every value is exact.
     """
@@ -108,7 +125,7 @@ def dequantise(index: np.ndarray, vmax: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def belongs(mean: np.ndarray, exact: np.ndarray, error: np.ndarray) -> bool:
-    """Whether means [layers, H, F] are the exact float16 values, within the error [layers] and the float16 rounding."""
+    """Whether means [layers, H, F] are the exact float16 values, within error [layers] and rounding."""
     return bool(
         (np.abs(mean - exact.astype(np.float64)) <= error[:, None, None] + np.abs(np.spacing(exact))).all()
     )

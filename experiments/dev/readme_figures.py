@@ -3,8 +3,8 @@
     python experiments/dev/readme_figures.py
     python experiments/dev/readme_figures.py --miniature --mini_cache cache/atlas.pt
 
-The real model's are made from cache/published/. The miniature's Figure 4 comes from a cache of its own, the others from the
-logs in checkpoints/wan-mini/ and from videos that are generated anew.
+The real model's are made from cache/published/. The miniature's Figure 4 comes from a cache of its own, the
+others from the logs in checkpoints/wan-mini/ and from videos that are generated anew.
 """
 
 import json
@@ -77,18 +77,13 @@ def kinds_of_heads(view: Profiles) -> Figure:
 
 def videos() -> Figure:
     """Strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
-    from experiments.evaluate_mini import (
-        FRAMES,
-        SETS,
-        SIDE,
-        Miniature,
-        render,
-        scenes,
-    )  # torch models, for this one only
+    # Torch models, for this figure only.
+    from experiments.evaluate_mini import FRAMES, SETS, SIDE, Miniature, render, scenes
     from wan.config import load_config
 
     mini = Miniature(load_config("configs/wan_mini.yaml"))
-    chosen, rows = [], {"rendered": [], "causal": [], "base": []}
+    chosen: list[str] = []
+    rows: dict[str, list] = {"rendered": [], "causal": [], "base": []}
     for name, count in STRIPS.items():
         some = scenes(SETS[name], count)
         captions = [scene.caption for scene in some]
@@ -114,11 +109,17 @@ def moments() -> Figure:
     report = json.loads((MOMENTS / "moments.json").read_text())
     kept = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
     context = load_cache(MOMENTS / f"step_{kept[0]:05d}.pt")["block_sizes"][:-1]
-    measures = {"Excess of frame 0 at equal distance": ("logits", 0, "equal_distance_excess"),
-                "Mass on frame 0, of the context's": ("share", 1 / sum(context), "first_context_mass")}  # fmt: skip
-    values = {title: (unit, neutral, np.array([moment["first pass"][name] for moment in report["moments"]]))
-              for title, (unit, neutral, name) in measures.items()}  # fmt: skip
-    taken = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {len(report['captions'])} captions"
+    measures = {
+        "Excess of frame 0 at equal distance": ("logits", 0, "equal_distance_excess"),
+        "Mass on frame 0, of the context's": ("share", 1 / sum(context), "first_context_mass"),
+    }
+    first_pass = [moment["first pass"] for moment in report["moments"]]
+    values = {
+        title: (unit, neutral, np.array([means[name] for means in first_pass]))
+        for title, (unit, neutral, name) in measures.items()
+    }
+    count = len(report["captions"])
+    taken = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {count} captions"
     return training_figures.moments([moment["step"] for moment in report["moments"]], values, kept, taken)
 
 

@@ -11,7 +11,7 @@ from helpers.checkpoints import GOLDEN_MODEL
 from safetensors.torch import save_file
 
 from experiments import run_extraction_all
-from experiments.dev import benchmark_memory
+from experiments.dev import random_weights
 from experiments.extraction import memory_estimate
 from experiments.running import cli
 from wan import checkpoint, native
@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 def real(tmp_path, monkeypatch):
     """wan/ in the native layout in shards, sf.pt and text states, all small and whole; and the flags of a run of them."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(benchmark_memory, "SHARD_BYTES", 1 << 18)
-    benchmark_memory.make_transformer(tmp_path / "wan", GOLDEN_MODEL, torch.bfloat16, CPU)
-    benchmark_memory.make_checkpoint(tmp_path / "sf.pt", GOLDEN_MODEL, torch.bfloat16, CPU)
+    monkeypatch.setattr(random_weights, "SHARD_BYTES", 1 << 18)
+    random_weights.make_transformer(tmp_path / "wan", GOLDEN_MODEL, torch.bfloat16, CPU)
+    random_weights.make_checkpoint(tmp_path / "sf.pt", GOLDEN_MODEL, torch.bfloat16, CPU)
     states = torch.randn(1, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim)
     torch.save({"prompt_embeds": states}, tmp_path / "states.pt")
     (tmp_path / "c.yaml").write_text("model: small\nheight: 4\nwidth: 4\nnum_frames: 3\nembeds_dir: null\n")
@@ -125,7 +125,7 @@ def test_text_encoders(tmp_path, real, monkeypatch, capfd, spoil, message):
     monkeypatch.setattr(
         memory_estimate, "free_host_bytes", lambda: 10**12
     )  # these are the real sizes, and never loaded
-    shutil.copytree(benchmark_memory.TOKENIZER, tmp_path / "wan" / native.TOKENIZER_DIR)
+    shutil.copytree(random_weights.TOKENIZER, tmp_path / "wan" / native.TOKENIZER_DIR)
     spoil(tmp_path / "wan" / native.UMT5_FILE)
     refused(tmp_path, [*real, *BASE], capfd, message)
 

@@ -2,15 +2,23 @@
 
 import re
 
+import pytest
 from conftest import ROOT
 
-from experiments.dev.readme_tables import MARKED, fill
+from experiments.dev.readme_tables import BENCHMARKS, MARKED, documents, fill
 
 README = (ROOT / "README.md").read_text()
 
 
-def test_no_number_in_a_table_is_typed():
-    assert len(MARKED.findall(README)) == 5 and fill(README, ROOT) == README
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_no_number_in_a_table_is_typed(path):
+    text = path.read_text()
+    assert fill(text) == text, "run: python experiments/dev/readme_tables.py"
+
+
+def test_every_benchmark_has_its_table():
+    named = {name for path in documents() for _, name, _ in MARKED.findall(path.read_text())}
+    assert {name.split("/")[-1].removesuffix(".json").partition("_")[0] for name in named} == set(BENCHMARKS)
 
 
 MOVED = {  # scripts that the commands recorded in older JSON name: history keeps its text

@@ -1,0 +1,31 @@
+"""What every benchmark's report has: a JSON file, and a Markdown table that says what it was measured on."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def save_report(report: dict[str, Any], path: str | Path | None) -> None:
+    """Write a report as JSON; nothing without a path."""
+    from experiments.caches.atomic_files import replacing
+
+    if path:
+        with replacing(Path(path)) as file:
+            file.write((json.dumps(report, indent=1) + "\n").encode())
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, without a newline at its end."""
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def measured_on(env: dict[str, Any], dtype: str | None = None) -> str:
+    """Device, versions, date, commit and command, as the last line of a table."""
+    parts = [env["device"], f"torch {env['torch']}", dtype, env["date"], f"`{env['git'][:9]}`"]
+    return f"{', '.join(part for part in parts if part)}: `{env['command']}`\n"
+
+
+def gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
