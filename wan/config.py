@@ -1,14 +1,29 @@
 """Sizes of the models, the settings of a run, and the block structure that follows from them."""
 
+import re
+import warnings
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from wan.blocks import block_sizes, check_window, latent_frames
+from wan.errors import ConfigError, quoted, reason_of, require_text
+from wan.limits import (
+    MAX_DENOISING_STEPS,
+    MAX_FRAMES,
+    MAX_LAYERS,
+    MAX_NAME,
+    MAX_PATH,
+    MAX_SCALE,
+    MAX_SIDE,
+    MAX_STEPS,
+    MAX_TEXT,
+    SEED_BITS,
+)
+from wan.text_files import read_yaml
 
-from wan.blocks import block_sizes
-from wan.errors import ConfigError
+NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -58,12 +73,36 @@ MODELS = {
 }
 
 
+def check_number(name: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError for a number that is not in low..high, as nan never is."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {quoted(value)}, not in {low:g}..{high:g}")
+
+
 def check_sampling(shift: float, num_steps: int) -> None:
     """A sampler takes at least one step, and its shift of noise levels keeps them between 0 and 1."""
-    if num_steps < 1:
-        raise ConfigError(f"num_steps must be at least 1, not {num_steps}")
-    if shift <= 0:
-        raise ConfigError(f"shift must be above 0, not {shift:g}")
+    check_number("num_steps", num_steps, 1, MAX_STEPS)
+    check_shift("shift", shift)
+
+
+def check_shift(name: str, shift: float) -> None:
+    """A shift s of noise levels, sigma -> s sigma / (1 + (s - 1) sigma), is above 0 and finite."""
+    if not 0 < shift <= MAX_SCALE:
+        raise ConfigError(f"{name} must be above 0 and at most {MAX_SCALE:g}, not {quoted(shift)}; try 5.0")
+
+
+def check_device(name: str) -> str:
+    """auto, cpu, cuda or cuda:N. Raises ConfigError for any other device, such as those without all operations."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"device {quoted(name)} is not one of auto, cpu, cuda, cuda:N")
+    return name
+
+
+def check_seed(seed: int) -> int:
+    """Raise ConfigError for a seed beyond 64 bits."""
+    if not -(2 ** (SEED_BITS - 1)) <= seed < 2 ** (SEED_BITS - 1):
+        raise ConfigError(f"seed {quoted(seed)} does not fit {SEED_BITS} bits; try 0")
+    return seed
 
 
 # Of https://github.com/Wan-Video/Wan2.1, wan/configs/shared_config.py: what a video should not look like.
@@ -83,6 +122,15 @@ class BaseSampling:
     negative_prompt: str = WAN_NEGATIVE_PROMPT
     num_video_frames: int = 21  # 4n + 1
     layer_index: int = 20  # the last one where the model has fewer
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that no sampling can have."""
+        check_sampling(self.shift, self.num_steps)
+        check_number("guidance_scale", self.guidance_scale, -MAX_SCALE, MAX_SCALE)
+        _check_texts(negative_prompt=(self.negative_prompt, MAX_TEXT))
+        check_number("num_frames", self.num_video_frames, 1, 4 * MAX_FRAMES - 3)
+        latent_frames(self.num_video_frames)
+        check_number("base.layer_index", self.layer_index, 0, MAX_LAYERS - 1)
 
 
 @dataclass
@@ -123,6 +171,48 @@ class RunConfig:
     prompt_embeds: str | None = None  # a file of text states, in place of umT5
     embeds_dir: str | None = "cache/prompt_embeds"  # where text states are remembered; None: nowhere
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that no run can have, before anything is loaded for one."""
+        paths = ("ckpt_dir", "checkpoint_path", "prompt_embeds", "embeds_dir")
+        _check_texts(model=(self.model, MAX_NAME), prompt=(self.prompt, MAX_TEXT))
+        _check_texts(**{name: (getattr(self, name), None) for name in paths})
+        check_number("num_frames", self.num_frames, 1, MAX_FRAMES)
+        for name in ("height", "width"):
+            check_number(name, getattr(self, name), 1, MAX_SIDE)
+        check_seed(self.seed)
+        block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
+        check_window(self.local_attn_size, self.sink_size, self.num_frame_per_block)
+        self._check_passes()
+        self._check_layers()
+        check_device(self.device)
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {quoted(self.dtype)} is not one of {', '.join(DTYPES)}")
+
+    def _check_passes(self) -> None:
+        steps, T = self.denoising_step_list, NUM_TRAIN_TIMESTEPS
+        if not 1 <= len(steps) <= MAX_DENOISING_STEPS:
+            raise ConfigError(
+                f"denoising_step_list has {len(steps)} steps, not 1..{MAX_DENOISING_STEPS}; "
+                "try [1000, 750, 500, 250]"
+            )
+        if not all(1 <= step <= T for step in steps) or any(a <= b for a, b in pairwise(steps)):
+            raise ConfigError(
+                f"denoising_step_list {quoted(list(steps))} does not go down within {T}..1; "
+                "try [1000, 750, 500, 250]"
+            )
+        check_shift("timestep_shift", self.timestep_shift)
+        check_number("context_noise", self.context_noise, 0, T)
+        last = self.num_passes - 1
+        if not 0 <= self.step <= last:
+            raise ConfigError(f"step {quoted(self.step)} is not in 0..{last}; {last} is the clean pass")
+
+    def _check_layers(self) -> None:
+        if not 1 <= len(self.layer_indices) <= MAX_LAYERS:
+            raise ConfigError(f"layer_indices has {len(self.layer_indices)} layers, not 1..{MAX_LAYERS}")
+        for layer in (*self.layer_indices, self.layer_index):
+            if not 0 <= layer < MAX_LAYERS:
+                raise ConfigError(f"layer {quoted(layer)} is not in 0..{MAX_LAYERS - 1}; layers count from 0")
+
     @property
     def block_sizes(self) -> list[int]:
         return block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
@@ -133,30 +223,64 @@ class RunConfig:
         return len(self.denoising_step_list) + 1
 
 
+def _check_texts(**texts: tuple[str | None, int | None]) -> None:
+    """Raise ConfigError for texts that are no UTF-8 or too long, and for empty ones that name a file (limit None)."""
+    for name, (text, limit) in texts.items():
+        if text is None:
+            continue
+        require_text(text, name)
+        if limit is None and not text.strip():
+            raise ConfigError(f"{name} is empty; give a path, or null where nothing is meant")
+        if len(text) > (limit or MAX_PATH):
+            raise ConfigError(f"{name} has {len(text)} characters, at most {limit or MAX_PATH} are read")
+
+
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
     """Read a YAML file into a RunConfig; entries of overrides that are not None win.
 
-    Raises ConfigError for a file that is not there, an unknown key or a value of the wrong type.
+    With an independent first frame, frames that do not fit whole blocks are left out, with a warning.
+    Raises ConfigError for a file that is not there, an unknown key, or a value that no run can have.
     """
-    path = Path(path)
-    known = {f.name for f in fields(RunConfig)}
-    if not path.is_file():
+    if not Path(path).is_file():
         beside = ", ".join(sorted(p.name for p in Path("configs").glob("*.yaml")))
         raise ConfigError(f"config {path} not found; configs/ holds: {beside}")
+    from_file = read_yaml(path)
+    known = {f.name for f in fields(RunConfig)}
+    if unknown := [name for name in from_file if name not in known]:
+        raise ConfigError(f"{path}: unknown key {quoted(unknown[0])}; known keys: {', '.join(sorted(known))}")
+    chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
+    settings = _merged(path, from_file, chosen)
+    first, n = settings["independent_first_frame"], settings["num_frame_per_block"]
+    if first and settings["num_frames"] > 1 and n >= 1:
+        asked = settings["num_frames"]
+        settings["num_frames"] = 1 + (asked - 1) // n * n
+        if settings["num_frames"] != asked:
+            fits = settings["num_frames"]
+            warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
+    return RunConfig(**settings | {"base": BaseSampling(**settings["base"])})
+
+
+def _merged(path: str | Path, *sources: dict[str, Any]) -> dict[str, Any]:
+    """The settings of RunConfig as plain values of the right types, later sources first. Raises ConfigError."""
+    from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
+
     try:
-        from_file = OmegaConf.load(path)
-        if not OmegaConf.is_dict(from_file):
-            raise ConfigError(f"{path}: not a mapping of settings")
-        unknown = sorted(set(from_file) - known)
-        if unknown:
-            raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
-        chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, chosen)
-        return OmegaConf.to_object(merged)
+        schema = OmegaConf.structured(RunConfig)
+        merged = OmegaConf.merge(schema, *(OmegaConf.create(_literal(source)) for source in sources))
+        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except ConfigError:
         raise
-    except (OmegaConfBaseException, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{path}: {reason} (key {getattr(error, 'full_key', None)})") from error
-    except Exception as error:  # PyYAML's own error classes
-        raise ConfigError(f"{path}: not a YAML file of settings: {' '.join(str(error).split())}") from error
+    except Exception as error:  # OmegaConf's own error classes, and whatever a value of a wrong type raises
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{path}: {reason_of(error)}{f' (key {quoted(key)})' if key else ''}") from error
+
+
+def _literal(value: Any) -> Any:
+    """A value in which OmegaConf fills nothing in, as it would for ${...}."""
+    if value == "???":
+        raise ConfigError("??? stands for a value that is missing; give it, or leave its key out")
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {name: _literal(inner) for name, inner in value.items()}
+    return [_literal(inner) for inner in value] if isinstance(value, list) else value

@@ -1,138 +1,181 @@
 """torch.load for files that may be damaged or hostile: nothing runs, and no size is believed unchecked.
 
-A .pt is a zip of a pickle and one record per storage. weights_only keeps the pickle from running code. Here
-the records are compared with their checksums, and every storage and tensor with the record it claims to be.
+A .pt is a zip of a pickle and one record per storage (wan/zip_records.py). weights_only keeps the pickle from running code.
+Here the archive's structure is checked always, records up to EAGER_BYTES are compared with their checksums on opening, and
+larger ones, which stay on disk until they are used, by verify().
 """
 
-import mmap
-import struct
+import mmap as mapping
 import warnings
-import zipfile
-import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
-from operator import xor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-LARGE_BYTES = 1 << 24  # the checksums of larger records are computed in threads, 3 GB/s each
-CHUNK = 1 << 20  # by so many bytes at a time
+from wan.errors import named, reason_of
+from wan.zip_records import MAGIC, Record, UnreadableError, crc32, read_records
+
+__all__ = ["EAGER_BYTES", "UnreadableError", "is_verified", "load_tensors", "verify"]
+
+EAGER_BYTES = 1 << 26  # records up to 64 MiB are compared with their checksums when a file is opened
 MAX_DEPTH = 32  # containers in containers; a cache has 3
 
 
-class UnreadableError(ValueError):
-    """Why a file was not read, in one line without its name."""
+class _Waiting(NamedTuple):
+    """A mapped storage that was not compared with its checksum yet."""
+
+    storage: StorageWeakRef
+    record: Record
+    path: Path
+    state: tuple[int, ...]  # of the file when it was mapped
 
 
-def load_tensors(path: str | Path, mmap: bool = True) -> Any:
+_waiting: dict[int, _Waiting] = {}  # by the storage's address
+
+
+def load_tensors(path: str | Path, mmap: bool = True, verify_all: bool = False) -> Any:
     """What torch.save wrote: tensors in plain containers, and what torch.serialization.safe_globals allows.
 
-    Tensors stay on disk while mmap is true and the file's format (that of torch 1.6 and later) allows. Raises
+    Tensors stay on disk while mmap is true and the file's format (that of torch 1.6 and later) allows. Where they do, those
+    of more than EAGER_BYTES are not compared with their checksums unless verify_all is true; verify() does so. Raises
     UnreadableError for any other file, one that is damaged, or one that declares more than it holds.
     """
+    path = Path(path)
     with warnings.catch_warnings(action="ignore"):  # of pickle protocols: an error says all there is to say
-        return _load(path, mmap)
-
-
-def _load(path: str | Path, mmap: bool) -> Any:
-    try:
-        if not zipfile.is_zipfile(
-            path
-        ):  # the format before torch 1.6: read with a copy, its lengths checked by torch
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            _check_content(content, Path(path).stat().st_size, None)
+        try:
+            before = _state_of(path)
+            content = _load(path, mmap, verify_all)
+            if _state_of(path) != before:
+                raise UnreadableError("it was replaced or changed while it was read; read it again")
             return content
-        records = _check_records(path)
-        # Mapped first, whatever was asked: a storage that claims too much then ends with the file.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        _check_content(content, Path(path).stat().st_size, records)
-        return content if mmap else torch.load(path, map_location="cpu", weights_only=True, mmap=False)
-    except UnreadableError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything; whatever it was, the file was not read
-        raise UnreadableError(_reason(error)) from error
+        except (UnreadableError, MemoryError):
+            raise
+        except (
+            Exception
+        ) as error:  # a damaged pickle can raise anything; whatever it was, the file was not read
+            raise UnreadableError(_reason(error)) from error
 
 
-def _check_records(path: str | Path) -> Counter[int]:
-    """The lengths of a .pt's storages; UnreadableError where records are not what the archive says."""
-    size, lengths = Path(path).stat().st_size, Counter()
-    with zipfile.ZipFile(path) as archive:
-        records = archive.infolist()
-        if sum(record.file_size for record in records) > size:
-            raise UnreadableError(f"its records declare more than its {size} bytes")
+def verify(*tensors: Tensor) -> None:
+    """Compare mapped tensors with their checksums, once; others are verified already. Raises UnreadableError."""
+    for tensor in tensors:
+        if waiting := _waiting_of(tensor):
+            _check_mapped(waiting, tensor.untyped_storage())
+            _waiting.pop(tensor.untyped_storage().data_ptr(), None)
+
+
+def is_verified(values: Any) -> bool:
+    """Whether all tensors in nested containers were compared with their checksums, or are not of a file."""
+    return not any(isinstance(value, Tensor) and _waiting_of(value) for value in _values(values))
+
+
+def _waiting_of(tensor: Tensor) -> _Waiting | None:
+    address = tensor.untyped_storage().data_ptr()
+    waiting = _waiting.get(address)
+    if waiting and waiting.storage.expired():  # the address is another storage's by now
+        del _waiting[address]
+        return None
+    return waiting
+
+
+def _check_mapped(waiting: _Waiting, storage: torch.UntypedStorage) -> None:
+    """Compare a mapped storage with its checksum. Reading past the end of a file that was cut off would end the process."""
+    _, record, path, before = waiting
+    with suppress(OSError):  # a file that was replaced or removed stays whole where it is mapped
+        device, inode, size, _ = _state_of(path)
+        if (device, inode) == before[:2] and size < record.start + record.size:
+            raise UnreadableError(f"{path} was cut off after it was opened; make or get it again")
+    content = torch.empty(0, dtype=torch.uint8).set_(storage)
+    if crc32(memoryview(content.numpy())) != record.crc:
+        raise UnreadableError(f"{path}: its record {named(record.name)} is damaged (checksum)")
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    state = path.stat()
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _load(path: Path, mmap: bool, verify_all: bool) -> Any:
+    state = _state_of(path)
+    size = state[2]
+    with path.open("rb") as file:
+        if (
+            file.read(len(MAGIC)) != MAGIC
+        ):  # the format before torch 1.6: torch copies it and checks its lengths
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            _check_content(content, size)
+            return content
+        records = read_records(file)
+        mmap = mmap and size > EAGER_BYTES  # a smaller file is copied: it may be cut off while it is in use
+        _check_crcs(file, records, EAGER_BYTES if mmap and not verify_all else size)
+    # Mapped first, whatever was asked: a storage that claims too much then ends with the file.
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    mapped = _records_of(_check_content(content, size), records)
+    if not mmap:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+        _check_content(content, size)
+        return content
+    for storage, record in mapped if not verify_all else ():
+        if record.size > EAGER_BYTES:
+            _waiting[storage.data_ptr()] = _Waiting(StorageWeakRef(storage), record, path, state)
+    return content
+
+
+def _check_crcs(file: BinaryIO, records: Iterable[Record], limit: int) -> None:
+    """Compare records of at most limit bytes with their checksums."""
+    with mapping.mmap(file.fileno(), 0, access=mapping.ACCESS_READ) as content, memoryview(content) as view:
         for record in records:
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise UnreadableError(
-                    f"its record {record.filename!r} is compressed, as no cache or checkpoint is"
-                )
-            if "/data/" in record.filename:
-                lengths[record.file_size] += 1
-            _check_crc(path, archive, record)
-    return lengths
+            if record.size <= limit:
+                with view[record.start : record.start + record.size] as data:
+                    damaged = crc32(data) != record.crc
+                if damaged:
+                    raise UnreadableError(f"its record {named(record.name)} is damaged (checksum)")
 
 
-def _check_crc(path: str | Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """Compare a record with its checksum; zipfile does so for a small one when its end is reached."""
-    try:
-        with archive.open(record) as file:
-            if record.file_size <= LARGE_BYTES:
-                while file.read(CHUNK):
-                    pass
-            elif _crc32_of_record(path, record) != record.CRC:
-                raise zipfile.BadZipFile
-    except (zipfile.BadZipFile, zlib.error, EOFError):
-        raise UnreadableError(f"its record {record.filename!r} is damaged (checksum)") from None
+def _check_content(content: Any, size: int) -> list[torch.UntypedStorage]:
+    """Tensors no larger than the file, no more values than it has bytes -> the storages, by address.
 
-
-def _crc32_of_record(path: str | Path, record: zipfile.ZipInfo) -> int:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        name_length, extra_length = struct.unpack_from("<HH", content, record.header_offset + 26)
-        start = record.header_offset + 30 + name_length + extra_length
-        with memoryview(content) as view, view[start : start + record.file_size] as data:
-            return crc32(data)
-
-
-def crc32(data: memoryview) -> int:
-    """zlib.crc32 in threads: the checksum of AB is that of B and that of A, carried over the bytes of B.
-
-    Carrying over is linear in the bits: what becomes of each of the 32 says what becomes of any.
+    A tensor that requires a gradient is one no more: nothing here trains what it read.
     """
-    zeros = bytes(CHUNK)
-    carried = [zlib.crc32(zeros, 1 << bit) ^ zlib.crc32(zeros) for bit in range(32)]
-    even = len(data) - len(data) % CHUNK
-    with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda start: zlib.crc32(data[start : start + CHUNK]), range(0, even, CHUNK))
-        total = 0
-        for part in parts:
-            total = reduce(xor, (carried[bit] for bit in range(32) if total >> bit & 1), part)
-    return zlib.crc32(data[even:], total)
-
-
-def _check_content(content: Any, size: int, records: Counter[int] | None) -> None:
-    """Tensors no larger than the file, storages that are its records, no more values than it has bytes."""
-    storages: dict[int, int] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for count, value in enumerate(_values(content)):
         if count > size:
             raise UnreadableError(f"it unfolds to more values than its {size} bytes")
         if not isinstance(value, Tensor):
             continue
-        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+        plain = type(value) in (Tensor, torch.nn.Parameter) and not value.is_nested
+        if not plain or value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
             raise UnreadableError(
                 f"it holds a tensor of layout {value.layout} on {value.device}, not a plain one"
             )
+        value.requires_grad_(False)
         if value.numel() * value.element_size() > size:
             raise UnreadableError(f"it declares a tensor of {list(value.shape)}, more than its {size} bytes")
         storage = value.untyped_storage()
         if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-    if records is not None and Counter(storages.values()) - records:
+            storages[storage.data_ptr()] = storage
+    return [storages[address] for address in sorted(storages)]
+
+
+def _records_of(
+    storages: Sequence[torch.UntypedStorage], records: Sequence[Record]
+) -> list[tuple[torch.UntypedStorage, Record]]:
+    """The record that each storage of a mapped file is. Raises UnreadableError where one is none of them."""
+    by_start = {record.start: record for record in records if record.is_storage and record.size}
+    for first in by_start.values() if storages else ():
+        base = storages[0].data_ptr() - first.start
+        found = [by_start.get(storage.data_ptr() - base) for storage in storages]
+        if all(r and r.size == s.nbytes() for r, s in zip(found, storages, strict=True)):
+            return list(zip(storages, found, strict=True))
+    if storages:
         raise UnreadableError("it declares a tensor of another length than its record")
+    return []
 
 
 def _values(content: Any, depth: int = 0) -> Iterator[Any]:
@@ -152,10 +195,7 @@ def _values(content: Any, depth: int = 0) -> Iterator[Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnpicklingError) and "GLOBAL" in str(error):
         name = (str(error).partition("GLOBAL ")[2].split() or ["an unnamed object"])[0]
-        return f"it holds a {name}, which is neither tensor nor plain value, and is not opened for safety"
-    lines = str(error).strip().splitlines()
-    return (
-        f"{lines[0][:300]}"
-        if lines and not isinstance(error, KeyError)
-        else f"damaged ({type(error).__name__})"
-    )
+        return (
+            f"it holds a {named(name)}, which is neither tensor nor plain value, and is not opened for safety"
+        )
+    return reason_of(error)

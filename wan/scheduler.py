@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NUM_TRAIN_TIMESTEPS = 1000
+from wan.config import NUM_TRAIN_TIMESTEPS
 
 
 class FlowSchedule:

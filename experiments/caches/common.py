@@ -8,7 +8,7 @@ from torch import Tensor
 
 from experiments.caches.errors import CacheError
 from experiments.caches.fields import Fields, check_fields
-from experiments.caches.value_checks import check_counts, check_numbers
+from experiments.caches.value_checks import check_counts, check_numbers, check_texts
 
 SCHEMA_VERSION = 1
 
@@ -78,6 +78,7 @@ class Cache(Fields):
         """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""
         values = self.to_dict()
         _check_version(values)
+        check_texts(values)
         check_counts(values)
         check_fields(values, self.table())
         self._check()

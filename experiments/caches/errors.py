@@ -1,16 +1,15 @@
 """What can be wrong with files and runs, told in one line that says what to do."""
 
+from wan.errors import OneLineError
 
-class CacheError(ValueError):
+
+class CacheError(OneLineError, ValueError):
     """What is wrong with a cache, in one line that says what to do."""
 
-    def _render_traceback_(self) -> list[str]:  # the hook by which IPython shows the line alone in a notebook
-        return [f"{type(self).__name__}: {self}"]
 
-
-class RunError(RuntimeError):
+class RunError(OneLineError, RuntimeError):
     """A run that started but cannot give a result, such as NaN in the latents."""
 
 
-class StoppedError(Exception):
+class StoppedError(OneLineError):
     """A run that was asked to stop, and has saved what it could; the message says how to go on."""

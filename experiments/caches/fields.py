@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.errors import CacheError
+from wan.errors import quoted
 
 TENSORS = {"f16": torch.float16, "f32": torch.float32}
 
@@ -166,8 +167,7 @@ def describe(value: Any) -> str:
     """A value in a few words, for messages: "float32 [12, 21]", or the beginning of its text."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    text = repr(value)
-    return f"{text[:60]}{'...' if len(text) > 60 else ''}"
+    return quoted(value, 60)
 
 
 def _with_sizes(declared: str, sizes: Mapping[str, int]) -> str:

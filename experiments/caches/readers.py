@@ -13,6 +13,7 @@ from experiments.caches.common import Cache, PassTag, Tokens
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import AtlasCache, Figure4Cache, InferenceCache, LayerCache
 from wan.blocks import block_frames
+from wan.safe_load import UnreadableError, verify
 
 
 class LayerValues(NamedTuple):
@@ -66,7 +67,7 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> PassReading:
         entry = entries[layer]
         if entry.token_logits is not None or entry.token_probabilities is not None:
             return _from_tokens(entry, keys, cache, quantity)
-        curve = entry.key_curve if by_means else None
+        curve = _verified(entry.key_curve) if by_means and entry.key_curve is not None else None
         if curve is not None and entry.frame_logits is None:
             means = frames.curves_to_frames(curve.float(), S)
             return LayerValues(frames.spread_keys(means, keys, cache.num_frames), None, curve)
@@ -79,7 +80,7 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> PassReading:
 def _layer(cache: LayerCache, at: PassTag, quantity: str) -> PassReading:
     stored = cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
     matrix, profile = (
-        _convert(values.float(), stored, quantity, cache.frame_seq_length)
+        _convert(_verified(values).float(), stored, quantity, cache.frame_seq_length)
         for values in (cache.full_frame_attention, cache.last_block_frame_attention)
     )
     return PassReading(
@@ -123,7 +124,7 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
     if last_logits is None or logits is not None:
         matrices = _in_quantity(logits, mass, S, quantity)  # [layers, H, F, F]
     if last_logits is not None:
-        profiles = last_logits
+        profiles = _verified(last_logits)
     else:
         assert matrices is not None
         profiles = matrices[..., last, :].float().mean(-2)
@@ -135,7 +136,7 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
         return LayerValues(
             profiles[i],
             None if matrices is None else matrices[i],
-            None if curves is None else curves[i][:, columns],
+            None if curves is None else _verified(curves)[i][:, columns],
         )
 
     rows = [] if matrices is None else list(range(cache.num_frames))
@@ -148,15 +149,24 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     if entry.token_logits is not None:
         by_means = quantity == "mean_logit"
         reduce = frames.query_frame_curves if by_means else frames.softmax_curves
-        curves = reduce(entry.token_logits[0], S)
+        curves = reduce(_verified(entry.token_logits)[0], S)
     elif quantity == "mean_logit":
         raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
     else:
         assert entry.token_probabilities is not None
-        curves = frames.query_frame_curves(entry.token_probabilities[0], S)
+        curves = frames.query_frame_curves(_verified(entry.token_probabilities)[0], S)
     values = frames.curves_to_frames(curves, S) * (S if quantity == "mass" else 1)
     matrix = frames.spread_keys(values, keys, cache.num_frames)
     return LayerValues(matrix.mean(1), matrix, curves.mean(1))
+
+
+def _verified(values: Tensor) -> Tensor:
+    """A tensor that lies on disk, compared with its checksum before it is first reduced. Raises CacheError."""
+    try:
+        verify(values)
+    except UnreadableError as error:
+        raise CacheError(f"{error}; make it again") from None
+    return values
 
 
 def _in_quantity(frame_logits: Tensor | None, frame_mass: Tensor | None, S: int, quantity: str) -> Tensor:
@@ -166,7 +176,7 @@ def _in_quantity(frame_logits: Tensor | None, frame_mass: Tensor | None, S: int,
         held = (("mean_logit", frame_logits), ("mass", frame_mass))
         has = ", ".join(name for name, values in held if values is not None)
         raise CacheError(f"this cache holds no {quantity}; it has {has or 'a key curve alone'}")
-    return _convert(stored, "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
+    return _convert(_verified(stored), "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
 
 
 def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:

@@ -20,6 +20,7 @@ from experiments.caches.common import Cache
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import FORMATS, SCHEMA_VERSION, check
 from experiments.caches.value_checks import check_counts
+from wan.errors import reason_of
 from wan.safe_load import UnreadableError, load_tensors
 
 __all__ = ["SCHEMA_VERSION", "CacheError", "check", "load_cache", "save_cache"]
@@ -45,21 +46,24 @@ def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
             shutil.disk_usage(Path(path).parent).free if Path(path).parent.is_dir() else 0,
         )
         full = f"; it needs {needed} bytes, {free} are free" if 0 < free < needed else ""
-        raise CacheError(f"{path} cannot be written: {_first_line(error)}{full}") from error
+        raise CacheError(f"{path} cannot be written: {reason_of(error)}{full}") from error
 
 
-def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
+def load_cache(
+    path: str | Path, mmap: bool = True, expect: Sequence[str] = (), verify: bool = False
+) -> dict[str, Any]:
     """Read a cache of any format and age as a dict with today's fields; tensors stay on disk while mmap is true.
 
-    expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged, of another
-    format, or with fields that are missing or wrong. Nothing in the file is executed.
+    Tensors that stay on disk are compared with their checksums when a view first reduces them, or here with
+    verify. expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged, of
+    another format, or with fields that are missing or wrong. Nothing in the file is executed.
     """
     path, expect = Path(path), tuple(expect)
     if not path.is_file():
         raise CacheError(f"{path} not found{_others_of_its_kind(path)}; run: {_command(path, expect)}")
     try:
         with torch.serialization.safe_globals(legacy.ALLOWED):
-            raw = load_tensors(path, mmap)
+            raw = load_tensors(path, mmap, verify)
     except UnreadableError as error:
         raise CacheError(
             f"{path} cannot be read as a cache: {error}; make it again: {_command(path, expect)}"
@@ -78,7 +82,7 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         reason = (
             str(error)
             if isinstance(error, ValueError)
-            else f"{type(error).__name__} in its fields: {_first_line(error)}"
+            else f"{type(error).__name__} in its fields: {reason_of(error)}"
         )
         raise CacheError(f"{path}: {reason}; make it again: {_command(path, expect)}") from None
     if expect and raw["format"] not in expect:
@@ -142,7 +146,3 @@ def _others_of_its_kind(path: Path) -> str:
         if there
         else ""
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300]

@@ -8,8 +8,9 @@ from torch import Tensor
 from experiments.caches.errors import CacheError
 from experiments.caches.fields import describe
 from wan.blocks import block_frames, later_block
-
-MAX_COUNT = 1 << 17  # frames, tokens per frame, heads; an hour of video has 14400 latent frames
+from wan.errors import ConfigError, named, quoted, require_text
+from wan.limits import MAX_COUNT, MAX_NAME, MAX_TEXT
+from wan.safe_load import is_verified
 
 MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
 
@@ -19,7 +20,28 @@ def check_counts(values: Mapping[str, Any]) -> None:
     for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
         value = values.get(name)
         if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
-            raise CacheError(f"{name} is {value!r}, not a number of 1..{MAX_COUNT}")
+            raise CacheError(f"{name} is {quoted(value)}, not a number of 1..{MAX_COUNT}")
+
+
+def check_texts(value: Any, name: str = "") -> None:
+    """Raise CacheError for texts that are no UTF-8, or longer than a title or a page can carry."""
+    if isinstance(value, str):
+        limit = MAX_NAME if name == "model" else MAX_TEXT
+        if len(value) > limit:
+            raise CacheError(f"{name} has {len(value)} characters, at most {limit} are read")
+        try:
+            require_text(value, name)
+        except ConfigError as error:
+            raise CacheError(str(error)) from None
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            check_texts(key, "a key")
+            check_texts(inner, named(key))
+    elif isinstance(value, list) and not (
+        value and isinstance(value[0], int)
+    ):  # frames and layers are no texts
+        for inner in value:
+            check_texts(inner, name)
 
 
 def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
@@ -62,6 +84,10 @@ def check_block(
 
 def check_absent(name: str, matrices: Tensor, block_sizes: list[int], done: int) -> None:
     """Raise CacheError where matrices [..., F, F] have values that no query of the done blocks can have."""
+    if not is_verified(
+        matrices
+    ):  # it stays on disk until it is read, and checked with load_cache(verify=True)
+        return
     if not matrices[..., later_block(block_sizes)].isnan().all():
         raise CacheError(f"{name} has values where the key's block comes after the query's; absent is NaN")
     if not matrices[..., sum(block_sizes[:done]) :, :].isnan().all():
@@ -70,8 +96,9 @@ def check_absent(name: str, matrices: Tensor, block_sizes: list[int], done: int)
 
 def check_values(values: Mapping[str, Tensor | None], where: str = "") -> None:
     """Raise CacheError for values that are infinite, and for rows of frame_mass that do not sum to 1."""
+    values = {name: tensor for name, tensor in values.items() if tensor is not None and is_verified(tensor)}
     for name, tensor in values.items():
-        if tensor is not None and tensor.isinf().any():
+        if tensor.isinf().any():
             raise CacheError(f"{where}{name} has values that are infinite; absent is NaN")
     if (mass := values.get("frame_mass")) is not None:
         rows = mass.float()

@@ -14,6 +14,7 @@ from experiments.caches.errors import CacheError
 from experiments.caches.readers import LayerValues, read_pass
 from experiments.caches.schema import as_cache
 from wan.blocks import block_frames, block_ranges
+from wan.safe_load import is_verified
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Profiles:
     source: str  # one line: model, weights, prompt, seed
     notes: tuple[str, ...]
     _read: Callable[[int], LayerValues]
+    _is_verified: Callable[[], bool]
 
     def frame_profile(self, layer: int) -> np.ndarray:
         """[H, F] float32: mean over the last block's query frames."""
@@ -65,6 +67,14 @@ class Profiles:
     def profiles(self) -> np.ndarray:
         """[layers, H, F] float32: frame_profile of all layers."""
         return np.stack([self.frame_profile(layer) for layer in self.layers])
+
+    @property
+    def verified(self) -> bool:
+        """Whether all of the cache was compared with its checksums.
+
+        Large tensors are when they are first reduced, or by load_cache(path, verify=True).
+        """
+        return self._is_verified()
 
     @property
     def own_block(self) -> tuple[int, ...]:
@@ -151,6 +161,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         source=_source(typed),
         notes=(*(typed.notes or ()), *_partial_note(typed)),
         _read=found.read,
+        _is_verified=lambda: is_verified(cache),
     )
 
 

@@ -27,7 +27,7 @@ from wan import checkpoint, weight_names
 from wan.checkpoint import CheckpointError
 from wan.errors import ConfigError
 from wan.modules.causal_model import CausalWanModel
-from wan.safe_load import LARGE_BYTES, UnreadableError, load_tensors
+from wan.safe_load import EAGER_BYTES, UnreadableError, is_verified, load_tensors, verify
 
 SECONDS, BYTES = 2.0, 500 << 20
 CACHES, CHECKPOINTS = (900, 500) if FULL else (150, 50)
@@ -356,15 +356,26 @@ def test_checkpoints(tmp_path, monkeypatch, capfd):
 
 
 def test_one_bit_of_a_large_record(tmp_path):
-    """A token matrix is compared with its checksum as small records are."""
+    """A token matrix stays on disk; it is compared with its checksum when it is used, or when that is asked for."""
     path = tmp_path / "c.pt"
-    torch.save({"large": torch.arange(LARGE_BYTES // 4 + 1000), "small": torch.zeros(3)}, path)
-    assert load_tensors(path)["large"][-1] == LARGE_BYTES // 4 + 999
-    content = path.read_bytes()
-    for place in (len(content) // 50, len(content) // 2, 2 * LARGE_BYTES):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
-        with pytest.raises(UnreadableError, match=r"record 'c/data/0' is damaged .checksum"):
-            load_tensors(path)
+    torch.save({"large": torch.zeros(EAGER_BYTES // 4 + 1000), "small": torch.zeros(3)}, path)
+    content = load_tensors(path)
+    assert not is_verified(content) and is_verified(content["small"])
+    verify(content["large"][5:])  # any view of it
+    assert is_verified(content) and is_verified(load_tensors(path, verify_all=True))
+    for place in (EAGER_BYTES // 50, EAGER_BYTES // 2, EAGER_BYTES):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        content = load_tensors(path)
+        with pytest.raises(UnreadableError, match=r"record c/data/0 is damaged .checksum"):
+            verify(content["large"])
+        for more in ({"verify_all": True}, {"mmap": False}):
+            with pytest.raises(UnreadableError, match=r"record c/data/0 is damaged .checksum"):
+                load_tensors(path, **more)
+    os.truncate(path, 1000)  # to read it now would end the process
+    with pytest.raises(UnreadableError, match="was cut off after it was opened"):
+        verify(content["large"])
 
 
 def test_a_bare_pickle(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from wan.blocks import (
     video_to_latent_frame,
     visible_frames,
 )
-from wan.safe_load import CHUNK, crc32
+from wan.zip_records import CHUNK, crc32
 
 BLOCKS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
 SEEDS = st.integers(0, 2**32)
