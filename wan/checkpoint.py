@@ -6,7 +6,6 @@ loading) or as the original Wan-AI/Wan2.1-T2V-1.3B (wan/native.py).
 """
 
 import hashlib
-import json
 import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
@@ -14,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from wan.config import ModelConfig
-from wan.errors import ConfigError
+from wan.errors import ConfigError, library_reads, named, quoted
+from wan.limits import MAX_LAYERS, MAX_LIST, MAX_RES_BLOCKS, MAX_SIZE
 from wan.modules.model import WanModel
 from wan.modules.offload import StreamedBlocks
 from wan.safe_load import UnreadableError, load_tensors
+from wan.text_files import read_json
 from wan.weight_names import StateDict, to_native_names
 
 WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -31,7 +31,6 @@ DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir wan_models/Wan2.
 CHECKPOINT_HINT = "hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir ."
 
 
-MAX_LAYERS, MAX_SIZE = 1024, 1 << 18  # beyond any model of this kind
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 
 
@@ -94,13 +93,13 @@ def _plausible(ckpt_dir: str | Path, sizes: dict) -> ModelConfig:
     patch = sizes.get("patch_size", (1, 2, 2))
     numbers = {name: value for name, value in sizes.items() if name not in ("eps", "patch_size")}
     if not isinstance(patch, (list, tuple)) or len(patch) != 3:
-        raise CheckpointError(f"{ckpt_dir}: patch_size is {patch!r:.40}, not three numbers")
+        raise CheckpointError(f"{ckpt_dir}: patch_size is {quoted(patch, 40)}, not three numbers")
     for name, value in [*numbers.items(), *(("patch_size", n) for n in patch)]:
         limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
         if type(value) is not int or not 1 <= value <= limit:
-            raise CheckpointError(f"{ckpt_dir}: {name} is {value!r:.40}, not a number of 1..{limit}")
+            raise CheckpointError(f"{ckpt_dir}: {name} is {quoted(value, 40)}, not a number of 1..{limit}")
     if "eps" in sizes and not (type(sizes["eps"]) in (int, float) and 0 <= sizes["eps"] < 1):
-        raise CheckpointError(f"{ckpt_dir}: eps is {sizes['eps']!r:.40}, not a small number")
+        raise CheckpointError(f"{ckpt_dir}: eps is {quoted(sizes['eps'], 40)}, not a small number")
     return ModelConfig(**sizes)
 
 
@@ -130,15 +129,12 @@ def shards(path: Path) -> list[Path]:
     if not path.name.endswith(".index.json"):
         return [path]
     names = _read_json(path).get("weight_map")
-    if (
-        not isinstance(names, dict)
-        or not names
-        or not all(isinstance(name, str) and name for name in names.values())
-    ):
+    files = list(names.values()) if isinstance(names, dict) else []
+    if not files or not all(isinstance(name, str) and Path(name).name.isprintable() for name in files):
         raise CheckpointError(f"{path} has no weight_map of file names: not an index of shards")
-    return [
-        path.with_name(Path(name).name) for name in sorted(set(names.values()))
-    ]  # beside the index, never elsewhere
+    if no_names := [name for name in files if Path(name).name in ("", "..")]:
+        raise CheckpointError(f"{path}: its weight_map names {quoted(no_names[0])}, which is no file")
+    return [path.with_name(Path(name).name) for name in sorted(set(files))]  # beside the index alone
 
 
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
@@ -154,7 +150,7 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
     state = content.get(wanted, content.get(other, content))
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise CheckpointError(
-            f"{path} holds no state dict of tensors, but: {', '.join(map(str, list(content)[:5]))}"
+            f"{path} holds no state dict of tensors, but: {', '.join(map(named, list(content)[:5]))}"
         )
     return {_strip_wrappers(str(name)): tensor for name, tensor in state.items()}
 
@@ -215,13 +211,13 @@ def report_keys(source: str | Path, state: StateDict, wanted: StateDict) -> None
         "unexpected": [name for name in state if name not in wanted],
         "not of floating point": [name for name in both if not state[name].is_floating_point()],
         "of another shape": [
-            f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
+            f"{named(name)} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
             for name in both
             if state[name].shape != wanted[name].shape
         ],
     }
     found = [
-        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(names[:3])}"
+        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(map(named, names[:3]))}"
         + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         for what, names in problems.items()
         if names
@@ -283,35 +279,28 @@ def require_file(path: str | Path, hint: str, otherwise: str = "") -> Path:
 
 
 def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(require_file(path, DOWNLOAD_HINT).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {_first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a table of settings")
-    return content
+    return read_json(require_file(path, DOWNLOAD_HINT), CheckpointError)
+
+
+def read_component_config(folder: str | Path) -> dict:
+    """config.json of a text encoder or VAE, with numbers that one can have. Raises CheckpointError."""
+    path = Path(folder) / "config.json"
+    config = _read_json(path)
+    for name, value in config.items():
+        limit = MAX_LAYERS if "layers" in name else MAX_RES_BLOCKS if "blocks" in name else MAX_SIZE
+        values = value if isinstance(value, list) else [value]
+        if len(values) > MAX_LIST:
+            raise CheckpointError(f"{path}: {named(name)} has {len(values)} values, at most {MAX_LIST}")
+        for number in values:
+            if type(number) in (int, float) and not -limit <= number <= limit:
+                raise CheckpointError(f"{path}: {named(name)} is {quoted(number, 40)}, not within {limit}")
+    return config
 
 
 def read_safetensors(path: Path) -> StateDict:
     """All tensors of a .safetensors, or of the shards of an index; memory-mapped."""
     state: StateDict = {}
     for file in shards(path):
-        try:
-            state |= load_file(require_file(file, DOWNLOAD_HINT))
-        except CheckpointError:
-            raise
-        except (
-            SafetensorError,
-            OSError,
-            RuntimeError,
-            ValueError,
-            TypeError,
-            LookupError,
-            MemoryError,
-        ) as error:
-            raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
+        with library_reads(require_file(file, DOWNLOAD_HINT), CheckpointError, "get it again"):
+            state |= load_file(file)
     return state
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -89,9 +89,9 @@ def library_reads(what: object, error: type[OneLineError] = ConfigError, remedy:
     """Whatever a library raises on a file becomes one line: a damaged file can make it raise anything."""
     try:
         yield
-    except (OneLineError, MemoryError):
+    except (OneLineError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as problem:
+    except BaseException as problem:  # a panic of a library in Rust is no Exception
         raise error(
             f"{what} cannot be read: {reason_of(problem)}{f'; {remedy}' if remedy else ''}"
         ) from problem

@@ -5,6 +5,8 @@ Each limit lies far beyond any model or video of today, and low enough that a wr
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
+MAX_RES_BLOCKS = 16  # of each width of a VAE; Wan's has 2
+MAX_LIST = 64  # numbers in a list of a model's config
 MAX_COUNT = 1 << 17  # frames, tokens per frame or heads in a cache
 MAX_FRAMES = 1 << 14  # latent frames of one rollout: 68 minutes of video
 MAX_SIDE = 1 << 10  # of a latent frame: videos of 8192 pixels

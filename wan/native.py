@@ -80,7 +80,7 @@ def build_umt5(
         model = UMT5EncoderModel(config)
     embedding = ("shared.weight", "encoder.embed_tokens.weight")
     tokens = next((state[name] for name in embedding if name in state), None)
-    _assign(model, state if tokens is None else state | dict.fromkeys(embedding, tokens), path, dtype, device)
+    assign(model, state if tokens is None else state | dict.fromkeys(embedding, tokens), path, dtype, device)
     model.tie_weights()
     return model
 
@@ -93,11 +93,11 @@ def load_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes) -> AutoencoderKL
 
     path = require_file(Path(ckpt_dir) / VAE_FILE, DOWNLOAD_HINT)
     vae = AutoencoderKLWan(**sizes)
-    _assign(vae, convert_wan_vae_to_diffusers(read_torch_file(path)), path, dtype, "cpu")
+    assign(vae, convert_wan_vae_to_diffusers(read_torch_file(path)), path, dtype, "cpu")
     return vae
 
 
-def _assign(
+def assign(
     model: torch.nn.Module, state: StateDict, path: Path, dtype: torch.dtype, device: torch.device | str
 ) -> None:
     """Strict loading with a report, by reference where it can be; a tensor of two names is moved once."""

@@ -22,7 +22,7 @@ from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.result import Extraction
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
-from wan.config import MODELS, RunConfig, check_sampling, load_config
+from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
 from wan.modules.model import WanModel
@@ -48,7 +48,6 @@ def config_for(ckpt_dir: str | Path) -> str:
 
 def as_one_block(config: RunConfig) -> RunConfig:
     """The settings of a bidirectional run: base weights, base.num_video_frames as one block of latent frames."""
-    check_sampling(config.base.shift, config.base.num_steps)
     frames = latent_frames(config.base.num_video_frames)
     return replace(
         config,

@@ -7,18 +7,15 @@ import torch
 from torch import Tensor
 
 from experiments.caches import frames
-from wan.config import DTYPES, ModelConfig
+from wan.config import DTYPES, ModelConfig, check_device
 from wan.errors import ConfigError
 
 
 def choose_device(name: str, offload: bool = False) -> torch.device:
     """auto, cpu, cuda or cuda:N -> a device that is there, and that layers can be streamed to where that is wanted."""
-    if name == "auto":
+    if check_device(name) == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from None
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are there; "

@@ -17,8 +17,10 @@ from experiments.caches.atomic_files import replacing
 from experiments.extraction.provenance import device_name, versions
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError
+from wan.errors import ConfigError, quoted, require_text
 from wan.modules.text_encoder import TextEncoder, encoder_files
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
 
@@ -102,7 +104,9 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     if own is not None and not isinstance(own, str):
         raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
     if prompt is not None and own is not None and prompt != own:
-        raise ConfigError(f"--prompt is {prompt!r}, but {config.prompt_embeds} holds the states of {own!r}")
+        raise ConfigError(
+            f"--prompt is {quoted(prompt)}, but {config.prompt_embeds} holds the states of {quoted(own)}"
+        )
     return own or prompt or config.prompt
 
 
@@ -110,7 +114,7 @@ def read_states(path: str | Path, model_config: ModelConfig) -> PromptStates:
     """Text states [1, n, text_dim] of a file, n at most text_len, and their tokens. Raises CheckpointError for any other."""
     content = read_torch_file(require_file(path, MAKE_ONE))
     states = content.get("prompt_embeds")
-    if not isinstance(states, Tensor) or not states.is_floating_point():
+    if not isinstance(states, Tensor) or states.dtype not in FLOATS:
         raise CheckpointError(f"{path} holds no prompt_embeds of floating point; make one: {MAKE_ONE}")
     states = states[None] if states.ndim == 2 else states
     fits = states.ndim == 3 and states.shape[0] == 1 and states.shape[2] == model_config.text_dim
@@ -129,6 +133,8 @@ def read_states(path: str | Path, model_config: ModelConfig) -> PromptStates:
         or not all(isinstance(t, str) for t in tokens)
     ):
         raise CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
+    for token in tokens:
+        require_text(token, f"{path}: a token")
     return states, tokens
 
 

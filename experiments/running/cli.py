@@ -15,8 +15,7 @@ from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.extraction.prompt_embeds import with_given_prompt
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import save_video
-from wan.blocks import block_sizes, check_window
-from wan.config import DTYPES, RunConfig, load_config
+from wan.config import DTYPES, RunConfig, check_seed, load_config
 from wan.errors import ConfigError
 
 OVERRIDES = (
@@ -125,7 +124,7 @@ def add_run_flags(parser: Parser) -> None:
 
 
 def config_from(args: argparse.Namespace) -> RunConfig:
-    """The run's settings: the YAML, overridden by what was given on the command line. Prints a notice where frames are cut."""
+    """The run's settings: the YAML, overridden by what was given on the command line."""
     config = load_config(args.config_path, {name: getattr(args, name, None) for name in OVERRIDES})
     if args.no_checkpoint:
         if args.checkpoint_path:
@@ -135,21 +134,8 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         config = replace(config, device=f"cuda:{args.gpu_id}")
     if config.prompt_embeds:
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
-    if config.independent_first_frame and config.num_frames > 1:
-        fits = 1 + (config.num_frames - 1) // config.num_frame_per_block * config.num_frame_per_block
-        if fits != config.num_frames:
-            print(f"notice: with an independent first frame {config.num_frames} frames become {fits}")
-            config = replace(config, num_frames=fits)
-    block_sizes(config.num_frames, config.num_frame_per_block, config.independent_first_frame)
-    check_window(config.local_attn_size, config.sink_size, config.num_frame_per_block)
-    for seed in (config.seed, *(getattr(args, "seeds", None) or ())):
-        if not -(2**63) <= seed < 2**63:
-            raise ConfigError(f"seed {seed} does not fit 64 bits")
-    if not 0 <= config.step < config.num_passes:
-        raise ConfigError(
-            f"step {config.step} is not in 0..{config.num_passes - 1}; "
-            f"{config.num_passes - 1} is the clean pass"
-        )
+    for seed in getattr(args, "seeds", None) or ():
+        check_seed(seed)
     return config
 
 

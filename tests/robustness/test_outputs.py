@@ -135,23 +135,15 @@ def test_terminals_that_are_gone_do_not_end_a_run(tmp_path):
     assert len(list((tmp_path / "layers").glob("layer?.pt"))) == 8
 
 
-def test_a_prompt_of_any_bytes(tmp_path):
-    run_extraction_all.run(
-        [
-            *SHORT,
-            "--prompt",
-            "\N{CLAPPER BOARD} a\ncircle \udcff",
-            "--output_path",
-            str(tmp_path / "a.pt"),
-            "--log_file",
-            str(tmp_path / "log"),
-        ]
-    )
-    assert load_cache(tmp_path / "a.pt")["prompt"] == "\N{CLAPPER BOARD} a\ncircle \udcff"
-    assert (
-        json.loads((tmp_path / "log").read_text().splitlines()[0])["prompt"]
-        == "\N{CLAPPER BOARD} a\ncircle \udcff"
-    )
+def test_a_prompt_is_text(tmp_path, monkeypatch):
+    prompt = "\N{CLAPPER BOARD} a\ncircle"
+    flags = ["--output_path", str(tmp_path / "a.pt"), "--log_file", str(tmp_path / "log")]
+    run_extraction_all.run([*SHORT, "--prompt", prompt, *flags])
+    assert load_cache(tmp_path / "a.pt")["prompt"] == prompt
+    assert json.loads((tmp_path / "log").read_text(encoding="utf-8").splitlines()[0])["prompt"] == prompt
+    not_loading(monkeypatch)
+    with pytest.raises(ConfigError, match=r"prompt is not text: '.udcff' at 2 is no character"):
+        run_extraction_all.run([*SHORT, "--prompt", "a \udcff", *flags])
 
 
 def test_a_layer_asked_for_twice_is_kept_once(tmp_path):

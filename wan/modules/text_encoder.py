@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from wan import native
-from wan.checkpoint import DOWNLOAD_HINT, is_native, read_safetensors, require_dir, require_file
+from wan.checkpoint import (
+    DOWNLOAD_HINT,
+    CheckpointError,
+    is_native,
+    read_component_config,
+    read_safetensors,
+    require_dir,
+    require_file,
+)
+from wan.errors import library_reads, quoted
 
 
 def clean_prompt(text: str) -> str:
@@ -30,9 +39,11 @@ def encoder_file(ckpt_dir: str | Path) -> Path:
 
 def encoder_config(ckpt_dir: str | Path) -> UMT5Config:
     """umT5's sizes; a native directory has none, and holds the real model."""
-    return (
-        native.UMT5_XXL if is_native(ckpt_dir) else UMT5Config.from_pretrained(encoder_file(ckpt_dir).parent)
-    )
+    if is_native(ckpt_dir):
+        return native.UMT5_XXL
+    folder = encoder_file(ckpt_dir).parent
+    with library_reads(f"{folder}/config.json", CheckpointError, "get it again"):
+        return UMT5Config.from_dict(read_component_config(folder))
 
 
 def tokenizer_dir(ckpt_dir: str | Path) -> Path:
@@ -63,23 +74,35 @@ class TextEncoder(nn.Module):
         device: torch.device | str = "cpu",
     ) -> "TextEncoder":
         """From a model directory of either layout: the umT5 files and the tokenizer beside them."""
-        if is_native(ckpt_dir):
-            encoder = native.load_umt5(ckpt_dir, dtype, device)
-        else:
-            path = encoder_file(ckpt_dir)
-            encoder = native.build_umt5(read_safetensors(path), encoder_config(ckpt_dir), path, dtype, device)
-        return cls(encoder, AutoTokenizer.from_pretrained(require_dir(tokenizer_dir(ckpt_dir))), text_len)
+        folder = require_dir(tokenizer_dir(ckpt_dir))
+        with library_reads(f"the tokenizer {folder}", CheckpointError, "get it again"):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with library_reads(f"the text encoder of {ckpt_dir}", CheckpointError, "get it again"):
+            if is_native(ckpt_dir):
+                return cls(native.load_umt5(ckpt_dir, dtype, device), tokenizer, text_len)
+            path, config = encoder_file(ckpt_dir), encoder_config(ckpt_dir)
+            encoder = native.build_umt5(read_safetensors(path), config, path, dtype, device)
+            return cls(encoder, tokenizer, text_len)
 
     def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Token ids and mask, [B, text_len] each; warns where a prompt is longer and says what was cut."""
-        texts = [clean_prompt(prompt) for prompt in prompts]
+        with library_reads("the prompt with this tokenizer", CheckpointError, "get the tokenizer again"):
+            ids, mask = self._tokenize([clean_prompt(prompt) for prompt in prompts])
+            words, known = int(ids.max()), self.encoder.config.vocab_size
+        if words >= known or int(ids.min()) < 0:
+            raise CheckpointError(
+                f"the tokenizer gives word {words}, the text encoder knows {known}; get both again"
+            )
+        return ids, mask
+
+    def _tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         for text in texts:
             ids = self.tokenizer(text, add_special_tokens=True).input_ids
             if len(ids) > self.text_len:
                 cut = self.tokenizer.decode(ids[self.text_len - 1 :], skip_special_tokens=True)
                 warnings.warn(
-                    f"the prompt has {len(ids)} tokens, the model reads {self.text_len}; cut: {cut!r}",
-                    stacklevel=2,
+                    f"the prompt has {len(ids)} tokens, the model reads {self.text_len}; cut: {quoted(cut, 300)}",
+                    stacklevel=3,
                 )
         batch = self.tokenizer(
             texts,

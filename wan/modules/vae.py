@@ -7,7 +7,14 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 
 from wan import native
-from wan.checkpoint import is_native, require_dir
+from wan.checkpoint import (
+    CheckpointError,
+    is_native,
+    read_component_config,
+    read_safetensors,
+    require_dir,
+)
+from wan.errors import library_reads
 
 
 class VAE(nn.Module):
@@ -18,19 +25,26 @@ class VAE(nn.Module):
         self.vae = vae
         for name in ("latents_mean", "latents_std"):
             values = torch.tensor(getattr(vae.config, name), dtype=torch.float32)
+            if values.shape != (vae.config.z_dim,) or not values.isfinite().all():
+                raise CheckpointError(
+                    f"the VAE's {name} are not {vae.config.z_dim} numbers; get its config again"
+                )
             self.register_buffer(name, values[:, None, None, None], persistent=False)  # [C, 1, 1, 1]
 
     @classmethod
     def from_pretrained(
         cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "VAE":
-        """From a model directory of either layout."""
-        if is_native(ckpt_dir):
-            vae = native.load_vae(ckpt_dir, dtype)
-        else:
+        """From a model directory of either layout. Raises CheckpointError for one that holds no such VAE."""
+        with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
+            if is_native(ckpt_dir):
+                return cls(native.load_vae(ckpt_dir, dtype)).to(device)
             folder = require_dir(Path(ckpt_dir) / "vae")
-            vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=dtype, low_cpu_mem_usage=False)
-        return cls(vae.eval().requires_grad_(False)).to(device)
+            config, path = read_component_config(folder), folder / "diffusion_pytorch_model.safetensors"
+            with torch.device("meta"):
+                vae = AutoencoderKLWan.from_config(config)
+            native.assign(vae, read_safetensors(path), path, dtype, device)
+            return cls(vae).to(device)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
