@@ -40,7 +40,9 @@ def test_half_precision_is_accumulated_in_float32(dtype):
     """512 equal tokens beside one of 1: a float16 sum of them would be off by far more than the tolerance."""
     tokens = torch.full((1, 600, 1200), 7.01).to(dtype)
     tokens[0, 0, 0] = 1.0
-    np.testing.assert_allclose(frames.token_matrix_to_frames(tokens, 600), reference_means(tokens, 600), rtol=1e-6)
+    np.testing.assert_allclose(
+        frames.token_matrix_to_frames(tokens, 600), reference_means(tokens, 600), rtol=1e-6
+    )
 
 
 def test_curves_and_mass():
@@ -78,7 +80,9 @@ def test_golden_last_block(golden, layer):
 def test_golden_mean_prob(golden):
     heads = golden["blocks9/probs_layer4_lastblock_t1000_heads0_9"]
     recorded = golden["blocks9/all_calls_frame_probs_mean"][10, 1, [0, 9]]
-    np.testing.assert_allclose(frames.token_matrix_to_frames(torch.from_numpy(heads), 24), recorded, atol=1e-8)
+    np.testing.assert_allclose(
+        frames.token_matrix_to_frames(torch.from_numpy(heads), 24), recorded, atol=1e-8
+    )
     logits = torch.from_numpy(golden["blocks9/logits_layer4_lastblock_t1000"])[[0, 9]]
     np.testing.assert_allclose(
         frames.curves_to_frames(frames.softmax_curves(logits, 24), 24), recorded, atol=1e-8
