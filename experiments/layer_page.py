@@ -1,13 +1,13 @@
 """All layers, heads and passes of a cache as one HTML file that opens from disk: no server, no network.
 
-    python experiments/layer_page.py cache/published/self_forcing_dmd_eagle_21f.pt --output_path outputs/eagle.html
+    python experiments/layer_page.py cache/atlas.pt --output_path outputs/atlas.html
 
-Everything drawn is in the file as JSON; experiments/figures/html_page.html draws it.
+docs/page.md says what the page does.
 """
 
 from pathlib import Path
 
-from experiments.figures.html_page import save_page
+from experiments.figures.html_page import MAX_MB, save_page
 from experiments.running.cli import Parser, main
 
 
@@ -15,9 +15,24 @@ def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("cache", help="a cache of any format, or a folder of layerN.pt")
     parser.add_argument("--output_path", type=Path, help="the page; beside the cache where not given")
+    parser.add_argument(
+        "--max_mb",
+        type=float,
+        default=MAX_MB,
+        help=f"how large the page may be; frame matrices of some passes stay out where they do not fit "
+        f"(default: {MAX_MB:g})",
+    )
+    parser.add_argument(
+        "--video",
+        type=Path,
+        help="an mp4 of the same rollout, for thumbnails; the one beside the cache if any",
+    )
     args = parser.parse_args(argv)
+    if not 0 < args.max_mb < float("inf"):
+        parser.error(f"--max_mb must be above 0, not {args.max_mb:g}")
     path = args.output_path or Path(args.cache).with_suffix(".html")
-    print(f"{save_page(path, args.cache)}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
+    save_page(path, args.cache, max_mb=args.max_mb, video=args.video)
+    print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

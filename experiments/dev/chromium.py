@@ -1,4 +1,4 @@
-"""A page in headless Chromium, driven over its DevTools protocol as a user would: keys, pointer, window sizes."""
+"""A page in headless Chromium, driven over its DevTools protocol like a user: keys, pointer, window sizes."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "[": 
 
 
 class Browser:
-    """One tab with an empty profile. events keeps what the page reported: exceptions, log entries, network requests."""
+    """One tab with an empty profile. events keeps its reports: exceptions, log entries, network requests."""
 
     def __init__(self, profile: Path):
         import websocket

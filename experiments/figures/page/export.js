@@ -1,0 +1,124 @@
+// The view as files: SVG of the drawings, CSV of the listed heads and of one matrix.
+
+const LIGHT = {
+  ink: "#1f2933",
+  soft: "#5b6672",
+  line: "#d8dee4",
+  paper: "#ffffff",
+  chosen: "#e3ecf7",
+  absent: "#d9d9d9",
+  blue: "#4c72b0",
+  orange: "#dd8452",
+};
+// On paper, and without variables
+const STYLE = DRAWING_STYLE.replace(/var\(--(\w+)\)/g, (_, name) => LIGHT[name]);
+
+// -> one SVG: what was measured, then the drawings as they stand
+function viewAsSvg() {
+  const title = [
+    `${data.model}: ${about().label}, ${pass().label}`,
+    `${nameOf([state.layer, state.head])}. ${data.source}`,
+  ];
+  let y = 48,
+    width = 0,
+    body = "";
+  const rows = [["map"], ["matrix", "profile"], ["compare"], ["heads"]].map((ids) =>
+    ids.map($).filter(isShown),
+  );
+  for (const row of rows.filter((some) => some.length)) {
+    let x = 12,
+      tall = 0;
+    for (const svg of row) {
+      const [, , w, h] = svg.getAttribute("viewBox").split(" ").map(Number);
+      const at = `x="${x}" y="${y}" width="${w}" height="${h}" viewBox="0 0 ${w} ${h}"`;
+      body += `<svg ${at}>${svg.innerHTML}</svg>`;
+      x += w + 16;
+      tall = Math.max(tall, h);
+    }
+    width = Math.max(width, x);
+    y += tall + 18;
+  }
+  const lines = title.map((words, k) =>
+    text(12, 18 + 16 * k, words.slice(0, Math.floor(width / 6.2)), k ? "soft" : "strong"),
+  );
+  const metadata = `<metadata>${escaped(data.source)}</metadata>`;
+  return (
+    `<svg xmlns="http://www.w3.org/2000/svg" width="${round(width)}" height="${round(y)}" ` +
+    `viewBox="0 0 ${round(width)} ${round(y)}">${metadata}<style>${STYLE}</style>` +
+    `<rect width="100%" height="100%" fill="#ffffff"/>${lines.join("")}${body}</svg>\n`
+  );
+}
+
+const isShown = (svg) => svg.getClientRects().length > 0 && svg.hasAttribute("viewBox");
+
+const csvCell = (x) =>
+  !there(x)
+    ? ""
+    : typeof x === "number"
+      ? String(Number(x.toPrecision(6)))
+      : `"${String(x).replaceAll('"', '""')}"`;
+const csv = (rows) => rows.map((row) => `${row.map(csvCell).join(",")}\n`).join("");
+
+// A row for each listed head
+function headsAsCsv() {
+  const q = state.quantity,
+    measures = pass().measures,
+    names = ["first", "middle", "last", "delta", "ratio", "max_frame"];
+  const frames = Array.from({ length: F }, (_, f) => `${q}_frame_${f}`);
+  const header = [
+    "layer",
+    "head",
+    "pass",
+    "kind",
+    ...measures.map((m) => m.name),
+    ...names.map((name) => `${q}_${name}`),
+    ...frames,
+  ];
+  const rows = listed().map(([i, j]) => [
+    data.layers[i],
+    j,
+    pass().label,
+    pass().kinds?.[i][j] ?? "",
+    ...measures.map((m) => m.values[i][j]),
+    ...names.map((name) => COLUMNS[name][1](i, j)),
+    ...profileOf(i, j),
+  ]);
+  return csv([header, ...rows]);
+}
+
+// A row for each cell that was attended
+function matrixAsCsv() {
+  const values = matrixOf(state.layer, state.head) ?? [];
+  const rows = values.map((x, k) => [Math.floor(k / F), k % F, x]).filter(([, , x]) => there(x));
+  return csv([["query_frame", "key_frame", state.quantity], ...rows]);
+}
+
+// Letters that every system takes
+function fileName(ending, part) {
+  const model =
+    data.model
+      .replace(/[^A-Za-z0-9.-]+/g, "_")
+      .replace(/^[_.]+/, "")
+      .slice(0, 40) || "model";
+  return `${model}_${part}_pass${state.pass}_${state.quantity}.${ending}`;
+}
+
+function save(name, kind, content) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([content], { type: kind }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+const here = () => `layer${data.layers[state.layer]}_head${state.head}`;
+
+$("save-svg").addEventListener("click", () => save(fileName("svg", here()), "image/svg+xml", viewAsSvg()));
+$("save-csv").addEventListener("click", () =>
+  save(
+    fileName("csv", state.list === "all" ? "heads" : `layer${data.layers[state.layer]}`),
+    "text/csv",
+    headsAsCsv(),
+  ),
+);
+$("save-matrix").addEventListener("click", () => save(fileName("csv", here()), "text/csv", matrixAsCsv()));
