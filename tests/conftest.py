@@ -1,4 +1,4 @@
-"""Golden numbers of the public implementation (tests/golden/README.md), small models, and the devices to test on."""
+"""Golden numbers of the public implementation (tests/golden/README.md), small models, devices to test on."""
 
 import json
 from functools import cache
@@ -10,6 +10,8 @@ import torch
 
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.model import WanModel
+
+pytest_plugins = ["helpers.page_fixtures"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

@@ -21,7 +21,17 @@ FLAGS = (
     "--remote-debugging-port=0",
     "--remote-allow-origins=*",
 )
-KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "[": 219, "]": 221}
+KEYS = {
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    "[": 219,
+    "]": 221,
+    "j": 74,
+    "k": 75,
+    "p": 80,
+}
 
 
 class Browser:
@@ -77,6 +87,15 @@ class Browser:
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
+
+    def wait_for(self, expression: str, seconds: float = 5, until=lambda: False) -> bool:
+        """Whether an expression, or until(), becomes true in time."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.js(expression) or until():
+                return True
+            time.sleep(0.02)
+        return False
 
     def key(self, name: str) -> None:
         for kind in ("keyDown", "keyUp"):

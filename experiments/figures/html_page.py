@@ -8,6 +8,7 @@ docs/page.md describes what the page does.
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from experiments.figures.thumbnails import ThumbnailError, thumbnails
 
 PARTS = Path(__file__).with_name("page")
 
-STYLES = ("page.css", "drawing.css")
+STYLES = ("theme.css", "page.css", "drawing.css")
 
 SCRIPTS = ("data.js", "draw.js", "heads.js", "detail.js", "compare.js", "export.js", "controls.js")
 
@@ -115,15 +116,24 @@ def _video_frames(source: Path, video: str | Path | None, view: Profiles) -> tup
 
 def _template() -> str:
     """The page without its data. Its policy allows its own script alone: no code from a cache, no request."""
-    style = "\n".join((PARTS / name).read_text(encoding="utf-8") for name in STYLES)
-    drawing = (PARTS / "drawing.css").read_text(encoding="utf-8")
-    script = "\n".join((PARTS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    script = script.replace("DRAWING_STYLE", to_json(drawing), 1)
+    style = "\n".join(_part(name) for name in STYLES)
+    script = "\n".join(_part(name) for name in SCRIPTS)
+    script = script.replace("DRAWING_STYLE", to_json(_drawing_style()), 1)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = (PARTS / "page.html").read_text(encoding="utf-8")
+    page = _part("page.html")
     for name, content in (("STYLE", style), ("SCRIPT", script), ("DIGEST", digest)):
         page = page.replace(f"{name}_GOES_HERE", content, 1)
     return page
+
+
+def _drawing_style() -> str:
+    """drawing.css with the colours of the light theme in it: programs that draw SVG know no variables."""
+    light = dict(re.findall(r"--(\w+): (#\w+);", _part("theme.css").partition("}")[0]))
+    return re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], _part("drawing.css"))
+
+
+def _part(name: str) -> str:
+    return (PARTS / name).read_text(encoding="utf-8")
 
 
 def _in_script(json_text: str) -> str:

@@ -1,17 +1,7 @@
 // The view as files: SVG of the drawings, CSV of the listed heads and of one matrix.
 
-const LIGHT = {
-  ink: "#1f2933",
-  soft: "#5b6672",
-  line: "#d8dee4",
-  paper: "#ffffff",
-  chosen: "#e3ecf7",
-  absent: "#d9d9d9",
-  blue: "#4c72b0",
-  orange: "#dd8452",
-};
-// On paper, and without variables
-const STYLE = DRAWING_STYLE.replace(/var\(--(\w+)\)/g, (_, name) => LIGHT[name]);
+// The style of drawings on paper, without variables
+const STYLE = DRAWING_STYLE;
 
 // -> one SVG: what was measured, then the drawings as they stand
 function viewAsSvg() {

@@ -1,0 +1,238 @@
+"""What the page does in a browser: keys, links, quantities, pinned heads, lists, downloads, hostile words."""
+
+import csv
+import io
+import subprocess
+
+import numpy as np
+import pytest
+from helpers import synthetic_caches
+from helpers.pages import SHOWN, box, set_value, text_of
+
+from experiments.analysis.measures import head_statistics
+from experiments.caches import load_cache, save_cache
+from experiments.caches.view import open_profiles
+from experiments.figures.html_page import save_page
+
+pytestmark = pytest.mark.slow
+
+
+def test_keys_and_pickers(page):
+    browser = page()
+    assert browser.js(SHOWN) == "Layer 0, head 0"
+    for key, shown in (
+        ("ArrowRight", "Layer 0, head 1"),
+        ("j", "Layer 1, head 1"),
+        ("j", "Layer 5, head 1"),
+        ("j", "Layer 0, head 1"),
+        ("ArrowLeft", "Layer 0, head 0"),
+        ("ArrowLeft", "Layer 0, head 2"),
+        ("k", "Layer 5, head 2"),
+    ):
+        browser.key(key)
+        assert browser.js(SHOWN) == shown
+    assert browser.js("document.getElementById('layer').selectedOptions[0].text") == "5"
+    browser.key("]")
+    assert text_of(browser, "pass-label") == "clean pass (t = 0)"
+    browser.key("[")
+    assert browser.js("document.getElementById('pass').value") == "0"
+    set_value(browser, "head", "1", "input")
+    assert browser.js(SHOWN) == "Layer 5, head 1"
+    browser.js("document.getElementById('layer-up').click()")
+    assert browser.js(SHOWN) == "Layer 0, head 1"
+
+
+def test_arrow_keys_leave_selects_and_scrolling_alone(page):
+    browser = page("layer=1&head=1", height=500)
+    for name in ("layer", "measure", "min", "pass"):
+        browser.js(f"document.getElementById({name!r}).focus()")
+        for key in ("ArrowLeft", "ArrowRight", "k", "["):
+            browser.js("window.seen = null; addEventListener('keydown', e => { seen = e.defaultPrevented; })")
+            browser.js(
+                f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', "
+                f"{{ key: {key!r}, bubbles: true, cancelable: true }}))"
+            )
+            assert browser.js("seen") is False and browser.js(SHOWN) == "Layer 1, head 1", (name, key)
+    browser.js("document.activeElement.blur(); scrollTo(0, 0)")
+    browser.key("ArrowDown")
+    assert browser.js(SHOWN) == "Layer 1, head 1"
+    assert browser.wait_for("scrollY > 0")
+    browser.js("scrollTo(0, 0)")
+    x, y, width, _ = box(browser, "#map")
+    browser.point(x + width / 2, y + 12, click=True)
+    layer, head = browser.js("data.layers[state.layer]"), browser.js("state.head")
+    browser.key("ArrowDown")
+    assert browser.js("[state.layer, state.head, seen]") == [[0, 1, 5].index(layer) + 1, head, True]
+
+
+def test_the_link_keeps_the_whole_state(page):
+    link = (
+        "layer=5&head=2&pass=1&quantity=mass&measure=first_mass&scale=all&list=all&kind=wave&min=0.01&max=0.9"
+        "&sort=last&descending=0&pins=0.1_5.2&theme=dark"
+    )
+    browser = page(link)
+    assert browser.js("location.hash.slice(1)") == link
+    assert browser.js("[data.layers[state.layer], state.head, state.pass, state.quantity, state.scale]") == [
+        5, 2, 1, "mass", "all",
+    ]  # fmt: skip
+    browser.js("choose({ scale: 'head', theme: '', pins: [] })")
+    assert "scale" not in browser.js("location.hash") and "pins" not in browser.js("location.hash")
+    browser.js("location.hash = 'layer=1&head=1'")
+    assert browser.wait_for(f"{SHOWN} === 'Layer 1, head 1'") and browser.js("state.quantity") == "mean_logit"
+    page("layer=7&head=99&pass=-1&quantity=<b>&measure=x&sort=y&pins=0.1.2_9.9_x_&min=abc&theme=no&kind=%00")
+    assert browser.js(SHOWN) == "Layer 0, head 0" and browser.js("state.pins") == [[0, 1]]
+
+
+def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
+    browser = page("layer=5&head=2&pass=0")
+    cache = load_cache(atlas_page.with_name("a.pt"))
+    scale = browser.js("MATRIX.size / F * zoom()")
+    for query, key in ((20, 3), (4, 4), (0, 20)):
+        x, y, _, _ = box(browser, "#matrix")
+        left, top = browser.js("[MATRIX.left * zoom(), MATRIX.top * zoom()]")
+        browser.point(x + left + scale * (key + 0.5), y + top + scale * (query + 0.5))
+        value = cache["frame_logits"][2, 0, 2, query, key].item()
+        tip = text_of(browser, "tip")
+        assert tip.startswith(f"query {query}, key {key}: ")
+        shown = tip.split(": ")[1].replace("−", "-")
+        if np.isnan(value):
+            assert shown == "never attended"
+        else:
+            assert float(shown) == pytest.approx(value, abs=6e-4)
+        assert browser.js("document.querySelectorAll('#tip img').length") == 2
+    x, y, width, height = box(browser, "#map")
+    browser.point(x + width / 2, y + 12, click=True)
+    layer, head = browser.js("[data.layers[state.layer], state.head]")
+    assert text_of(browser, "tip").startswith(f"layer {layer}, head {head}: first − middle ")
+    x, y, width, height = box(browser, "tr[data-head='1']")
+    browser.point(x + 20, y + height / 2, click=True)
+    assert browser.js("state.head") == 1
+
+
+def test_captions_and_table_follow_the_quantity(page, atlas_page):
+    browser = page("layer=5")
+    cache = load_cache(atlas_page.with_name("a.pt"))
+    for quantity, name, unit in (
+        ("mass", "attention mass", "share of 1"),
+        ("mean_logit", "mean logit", "logits"),
+    ):
+        set_value(browser, "quantity", quantity)
+        assert f"{name} ({unit})" in text_of(browser, "table-note") and unit in text_of(browser, "heads-note")
+        labels = browser.js(
+            "[...document.querySelectorAll('#profile text, #matrix text')].map(t => t.textContent)"
+        )
+        assert labels.count(browser.js("about().label")) == 2
+        s = head_statistics(open_profiles(cache, 0, quantity).frame_profile(5))
+        row = browser.js("[...document.querySelectorAll('tr[data-head=\"2\"] td')].map(t => t.textContent)")
+        shown = [float(cell.replace("−", "-")) for cell in row[2:6]]
+        np.testing.assert_allclose(shown, [s.first[2], s.middle[2], s.last[2], s.delta[2]], atol=6e-4)
+    for name in browser.js("data.passes[0].measures.map(m => m.name)"):
+        browser.js(f"choose({{ measure: {name!r} }})")
+        assert browser.js("document.querySelector('#map-note').textContent.includes(measure().title)")
+        assert browser.js("document.querySelectorAll('#map .cells path').length") >= 2
+        assert "NaN" not in browser.js("document.querySelector('main').innerHTML")
+
+
+def test_colour_scales(page):
+    """Ends of the matrix's colour bar: the largest logit of the head, of its layer's heads, of all heads."""
+    browser = page("layer=1&head=1")
+    ends = {}
+    for scale in ("head", "layer", "all"):
+        set_value(browser, "scale", scale)
+        ends[scale] = float(
+            browser.js("[...document.querySelectorAll('#matrix text.end')].at(-1).textContent")
+        )
+        rows = {"head": "[matrixOf(1, 1)]", "layer": "[0, 1, 2].map(j => matrixOf(1, j))"}
+        rows["all"] = "[0, 1, 2].flatMap(i => [0, 1, 2].map(j => matrixOf(i, j)))"
+        expected = browser.js(f"Math.max(...{rows[scale]}.flat().filter(there).map(Math.abs))")
+        assert ends[scale] == pytest.approx(expected, abs=0.006)
+    assert ends["head"] <= ends["layer"] <= ends["all"] and ends["head"] < ends["all"]
+
+
+def test_two_heads_and_their_difference(page):
+    browser = page("layer=0&head=1")
+    assert browser.js("document.getElementById('compare-box').hidden")
+    browser.key("p")
+    browser.js("choose({ layer: 2, head: 2 })")
+    titles = "[...document.querySelectorAll('#compare .strong')].map(t => t.textContent)"
+    assert browser.js(titles) == ["A: layer 0, head 1", "B: layer 5, head 2 (chosen)", "A − B"]
+    browser.js("document.getElementById('pin').click()")
+    browser.key("ArrowRight")
+    assert browser.js(titles) == ["A: layer 0, head 1", "B: layer 5, head 2", "A − B"]
+    assert browser.js("document.getElementById('pin').disabled")
+    a, b, difference = browser.js(
+        "[profileOf(0, 1), profileOf(2, 2), minus(profileOf(0, 1), profileOf(2, 2))]"
+    )
+    np.testing.assert_allclose(np.subtract(a, b), difference)
+    assert browser.js("document.querySelectorAll('#map-marks text').length") == 2
+    for _ in range(2):
+        browser.js("document.querySelector('#pins button').click()")
+    assert browser.js("document.getElementById('compare-box').hidden && state.pins.length === 0")
+
+
+def test_sorting_and_filtering(page):
+    browser = page("list=all")
+    deltas = browser.js("data.passes[0].quantities.mean_logit.statistics.delta.flat()")
+    shown = "listed().map(([i, j]) => shown().statistics.delta[i][j])"
+    for order in (sorted(deltas, reverse=True), sorted(deltas), deltas):
+        browser.js("document.querySelector('[data-sort=delta]').click()")
+        assert browser.js(shown) == order
+    set_value(browser, "measure", "sign_rate")
+    rates = browser.js("measure().values.flat()")
+    middle = sorted(rates)[len(rates) // 2]
+    set_value(browser, "min", str(middle), "input")
+    kept = [x for x in rates if x >= middle]
+    assert browser.js("listed().length") == len(kept) < len(rates)
+    assert browser.js("document.querySelectorAll('#table tbody tr').length") == len(kept)
+    assert text_of(browser, "table-note").startswith(f"{len(kept)} of 9 heads.")
+    assert browser.js("document.querySelectorAll('#map .dim path').length") > 0
+    for kind in set(browser.js("pass().kinds.flat()")):
+        set_value(browser, "kind", kind)
+        assert browser.js(f"listed().every(([i, j]) => pass().kinds[i][j] === {kind!r})")
+    browser.js("document.getElementById('reset').click()")
+    assert browser.js("listed().length") == 3 and browser.js("document.getElementById('min').value") == ""
+
+
+def test_downloads(page, atlas_page, tmp_path):
+    browser = page("layer=5&head=2&pins=0.1_1.1&theme=dark&list=all")
+    cache = load_cache(atlas_page.with_name("a.pt"))
+    rows = list(csv.DictReader(io.StringIO(browser.js("headsAsCsv()"))))
+    assert len(rows) == 9 and (rows[-1]["layer"], rows[-1]["head"]) == ("5", "2")
+    profile = open_profiles(cache, 0, "mean_logit").frame_profile(5)[2]
+    found = [float(rows[-1][f"mean_logit_frame_{f}"]) for f in range(21)]
+    np.testing.assert_allclose(found, profile, atol=1e-3)
+    cells = list(csv.DictReader(io.StringIO(browser.js("matrixAsCsv()"))))
+    matrix = cache["frame_logits"][2, 0, 2].numpy()
+    assert len(cells) == np.isfinite(matrix).sum()
+    at = [(int(cell["query_frame"]), int(cell["key_frame"])) for cell in cells]
+    np.testing.assert_allclose(
+        [float(c["mean_logit"]) for c in cells], [matrix[q, k] for q, k in at], atol=1e-3
+    )
+    drawn = browser.js("viewAsSvg()")
+    assert "var(" not in drawn and drawn.count("<svg") >= 5 and "A: layer 0, head 1" in drawn
+    (tmp_path / "view.svg").write_text(drawn)
+    subprocess.run(
+        ["python3", "-c", f"import xml.dom.minidom as m; m.parse('{tmp_path}/view.svg')"], check=True
+    )
+    assert browser.js("fileName('svg', here())") == "wan-mini_layer5_head2_pass0_mean_logit.svg"
+    browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.js("document.getElementById('save-matrix').click()")
+    saved = tmp_path / "wan-mini_layer5_head2_pass0_mean_logit.csv"
+    browser.wait_for("false", seconds=1, until=saved.is_file)
+    assert saved.read_text() == browser.js("matrixAsCsv()")
+
+
+def test_hostile_words_stay_words(page, tmp_path):
+    cache = synthetic_caches.atlas()
+    bad = "<img src=x onerror='window.owned=1'></script><script>window.owned=1</script>\"'&"
+    cache["prompt"], cache["model"], cache["notes"] = bad, bad, [bad]
+    save_cache(tmp_path / "a.pt", cache)
+    save_page(tmp_path / "p.html", tmp_path / "a.pt")
+    browser = page("kind=<img src=x onerror='window.owned=1'>&pins=0.1", path=tmp_path / "p.html")
+    assert browser.js("typeof owned") == "undefined" and browser.js("document.images.length") == 0
+    assert text_of(browser, "notes") == bad and bad in text_of(browser, "source")
+    assert bad in browser.js("document.title")
+    drawn = browser.js(
+        "new DOMParser().parseFromString(viewAsSvg(), 'image/svg+xml').querySelectorAll('img, script').length"
+    )
+    assert drawn == 0 and "/" not in browser.js("fileName('svg', here())")
