@@ -8,9 +8,15 @@ from torch import Tensor
 from wan.blocks import block_ranges, block_sizes, check_window
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.cache_policies import CachePolicy, of_window
 from wan.modules.captured_call import Pass
 from wan.modules.causal_model import CausalWanModel
+from wan.modules.kv_cache import KVCache
+from wan.modules.model import TextKeysValues
+from wan.prompt_schedule import PromptSwitch, check_schedule
 from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
+
+RECACHE = -1  # the step of a forward that computes the cache again after a switch of prompts
 
 
 class CausalInferencePipeline:
@@ -27,8 +33,13 @@ class CausalInferencePipeline:
         context_noise: int = 0,
         text_encoder=None,
         vae=None,
+        cache_policy: CachePolicy | None = None,
     ):
-        """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional."""
+        """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional.
+
+        cache_policy says what a block may look at (wan/modules/cache_policies.py). Without one it is the
+        window that the model's local_attn_size and sink_size describe, or the whole past.
+        """
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         schedule = FlowSchedule(timestep_shift)
@@ -41,6 +52,8 @@ class CausalInferencePipeline:
         self.sigmas = schedule.sigma(steps).tolist()
         self.clean_timestep = float(context_noise)
         check_window(model.local_attn_size, model.sink_size, num_frame_per_block)
+        self.cache_policy = cache_policy or of_window(model.local_attn_size, model.sink_size)
+        self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
 
     @property
     def pass_timesteps(self) -> list[float]:
@@ -59,6 +72,7 @@ class CausalInferencePipeline:
         generator: torch.Generator | None = None,
         on_pass: Callable[[], None] | None = None,
         on_block: Callable[[int, Tensor], None] | None = None,
+        prompt_schedule: Sequence[PromptSwitch] = (),
     ):
         """Generate as many frames as noise [B, F, C, h, w] has -> video or None, latents [B, G + F, C, h, w].
 
@@ -68,6 +82,8 @@ class CausalInferencePipeline:
         it is finished.
         """
         given, blocks = self._blocks(noise, initial_latent)
+        check_schedule(prompt_schedule, blocks, self.cache_policy)
+        switches = {switch.frame: switch for switch in prompt_schedule}
         if prompt_embeds is None:
             prompt_embeds = self._encode(text_prompts, noise.shape[0])
         ATTENTION_WEIGHT_CAPTURE.check_model(
@@ -75,11 +91,14 @@ class CausalInferencePipeline:
         )
 
         latents = torch.cat([noise.new_empty(noise.shape[0], given, *noise.shape[2:]), noise], 1)
-        kv_cache = self.model.new_kv_cache(noise.shape[0], latents.shape[1], *noise.shape[3:])
+        kv_cache = self.model.new_kv_cache(
+            noise.shape[0], latents.shape[1], *noise.shape[3:], self.cache_policy, self.num_frame_per_block
+        )
         text = self.model.text_keys_values(prompt_embeds)
 
         def predict_flow(x: Tensor, at: Pass) -> Tensor:
             timestep = x.new_full((), at.timestep, dtype=torch.float32)
+            kv_cache.begin_pass(at.is_clean_pass)
             with ATTENTION_WEIGHT_CAPTURE.during(at):
                 flow = self.model(x, timestep, text, kv_cache)
             if on_pass:
@@ -94,7 +113,16 @@ class CausalInferencePipeline:
 
         for block, frames in enumerate(blocks):
             now = slice(frames.start, frames.stop)
-            kv_cache.advance(frames)
+
+            # 0. Switch to the next prompt, make room for the block.
+            switch = switches.get(frames.start)
+            if switch:
+                text = self.model.text_keys_values(self._embeds(switch, noise.shape[0]))
+                again = self._recall(kv_cache, switch, text)
+                if again:
+                    past = slice(again.start, again.stop)
+                    predict_flow(latents[:, past], self._pass(block, again, RECACHE))
+            kv_cache.advance(frames, text, cut=switch is not None and switch.how == "cut")
 
             # 1. Denoise: predict the clean block, then go back to the next, lower noise level.
             if frames.start < given:
@@ -121,9 +149,26 @@ class CausalInferencePipeline:
             query_frames=tuple(frames),
             block=block,
             step=step,
-            timestep=self.pass_timesteps[step],
-            is_clean_pass=step == len(self.timesteps),
+            timestep=self.pass_timesteps[step],  # step -1 has that of the clean pass
+            is_clean_pass=step in (len(self.timesteps), RECACHE),
         )
+
+    @staticmethod
+    def _recall(kv_cache: KVCache, switch: PromptSwitch, text: TextKeysValues) -> range | None:
+        """What a switch does to the cache; the frames whose keys are to be computed again, if any."""
+        if switch.how in ("flush", "cut"):
+            kv_cache.flush()
+        if switch.how != "recache":
+            return None
+        seen = kv_cache.policy.num_frames or switch.frame
+        frames = range(max(0, switch.frame - seen), switch.frame)
+        kv_cache.recache(frames, text)
+        return frames
+
+    def _embeds(self, switch: PromptSwitch, batch: int) -> Tensor:
+        if switch.prompt_embeds is not None:
+            return switch.prompt_embeds
+        return self._encode(None if switch.prompt is None else [switch.prompt] * batch, batch)
 
     def _blocks(self, noise: Tensor, initial_latent: Tensor | None) -> tuple[int, list[range]]:
         """How many frames are given, and the frames of every block, given and generated."""

@@ -12,6 +12,7 @@ from wan.modules.capture import CaptureRequest
 from wan.modules.captured_call import Pass, Site
 from wan.modules.causal_model import teacher_forcing_mask
 from wan.modules.key_layout import KeyLayout
+from wan.modules.layers import Rope
 from wan.modules.model import WanModel
 from wan.modules.older_capture import OlderCapture
 from wan.pipeline import CausalInferencePipeline
@@ -55,7 +56,7 @@ def test_asking_for_a_layer_returns_that_layer(layer):
     model = tiny_pipeline().model
     x, e = torch.randn(1, 15, 48), torch.randn(1, 1, 6, 48)
     text = model.text_keys_values(torch.randn(1, 4, 24))
-    rope = model.rotary(range(3), 1, 5, x.device)
+    rope = Rope(*[model.rotary(range(3), 1, 5, x.device)] * 2)
 
     def logits_by_layer():
         ATTENTION_WEIGHT_CAPTURE.enable(layer_indices=[2 * layer], num_layers=2 * MODEL_LAYERS)

@@ -6,10 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.errors import ConfigError
+from wan.modules.cache_policies import make_policy, of_window
 from wan.modules.key_means import KeyMeans
 from wan.modules.kv_cache import KVCache
 
 LAYERS, HEADS, DIM = 2, 3, 4
+
+
+def new_cache(num_frames: int, window: int = -1, sink: int = 0, S: int = 2) -> KVCache:
+    return KVCache([HEADS] * LAYERS, 1, DIM, S, num_frames, of_window(window, sink))
 
 
 @given(
@@ -23,7 +28,7 @@ LAYERS, HEADS, DIM = 2, 3, 4
 def test_against_a_list_of_frames(data, S, sink, extra, windowed):
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=7))
     window = sink + max(sizes) + extra if windowed else -1
-    cache = KVCache(LAYERS, 1, HEADS, DIM, S, sum(sizes), window, sink)
+    cache = new_cache(sum(sizes), window, sink, S)
     generator, means = torch.Generator().manual_seed(0), KeyMeans()
     past: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # (frame, keys [layers, S, H, D], values)
     start = 0
@@ -32,7 +37,7 @@ def test_against_a_list_of_frames(data, S, sink, extra, windowed):
         cache.advance(block)
         for _ in range(data.draw(st.integers(1, 3))):  # passes over one block overwrite each other
             k, v = torch.randn(2, LAYERS, 1, size * S, HEADS, DIM, generator=generator)
-            written = [cache.write(layer, k[layer], v[layer]) for layer in range(LAYERS)]
+            written = [cache.write(layer, k[layer], k[layer], v[layer]) for layer in range(LAYERS)]
             own = [
                 (f, k[:, 0, i * S : (i + 1) * S], v[:, 0, i * S : (i + 1) * S]) for i, f in enumerate(block)
             ]
@@ -45,20 +50,20 @@ def test_against_a_list_of_frames(data, S, sink, extra, windowed):
                 assert torch.equal(values[0], torch.cat([v[layer] for _, _, v in frames]))
                 if data.draw(st.booleans()):  # somebody looks, or not: no stale means
                     expected = torch.stack([k[layer].mean(0) for _, k, _ in frames])
-                    torch.testing.assert_close(means.of(layer, keys, cache.layout)[0], expected)
+                    torch.testing.assert_close(means.of(layer, keys, cache.layouts[layer])[0], expected)
         past = [*past, *own]
 
 
 def test_writes_are_in_place():
-    cache = KVCache(1, 1, HEADS, DIM, 2, 6)
+    cache = new_cache(6)
     buffer = cache.keys[0].data_ptr()
     cache.advance(range(3))
-    keys, _ = cache.write(0, torch.ones(1, 6, HEADS, DIM), torch.ones(1, 6, HEADS, DIM))
+    keys, _ = cache.write(0, *[torch.ones(1, 6, HEADS, DIM)] * 3)
     assert keys.data_ptr() == buffer == cache.keys[0].data_ptr()
 
 
 def test_a_rollout_longer_than_announced_is_refused():
-    cache = KVCache(1, 1, HEADS, DIM, 2, 3)
+    cache = new_cache(3)
     cache.advance(range(3))
     with pytest.raises(ValueError, match="frame 5 is beyond the 3 frames"):
         cache.advance(range(3, 6))
@@ -66,8 +71,8 @@ def test_a_rollout_longer_than_announced_is_refused():
 
 @pytest.mark.parametrize(
     ("window", "sink", "message"),
-    [(3, 1, "must be at least 4"), (0, 0, "at least 1"), (4, -1, "sink_size must be 0 or more")],
+    [(3, 1, "must be at least 4"), (0, 0, "at least 1"), (4, -1, "sink must be 0 or more")],
 )
 def test_a_window_too_small_is_refused(window, sink, message):
     with pytest.raises(ConfigError, match=message):
-        KVCache(1, 1, HEADS, DIM, 2, 12, window, sink).advance(range(3))
+        make_policy("window", window=window, sink=sink).check([3])

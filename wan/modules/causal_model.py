@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from wan.blocks import check_window
+from wan.modules.cache_policies import CachePolicy, of_window
 from wan.modules.kv_cache import KVCache
 from wan.modules.model import TextKeysValues, WanModel
+from wan.modules.rope import RotaryTable
 
 
 class CausalWanModel(WanModel):
@@ -37,20 +39,33 @@ class CausalWanModel(WanModel):
         t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]
         return self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask).transpose(1, 2)
 
-    def new_kv_cache(self, batch: int, num_frames: int, height: int, width: int) -> KVCache:
-        """An empty cache for a rollout of num_frames latent frames of height x width."""
-        config = self.config
+    def new_kv_cache(
+        self,
+        batch: int,
+        num_frames: int,
+        height: int,
+        width: int,
+        policy: CachePolicy | None = None,
+        block_size: int = 3,
+    ) -> KVCache:
+        """An empty cache for a rollout of num_frames latent frames of height x width in blocks of block_size.
+
+        Without a policy it is that of the model's local_attn_size and sink_size.
+        """
+        config, device = self.config, self.device
+        _, patch_h, patch_w = config.patch_size
+        rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
         return KVCache(
-            config.num_layers,
+            [config.num_heads] * config.num_layers,
             batch,
-            config.num_heads,
             config.head_dim,
             config.tokens_per_frame(height, width),
             num_frames,
-            self.local_attn_size,
-            self.sink_size,
+            policy or of_window(self.local_attn_size, self.sink_size),
+            block_size,
+            rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
             dtype=self.dtype,
-            device=self.device,
+            device=device,
         )
 
 

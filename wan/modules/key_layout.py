@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 AVERAGE, EMPTY, CHOSEN = -1, -2, -3  # Slot.frame of a mean of frames, of zeros, of tokens of several frames
 MIXED = -98  # Slot.position of tokens that stand at several positions
+STALE = -97  # Slot.position of keys that were moved and are about to be rotated
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +23,45 @@ class Slot:
     frame: int  # or AVERAGE, EMPTY, CHOSEN
     position: int  # or MIXED
     is_rotated: bool = True  # False: the keys stand there without RoPE
+    items: tuple[
+        int, ...
+    ] = ()  # the frame of each batch item where a choice is made; frame is that of the first
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenTokens:
+    """Tokens of several frames in the slots given, in order: for each its frame, its index in that frame, its position
+    and how often it was chosen, int64 [B, n] each."""
+
+    slots: range
+    frames: Tensor
+    indices: Tensor
+    positions: Tensor
+    uses: Tensor
+
+    @classmethod
+    def of_frames(
+        cls, frames: Sequence[int], tokens_per_frame: int, batch: int, device: torch.device
+    ) -> "ChosenTokens":
+        """All tokens of whole frames, at their own positions, never chosen yet."""
+        each = torch.tensor(frames, dtype=torch.long, device=device).repeat_interleave(tokens_per_frame)
+        indices = torch.arange(tokens_per_frame, device=device).repeat(len(frames))
+        rows = [row.expand(batch, -1) for row in (each, indices, each, torch.zeros_like(each))]
+        return cls(range(len(frames)), *rows)
+
+    def followed_by(self, other: "ChosenTokens") -> "ChosenTokens":
+        """These tokens and then the other ones."""
+        pairs = zip(self._rows, other._rows, strict=True)
+        return ChosenTokens(range(0), *(torch.cat(pair, 1) for pair in pairs))
+
+    def take(self, order: Tensor, slots: range) -> "ChosenTokens":
+        """The tokens of the indices order [B, n], which fill the slots and were chosen once more."""
+        frames, indices, positions, uses = (row.gather(1, order) for row in self._rows)
+        return ChosenTokens(slots, frames, indices, positions, uses + 1)
+
+    @property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.frames, self.indices, self.positions, self.uses
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +79,7 @@ class KeyLayout:
     rollout: object = None
     version: int = 0
     unchanged: int = 0
+    chosen: ChosenTokens | None = None  # of one layer, where tokens of several frames stay
 
     def follows(self, other: "KeyLayout") -> bool:
         """Whether this layout came right after another one of the same rollout."""

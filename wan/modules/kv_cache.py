@@ -1,85 +1,258 @@
-"""Keys and values of one rollout, with an optional sliding window that keeps the first frames as a sink."""
+"""Keys and values of one rollout: buffers, and slots that a cache policy fills, moves and empties.
+
+Letters: B batch, S tokens per frame, H heads, D head dim. What may stay, and where it stands, is the policy's
+to say (wan/modules/cache_policies.py).
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from wan.blocks import check_window
-from wan.modules.key_layout import KeyLayout, Slot
+from wan.modules.key_layout import EMPTY, STALE, ChosenTokens, KeyLayout, Slot
+from wan.modules.rope import rotate
+
+if TYPE_CHECKING:
+    from wan.modules.policies.base import CachePolicy
+
+RopeTables = tuple[Tensor, Tensor]
 
 
 class KVCache:
     """One buffer of keys and one of values per layer, [B, capacity·S, H, D], written in place.
 
-    frames are the global indices of the latent frames a query of the newest block sees, in the order of the
-    buffer. With local_attn_size (frames) these are the first sink_size frames and the newest of the rest, the
-    block included.
+    slots say what lies in them, in order; own are those of the newest block, which its passes overwrite.
+    Policies whose keys change their position keep them un-rotated as well, in raw_keys.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        num_heads: Sequence[int],
         batch: int,
-        num_heads: int,
         head_dim: int,
         tokens_per_frame: int,
         num_frames: int,
-        local_attn_size: int = -1,
-        sink_size: int = 0,
+        policy: "CachePolicy",
+        block_size: int = 3,
+        rope: Callable[[Sequence[int]], RopeTables] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        check_window(local_attn_size, sink_size, block_size=1)
-        self.local_attn_size, self.sink_size = local_attn_size, sink_size
-        self.capacity = num_frames if local_attn_size == -1 else min(local_attn_size, num_frames)
-        self.tokens_per_frame = tokens_per_frame
-        self.frames: list[int] = []
+        """num_heads of each layer. rope gives the tables [n·S, 1, D] of n temporal positions; some policies need it."""
+        self.num_frames, self.tokens_per_frame, self.rope = num_frames, tokens_per_frame, rope
+        self.capacity = policy.capacity(num_frames, block_size)
+        self.slots: list[Slot] = []
+        self.own = range(0)
         self.newest = range(0)
-        shape = (batch, self.capacity * tokens_per_frame, num_heads, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
+        self.text: Sequence[tuple[Tensor, Tensor]] = ()  # the prompt's keys and values per layer
+        self.policy = copy(policy)  # state belongs to one video
+
+        def buffers(slots: int) -> list[Tensor]:
+            shapes = [(batch, slots * tokens_per_frame, heads, head_dim) for heads in num_heads]
+            return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+        self.keys, self.values = buffers(self.capacity), buffers(self.capacity)
+        self.raw_slots = min(policy.raw_slots(self.capacity), self.capacity)  # the first slots keep raw keys
+        self.raw_keys = buffers(self.raw_slots) if self.raw_slots else []
+        self.raw_keys_move = self.raw_slots == self.capacity
         self._rollout = object()
-        self.layout = KeyLayout((), tokens_per_frame)
+        self.layouts = [KeyLayout((), tokens_per_frame)] * len(self.keys)
+        self.policy.start(self)
 
-    def advance(self, block: range) -> None:
-        """Make room for the next block; from here on its queries see frames, and writes go to its slots."""
-        check_window(self.local_attn_size, self.sink_size, len(block))
-        excess = len(self.frames) + len(block) - self.capacity
-        if excess > 0 and self.capacity != self.local_attn_size:
-            raise ValueError(
-                f"frame {block.stop - 1} is beyond the {self.capacity} frames that the KV cache was made for"
-            )
-        if excess > 0:
-            sink = min(self.sink_size, len(self.frames))
-            self._move(source=slice(sink + excess, len(self.frames)), to=sink)
-            del self.frames[sink : sink + excess]
-        unchanged = min(self.sink_size, len(self.frames)) if excess > 0 else len(self.frames)
-        self.frames.extend(block)
-        self.newest = block
-        self.layout = KeyLayout(
-            tuple(Slot(frame, frame) for frame in self.frames),
-            self.tokens_per_frame,
-            range(len(self.frames) - len(block), len(self.frames)),
-            tuple(block),
-            self._rollout,
-            self.layout.version + 1,
-            unchanged,
-        )
+    @property
+    def frames(self) -> list[int]:
+        """The frame of every slot."""
+        return [slot.frame for slot in self.slots]
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def num_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def query_positions(self) -> Sequence[int]:
+        """Temporal positions of the newest block's queries."""
+        return self.policy.query_positions(self)
+
+    @property
+    def key_positions(self) -> Sequence[int]:
+        """Temporal positions of the newest block's keys."""
+        return self.policy.key_positions(self)
+
+    # -- the rollout ----------------------------------------------------------------------------------------------
+
+    def advance(
+        self,
+        block: range,
+        text: Sequence[tuple[Tensor, Tensor]] = (),
+        cut: bool = False,
+    ) -> None:
+        """Make room for the next block. From here on its queries see slots, and writes go to own.
+
+        text are the prompt's cross-attention keys and values, which some policies ask. cut: the block stands
+        far away from what came before (Infinity-RoPE).
+        """
+        self.text = text or self.text
+        self._drop_empty()
+        self.policy.admit(self, block, cut)
+        self.begin_pass(is_clean=True)
+        self.publish()
+
+    def flush(self) -> None:
+        """Forget the past but for the policy's sink and the last two frames."""
+        self._drop_empty()
+        self.policy.flush(self)
+
+    def recache(self, frames: range, text: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make room for a forward over clean frames of the past, whose keys become the cache."""
+        self.text = text
+        self._drop_empty()
+        self.policy.recache(self, frames)
+        self.begin_pass(is_clean=True)
+        self.publish()
+
+    def begin_pass(self, is_clean: bool) -> None:
+        """Say which pass comes next; raw keys are kept of clean ones alone."""
+        self.stores_raw = is_clean and self.own.start < self.raw_slots
+
+    def write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Store the newest block's keys and values [B, L, H, D], over those of its earlier passes.
 
-        Returns views of all visible keys and values [B, Lk, H, D].
+        q [B, L, H, D] are its queries, for policies that choose by them. Returns views of all visible keys
+        and values [B, Lk, H, D].
         """
-        end = len(self.frames) * self.tokens_per_frame
-        start = end - len(self.newest) * self.tokens_per_frame
+        S, own = self.tokens_per_frame, self.policy.own_slots(self, layer)
+        skipped = self.policy.unwritten(self, layer)
+        start, end = (own.start + skipped) * S, own.stop * S
+        first = k.shape[1] - (end - start)  # a recomputed cache may have no place for the first frames
         keys, values = self.keys[layer], self.values[layer]
+        if first:
+            k, v = k[:, first:], v[:, first:]
         keys[:, start:end] = k
         values[:, start:end] = v
-        return keys[:, :end], values[:, :end]
+        if raw_k is not None:
+            stop = min(end, self.raw_slots * S)
+            self.raw_keys[layer][:, start:stop] = raw_k[:, first : first + stop - start]
+        return self.policy.written(self, layer, q)
 
-    def _move(self, source: slice, to: int) -> None:
-        S = self.tokens_per_frame
-        tokens = slice(source.start * S, source.stop * S)
-        target = slice(to * S, (to + source.stop - source.start) * S)
+    def view(self, layer: int, stop: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first stop slots, or of all of them."""
+        end = (len(self.slots) if stop is None else stop) * self.tokens_per_frame
+        return self.keys[layer][:, :end], self.values[layer][:, :end]
+
+    # -- what policies do -----------------------------------------------------------------------------------------
+
+    def tokens(self, start: int, stop: int) -> slice:
+        """The tokens of slots start..stop - 1 in a buffer."""
+        return slice(start * self.tokens_per_frame, stop * self.tokens_per_frame)
+
+    def append(self, block: range, own: int | None = None) -> None:
+        """The frames of the next block, or the last own of them, take the slots after the present ones."""
+        frames = block[len(block) - (len(block) if own is None else own) :]
+        if len(self.slots) + len(frames) > self.capacity:
+            raise ValueError(
+                f"frame {block.stop - 1} is beyond the {self.num_frames} frames that the KV cache was made for"
+            )
+        self.own = range(len(self.slots), len(self.slots) + len(frames))
+        self.slots.extend(Slot(frame, frame) for frame in frames)
+        self.newest = block
+
+    def append_empty(self, count: int) -> None:
+        """Slots of zeros after the present ones, until the next block."""
+        zeros = self.tokens(len(self.slots), len(self.slots) + count)
         for buffer in (*self.keys, *self.values):
-            buffer[:, target] = buffer[:, tokens].clone()  # the two ranges may overlap
+            buffer[:, zeros] = 0
+        self.slots.extend(Slot(EMPTY, EMPTY) for _ in range(count))
+
+    def remove(self, start: int, count: int) -> None:
+        """count slots leave, and those after them close up."""
+        if count <= 0:
+            return
+        self.move(start + count, len(self.slots), start)
+        del self.slots[start : start + count]
+
+    def move(self, start: int, stop: int, to: int) -> None:
+        """Copy the keys and values of slots start..stop - 1 to the slots from to on; their Slots stay where they are."""
+        source, target = self.tokens(start, stop), self.tokens(to, to + stop - start)
+        moved = [*self.values, *(self.raw_keys if self.raw_keys_move else ())]
+        if self.policy.stands_by_slot:  # their keys will be rotated anew
+            self.slots[start:stop] = [Slot(slot.frame, STALE) for slot in self.slots[start:stop]]
+        else:
+            moved += self.keys
+        for buffer in moved:
+            buffer[:, target] = buffer[:, source].clone()  # the two ranges may overlap
+
+    def stand(self, positions: Sequence[int], start: int = 0) -> None:
+        """Put the keys of the slots from start on to these temporal positions, rotating those that stood elsewhere."""
+        turned = []
+        for index, position in enumerate(positions, start):
+            slot = self.slots[index]
+            if slot.position != position:
+                self.slots[index] = Slot(slot.frame, position)
+                if index not in self.own:
+                    turned.append(index)
+        for run in _runs(turned):
+            self.rotate(run, [self.slots[index].position for index in run])
+
+    def rotate(self, slots: range, positions: Sequence[int]) -> None:
+        """Rotate the raw keys of slots to temporal positions."""
+        if self.rope is None:
+            raise ValueError("this policy moves keys: the KV cache needs the tables of RoPE")
+        cos, sin = self.rope(_as_range(positions))
+        tokens = self.tokens(slots.start, slots.stop)
+        for keys, raw in zip(self.keys, self.raw_keys, strict=True):
+            keys[:, tokens] = rotate(raw[:, tokens], cos, sin)
+
+    def _drop_empty(self) -> None:
+        while self.slots and self.slots[-1].frame == EMPTY:
+            self.slots.pop()
+
+    # -- what others see ------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Make the layouts of the calls to come."""
+        shared = self._layout(self.slots, self.layouts[0])
+        if not self.policy.chooses_by_layer:
+            self.layouts = [shared] * self.num_layers
+            return
+        self.layouts = [
+            self._layout(self.policy.layer_slots(self, layer), before, self.policy.layer_tokens(layer))
+            for layer, before in enumerate(self.layouts)
+        ]
+
+    def _layout(
+        self, slots: Sequence[Slot], before: KeyLayout, chosen: ChosenTokens | None = None
+    ) -> KeyLayout:
+        same = [new is old for new, old in zip(slots, before.slots, strict=False)]
+        return KeyLayout(
+            tuple(slots),
+            self.tokens_per_frame,
+            own=self.own,
+            query_positions=tuple(self.query_positions),
+            rollout=self._rollout,
+            version=before.version + 1,
+            unchanged=same.index(False) if False in same else len(same),
+            chosen=chosen,
+        )
+
+
+def _runs(indices: Sequence[int]) -> list[range]:
+    """Consecutive indices together: [0, 1, 4] -> [range(0, 2), range(4, 5)]."""
+    runs: list[range] = []
+    for index in indices:
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs
+
+
+def _as_range(positions: Sequence[int]) -> Sequence[int]:
+    """A range where the positions are consecutive: tables of a range are made on the device."""
+    first = positions[0]
+    consecutive = all(position == first + i for i, position in enumerate(positions))
+    return range(first, first + len(positions)) if consecutive else positions

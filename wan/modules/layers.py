@@ -19,6 +19,13 @@ from wan.modules.kv_cache import KVCache
 from wan.modules.rope import rotate
 
 
+class Rope(NamedTuple):
+    """Tables of RoPE for a call's queries and for its own keys, cos and sin [L, 1, D]; mostly the same ones."""
+
+    queries: tuple[Tensor, Tensor]
+    keys: tuple[Tensor, Tensor]
+
+
 class Modulation(NamedTuple):
     """What a sublayer does with its input and output per frame, float32 [B, F or 1, dim] each."""
 
@@ -125,16 +132,19 @@ class SelfAttention(_Attention):
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         kv_cache: KVCache | None = None,
         mask: Tensor | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
-        q, k, v = self.norm_q(self.q(x), rope), self.norm_k(self.k(x), rope), self.values(x)  # [B, L, H, D]
+        projected = self.k(x)
+        q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(projected, rope.keys)
+        v = self.values(x)  # [B, L, H, D]
         if kv_cache is not None:
-            k, v = kv_cache.write(self.site.layer, k, v)  # [B, Lk, H, D]
-            layout = kv_cache.layout
+            raw_k = self.norm_k(projected) if kv_cache.stores_raw else None
+            k, v = kv_cache.write(self.site.layer, q, k, v, raw_k)  # [B, Lk, H, D]
+            layout = kv_cache.layouts[self.site.layer]
         return self.o(attention(q, k, v, self.site, mask, layout).flatten(2))
 
 
@@ -170,7 +180,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         time: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         text: tuple[Tensor, Tensor],
         kv_cache: KVCache | None = None,
         mask: Tensor | None = None,

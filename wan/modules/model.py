@@ -12,7 +12,7 @@ from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
-from wan.modules.layers import Block, Head, sinusoidal_embedding
+from wan.modules.layers import Block, Head, Rope, sinusoidal_embedding
 from wan.modules.rope import RotaryTable
 
 TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
@@ -78,7 +78,7 @@ class WanModel(nn.Module):
         dtype = self.patch_embedding.weight.dtype
         x = self.patch_embedding(x.to(dtype))  # [B, dim, F, h, w]
         grid_h, grid_w = x.shape[3:]
-        rope = self.rotary(frames, grid_h, grid_w, x.device)
+        rope = self.rope_tables(frames, grid_h, grid_w, kv_cache)
         x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
         time = self.time_embedding(sinusoidal_embedding(t, config.freq_dim).to(dtype))  # [B, F or 1, dim]
         rows = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
@@ -94,6 +94,15 @@ class WanModel(nn.Module):
             ph=config.patch_size[1],
             pw=config.patch_size[2],
         )
+
+    def rope_tables(self, frames: Sequence[int], height: int, width: int, kv_cache: KVCache | None) -> Rope:
+        """Tables for the positions that a cache gives to queries and keys, or for those of the frames without one."""
+        at = frames if kv_cache is None else kv_cache.key_positions
+        keys = self.rotary(at, height, width, self.device)
+        asks = at if kv_cache is None else kv_cache.query_positions
+        if tuple(asks) == tuple(at):
+            return Rope(keys, keys)
+        return Rope(self.rotary(asks, height, width, self.device), keys)
 
     def init_weights(self) -> None:
         """Initial values for training: Xavier for products, normal for embeddings, zero for the head."""

@@ -1,0 +1,54 @@
+"""Prompts that change during a video, and what a change does to the cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from wan.errors import ConfigError
+from wan.modules.policies.base import CachePolicy
+
+How = Literal["keep", "recache", "flush", "cut"]
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSwitch:
+    """From frame on, which must begin a block, another prompt: a text, or its states [B, n, text_dim].
+
+    keep: the cache stays as it is. recache (LongLive): the newest frames are computed again under the new
+    prompt. flush (Infinity-RoPE): only the sink and the last two frames stay. cut: flush, and the next block
+    stands far away.
+    """
+
+    frame: int
+    prompt: str | None = None
+    how: How = "keep"
+    prompt_embeds: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.how not in get_args(How):
+            raise ConfigError(f"prompt_schedule: {self.how!r} is not one of {', '.join(get_args(How))}")
+
+
+def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:
+    """Raise ConfigError for a switch within a block, before the first one, twice at one place, or past the policy."""
+    starts = [frames.start for frames in blocks[1:]]
+    for switch in schedule:
+        if switch.frame not in starts:
+            raise ConfigError(
+                f"prompt_schedule: frame {switch.frame} does not begin a block after the first; "
+                f"blocks begin at {', '.join(map(str, starts)) or 'no later frame'}"
+            )
+        if switch.how == "recache" and not policy.can_recache:
+            raise ConfigError(
+                f"prompt_schedule: cache_policy {policy.name} cannot compute its cache again; use keep or flush"
+            )
+        if switch.how == "cut" and not policy.stands_by_slot:
+            raise ConfigError(
+                f"prompt_schedule: a cut needs a policy whose keys stand at 0..n-1, such as relative, "
+                f"not {policy.name}; use flush"
+            )
+    frames = [switch.frame for switch in schedule]
+    if len(set(frames)) < len(frames):
+        raise ConfigError(f"prompt_schedule: two prompts begin at frame {max(frames, key=frames.count)}")
