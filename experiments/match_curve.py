@@ -5,8 +5,9 @@ python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_
 
 import argparse
 
-from experiments.analysis import reports
+from experiments.analysis.curve_matching import match_curves
 from experiments.analysis.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
+from experiments.analysis.reports import match_lines
 from experiments.caches import load_cache
 from experiments.caches.errors import CacheError
 from experiments.caches.view import open_passes, open_profiles
@@ -36,7 +37,8 @@ def run(argv=None):
         raise CacheError(f"{args.cache_path}: {why_not}")
     print(f"{args.cache_path}: {view.source}")
     heads = FIGURE4_HEADS if view.model == FIGURE4_MODEL else ()  # other models have no such heads
-    print(reports.match_lines(open_passes(cache, view), heads, curves, view.step))
+    passes = open_passes(cache, view)
+    print(match_lines(match_curves(passes, heads, curves, view.step), passes))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.analysis.head_measures import open_quantity, survey
+from experiments.analysis.head_measures import measure_heads, open_quantity
 from experiments.caches import save_cache
 from experiments.caches.atomic_files import replacing
 from experiments.evaluate_mini import scenes
@@ -32,9 +32,11 @@ MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_co
 
 def measured(atlases: Sequence[dict], step: int) -> dict[str, list]:
     """Measures [layers, heads] of one pass, mean over the atlases."""
-    surveys = [survey(open_quantity(a, step, "mean_logit"), open_quantity(a, step, "mass")) for a in atlases]
+    measured_atlases = [
+        measure_heads(open_quantity(a, step, "mean_logit"), open_quantity(a, step, "mass")) for a in atlases
+    ]
     maps = {
-        name: np.mean([next(m.values for m in s if m.name == name) for s in surveys], 0) for name in MEASURES
+        name: np.mean([next(m.values for m in s if m.name == name) for s in measured_atlases], 0) for name in MEASURES
     }
     return {name: values.round(4).tolist() for name, values in maps.items()}
 

@@ -1,8 +1,8 @@
 """Latent or video frames along the axes of a layer's figures.
 
-The VAE encodes video frame 0 alone and then groups of four: video frame i is in latent frame (i + 3) // 4. Attention is
-measured per latent frame, so the video view repeats values: it places them in time and adds no measurement.
-"""
+The VAE encodes video frame 0 alone and then groups of four: video frame i is in latent frame (i + 3) // 4.
+Attention is measured per latent frame, so the video view repeats values: it places them in time and adds no
+measurement."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis.reports import ranges
+from experiments.caches.caption import Caption, noise_label, subtitle
 from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
@@ -40,9 +40,8 @@ class FrameView:
         """The latent frame of each of some shown frames. CacheError for a frame that is not shown."""
         for f in shown:
             if not 0 <= f < len(self.latent):
-                raise CacheError(
-                    f"query frame {f} is not in 0..{len(self.latent) - 1}, the {self.unit} frames of this view"
-                )
+                last = len(self.latent) - 1
+                raise CacheError(f"query frame {f} is not in 0..{last}, the {self.unit} frames of this view")
         return [int(self.latent[f]) for f in shown]
 
     def __str__(self) -> str:
@@ -50,8 +49,8 @@ class FrameView:
         if self.unit == "latent":
             return f"View: {n} latent frames"
         return (
-            f"View: {n} video frames; the VAE encodes frame 0 alone, then groups of {self.stride}: video frame i is in "
-            f"latent frame (i + {self.stride - 1}) // {self.stride}, and shows its value"
+            f"View: {n} video frames; the VAE encodes frame 0 alone, then groups of {self.stride}: "
+            f"video frame i is in latent frame (i + {self.stride - 1}) // {self.stride}, and shows its value"
         )
 
 
@@ -61,11 +60,11 @@ def choose_view(
     num_video_frames: int | None = None,
     stride: int | None = None,
 ) -> FrameView:
-    """The frames of a layer cache to show: video frames if use_video, or None and the cache knows orig_num_frames.
+    """The frames of a layer cache to show: video frames if use_video, or None and the cache knows
+    orig_num_frames.
 
-    num_video_frames and stride are the cache's orig_num_frames and vae_stride_t, else as many as the latents hold in
-    groups of four. Raises CacheError for a count that is not that of the cache's latent frames.
-    """
+    num_video_frames and stride are the cache's orig_num_frames and vae_stride_t, else as many as the latents
+    hold in groups of four. Raises CacheError for a count that is not that of the cache's latent frames."""
     F = cache["num_frames"]
     stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
     if not (use_video if use_video is not None else "orig_num_frames" in cache):
@@ -78,35 +77,39 @@ def choose_view(
             f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}; "
             f"ORIG_NUM_FRAMES may be {fits}"
         )
-    return FrameView("video", stride, video_to_latent_frame(np.arange(n), stride))
+    return FrameView("video", stride, np.array([video_to_latent_frame(i, stride) for i in range(n)]))
 
 
 def query_profile(
     view: Profiles, axes: FrameView, query_frames: Sequence[int] | None = None
-) -> tuple[np.ndarray, dict]:
-    """Profile [H, F] over latent key frames of a layer view, and what figures want to know about it.
+) -> tuple[np.ndarray, Caption]:
+    """Profile [H, F] over latent key frames of a layer view, and what figures say about it.
 
-    query_frames None takes the stored mean over the last block's queries; frames as the axes count them take the mean of
-    those rows, in which a key frame counts the queries that attend to it. CacheError for a frame that is not there.
-    """
+    query_frames None takes the stored mean over the last block's queries; frames as the axes count them take
+    the mean of those rows, in which a key frame counts the queries that attend to it. CacheError for a frame
+    that is not there, or rows of a cache without a matrix."""
     (layer,) = view.layers
+    noise: Sequence[int]
     if query_frames is None:
         profile, latent = view.frame_profile(layer), list(view.query_frames)
         query_frames, noise = axes.shown(latent), view.noise_frames
     else:
-        latent = axes.latent_frames(query_frames)
-        profile = _mean_of_rows(view.frame_matrix(layer), latent)
+        latent, matrix = axes.latent_frames(query_frames), view.frame_matrix(layer)
+        if matrix is None:
+            raise CacheError("this cache has no frame matrix: QUERY_FRAMES must be None")
+        profile = _mean_of_rows(matrix, latent)
         noise = own_blocks(view.block_sizes, latent) if view.is_clean_pass is False else ()
-    shaded = {}
+    highlighted = {}
     if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
-        t = "" if view.timestep is None else f" at t = {view.timestep:g}"
-        shaded = {f"own block (noise{t})": axes.shown(noise)}
-    taken = f"{view.pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)}"
-    return profile, {"quantity": view.quantity, "taken": taken, "shaded": shaded, "unit": axes.unit}
+        highlighted = {noise_label(view.timestep): axes.shown(noise)}
+    return profile, Caption(
+        view.quantity, subtitle(view.pass_label, query_frames), highlighted, unit=axes.unit
+    )
 
 
-def of_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
-    """A layer cache as it is ("cond"), or of guidance's unconditional branch ("uncond"), whose queries are the same."""
+def select_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
+    """A layer cache as it is ("cond"), or of guidance's unconditional branch ("uncond"), whose queries are
+    the same."""
     if branch == "cond":
         return cache
     if branch != "uncond" or "full_frame_attention_uncond" not in cache:

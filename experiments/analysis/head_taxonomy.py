@@ -1,13 +1,14 @@
-"""Kinds of heads, by two published rules: anchor, wave or veil from signs of logits; static or dynamic from mass.
+"""Kinds of heads, by two published rules: anchor, wave or veil from signs of logits; static or dynamic from
+mass.
 
-Labels are small integers in the coding of the published tables (Pyramid Forcing, Forcing-KV). ABSENT is where a cache
-does not hold what the rule needs. Pure functions; the thresholds come from configs/taxonomy.yaml.
-"""
+Labels are small integers in the coding of the published tables (Pyramid Forcing, Forcing-KV). ABSENT is where
+a cache does not hold what the rule needs. Pure functions; the thresholds come from configs/taxonomy.yaml."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple, cast
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -22,7 +23,7 @@ ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
 
 KINDS: Mapping[int, str] = MappingProxyType({ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"})
 
-REACHES: Mapping[int, str] = MappingProxyType({STATIC: "static", DYNAMIC: "dynamic"})
+LOCALITY: Mapping[int, str] = MappingProxyType({STATIC: "static", DYNAMIC: "dynamic"})
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,22 @@ class Thresholds:
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
-    """Thresholds from a YAML file. Raises ConfigError for one that is not there, an unknown key or a wrong value."""
+    """Thresholds from a YAML file. Raises ConfigError for one that is not there, an unknown key or a wrong
+    value."""
     if not Path(path).is_file():
         raise ConfigError(f"{path} not found; the repository has configs/taxonomy.yaml")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Thresholds), OmegaConf.load(path)))
+        merged = OmegaConf.merge(OmegaConf.structured(Thresholds), OmegaConf.load(path))
+        return cast(Thresholds, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         known = ", ".join(f.name for f in fields(Thresholds))
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; known keys: {known}") from error
 
 
 def context_sign_rate(view: Profiles) -> np.ndarray:
-    """Share of positive mean logits over context cells, per head [N, H]: all cells of the frame matrix whose key block is
-    strictly earlier than the query's, or where a cache has no whole matrix the last block's context frames."""
+    """Share of positive mean logits over context cells, per head [N, H]: all cells of the frame matrix whose
+    key block is strictly earlier than the query's, or where a cache has no whole matrix the last block's
+    context frames."""
     if view.quantity != "mean_logit" or not view.context_frames:
         return np.full((len(view.layers), view.num_heads), np.nan)
     if (matrix := view.frame_matrices()) is None:
@@ -71,11 +75,12 @@ def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     return np.where(np.isnan(rate), ABSENT, labels)
 
 
-def near_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of mass profiles [..., F] -> [...].
+def local_mass_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
+    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of mass profiles [..., F]
+    -> [...].
 
-    Forcing-KV's rule. The last frames are the queries' own block and what is just before: at a noisy pass that is mostly
-    noise. NaN where the video is too short for the two to differ, or a frame was not attended.
+    Forcing-KV's rule. The last frames are the queries' own block and what is just before: at a noisy pass
+    that is mostly noise. NaN where the video is too short for the two to differ, or a frame was not attended.
     """
     skip, near = thresholds.skip_frames, thresholds.near_frames
     A = np.asarray(mass, np.float64)
@@ -84,13 +89,14 @@ def near_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     return A[..., -near:].sum(-1) / A[..., skip:].sum(-1)
 
 
-def reaches(share: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """STATIC or DYNAMIC from near_share; ABSENT for NaN."""
+def locality(share: np.ndarray, thresholds: Thresholds) -> np.ndarray:
+    """STATIC or DYNAMIC from local_mass_share; ABSENT for NaN."""
     return np.where(np.isnan(share), ABSENT, np.where(share >= thresholds.static_min, STATIC, DYNAMIC))
 
 
 def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
-    """The pair of sign-rate thresholds that agrees best with labels of the same heads, from all that tell rates apart.
+    """The pair of sign-rate thresholds that agrees best with labels of the same heads, from all that tell
+    rates apart.
 
     Report it on other data than it was chosen on. Of equally good pairs the one in the middle of their order.
     """
@@ -117,3 +123,27 @@ def agreement(a: np.ndarray, b: np.ndarray) -> float:
 def confusion(ours: np.ndarray, theirs: np.ndarray, classes: Sequence[int]) -> np.ndarray:
     """Counts of heads [ours, theirs] in the order of classes."""
     return np.array([[int(((ours == a) & (theirs == b)).sum()) for b in classes] for a in classes])
+
+
+class Transfer(NamedTuple):
+    """Thresholds chosen on one view of a model, and how well they do there and on its other views."""
+
+    name: str
+    thresholds: Thresholds
+    here: float  # share of heads that agree with the published labels
+    elsewhere: dict[str, float]
+
+
+def threshold_transfer(views: Mapping[str, Profiles], labels: np.ndarray | None) -> list[Transfer]:
+    """Thresholds chosen on each view, reported on every other; nothing where there are no published labels
+    [N, H]."""
+    if labels is None:
+        return []
+    rates = {name: context_sign_rate(view) for name, view in views.items() if view.context_frames}
+    found = []
+    for name, rate in rates.items():
+        chosen = choose_thresholds(rate, labels)
+        shares = {there: agreement(kinds(other, chosen), labels) for there, other in rates.items()}
+        here = shares.pop(name)
+        found.append(Transfer(name, chosen, here, shares))
+    return found

@@ -5,9 +5,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.caches.caption import ranges
+
+
+class Agreement(NamedTuple):
+    """How well a profile agrees with a reference."""
+
+    r: float  # Pearson correlation
+    rms: float  # root mean square difference, in the profile's unit
+    frames: tuple[int, ...]  # that were compared
+
+    def __str__(self) -> str:
+        return f"r = {self.r:.3f}, RMS {self.rms:.2f} over context frames {ranges(self.frames)}"
+
 
 class HeadPanel(NamedTuple):
-    """One head for head_curves; profile [F], curve [F*S] per key token or None; and what it is compared with."""
+    """One head for head_curves and one_head; profile [F], curve [F*S] per key token or None; and what it is
+    compared with."""
 
     label: str
     layer: int
@@ -16,7 +30,7 @@ class HeadPanel(NamedTuple):
     curve: np.ndarray | None
     reference: np.ndarray | None = None  # [F] read off another figure
     clipped: np.ndarray | None = None  # [F] bool: where that figure cuts it off
-    agreement: str = ""  # how well the two agree, in words
+    agreement: Agreement | None = None
 
 
 class HeadMap(NamedTuple):
@@ -27,7 +41,7 @@ class HeadMap(NamedTuple):
     unit: str
     scale: str  # "diverging" around 0, "ratio" around 1, "share" of 0..1, or "sequential"
     values: np.ndarray | None
-    absent: str = ""
+    missing_reason: str = ""
 
 
 class LabelMap(NamedTuple):
@@ -36,14 +50,14 @@ class LabelMap(NamedTuple):
     title: str
     names: Mapping[int, str]
     labels: np.ndarray | None
-    absent: str = ""
+    missing_reason: str = ""
     differs: np.ndarray | None = None  # [N, H] bool: not the label it is compared with
 
 
-class Strip(NamedTuple):
+class ProfileMap(NamedTuple):
     """Profiles [H, F] of one layer in one pass, or None and a line that says why they are absent."""
 
     title: str
     quantity: str
     values: np.ndarray | None
-    absent: str = ""
+    missing_reason: str = ""

@@ -14,11 +14,13 @@ NO_CROSS = (
 
 
 def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Tokens -> words, and which word each token belongs to: ["▁cine", "matic", "▁light"] -> ["cinematic", "light"], [0, 0, 1].
+    """Tokens -> words, and which word each token belongs to: ["▁cine", "matic", "▁light"] -> ["cinematic",
+    "light"], [0, 0, 1].
 
     "▁" begins a word; a control token such as </s> is a word of its own.
     """
-    words, place = [], []
+    words: list[str] = []
+    place = []
     for token in tokens:
         control = token.startswith("<") and token.endswith(">")
         if control or token.startswith("▁") or not words or words[-1].startswith("<"):
@@ -29,8 +31,9 @@ def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
 
 
 def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
-    """Words of the prompt and their mass [H, words] in a layer, mean over the view's query frames in its pass; None where
-    the atlas has none. A row sums to the share of all mass that is on the prompt: the rest is on the padding after it."""
+    """Words of the prompt and their mass [H, words] in a layer, mean over the view's query frames in its
+    pass; None where the atlas has none. A row sums to the share of all mass that is on the prompt: the rest
+    is on the padding after it."""
     if "cross_mass" not in cache:
         return None
     p = list(cache.get("pass_steps", range(len(cache["pass_timesteps"])))).index(view.step)
@@ -41,14 +44,3 @@ def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[lis
     mass = np.zeros((len(tokens), len(words)), np.float32)
     np.add.at(mass.T, place, tokens.T)
     return words, mass
-
-
-def word_lines(words: Sequence[str], mass: np.ndarray, count: int = 5) -> str:
-    """The words with the most mass, mean over heads of mass [H, words], and for each the head that gives it most."""
-    mean, head = mass.mean(0), mass.argmax(0)
-    lines = [
-        f"On the whole prompt: {mass.sum(1).mean():.3f} of the mass, mean over heads; the rest is on the padding"
-    ]
-    for i in np.argsort(-mean, kind="stable")[:count]:
-        lines.append(f"  {words[i]}: {mean[i]:.3f}, at most {mass[head[i], i]:.3f} (H{head[i]})")
-    return "\n".join(lines)

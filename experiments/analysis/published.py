@@ -1,4 +1,5 @@
-"""Published facts about the real model, as files in cache/published/: curves read off figures, and labels of heads."""
+"""Published facts about the real model, as files in cache/published/: curves read off figures, and labels of
+heads."""
 
 import csv
 from pathlib import Path
@@ -36,8 +37,9 @@ class Curve(NamedTuple):
 
 
 def read_curves(path: str | Path) -> dict[str, Curve]:
-    """Curves by name from a CSV with a column key_frame, a column per curve, and, if any point is cut off by the edge
-    of its figure, a column clipped that names its curves. Raises CacheError for a file that is not there or not this."""
+    """Curves by name from a CSV with a column key_frame, a column per curve, and, if any point is cut off by
+    the edge of its figure, a column clipped that names its curves. Raises CacheError for a file that is not
+    there or not this."""
     path = _existing(path)
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
@@ -62,13 +64,11 @@ def curves_for(
 ) -> tuple[dict[str, Curve], str]:
     """The curves of a CSV that a view can be compared with, and one line on why there are none.
 
-    path None asks for none. model is whose curves they are: other models' heads do not correspond; None compares any.
-    """
+    path None asks for none. model is whose curves they are: other models' heads do not correspond; None
+    compares any."""
     if path is None or not Path(path).is_file():
-        return (
-            {},
-            f"Not compared with a published curve: {'none was asked for' if path is None else f'{path} not found'}",
-        )
+        why_not = "none was asked for" if path is None else f"{path} not found"
+        return {}, f"Not compared with a published curve: {why_not}"
     curves = read_curves(path)
     F = len(next(iter(curves.values())).values)
     reasons = [
@@ -87,12 +87,13 @@ def curves_for(
 
 
 def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray, np.ndarray] | None:
-    """Published kinds and reaches [layers, H] of a view's layers; None where they are of another model."""
+    """Published kinds and locality [layers, H] of a view's layers; None where they are of another model."""
     if view.model != FIGURE4_MODEL or not Path(folder).is_dir():
         return None
-    both = [read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV)]
-    fits = view.num_heads == both[0].shape[1] and max(view.layers) < len(both[0])
-    return tuple(labels[list(view.layers)] for labels in both) if fits else None
+    kinds, locality = (read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV))
+    if view.num_heads != kinds.shape[1] or max(view.layers) >= len(kinds):
+        return None
+    return kinds[list(view.layers)], locality[list(view.layers)]
 
 
 def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profiles]:

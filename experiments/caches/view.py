@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.caches.caption import Caption, noise_label, subtitle
 from experiments.caches.common import Cache
 from experiments.caches.errors import CacheError
 from experiments.caches.readers import LayerValues, read_pass
@@ -111,18 +112,11 @@ class Profiles:
         return "full" if self.key_frames == tuple(range(self.query_frames[-1] + 1)) else "window"
 
     @property
-    def caption(self) -> dict[str, Any]:
-        """What experiments/figures/style.py wants to know beside the arrays: quantity, taken, shaded."""
-        first, last = self.query_frames[0], self.query_frames[-1]
-        t = "" if self.timestep is None else f" at t = {self.timestep:g}"
-        noise = (
-            self.noise_frames if len(self.noise_frames) < len(self.key_frames) else ()
-        )  # else there is no context
-        return {
-            "quantity": self.quantity,
-            "taken": f"{self.pass_label}, query frame{f's {first}–{last}' if first < last else f' {first}'}",
-            "shaded": {f"own block (noise{t})": noise} if noise else {},
-        }
+    def caption(self) -> Caption:
+        """What figures say about this view: quantity, pass and queries, and the frames that are noise."""
+        has_context = len(self.noise_frames) < len(self.key_frames)  # else nothing to tell noise from
+        noise = {noise_label(self.timestep): self.noise_frames} if self.noise_frames and has_context else {}
+        return Caption(self.quantity, subtitle(self.pass_label, self.query_frames), noise)
 
     def values(self, layer: int) -> LayerValues:
         """Profile, matrix and key curve of a layer as they are stored, as tensors."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.analysis import head_measures, head_taxonomy, published, reports
+from experiments.analysis import curve_matching, head_choice, head_measures, head_taxonomy, published
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.figures import atlas, heads, style
 from experiments.figures import training as training_figures
-from experiments.figures.training import strips, training_curves
+from experiments.figures.training import training_curves, video_strips
 from experiments.running.cli import Parser, main
 
 FOLDER = Path("notebooks/figures")
@@ -57,22 +57,22 @@ def run(argv=None):
 def figure4(view: Profiles, curves_csv: Path | None) -> Figure:
     """The heads of the paper's Figure 4, over the paper's own curves where they are given."""
     curves, _ = published.curves_for(view, curves_csv, published.FIGURE4_MODEL)
-    panels, _ = reports.choose_heads(view, published.FIGURE4_HEADS)
-    return heads.head_curves(reports.with_reference(panels, view, curves), **view.caption)
+    panels = head_choice.choose_heads(view, published.FIGURE4_HEADS).panels
+    return heads.head_curves(curve_matching.add_reference(panels, view, curves), view.caption)
 
 
 def sink_or_wave(view: Profiles) -> Figure:
     """The older score beside the excess at equal distance, on one scale."""
     wanted = ("first_minus_middle", "equal_distance_excess")
-    maps = [one for one in head_measures.survey(view, None) if one.name in wanted]
-    return atlas.head_maps(maps, view.layers, taken=view.caption["taken"])
+    maps = [one for one in head_measures.measure_heads(view, None) if one.name in wanted]
+    return atlas.head_maps(maps, view.layers, subtitle=view.caption.subtitle)
 
 
 def kinds_of_heads(view: Profiles) -> Figure:
     """Anchor, wave and veil by our rule beside the published labels."""
     thresholds = head_taxonomy.load_thresholds("configs/taxonomy.yaml")
     maps = head_measures.label_maps(view, None, thresholds, published.labels_for(view))[:2]
-    return atlas.label_maps(maps, view.layers, taken=view.caption["taken"])
+    return atlas.label_maps(maps, view.layers, subtitle=view.caption.subtitle)
 
 
 def videos() -> Figure:
@@ -91,7 +91,9 @@ def videos() -> Figure:
         rows["causal"] += mini.causal(captions)
         rows["base"] += mini.base(captions)
         chosen += captions
-    return strips(chosen, {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in rows.items()})
+    return video_strips(
+        chosen, {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in rows.items()}
+    )
 
 
 def training() -> Figure:
@@ -107,8 +109,8 @@ def training() -> Figure:
 def moments() -> Figure:
     """Preferences for the first frame while the causal weights are trained."""
     report = json.loads((MOMENTS / "moments.json").read_text())
-    kept = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
-    context = load_cache(MOMENTS / f"step_{kept[0]:05d}.pt")["block_sizes"][:-1]
+    captured = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
+    context = load_cache(MOMENTS / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
     measures = {
         "Excess of frame 0 at equal distance": ("logits", 0, "equal_distance_excess"),
         "Mass on frame 0, of the context's": ("share", 1 / sum(context), "first_context_mass"),
@@ -118,9 +120,9 @@ def moments() -> Figure:
         title: (unit, neutral, np.array([means[name] for means in first_pass]))
         for title, (unit, neutral, name) in measures.items()
     }
-    count = len(report["captions"])
-    taken = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {count} captions"
-    return training_figures.moments([moment["step"] for moment in report["moments"]], values, kept, taken)
+    steps, count = [moment["step"] for moment in report["moments"]], len(report["captions"])
+    subtitle = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {count} captions"
+    return training_figures.training_checkpoints(steps, values, captured, subtitle)
 
 
 if __name__ == "__main__":

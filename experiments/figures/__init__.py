@@ -1,15 +1,10 @@
 """Arrays -> SVG, PDF, HTML: every drawing function by one name, such as `figures.head_curves(...)`."""
 
-from experiments.figures.atlas import agreement_matrix, head_maps, label_maps, rope_bands
-from experiments.figures.heads import (
-    all_heads,
-    head_curves,
-    layer_comparison,
-    layer_statistics,
-    per_head_grid,
-)
-from experiments.figures.layer import frame_maps, head_grid, one_head, sink_grid
-from experiments.figures.profile_maps import prompt_words, strips
+from experiments.figures.atlas import agreement_matrix, head_maps, label_maps
+from experiments.figures.heads import head_curves, head_grid, one_head
+from experiments.figures.layer import all_heads, frame_maps
+from experiments.figures.layers import layer_comparison, layer_statistics
+from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
 
 __all__ = [
@@ -25,10 +20,8 @@ __all__ = [
     "layer_comparison",
     "layer_statistics",
     "one_head",
-    "per_head_grid",
+    "profile_heat_maps",
     "prompt_words",
     "rope_bands",
     "save_svg",
-    "sink_grid",
-    "strips",
 ]

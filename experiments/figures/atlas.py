@@ -1,9 +1,10 @@
-"""Drawings of a whole atlas: maps layers × heads, labels of heads, agreement, RoPE bands. Arrays in, Figure out."""
+"""A whole atlas as maps layers × heads: measures, kinds of heads, agreement of labels."""
 
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -11,30 +12,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.figures.style import (
-    ABSENT,
-    BLUE,
-    GREEN,
-    GREY,
-    LABELS,
-    NONE,
-    ORANGE,
-    PURPLE,
-    Shaded,
-    frame_axis,
-    label_figure,
-    mark_frames,
-    styled,
-    ticks,
-)
+from experiments.figures.colors import extend_of
+from experiments.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, mark_missing, styled, ticks
 
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": "#E8DFA9"}
 
 
 @styled
-def head_maps(maps: Sequence[HeadMap], layers: Sequence[int], *, taken: str) -> Figure:
-    """A panel per measure. Those in logits around 0 share one scale, to be compared; the others have their own. Scales end
-    at the 2nd and 98th percentile: a few heads of the real model's last layers would leave all others in one colour."""
+def head_maps(maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str) -> Figure:
+    """A panel per measure. Those in logits around 0 share one scale, to be compared; the others have their
+    own. Scales end at the 2nd and 98th percentile: a few heads of the real model's last layers would leave
+    all others in one colour."""
     columns = min(5, len(maps))
     rows = -(-len(maps) // columns)
     heads = next((m.values.shape[1] for m in maps if m.values is not None), 1)
@@ -45,40 +33,34 @@ def head_maps(maps: Sequence[HeadMap], layers: Sequence[int], *, taken: str) -> 
     for axis, panel in zip(axes.flat, maps, strict=False):
         axis.set_title(panel.title)
         if panel.values is None or not np.isfinite(panel.values).any():
-            _absent(axis, panel.absent or "no head has one")
+            mark_missing(axis, panel.missing_reason or "no head has one")
             continue
         cmap, low, high = _range(
             panel.scale, np.stack(around_0) if panel.scale == "diverging" else panel.values
         )
         mesh = axis.pcolormesh(np.ma.masked_invalid(panel.values), cmap=cmap, vmin=low, vmax=high)
-        beyond = bool((panel.values < low).any()), bool((panel.values > high).any())
-        extend = {
-            (False, False): "neither",
-            (True, False): "min",
-            (False, True): "max",
-            (True, True): "both",
-        }[beyond]
+        extend = extend_of(panel.values, low, high)
         figure.colorbar(mesh, ax=axis, label=panel.unit, extend=extend, aspect=25, pad=0.03)
         _head_axes(axis, layers, heads)
     for axis in axes.flat[len(maps) :]:
         axis.remove()
-    figure.suptitle(f"Measures of every head, {taken}; grey: N/A")
+    figure.suptitle(f"Measures of every head, {subtitle}; grey: N/A")
     return figure
 
 
 @styled
-def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, taken: str) -> Figure:
+def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str) -> Figure:
     """A panel per map of labels; a dot marks a head whose label differs from the one it is compared with."""
     figure, axes = plt.subplots(
         1, len(maps), squeeze=False, figsize=(2.7 * len(maps), 0.9 + _height(len(layers)))
     )
     heads = next((m.labels.shape[1] for m in maps if m.labels is not None), 1)
-    legend = {}
+    legend: dict[str, Artist] = {}
     for axis, panel in zip(axes.flat, maps, strict=True):
         axis.set_title(panel.title, fontsize=9)
         legend |= {name: Patch(facecolor=COLORS[name], label=name) for name in panel.names.values()}
         if panel.labels is None:
-            _absent(axis, panel.absent)
+            mark_missing(axis, panel.missing_reason)
             continue
         values = np.full(panel.labels.shape, np.nan)
         for i, label in enumerate(panel.names):
@@ -98,14 +80,15 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, taken: str) -
             legend["differs"] = Line2D(
                 [], [], color="black", marker="o", markersize=3, linestyle="", label="label differs"
             )
-    figure.suptitle(f"Kinds of heads, {taken}")
+    figure.suptitle(f"Kinds of heads, {subtitle}")
     figure.legend(handles=list(legend.values()), loc="outside lower center", ncols=len(legend), frameon=False)
     return figure
 
 
 @styled
 def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> Figure:
-    """Share of heads with the same label for every pair, values [n, n], written into the cells; NaN is absent."""
+    """Share of heads with the same label for every pair, values [n, n], written into the cells; NaN is
+    absent."""
     n = len(names)
     figure, axis = plt.subplots(figsize=(3.2 + 0.62 * n, 1.6 + 0.42 * n))
     axis.grid(False)
@@ -131,49 +114,6 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
     return figure
 
 
-@styled
-def rope_bands(
-    values: np.ndarray, names: Sequence[str], *, layer: int, head: int, taken: str, shaded: Shaded = NONE
-) -> Figure:
-    """What each RoPE band adds to the mean logit of every key frame: values [F, bands], and their sum on top."""
-    F, bands = values.shape
-    figure, axes = plt.subplots(
-        2,
-        1,
-        sharex=True,
-        height_ratios=[1, max(1.2, bands / 9)],
-        figsize=(max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.0 + 0.2 * bands),
-    )
-    frames, total = np.arange(F), values.sum(-1)
-    axes[0].bar(frames, total, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
-    axes[0].axhline(0, color="0.4", linewidth=0.8)
-    axes[0].set_ylabel("sum of all bands")
-    top = max(float(np.nanmax(np.abs(values), initial=0)), 1e-9)
-    axes[1].grid(False)
-    axes[1].set_facecolor(GREY)
-    mesh = axes[1].pcolormesh(
-        np.arange(F + 1) - 0.5,
-        np.arange(bands + 1) - 0.5,
-        np.ma.masked_invalid(values).T,
-        cmap="RdBu_r",
-        vmin=-top,
-        vmax=top,
-    )
-    axes[1].set_yticks(np.arange(bands), names, fontsize=8)
-    axes[1].set_ylim(bands - 0.5, -0.5)
-    figure.colorbar(mesh, ax=axes[1], label=LABELS["mean_logit"], pad=0.02)
-    legend = mark_frames(axes[0], total, shaded)
-    for marked in shaded.values():
-        axes[1].axvline(min(marked) - 0.5, color=ORANGE, linestyle="--", linewidth=1.2)
-    frame_axis(axes[1], F, room=25)
-    axes[1].set_xlim(-0.5, F - 0.5)
-    axes[0].tick_params(labelbottom=False)
-    label_figure(
-        figure, axes[1:], f"Layer {layer}, head {head}: mean logit by RoPE band, {taken}", legend=legend
-    )
-    return figure
-
-
 def _height(layers: int) -> float:
     return max(2.2, min(4.2, 1.0 + 0.105 * layers))
 
@@ -185,30 +125,6 @@ def _head_axes(axis: Axes, layers: Sequence[int], heads: int) -> None:
     shown_heads, shown = ticks(heads, room=6), ticks(len(layers), room=10)
     axis.set_xticks(shown_heads + 0.5, [str(h) for h in shown_heads])
     axis.set_yticks(shown + 0.5, [str(layers[i]) for i in shown])
-
-
-def _absent(axis: Axes, why: str) -> None:
-    axis.grid(False)
-    axis.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
-    axis.axvspan(0, 1, zorder=0, **ABSENT)
-    axis.text(
-        0.5,
-        0.5,
-        "absent:\n" + _folded(why),
-        ha="center",
-        va="center",
-        fontsize=8,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 3},
-    )
-
-
-def _folded(text: str, width: int = 22) -> str:
-    lines = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] += f"{word} "
-    return "\n".join(line.strip() for line in lines)
 
 
 def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:

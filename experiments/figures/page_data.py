@@ -149,16 +149,16 @@ def _measures(
     logits, mass = (views.get(quantity, {}) for quantity in QUANTITIES)
     rows: dict[str, list[np.ndarray]] = {}
     about, kinds = {}, []
-    surveyed: dict[int, tuple] = {}
+    measured: dict[int, tuple] = {}
     for layer in layers:
         pair = logits.get(layer), mass.get(layer)
         view = pair[0] or pair[1]
-        if id(view) not in surveyed:  # an atlas has one view for all of its layers
-            surveyed[id(view)] = (
-                head_measures.survey(*pair),
+        if id(view) not in measured:  # an atlas has one view for all of its layers
+            measured[id(view)] = (
+                head_measures.measure_heads(*pair),
                 head_measures.head_kinds(pair[0], head_taxonomy.Thresholds()),
             )
-        maps, labels = surveyed[id(view)]
+        maps, labels = measured[id(view)]
         row = view.layers.index(layer)
         for m in maps:
             if m.values is not None and np.isfinite(m.values).any():

@@ -1,30 +1,31 @@
-"""Strips heads × frames side by side: all layers, all passes, logits beside mass; and heads × prompt words.
+"""Heat maps heads × frames side by side: all layers, all passes, logits beside mass; heads × prompt words;
+RoPE bands."""
 
-As in experiments/figures/style.py: arrays in, Figure out; NaN was not attended and is grey.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from experiments.analysis.panels import Strip
-from experiments.figures.layer import color_scale, heat_map
+from experiments.analysis.panels import ProfileMap
+from experiments.caches.caption import NOTHING, Caption
+from experiments.figures.colors import color_scale, extend_of, heat_map
 from experiments.figures.style import (
     BLUE,
     GREY,
     LABELS,
-    NONE,
     ORANGE,
-    Shaded,
+    frame_axis,
+    grey_legend,
     label_figure,
+    mark_frames,
+    mark_missing,
     panel_grid,
-    say_absent,
     styled,
     ticks,
 )
@@ -33,95 +34,122 @@ PERCENTILE = 97  # where colours end: a few heads of the real model's last layer
 
 
 @styled
-def strips(
-    panels: Sequence[Strip], title: str, *, columns: int | None = None, shaded: Shaded = NONE
+def profile_heat_maps(
+    panels: Sequence[ProfileMap],
+    title: str,
+    *,
+    columns: int | None = None,
+    highlighted_frames: Mapping[str, Sequence[int]] = NOTHING,
 ) -> Figure:
-    """A panel per strip, a row per head; panels of one quantity share one colour scale."""
-    H, F = next((p.values.shape for p in panels if p.values is not None), (1, 1))
+    """A panel per map, a row per head; panels of one quantity share one colour scale."""
+    shown = [p.values for p in panels if p.values is not None]
+    H, F = shown[0].shape if shown else (1, 1)
     columns = min(columns or (4 if len(panels) <= 12 else 6), len(panels))
     width = max(2.0, min(3.4, 0.9 + 0.1 * F), 7.2 / columns)
-    height = max(
-        0.9 if len(panels) > columns else 1.9, 0.55 + 0.065 * H
-    )  # a lone row holds the colour bar's label
-    figure, axes = panel_grid(len(panels), columns, (width, height))
-    legend = {}
+    lowest = 0.9 if len(panels) > columns else 1.9  # a lone row holds the colour bar's label
+    figure, axes = panel_grid(len(panels), columns, (width, max(lowest, 0.55 + 0.065 * H)))
+    legend: dict[str, Artist] = {}
     for i, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
         axis.set_title(panel.title, fontsize=9)
         if i % columns == 0:
             axis.set_ylabel("Head")
         if panel.values is None:
-            say_absent(axis, panel.absent)
+            mark_missing(axis, panel.missing_reason)
             continue
-        if np.isnan(panel.values).any():
-            legend["not attended"] = Patch(facecolor=GREY, label="not attended")
-        for text, frames in shaded.items():
-            axis.axvline(min(frames) - 0.5, color=ORANGE, linewidth=1, linestyle="--")
-            legend[text] = Line2D(
-                [], [], color=ORANGE, linewidth=1, linestyle="--", label=f"from here: {text}"
-            )
+        legend |= grey_legend(panel.values)
+        for text, frames in highlighted_frames.items():
+            style: dict[str, Any] = {"color": ORANGE, "linewidth": 1, "linestyle": "--"}
+            axis.axvline(min(frames) - 0.5, **style)
+            legend[text] = Line2D([], [], label=f"from here: {text}", **style)
         axis.set_yticks(ticks(H, room=5))
         axis.set_xticks(ticks(F, room=8))
-    for quantity in dict.fromkeys(p.quantity for p in panels if p.values is not None):
-        _color(
-            figure,
-            [
-                (a, p)
-                for a, p in zip(axes, panels, strict=True)
-                if p.quantity == quantity and p.values is not None
-            ],
-        )
+    by_quantity: dict[str, list[tuple[Axes, np.ndarray]]] = {}
+    for axis, panel in zip(axes, panels, strict=True):
+        if panel.values is not None:
+            by_quantity.setdefault(panel.quantity, []).append((axis, panel.values))
+    for quantity, chosen in by_quantity.items():
+        _color(figure, chosen, quantity)
     label_figure(figure, axes, title, legend=legend)
     return figure
 
 
 @styled
-def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, taken: str) -> Figure:
-    """Cross-attention mass [H, words] of every head on each word of the prompt, and beside it the share of all mass that
-    the prompt gets; the rest lies on the padding after it."""
+def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle: str) -> Figure:
+    """Cross-attention mass [H, words] of every head on each word of the prompt, and beside it the share of
+    all mass that the prompt gets; the rest lies on the padding after it."""
     H, n = mass.shape
+    width = max(4, min(9, 0.42 * n))
     figure, (left, right) = plt.subplots(
-        1,
-        2,
-        sharey=True,
-        width_ratios=[max(4, min(9, 0.42 * n)), 1.6],
-        figsize=(3.6 + max(4, min(9, 0.42 * n)), max(2.8, 1.6 + 0.2 * H)),
+        1, 2, sharey=True, width_ratios=[width, 1.6], figsize=(3.6 + width, max(2.8, 1.6 + 0.2 * H))
     )
-    colours = color_scale(mass, "mass", PERCENTILE)
-    image = heat_map(left, mass, **colours)
-    left.set_xticks(
-        np.arange(n), words, rotation=45, ha="right", rotation_mode="anchor", fontsize=9 if n <= 24 else 6
-    )
+    colors = color_scale(mass, "mass", PERCENTILE)
+    image = heat_map(left, mass, **colors)
+    size = 9 if n <= 24 else 6
+    left.set_xticks(np.arange(n), words, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
     left.set(xlabel="Word of the prompt", ylabel="Head")
     left.set_yticks(ticks(H, room=20))
-    figure.colorbar(image, ax=left, label=LABELS["mass"], pad=0.02, aspect=25, extend=_extend(mass, colours))
+    extend = extend_of(mass, colors["vmin"], colors["vmax"])
+    figure.colorbar(image, ax=left, label=LABELS["mass"], pad=0.02, aspect=25, extend=extend)
     right.barh(np.arange(H), mass.sum(1), color=BLUE, height=0.8, linewidth=0)
     right.set(xlabel="on the whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5))
     right.xaxis.set_major_locator(MaxNLocator(3))
     right.grid(False, axis="y")
-    figure.suptitle(f"Layer {layer}: attention mass per prompt word, {taken}")
+    figure.suptitle(f"Layer {layer}: attention mass per prompt word, {subtitle}")
     return figure
 
 
-def _color(figure: Figure, panels: Sequence[tuple[Axes, Strip]]) -> None:
+@styled
+def rope_bands(
+    values: np.ndarray, names: Sequence[str], caption: Caption, *, layer: int, head: int
+) -> Figure:
+    """What each RoPE band adds to the mean logit of every key frame: values [F, bands], and their sum on
+    top."""
+    F, bands = values.shape
+    size = (max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.0 + 0.2 * bands)
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, height_ratios=[1, max(1.2, bands / 9)], figsize=size
+    )
+    total = values.sum(-1)
+    above.bar(np.arange(F), total, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
+    above.axhline(0, color="0.4", linewidth=0.8)
+    above.set_ylabel("sum of all bands")
+    top = max(float(np.nanmax(np.abs(values), initial=0)), 1e-9)
+    below.grid(False)
+    below.set_facecolor(GREY)
+    mesh = below.pcolormesh(
+        np.arange(F + 1) - 0.5,
+        np.arange(bands + 1) - 0.5,
+        np.ma.masked_invalid(values).T,
+        cmap="RdBu_r",
+        vmin=-top,
+        vmax=top,
+    )
+    below.set_yticks(np.arange(bands), names, fontsize=8)
+    below.set_ylim(bands - 0.5, -0.5)
+    figure.colorbar(mesh, ax=below, label=LABELS["mean_logit"], pad=0.02)
+    legend = mark_frames(above, total, caption.highlighted_frames)
+    for marked in caption.highlighted_frames.values():
+        below.axvline(min(marked) - 0.5, color=ORANGE, linestyle="--", linewidth=1.2)
+    frame_axis(below, F, room=25)
+    below.set_xlim(-0.5, F - 0.5)
+    above.tick_params(labelbottom=False)
+    title = f"Layer {layer}, head {head}: mean logit by RoPE band, {caption.subtitle}"
+    label_figure(figure, [below], title, legend=legend)
+    return figure
+
+
+def _color(figure: Figure, panels: Sequence[tuple[Axes, np.ndarray]], quantity: str) -> None:
     """Draw panels of one quantity in one colour scale, with its bar."""
-    everything = np.concatenate([panel.values.ravel() for _, panel in panels])
-    colours = color_scale(everything, panels[0][1].quantity, PERCENTILE)
-    for axis, panel in panels:
-        image = heat_map(axis, panel.values, **colours)
+    everything = np.concatenate([values.ravel() for _, values in panels])
+    colors = color_scale(everything, quantity, PERCENTILE)
+    for axis, values in panels:
+        image = heat_map(axis, values, **colors)
     figure.colorbar(
         image,
         ax=[axis for axis, _ in panels],
-        label=LABELS[panels[0][1].quantity],
+        label=LABELS[quantity],
         pad=0.02,
         aspect=30,
         shrink=min(1.0, 3.5 / figure.get_figheight()),
-        extend=_extend(everything, colours),
-    )
-
-
-def _extend(values: np.ndarray, colours: dict) -> str:
-    """Which ends of a colour bar get an arrow: those that values go beyond."""
-    beyond = np.nanmin(values) < colours["vmin"], np.nanmax(values) > colours["vmax"]
-    return {(True, False): "min", (False, True): "max", (True, True): "both"}.get(
-        tuple(map(bool, beyond)), "neither"
+        extend=extend_of(everything, colors["vmin"], colors["vmax"]),
     )

@@ -1,14 +1,20 @@
-"""One style for all figures: rcParams, colours, labels, frame axes, and save_svg."""
+"""One style for all figures: rcParams, colours, labels, frame axes, and save_svg.
+
+Drawing functions take arrays and a Caption (quantity, pass and queries, frames to point out) and return a
+Figure. They read no file and print nothing. NaN was not attended. Titles are single lines: an SVG's own font
+is centred right only then."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from textwrap import fill
 from types import MappingProxyType
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -48,15 +54,15 @@ BLUE, DARK, ORANGE, GREEN, PURPLE, RED, GREY = (
     "0.85",
 )
 
-ABSENT = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
+HATCH: dict[str, Any] = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
 
-SHADE = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
+SHADE: dict[str, Any] = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
+
+NOT_ATTENDED = "not attended"
 
 THIN_ABOVE = 25  # frames: up to here every frame has a tick, where there is room
 
-Shaded = Mapping[str, Sequence[int]]
-
-NONE: Mapping = MappingProxyType({})
+NO_LEGEND: Mapping[str, Artist] = MappingProxyType({})
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -66,11 +72,9 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     def wrapper(*args, **kwargs) -> Figure:
         with plt.rc_context(STYLE):
             figure = draw(*args, **kwargs)
-            for _ in range(
-                2
-            ):  # the layout settles in two rounds; then fixed, so showing a figure cannot change it
+            for _ in range(2):  # the layout settles in two rounds
                 figure.draw_without_rendering()
-            figure.set_layout_engine("none")
+            figure.set_layout_engine("none")  # fixed: showing a figure cannot change it
             plt.close(figure)
             return figure
 
@@ -88,10 +92,9 @@ def panel_grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure,
     """n axes in rows of at most columns, each of size inches; cells left over are empty."""
     columns = min(n, columns)
     rows = -(-n // columns)
-    figure, axes = plt.subplots(
-        rows, columns, squeeze=False, sharex=True, figsize=(max(7.0, size[0] * columns), 0.8 + size[1] * rows)
-    )
-    axes = list(axes.flat)
+    figsize = (max(7.0, size[0] * columns), 0.8 + size[1] * rows)
+    figure, grid = plt.subplots(rows, columns, squeeze=False, sharex=True, figsize=figsize)
+    axes = list(grid.flat)
     for axis in axes[n:]:
         axis.remove()
     for axis in axes[max(0, n - columns) : n]:  # the lowest of each column keeps its tick labels
@@ -104,7 +107,7 @@ def label_figure(
     axes: Sequence[Axes],
     title: str,
     y: str = "",
-    legend: Mapping = NONE,
+    legend: Mapping[str, Artist] = NO_LEGEND,
     x: str = "Key frame (latent)",
 ) -> None:
     """Title, x label under the lowest axes, one y label for all, and a legend below everything."""
@@ -131,36 +134,37 @@ def frame_axis(axis: Axes, F: int, room: int) -> None:
     axis.set_xticks(ticks(F, room if F <= THIN_ABOVE else min(room, 15)))
 
 
-def mark_frames(axis: Axes, profile: np.ndarray, shaded: Shaded) -> dict[str, Patch]:
-    """Shade the frames of shaded, hatch those that were not attended; legend entries by their text."""
-    legend = {}
-    for text, frames in shaded.items():
+def mark_frames(
+    axis: Axes, profile: np.ndarray, highlighted: Mapping[str, Sequence[int]]
+) -> dict[str, Artist]:
+    """Shade the highlighted frames (legend text -> frames), hatch those that a profile [F] has as NaN.
+    Returns legend entries by their text."""
+    legend: dict[str, Artist] = {}
+    for text, frames in highlighted.items():
         axis.axvspan(min(frames) - 0.5, max(frames) + 0.5, zorder=0, **SHADE)
         legend[text] = Patch(**SHADE, label=text)
-    absent = np.flatnonzero(np.isnan(profile))
-    for run in np.split(absent, np.flatnonzero(np.diff(absent) > 1) + 1) if len(absent) else []:
-        axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **ABSENT)
-        legend["not attended"] = Patch(**ABSENT, label="not attended")
+    missing = np.flatnonzero(np.isnan(profile))
+    for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []:
+        axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **HATCH)
+        legend[NOT_ATTENDED] = Patch(**HATCH, label=NOT_ATTENDED)
     return legend
 
 
-def say_absent(axis: Axes, why: str, width: int = 22) -> None:
-    """An axis for what a cache does not hold, with the reason in lines of at most width letters. Its limits are left as
-    they are: axes may share them."""
+def grey_legend(values: np.ndarray) -> dict[str, Artist]:
+    """The legend entry of grey cells, where values have a NaN."""
+    return {NOT_ATTENDED: Patch(facecolor=GREY, label=NOT_ATTENDED)} if np.isnan(values).any() else {}
+
+
+def mark_missing(axis: Axes, reason: str, width: int = 22) -> None:
+    """Hatch an axis that has nothing to show, with the reason in lines of at most width letters. Its limits
+    are left as they are: axes may share them."""
     axis.grid(False)
     axis.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
-    axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **ABSENT))
-    axis.text(
-        0.5,
-        0.5,
-        "absent:\n" + fill(why, width),
-        transform=axis.transAxes,
-        ha="center",
-        va="center",
-        fontsize=8,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 3},
-    )
+    axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **HATCH))
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 3}
+    text = "absent:\n" + fill(reason, width)
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=8, bbox=box)
 
 
-def _capital(text: str) -> str:
+def capitalised(text: str) -> str:
     return text[0].upper() + text[1:]

@@ -1,10 +1,12 @@
-"""Drawings of the miniature: its training, its attention meanwhile, strips of its videos. Arrays in, Figure out."""
+"""Drawings of the miniature: its training, its attention meanwhile, strips of its videos. Arrays in, Figure
+out."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
@@ -14,8 +16,8 @@ STRIP_FRAMES = 7  # shown of 81, evenly
 
 @styled
 def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[float]], resumed: int) -> Figure:
-    """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all, first, last second];
-    resumed is the step at which the VAE's second run begins."""
+    """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all,
+    first, last second]; resumed is the step at which the VAE's second run begins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
     for (name, curve), color in zip(losses.items(), (BLUE, ORANGE, GREEN), strict=False):
         _, seconds, loss = np.array(curve).T
@@ -38,34 +40,31 @@ def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[floa
 
 
 @styled
-def moments(steps: Sequence[int], measures: Mapping[str, tuple[str, float, np.ndarray]], shown: Sequence[int],
-            taken: str) -> Figure:  # fmt: skip
-    """Measures [moments, layers, heads] in training: a row for each, every head over the steps beside maps of some steps.
+def training_checkpoints(
+    steps: Sequence[int],
+    measures: Mapping[str, tuple[str, float, np.ndarray]],
+    shown: Sequence[int],
+    subtitle: str,
+) -> Figure:
+    """Measures [checkpoints, layers, heads] in training: every head over the steps beside maps of some steps.
 
     measures: title -> (unit, value without a preference, values). The three heads that end highest are named.
     """
     figure, axes = plt.subplots(
-        len(measures), 1 + len(shown), figsize=(4.0 + 2.1 * len(shown), 0.5 + 2.5 * len(measures)), squeeze=False,
+        len(measures),
+        1 + len(shown),
+        figsize=(4.0 + 2.1 * len(shown), 0.5 + 2.5 * len(measures)),
+        squeeze=False,
         width_ratios=[1.7, *[1] * len(shown)],
-    )  # fmt: skip
+    )
     for row, (title, (unit, neutral, values)) in zip(axes, measures.items(), strict=True):
-        flat = values.reshape(len(steps), -1)
-        row[0].plot(steps, flat, color="0.6", linewidth=0.5)
-        row[0].plot(steps, flat.mean(1), color=DARK, linewidth=1.8, label="mean of all heads")
-        for head, color in zip(np.argsort(-flat[-1])[:3], (RED, ORANGE, PURPLE), strict=True):
-            row[0].plot(steps, flat[:, head], "o-", markersize=2.5, color=color,
-                        label=f"L{head // values.shape[2]}H{head % values.shape[2]}")  # fmt: skip
-        row[0].axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
-        row[0].set_ylim(top=flat.max() + 0.4 * np.ptp(flat))  # room for the legend
-        row[0].set(xlabel="Step of causal training", ylabel=unit, title=title)
-        row[0].set_xscale("symlog", linthresh=100)
-        row[0].set_xlim(-10, 1.2 * steps[-1])
-        row[0].set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= steps[-1])])
-        row[0].legend(fontsize=7, loc="upper left", ncols=2)
-        limit = np.abs(values[[steps.index(s) for s in shown]]).max()
+        _heads_over_steps(row[0], steps, values, neutral)
+        row[0].set(ylabel=unit, title=title)
+        chosen = values[[steps.index(step) for step in shown]]
+        limit = np.abs(chosen).max()
         low, cmap = (-limit, "RdBu_r") if values.min() < 0 else (0, "viridis")
-        for axis, step in zip(row[1:], shown, strict=True):
-            mesh = axis.pcolormesh(values[steps.index(step)], cmap=cmap, vmin=low, vmax=limit)
+        for axis, step, map_of_step in zip(row[1:], shown, chosen, strict=True):
+            mesh = axis.pcolormesh(map_of_step, cmap=cmap, vmin=low, vmax=limit)
             axis.set(title=f"step {step}", xlabel="Head")
             axis.set_xticks(np.arange(0, values.shape[2], 3) + 0.5, range(0, values.shape[2], 3))
             axis.set_yticks(np.arange(values.shape[1]) + 0.5, range(values.shape[1]))
@@ -73,13 +72,31 @@ def moments(steps: Sequence[int], measures: Mapping[str, tuple[str, float, np.nd
             axis.grid(False)
         row[1].set_ylabel("Layer")
         figure.colorbar(mesh, ax=row[1:], label=unit, aspect=20, pad=0.02)
-    figure.suptitle(taken)
+    figure.suptitle(subtitle)
     return figure
 
 
+def _heads_over_steps(axis: Axes, steps: Sequence[int], values: np.ndarray, neutral: float) -> None:
+    """Every head of values [checkpoints, layers, heads] as a line over the steps, the last highest named."""
+    flat, heads = values.reshape(len(steps), -1), values.shape[2]
+    axis.plot(steps, flat, color="0.6", linewidth=0.5)
+    axis.plot(steps, flat.mean(1), color=DARK, linewidth=1.8, label="mean of all heads")
+    for head, color in zip(np.argsort(-flat[-1])[:3], (RED, ORANGE, PURPLE), strict=True):
+        name = f"L{head // heads}H{head % heads}"
+        axis.plot(steps, flat[:, head], "o-", markersize=2.5, color=color, label=name)
+    axis.axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
+    axis.set_ylim(top=flat.max() + 0.4 * np.ptp(flat))  # room for the legend
+    axis.set_xlabel("Step of causal training")
+    axis.set_xscale("symlog", linthresh=100)
+    axis.set_xlim(-10, 1.2 * steps[-1])
+    axis.set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= steps[-1])])
+    axis.legend(fontsize=7, loc="upper left", ncols=2)
+
+
 @styled
-def strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
-    """Under each caption a strip of frames for each source: rows are source -> videos [F, H, W, 3] in 0..1."""
+def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
+    """Under each caption a strip of frames for each source: rows are source -> videos [F, H, W, 3] in
+    0..1."""
     chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
     lines = -(-len(captions) // 2)
     figure, axes = plt.subplots(

@@ -9,16 +9,20 @@ from helpers import synthetic_caches
 from experiments.analysis import published, reports
 from experiments.analysis.curve_matching import (
     Candidate,
+    add_reference,
     compared_frames,
+    match_curves,
     pearson,
     place,
     rank_heads,
     rms_difference,
 )
+from experiments.analysis.head_choice import choose_heads
 from experiments.analysis.published import Curve
 from experiments.caches import load_cache
 from experiments.caches.view import open_passes, open_profiles
 
+REAL = {"model": "Wan2.1-T2V-1.3B"}
 CURVES = published.read_curves(ROOT / published.FOLDER / published.FIGURE4_CSV)
 
 
@@ -39,7 +43,8 @@ def test_formulas():
 
 
 def planted(step_index=1, layer=2, head=1, curve=None):
-    """A three-layer atlas of noise with a curve in one head of one pass, rescaled: r is 1, the RMS is not 0."""
+    """A three-layer atlas of noise with a curve in one head of one pass, rescaled: r is 1, the RMS is not
+    0."""
     cache = synthetic_caches.atlas(layers=(0, 2, 5), curve=False)
     cache["frame_logits"][cache["layers"].index(layer), step_index, head, 6:] = torch.from_numpy(
         2 * curve + 1
@@ -89,7 +94,8 @@ def test_heads_without_variation_come_last():
 @pytest.mark.parametrize("name", ["eagle", "castle"])
 @pytest.mark.parametrize(("label", "layer", "head"), [("L1H1", 1, 1), ("L5H10", 5, 10)])
 def test_the_papers_heads_are_first_of_360(name, label, layer, head):
-    """Counted from 0; the one-based reading is nowhere near. Oracle: numpy's corrcoef over the 18 context frames."""
+    """Counted from 0; the one-based reading is nowhere near. Oracle: numpy's corrcoef over the 18 context
+    frames."""
     cache = real(name)
     ranking = rank_heads([open_profiles(cache)], CURVES[label])
     rank, found = place(ranking, 0, layer, head)
@@ -108,24 +114,24 @@ def test_words_about_the_match():
         view, ROOT / published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL
     )
     assert not why_not
-    lines = reports.match_lines(open_passes(cache, view), published.FIGURE4_HEADS, curves, view.step).split(
-        "\n"
-    )
+    passes = open_passes(cache, view)
+    matches = match_curves(passes, published.FIGURE4_HEADS, curves, view.step)
+    lines = reports.match_lines(matches, passes).split("\n")
     assert lines[0] == "L1H1, 18 context frames, 360 heads"
     assert lines[1] == "  shown: layer 1, head 1: r = 0.993, RMS 0.42, rank 1 of 360"
     assert lines[2].startswith("  WARNING, counted from 1 it would be: layer 0, head 0: r = 0.081, ")
-    panels = reports.with_reference(reports.choose_heads(view, published.FIGURE4_HEADS)[0], view, curves)
-    assert panels[0].agreement == "r = 0.993, RMS 0.42 over context frames 0–17"
+    panels = add_reference(choose_heads(view, published.FIGURE4_HEADS).panels, view, curves)
+    assert str(panels[0].agreement) == "r = 0.993, RMS 0.42 over context frames 0–17"
     assert panels[0].reference[19] == 6.94 and panels[0].clipped[19]
-    few = reports.match_lines([view], [(40, 0, "L1H1")], curves, 0)
+    few = reports.match_lines(match_curves([view], [(40, 0, "L1H1")], curves, 0), [view])
     assert "shown: layer 40, head 0: not in this cache" in few and "WARNING" not in few
 
 
 @pytest.mark.parametrize(("cache", "quantity", "path", "reason"), [
     (synthetic_caches.atlas(F=21, H=12), None, ..., "they are of Wan2.1-T2V-1.3B, this cache is of wan-mini"),
-    (synthetic_caches.atlas() | {"model": "Wan2.1-T2V-1.3B"}, None, ..., "they have 21 frames, this cache has 9"),
-    (synthetic_caches.atlas(F=21) | {"model": "Wan2.1-T2V-1.3B"}, "mass", ..., "they are mean logits, this is mass"),
-    (synthetic_caches.atlas(F=21, blocks=[21]) | {"model": "Wan2.1-T2V-1.3B"}, None, ..., "see no earlier block"),
+    (synthetic_caches.atlas() | REAL, None, ..., "they have 21 frames, this cache has 9"),
+    (synthetic_caches.atlas(F=21) | REAL, "mass", ..., "they are mean logits, this is mass"),
+    (synthetic_caches.atlas(F=21, blocks=[21]) | REAL, None, ..., "see no earlier block"),
     (synthetic_caches.atlas(), None, None, "none was asked for"),
     (synthetic_caches.atlas(), None, "nowhere.csv", "nowhere.csv not found"),
 ])  # fmt: skip

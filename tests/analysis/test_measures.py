@@ -1,4 +1,5 @@
-"""Measures: the older ones against what the older notebook printed for the real model, the others against plain loops."""
+"""Measures: the older ones against what the older notebook printed for the real model, the others against
+plain loops."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""The published data: what is stored, how exact it is, what is not there, and that the reader says what is wrong."""
+"""The published data: what is stored, how exact it is, what is not there, and that the reader says what is
+wrong."""
 
 import hashlib
 import subprocess
@@ -103,7 +104,8 @@ def test_other_curves(tmp_path):
 
 
 def made_up(folder, F_of_matrices=(2, 1)):
-    """Published files of 2 layers and 3 heads whose matrices are known, with the 72-frame one of the second prompt."""
+    """Published files of 2 layers and 3 heads whose matrices are known, with the 72-frame one of the second
+    prompt."""
     rng = np.random.default_rng(0)
     prompts = np.array(["a castle", "an eagle"])
     logits, matrices, truth = {"prompts": prompts}, {"prompts": prompts}, {}

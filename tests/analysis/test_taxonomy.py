@@ -31,11 +31,11 @@ def test_labels_by_hand():
             [np.nan] * 10,
         ]
     )
-    share = head_taxonomy.near_share(mass, RULE)
+    share = head_taxonomy.local_mass_share(mass, RULE)
     np.testing.assert_allclose(share, [4 / 7, 0.8, np.nan])
-    assert head_taxonomy.reaches(share, RULE).tolist() == [DYNAMIC, STATIC, ABSENT]
+    assert head_taxonomy.locality(share, RULE).tolist() == [DYNAMIC, STATIC, ABSENT]
     assert np.isnan(
-        head_taxonomy.near_share(mass[:, :7], RULE)
+        head_taxonomy.local_mass_share(mass[:, :7], RULE)
     ).all()  # frames [3:] are the last 4: nothing to compare
 
 

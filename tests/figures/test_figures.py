@@ -1,20 +1,21 @@
-"""Figures: what is drawn is what was given, absent stays absent, and the SVG is text and the same bytes every time."""
+"""Figures: what is drawn is what was given, absent stays absent, and the SVG is text and the same bytes every
+time."""
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from experiments.analysis import panels
+from experiments.analysis import panels, reports
 from experiments.analysis.measures import head_statistics
-from experiments.figures import heads, style
+from experiments.caches.caption import Caption
+from experiments.figures import heads, layer, layers, style
 
-CAPTION = {
-    "quantity": "mean_logit",
-    "taken": "pass 0 (t = 1000), query frames 18–20",
-    "shaded": {"own block (noise at t = 1000)": (18, 19, 20)},
-}
+CAPTION = Caption(
+    "mean_logit", "pass 0 (t = 1000), query frames 18–20", {"own block (noise at t = 1000)": (18, 19, 20)}
+)
 
 
 def profiles(N=2, H=3, F=21, absent=()):
@@ -23,17 +24,16 @@ def profiles(N=2, H=3, F=21, absent=()):
     return values
 
 
-def all_figures(values, caption=CAPTION, layers=None, curve=None):
+def all_figures(values, caption=CAPTION, numbers=None, curve=None):
     N, H = values.shape[:2]
-    layers = layers or list(range(N))
-    panel = panels.HeadPanel("L1H1", layers[0], H - 1, values[0, -1], curve)
-    s, bare = head_statistics(values), {k: caption[k] for k in ("quantity", "taken")}
+    numbers = numbers or list(range(N))
+    panel, s = panels.HeadPanel("L1H1", numbers[0], H - 1, values[0, -1], curve), head_statistics(values)
     return {
-        "curves": heads.head_curves([panel, panel], **caption),
-        "grid": heads.per_head_grid(values[0], s.delta[0], layer=layers[0], **caption),
-        "heat": heads.all_heads(values[0], layer=layers[0], **caption),
-        "layers": heads.layer_comparison(values, layers, **caption),
-        "statistics": heads.layer_statistics(s.first, s.middle, s.last, layers, **bare),
+        "curves": heads.head_curves([panel, panel], caption),
+        "grid": heads.head_grid(values[0], reports.delta_titles(s.delta[0]), caption, layer=numbers[0]),
+        "heat": layer.all_heads(values[0], caption, layer=numbers[0]),
+        "layers": layers.layer_comparison(values, numbers, caption),
+        "statistics": layers.layer_statistics(s.first, s.middle, s.last, numbers, caption),
     }
 
 
@@ -44,7 +44,7 @@ def texts(figure, tmp_path):
 
 
 def test_titles_and_labels_say_what_it_is(tmp_path):
-    for name, figure in all_figures(profiles(), layers=[1, 5]).items():
+    for name, figure in all_figures(profiles(), numbers=[1, 5]).items():
         words = texts(figure, tmp_path)
         title = next(word for word in words if "pass 0 (t = 1000)" in word)
         assert "ean logit" in title, name
@@ -61,7 +61,7 @@ def test_titles_and_labels_say_what_it_is(tmp_path):
 
 @pytest.mark.parametrize(("N", "H", "F"), [(1, 3, 7), (2, 12, 21), (30, 12, 72), (1, 40, 19), (3, 1, 2)])
 def test_every_size_draws(tmp_path, N, H, F):
-    caption = CAPTION | {"shaded": {"own block": range(max(0, F - 3), F)}}
+    caption = replace(CAPTION, highlighted_frames={"own block": range(max(0, F - 3), F)})
     for figure in all_figures(profiles(N, H, F), caption).values():
         assert len(texts(figure, tmp_path)) > 3
 
@@ -84,12 +84,12 @@ def test_bytes_are_the_same_again(tmp_path):
 def test_bars_curve_and_maximum():
     values = profiles()
     values[0, -1, 7] = 9
-    bars = heads.head_curves([panels.HeadPanel("x", 0, 2, values[0, -1], None)], **CAPTION).axes[0]
+    bars = heads.head_curves([panels.HeadPanel("x", 0, 2, values[0, -1], None)], CAPTION).axes[0]
     np.testing.assert_allclose([bar.get_height() for bar in bars.containers[0]], values[0, -1])
     np.testing.assert_allclose(bars.lines[0].get_ydata(), values[0, -1])
     assert [text.get_text() for text in bars.texts] == ["max@7"]
     curve = np.arange(21 * 5, dtype=float)  # 5 tokens per frame: frame k covers k - 1/2 .. k + 1/2
-    filled = heads.head_curves([panels.HeadPanel("x", 0, 2, values[0, -1], curve)], **CAPTION).axes[0]
+    filled = heads.head_curves([panels.HeadPanel("x", 0, 2, values[0, -1], curve)], CAPTION).axes[0]
     assert not filled.containers
     drawn = filled.patches[0].get_data()
     np.testing.assert_array_equal(drawn.values, curve)
@@ -99,15 +99,15 @@ def test_bars_curve_and_maximum():
 def test_a_reference_lies_over_the_head():
     values, reference = profiles()[0, -1], np.linspace(-3, 9, 21)
     clipped = np.arange(21) == 20
-    panel = panels.HeadPanel("x", 0, 2, values, None, reference, clipped, "r = 0.500")
-    axis = heads.head_curves([panel], **CAPTION).axes[0]
+    panel = panels.HeadPanel("x", 0, 2, values, None, reference, clipped, panels.Agreement(0.5, 1, (0, 1)))
+    axis = heads.head_curves([panel], CAPTION).axes[0]
     line, arrow = (
         next(line for line in axis.lines if line.get_label() == label)
         for label in ("read off the paper", "cut off by the paper's plot")
     )
     np.testing.assert_array_equal(line.get_ydata(), reference)
     np.testing.assert_array_equal(arrow.get_xydata(), [[20, 9]])
-    assert "r = 0.500" in [text.get_text() for text in axis.texts]
+    assert "r = 0.500, RMS 1.00 over context frames 0–1" in [text.get_text() for text in axis.texts]
 
 
 def test_absent_frames_are_not_zero(tmp_path):
@@ -127,7 +127,8 @@ def test_absent_frames_are_not_zero(tmp_path):
 def test_delta_in_the_titles():
     values = profiles(H=3, absent=[0])
     values[:, :2, 0] = [[5, -5]] * 2
-    figure = heads.per_head_grid(values[0], head_statistics(values[0]).delta, layer=0, **CAPTION)
+    titles = reports.delta_titles(head_statistics(values[0]).delta)
+    figure = heads.head_grid(values[0], titles, CAPTION, layer=0)
     titles = [axis.get_title() for axis in figure.axes]
     assert re.fullmatch(r"H0, Δ = \+[45]\.\d\d", titles[0])
     assert re.fullmatch(r"H1, Δ = −[45]\.\d\d", titles[1])
@@ -135,8 +136,8 @@ def test_delta_in_the_titles():
 
 
 @pytest.mark.parametrize(("F", "room", "expected"), [
-    (21, 25, list(range(21))), (7, 25, list(range(7))), (72, 25, list(range(0, 72, 5))), (72, 8, list(range(0, 72, 10))),
-    (26, 25, list(range(0, 26, 2))), (1, 8, [0]),
+    (21, 25, list(range(21))), (7, 25, list(range(7))), (72, 25, list(range(0, 72, 5))),
+    (72, 8, list(range(0, 72, 10))), (26, 25, list(range(0, 26, 2))), (1, 8, [0]),
 ])  # fmt: skip
 def test_ticks_thin_out(F, room, expected):
     figure = heads.plt.figure()

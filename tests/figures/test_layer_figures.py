@@ -1,4 +1,7 @@
-"""Drawings of a layer and of strips at every size, what is absent in them, latent and video frames, words, single calls."""
+"""Drawings of a layer and of strips at every size, what is absent in them, latent and video frames, words,
+single calls."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,16 +10,21 @@ from helpers import executed, synthetic_caches
 from helpers.older_caches import older_figure4, older_inference
 
 from experiments.analysis import frame_axes, prompt_words
-from experiments.analysis.panels import Strip
-from experiments.analysis.reports import call_lines, summary_lines
+from experiments.analysis.panels import HeadPanel, ProfileMap
+from experiments.analysis.reports import call_lines, sink_titles, summary_lines
 from experiments.caches import convert, load_cache
+from experiments.caches.caption import Caption
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import check
 from experiments.caches.view import open_call, open_profiles
-from experiments.figures import profile_maps, style
-from experiments.figures.layer import color_scale, frame_maps, head_grid, one_head, sink_grid
+from experiments.figures import style
+from experiments.figures.colors import color_scale
+from experiments.figures.heads import head_grid, one_head
+from experiments.figures.layer import frame_maps
+from experiments.figures.profile_maps import profile_heat_maps
+from experiments.figures.profile_maps import prompt_words as prompt_words_map
 
-CAPTION = {"layer": 7, "quantity": "mean_logit", "taken": "pass 0 (t = 1000), query frames 18–20"}
+CAPTION = Caption("mean_logit", "pass 0 (t = 1000), query frames 18–20")
 
 
 def words(figure, tmp_path):
@@ -26,19 +34,21 @@ def words(figure, tmp_path):
 def drawings(H, F, N):
     """Every drawing at a size, by name, each made when called."""
     matrix = synthetic_caches.frame_matrix(H, [F % 3] * (F % 3 > 0) + [3] * (F // 3)).numpy()
-    profiles, shaded = matrix[:, -3:].mean(1), {"own block": range(F - 3, F)}
-    mass, of_probabilities = np.abs(profiles) / 10, CAPTION | {"quantity": "mean_prob"}
-    layers = [Strip(f"Layer {n}", "mean_logit", profiles) for n in range(N)]
-    beside = [Strip("a", "mean_logit", profiles), Strip("b", "mass", mass)]
+    profiles, own_block = matrix[:, -3:].mean(1), {"own block": range(F - 3, F)}
+    caption = replace(CAPTION, highlighted_frames=own_block)
+    mass, of_probabilities = np.abs(profiles) / 10, replace(CAPTION, quantity="mean_prob")
+    one, sinks = HeadPanel("x", 7, 3, profiles[0], np.repeat(profiles[0], 5)), sink_titles(profiles[:, 0])
+    layers = [ProfileMap(f"Layer {n}", "mean_logit", profiles) for n in range(N)]
+    beside = [ProfileMap("a", "mean_logit", profiles), ProfileMap("b", "mass", mass)]
     return {
-        "maps": lambda: frame_maps(matrix, range(F), **CAPTION),
-        "one map": lambda: frame_maps(matrix[:1, -3:], range(F - 3, F), heads=[5], **of_probabilities),
-        "sinks": lambda: sink_grid(profiles, profiles[:, 0], shaded=shaded, **CAPTION),
-        "heads": lambda: head_grid(profiles[:8], range(min(8, H)), shaded=shaded, **CAPTION),
-        "one": lambda: one_head(profiles[0], np.repeat(profiles[0], 5), head=3, shaded=shaded, **CAPTION),
-        "strips": lambda: profile_maps.strips(layers, "Layers", shaded=shaded),
-        "beside": lambda: profile_maps.strips(beside, "Layer 7", columns=2),
-        "words": lambda: profile_maps.prompt_words(mass[:, :7], list("abcdefg"), layer=7, taken="pass 0"),
+        "maps": lambda: frame_maps(matrix, range(F), CAPTION, layer=7),
+        "one map": lambda: frame_maps(matrix[:1, -3:], range(F - 3, F), of_probabilities, layer=7, heads=[5]),
+        "sinks": lambda: head_grid(profiles, sinks, caption, layer=7),
+        "heads": lambda: head_grid(profiles[:8], sinks[:8], caption, layer=7),
+        "one": lambda: one_head(one, caption),
+        "layers": lambda: profile_heat_maps(layers, "Layers", highlighted_frames=own_block),
+        "beside": lambda: profile_heat_maps(beside, "Layer 7", columns=2),
+        "words": lambda: prompt_words_map(mass[:, :7], list("abcdefg"), layer=7, subtitle="pass 0"),
     }  # fmt: skip
 
 
@@ -48,8 +58,8 @@ def drawings(H, F, N):
         (3, 19, 1, "maps", "H2"),
         (3, 19, 1, "one map", "head 5"),
         (3, 19, 1, "heads", "H2"),
-        (3, 9, 1, "strips", "Layer 0"),
-        (12, 72, 30, "strips", "Layer 29"),
+        (3, 9, 1, "layers", "Layer 0"),
+        (12, 72, 30, "layers", "Layer 29"),
         (12, 72, 1, "one", "min@"),
         (12, 21, 1, "sinks", "H11 (sink="),
         (40, 72, 1, "words", "on the whole prompt"),
@@ -62,11 +72,16 @@ def test_every_size_draws(tmp_path, H, F, N, name, shown):
 
 def test_what_is_absent_says_so(tmp_path):
     nothing = np.full((3, 21, 21), np.nan)
-    maps = frame_maps(nothing, range(21), **CAPTION)
+    maps = frame_maps(nothing, range(21), CAPTION, layer=7)
     assert "absent: no frame matrix in this cache" in words(maps, tmp_path)
-    assert "H0 (sink=N/A)" in words(sink_grid(nothing[:, 0], nothing[:, 0, 0], **CAPTION), tmp_path)
-    panels = [Strip("logits", "mean_logit", np.ones((3, 21))), Strip("mass", "mass", None, "why not")]
-    beside = profile_maps.strips(panels, "t")
+    assert "H0 (sink=N/A)" in words(
+        head_grid(nothing[:, 0], sink_titles(nothing[:, 0, 0]), CAPTION, layer=7), tmp_path
+    )
+    panels = [
+        ProfileMap("logits", "mean_logit", np.ones((3, 21))),
+        ProfileMap("mass", "mass", None, "why not"),
+    ]
+    beside = profile_heat_maps(panels, "t")
     assert "absent: why not" in words(beside, tmp_path)
     assert beside.axes[0].get_xlim() == (-0.5, 20.5)  # the absent panel leaves its neighbour's axis alone
 
@@ -80,11 +95,11 @@ def test_colours_are_even_around_zero_for_logits_alone():
 def test_max_and_min_are_annotated(tmp_path):
     profile = np.full(21, 0.5)
     profile[[4, 9]] = 0.75, 0.125
-    text = words(one_head(profile, None, head=0, **CAPTION), tmp_path)
+    text = words(one_head(HeadPanel("x", 7, 0, profile, None), CAPTION), tmp_path)
     assert "max@4: 0.75" in text and "min@9: 0.125" in text
 
 
-# -- latent and video frames ------------------------------------------------------------------------------------------
+# Latent and video frames
 
 
 def test_video_frames_of_latent_ones():
@@ -107,7 +122,7 @@ def test_video_frames_of_latent_ones():
     with pytest.raises(CacheError, match=r"query frame 21 is not in 0\.\.20, the video frames"):
         view.latent_frames([21])
     with pytest.raises(CacheError, match="no branch 'uncond' in this cache; it has cond alone"):
-        frame_axes.of_branch(cache, "uncond")
+        frame_axes.select_branch(cache, "uncond")
 
 
 def test_queries_of_several_blocks_count_where_they_attend():
@@ -117,13 +132,13 @@ def test_queries_of_several_blocks_count_where_they_attend():
     profile, caption = frame_axes.query_profile(view, axes, [2, 8])
     np.testing.assert_allclose(profile[:, :3], matrix[:, [2, 8], :3].mean(1), rtol=1e-6)
     np.testing.assert_allclose(profile[:, 3:], matrix[:, 8, 3:], rtol=1e-6)  # frame 2 does not see these
-    assert caption["taken"] == "pass 0 (t = 1000), query frames 2, 8"
-    assert caption["shaded"] == {"own block (noise at t = 1000)": [0, 1, 2, 6, 7, 8]}
+    assert caption.subtitle == "pass 0 (t = 1000), query frames 2, 8"
+    assert caption.highlighted_frames == {"own block (noise at t = 1000)": [0, 1, 2, 6, 7, 8]}
     stored, _ = frame_axes.query_profile(view, axes)
     np.testing.assert_array_equal(stored, cache["last_block_frame_attention"])
 
 
-# -- layers of an atlas, words, calls ---------------------------------------------------------------------------------
+# Layers of an atlas, words, calls
 
 
 def test_a_layer_out_of_an_atlas(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT
 from helpers import executed, synthetic_caches
 
-from experiments.analysis import head_measures, head_taxonomy, panels, published
+from experiments.analysis import atlas_reports, head_measures, head_taxonomy, panels, published
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.figures import atlas, style
@@ -97,7 +97,7 @@ def test_mass_alone_and_a_head_that_is_not_there(tmp_path):
     assert "Note: layer 77 not in this cache, which has layers 0–1, 5; shown: layer 0" in printed
 
 
-def test_the_survey_keeps_noise_apart():
+def test_measures_keep_noise_apart():
     """Only the two older scores and the mass as a share of all may change when the own block's values do."""
     cache = synthetic_caches.atlas(F=12, H=3)
     spoiled = {name: value.clone() if torch.is_tensor(value) else value for name, value in cache.items()}
@@ -107,7 +107,7 @@ def test_the_survey_keeps_noise_apart():
     maps, after = (
         {
             m.name: m.values
-            for m in head_measures.survey(
+            for m in head_measures.measure_heads(
                 head_measures.open_quantity(c, 0, "mean_logit"), head_measures.open_quantity(c, 0, "mass")
             )
         }
@@ -125,11 +125,11 @@ def test_label_maps_and_confusion():
     ours, theirs, reach, static = head_measures.label_maps(view, None, rule, labels)
     assert (
         reach.labels is None
-        and reach.absent == "no mass in this cache"
+        and reach.missing_reason == "no mass in this cache"
         and static.labels.sum() == labels[1].sum()
     )
     assert ours.differs.sum() == (ours.labels != theirs.labels).sum() and 0 < ours.differs.sum() <= 43
-    lines = head_measures.confusion_lines([ours, theirs, reach, static])
+    lines = atlas_reports.confusion_lines([ours, theirs, reach, static])
     counts = [int(n) for n in re.findall(r"published (\d+) anchor, (\d+) wave, (\d+) veil", lines)[0]]
     assert sum(counts) == (ours.labels == head_taxonomy.ANCHOR).sum()
     assert published.labels_for(open_profiles(synthetic_caches.atlas()), ROOT / published.FOLDER) is None
@@ -146,19 +146,19 @@ def test_bands_of_a_head():
     values, names = head_measures.band_profile(cache, view, 1, 2)
     np.testing.assert_allclose(values.sum(-1), view.frame_profile(1)[2], atol=1e-6)
     np.testing.assert_allclose(values[:, 1], 0.3 * view.frame_profile(1)[2], atol=1e-6)
-    assert head_measures.why_no_bands(cache, 4, 0) == "RoPE bands: layer 4, head 0 is not in this cache"
-    assert "--rope_bands" in head_measures.why_no_bands(synthetic_caches.atlas(), 1, 0)
+    assert atlas_reports.why_no_bands(cache, 4, 0) == "RoPE bands: layer 4, head 0 is not in this cache"
+    assert "--rope_bands" in atlas_reports.why_no_bands(synthetic_caches.atlas(), 1, 0)
     assert (
         head_measures.band_profile(cache, view, 1, 3) is None
         and head_measures.band_profile(cache, view, 4, 0) is None
     )
-    lines = head_measures.band_lines(values, names, view.context_frames).split("\n")
+    lines = atlas_reports.band_lines(values, names, view.context_frames).split("\n")
     profile = view.frame_profile(1)[2, :6]  # half of it is in the first band
     assert lines[0] == (
         f"time, period 6.28 frames: mean {profile.mean() / 2:+.3f}, "
         f"std over context frames {profile.std() / 2:.3f}"
     )
-    assert head_measures.band_lines(values, names, ()).startswith("no context")
+    assert atlas_reports.band_lines(values, names, ()).startswith("no context")
 
 
 @pytest.mark.parametrize(("N", "H"), [(1, 3), (8, 12), (30, 12), (40, 40)])
@@ -168,14 +168,14 @@ def test_every_size_draws(tmp_path, N, H):
     maps = [panels.HeadMap(s, s, "unit", s, values) for s in ("diverging", "ratio", "share", "sequential")]
     maps += [panels.HeadMap("gone", "gone", "unit", "share", None, "no mass in this cache")]
     maps += [panels.HeadMap("nan", "nan", "unit", "sequential", np.full((N, H), np.nan))]
-    figure = atlas.head_maps(maps, range(N), taken="pass 0")
+    figure = atlas.head_maps(maps, range(N), subtitle="pass 0")
     assert "no mass in this cache" in " ".join(words(style.save_svg(figure, tmp_path / "m.svg")).split())
     labels = rng.choice([1, -1, 2], (N, H))
     kinds = [
         panels.LabelMap("a", head_taxonomy.KINDS, labels, "", labels == 1),
-        panels.LabelMap("b", head_taxonomy.REACHES, None, "none"),
+        panels.LabelMap("b", head_taxonomy.LOCALITY, None, "none"),
     ]
-    figure = atlas.label_maps(kinds, range(N), taken="pass 0")
+    figure = atlas.label_maps(kinds, range(N), subtitle="pass 0")
     (dots,) = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert len(dots.get_xdata()) == (labels == 1).sum()
     drawn = figure.axes[0].collections[0].get_array().reshape(N, H)

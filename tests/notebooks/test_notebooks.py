@@ -33,7 +33,8 @@ LAYER_20 = """\
 
 
 def older_layer(atlas, layer):
-    """A layer of a published atlas as the older script wrote it: no format, float16, zeros for what was not attended."""
+    """A layer of a published atlas as the older script wrote it: no format, float16, zeros for what was not
+    attended."""
     now = layer_from_atlas(load_cache(PUBLISHED / atlas), layer)
     kept = (
         "layer_index",
@@ -59,7 +60,8 @@ def older_lines(profiles):
     """The older notebook's way to its numbers: float32 all along."""
     for h, head in enumerate(profiles.astype(np.float32)):
         first, middle, last = head[0], head[1:-1].mean(), head[-1]
-        yield f"  H{h:2d}: first={first:7.3f}, mid={middle:7.3f}, last={last:7.3f}, sink={first - middle:+7.3f}"
+        sink = first - middle
+        yield f"  H{h:2d}: first={first:7.3f}, mid={middle:7.3f}, last={last:7.3f}, sink={sink:+7.3f}"
 
 
 def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
@@ -115,7 +117,8 @@ def test_every_published_head_prints_the_older_numbers(name):
 
 
 def test_the_means_of_a_layer_are_the_older_notebooks():
-    """It printed 7.0851 and 1.2892 for the castle's layer 20; the published matrix is within vmax / 256 = 0.06."""
+    """It printed 7.0851 and 1.2892 for the castle's layer 20; the published matrix is within vmax / 256 =
+    0.06."""
     cache = layer_from_atlas(load_cache(PUBLISHED / "self_forcing_dmd_castle_21f.pt"), 20)
     diagonal, first = layer_lines(
         *(cache[name].numpy() for name in ("full_frame_attention", "last_block_frame_attention"))
@@ -125,7 +128,8 @@ def test_the_means_of_a_layer_are_the_older_notebooks():
 
 
 def bidirectional():
-    """A layer of the base model: one block of six latent frames, 21 video frames, both branches of guidance."""
+    """A layer of the base model: one block of six latent frames, 21 video frames, both branches of
+    guidance."""
     cache = synthetic_caches.layer(N=4, F=6, H=3, blocks=[6])
     return cache | {
         "orig_num_frames": 21,
@@ -143,8 +147,8 @@ def test_video_frames_some_queries_and_the_other_branch(tmp_path):
     parameters = {"DATA_PATH": str(tmp_path / "layer4.pt"), "QUERY_FRAMES": [0, 1, 2, 20], "BRANCH": "uncond"}
     printed = executed.run("extract_all_attention.ipynb", tmp_path, **parameters)
     assert (
-        "View: 21 video frames; the VAE encodes frame 0 alone, then groups of 4: video frame i is in latent frame "
-        "(i + 3) // 4, and shows its value\n"
+        "View: 21 video frames; the VAE encodes frame 0 alone, then groups of 4: video frame i is in latent "
+        "frame (i + 3) // 4, and shows its value\n"
     ) in printed
     rows = -cache["full_frame_attention"].numpy()[:, [0, 1, 1, 5]].mean(1)
     assert "\n".join(older_lines(rows)) in printed and "query frames 0–2, 20 (video)" in printed
@@ -168,7 +172,8 @@ def test_probabilities_of_a_window_twice(tmp_path):
     high, low = max(frame, key=frame.get), min(frame, key=frame.get)
     assert (
         f"Layer 5, head 2, mean_prob, clean pass (t = 0)\n  max: frame {high}, {frame[high]:.6f}\n"
-        f"  min: frame {low}, {frame[low]:.6f}\n  first (frame 0): {frame[0]:.6f}\n  last (frame 8): {frame[8]:.6f}\n"
+        f"  min: frame {low}, {frame[low]:.6f}\n  first (frame 0): {frame[0]:.6f}\n"
+        f"  last (frame 8): {frame[8]:.6f}\n"
         "  sum of mass over all key frames: 1.0000\n"
     ) in printed
     assert "  0: layer 1, pass 0 (t = 1000), queries of frames 6–8 on keys of frames 0, 4–8\n" in printed

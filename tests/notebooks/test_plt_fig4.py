@@ -1,4 +1,5 @@
-"""plt_fig4.ipynb from top to bottom on caches of each kind it takes: what it prints, writes, and says when it cannot."""
+"""plt_fig4.ipynb from top to bottom on caches of each kind it takes: what it prints, writes, and says when it
+cannot."""
 
 import re
 
@@ -8,6 +9,7 @@ import torch
 from helpers import executed, synthetic_caches
 
 from experiments.analysis import reports
+from experiments.analysis.head_choice import choose_heads
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
@@ -40,7 +42,8 @@ def test_figure4_cache_twice(tmp_path):
     frame = tokens.reshape(48, 21, 16).mean((0, 2))
     middle = frame[1:20].mean()
     line = (
-        f"  H10: first={frame[0]:7.3f}, mid={middle:7.3f}, last={frame[20]:7.3f}, sink={frame[0] - middle:+7.3f}, "
+        f"  H10: first={frame[0]:7.3f}, mid={middle:7.3f}, last={frame[20]:7.3f}, "
+        f"sink={frame[0] - middle:+7.3f}, "
         f"first/mid={frame[0] / middle:7.2f}, first-last={frame[0] - frame[20]:+8.3f}, max@{frame.argmax()}, "
         f"(max-min)/|mean|={(frame.max() - frame.min()) / abs(frame.mean()):6.2f}"
     )
@@ -118,8 +121,10 @@ def test_a_reference_can_be_switched_off(tmp_path):
 
 
 @pytest.mark.parametrize(("cache", "message"), [
-    (None, "../cache/none.pt not found; run: python experiments/run_extraction_figure4.py --output_path cache/none.pt"),
-    (synthetic_caches.layer(), "is a cache of format layer: open it with notebooks/extract_all_attention.ipynb"),
+    (None, "../cache/none.pt not found; "
+     "run: python experiments/run_extraction_figure4.py --output_path cache/none.pt"),
+    (synthetic_caches.layer(), "is a cache of format layer: open it with "
+     "notebooks/extract_all_attention.ipynb"),
 ])  # fmt: skip
 def test_what_cannot_be_shown_is_said_in_one_line(tmp_path, cache, message):
     path = "../cache/none.pt"
@@ -133,17 +138,20 @@ def test_what_cannot_be_shown_is_said_in_one_line(tmp_path, cache, message):
 
 def test_heads_that_are_not_there():
     view = open_profiles(synthetic_caches.figure4(layers=(0, 4), H=3, S=4))
-    panels, note = reports.choose_heads(view, [(1, 1, "L1H1"), (5, 10, "L5H10"), (9, 0, "third")])
+    choice = choose_heads(view, [(1, 1, "L1H1"), (5, 10, "L5H10"), (9, 0, "third")])
+    panels, note = choice.panels, reports.choice_note(choice, view)
     assert [(p.layer, p.head, p.label) for p in panels] == [(0, 0, "L0H0"), (4, 0, "L4H0")]
     assert "third (layer 9, head 0) not in this cache" in note
-    panels, note = reports.choose_heads(view, [(4, 2, "mine")])
-    assert ([(p.layer, p.head, p.label) for p in panels], note) == ([(4, 2, "mine")], "")
+    choice = choose_heads(view, [(4, 2, "mine")])
+    assert [(p.layer, p.head, p.label) for p in choice.panels] == [(4, 2, "mine")]
+    assert reports.choice_note(choice, view) == "Shown: mine"
+    panels = choice.panels
     np.testing.assert_allclose(panels[0].curve.reshape(21, 4).mean(1), panels[0].profile, atol=1e-6)
 
 
 def test_a_windows_curve_lies_where_its_frames_are():
     view = open_profiles(synthetic_caches.figure4(layers=(1,), H=3, S=4, keys=[0, 17, 18, 19, 20]))
-    ((panel,), _) = reports.choose_heads(view, [(1, 2, "x")])
+    (panel,) = choose_heads(view, [(1, 2, "x")]).panels
     by_frame = panel.curve.reshape(21, 4)
     assert np.isnan(by_frame[1:17]).all()
     np.testing.assert_allclose(by_frame.mean(1), panel.profile, atol=1e-6)
@@ -151,14 +159,14 @@ def test_a_windows_curve_lies_where_its_frames_are():
 
 def test_what_it_shows_says_what_is_absent():
     view = open_profiles(synthetic_caches.figure4(H=3, S=4, granularity="frame"))
-    panels, _ = reports.choose_heads(view, [(1, 1, "x")])
-    assert "Excess at equal distance: absent" in reports.what_it_shows(view, panels)
+    panels = choose_heads(view, [(1, 1, "x")]).panels
+    assert "Excess at equal distance: absent" in reports.finding_lines(view, panels)
     mass = open_profiles(synthetic_caches.figure4(H=3, S=4), quantity="mass")
-    assert reports.what_it_shows(mass, panels).endswith("of this cache, it holds mass")
+    assert reports.finding_lines(mass, panels).endswith("of this cache, it holds mass")
     alone = open_profiles(synthetic_caches.atlas(blocks=[9]))
-    assert reports.what_it_shows(alone, []).endswith("its queries see no earlier block")
+    assert reports.finding_lines(alone, []).endswith("its queries see no earlier block")
     clean = open_profiles(synthetic_caches.atlas(), step=4)
-    assert "noise" not in reports.what_it_shows(clean, []).lower()
+    assert "noise" not in reports.finding_lines(clean, []).lower()
 
 
 def test_what_it_shows_tells_a_wave_from_a_sink():
@@ -171,7 +179,7 @@ def test_what_it_shows_tells_a_wave_from_a_sink():
     cache["frame_logits"][1] = torch.where(
         cache["frame_logits"][1].isnan(), torch.nan, 4.0 * (torch.arange(21) == 0)
     )
-    lines = reports.what_it_shows(open_profiles(cache), []).split("\n")
+    lines = reports.finding_lines(open_profiles(cache), []).split("\n")
     assert "above 2 for 4" in lines[1] and "above 2 for 2" in lines[2]
     assert (
         lines[4]

@@ -1,0 +1,84 @@
+"""Layers compared: profiles averaged over heads, and first, middle and last frame."""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from experiments.caches.caption import Caption
+from experiments.figures.style import (
+    BLUE,
+    GREEN,
+    LABELS,
+    NAMES,
+    PURPLE,
+    THIN_ABOVE,
+    capitalised,
+    frame_axis,
+    label_figure,
+    mark_frames,
+    panel_grid,
+    styled,
+)
+
+
+@styled
+def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
+    """Mean over heads and one standard deviation either side of profiles [N, H, F], a panel per layer on its
+    own scale: the logits of the real model's last layers would flatten all others."""
+    N, H, F = profiles.shape
+    columns, size = (2, (5.0, 3.2)) if N <= 4 else (4, (2.9, 1.9)) if N <= 12 else (6, (2.3, 1.7))
+    figure, axes = panel_grid(N, columns, size)
+    legend: dict[str, Artist] = {}
+    frames, marker = np.arange(F), "o" if F <= THIN_ABOVE else ""
+    for axis, layer, values in zip(axes, layers, profiles, strict=True):
+        mean, std = values.mean(0), values.std(0)
+        axis.bar(frames, 2 * std, 0.8, mean - std, color=BLUE, alpha=0.3, linewidth=0)
+        axis.plot(frames, mean, color=BLUE, linewidth=1.5, marker=marker, markersize=2)
+        axis.axhline(0, color="0.4", linewidth=0.6)
+        axis.set_title(f"Layer {layer}")
+        axis.yaxis.set_major_locator(MaxNLocator(6 if N <= 4 else 4))
+        frame_axis(axis, F, room=25 if N <= 4 else 8)
+        legend |= mark_frames(axis, mean, caption.highlighted_frames)
+    scales = "; scales differ" if N > 1 else ""
+    title = f"{capitalised(NAMES[caption.quantity])}, mean ± std over {H} heads, {caption.subtitle}{scales}"
+    label_figure(figure, axes, title, LABELS[caption.quantity], legend)
+    return figure
+
+
+@styled
+def layer_statistics(
+    first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: Caption
+) -> Figure:
+    """Bars of the first, middle and last frame per layer: mean over heads of [N, H], whisker one standard
+    deviation."""
+    N, H = first.shape
+    figure, axis = plt.subplots(figsize=(max(7.0, min(13.0, 2.5 + 0.45 * N)), 3.8))
+    bars = [
+        ("first key frame", first, BLUE),
+        ("middle (all between)", middle, GREEN),
+        ("last key frame", last, PURPLE),
+    ]
+    for i, (text, values, color) in enumerate(bars):
+        axis.bar(
+            np.arange(N) + (i - 1) * 0.27,
+            values.mean(1),
+            0.25,
+            yerr=values.std(1),
+            label=text,
+            color=color,
+            linewidth=0,
+            error_kw={"elinewidth": 0.8, "ecolor": "0.3"},
+            capsize=2 if N <= 12 else 0,
+        )
+    axis.axhline(0, color="0.4", linewidth=0.8)
+    axis.set_xticks(np.arange(N), [str(layer) for layer in layers])
+    axis.set(ylabel=LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
+    axis.grid(False, axis="x")
+    legend = {str(h.get_label()): h for h in axis.get_legend_handles_labels()[0]}
+    title = f"{capitalised(NAMES[caption.quantity])}, mean ± std over {H} heads, {caption.subtitle}"
+    label_figure(figure, [axis], title, legend=legend, x="Layer")
+    return figure
