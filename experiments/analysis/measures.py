@@ -1,17 +1,36 @@
-"""What a head does with its past, in numbers. Pure functions of frame profiles A[f] or matrices A[query, key].
+"""What a head does with its past, in numbers. Pure functions of frame profiles A[f] or matrices A[query,
+key].
 
-Profiles are [..., F], the mean over the last block's queries; matrices [..., F, F]; NaN was not attended. Frame 0 is the
-first frame of the video. Every number is in the unit of what it is given: logits for mean_logit, a share of 1 for mass.
-Context is what lies in blocks before the query's: the query's own block is noise at a noisy pass, and only the older
-scores of head_statistics mix it in.
-"""
+Profiles are [..., F], the mean over the last block's queries; matrices [..., F, F]; NaN was not attended.
+Frame 0 is the first frame of the video. Every number is in the unit of what it is given: logits for
+mean_logit, a share of 1 for mass. Context is what lies in blocks before the query's: the query's own block is
+noise at a noisy pass, and only the older scores of head_statistics mix it in."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from experiments.analysis.first_frame import first_frame_effect, key_frame_contrasts, placebo_effects
 from wan.blocks import earlier_block
+
+__all__ = [
+    "DELTA_THRESHOLD",
+    "RATIO_THRESHOLD",
+    "HeadStatistics",
+    "Wave",
+    "distance_profile",
+    "equal_distance_excess",
+    "excess_by_distance",
+    "first_frame_effect",
+    "first_frame_mass",
+    "first_minus_context",
+    "head_statistics",
+    "key_frame_contrasts",
+    "placebo_effects",
+    "sign_rate",
+    "wave",
+]
 
 DELTA_THRESHOLD = 2.0  # first - middle, in logits, above which earlier work called a head a sink
 
@@ -19,7 +38,8 @@ RATIO_THRESHOLD = 1.2  # first / middle, likewise
 
 
 class HeadStatistics(NamedTuple):
-    """Per-head statistics, each of the profile's shape without the frame axis; NaN where there is no answer."""
+    """Per-head statistics, each of the profile's shape without the frame axis; NaN where there is no
+    answer."""
 
     first: np.ndarray  # A[0]
     middle: np.ndarray  # mean of A[1 .. F-2]
@@ -39,10 +59,10 @@ class HeadStatistics(NamedTuple):
 def head_statistics(profile: np.ndarray) -> HeadStatistics:
     """Statistics of frame profiles A [..., F].
 
-    middle = 1/(F-2) * sum_{f=1}^{F-2} A[f]: all frames but the first and the last, the own block's others among them,
-    as in the older notebooks whose numbers this reproduces. Frames that were not attended (NaN) are left out. delta and
-    ratio are the older scores: they compare frame 0 with frames at other distances, so a wave passes for a sink.
-    """
+    middle = 1/(F-2) * sum_{f=1}^{F-2} A[f]: all frames but the first and the last, the own block's others
+    among them, as in the older notebooks whose numbers this reproduces. Frames that were not attended (NaN)
+    are left out. delta and ratio are the older scores: they compare frame 0 with frames at other distances,
+    so a wave passes for a sink."""
     A = np.asarray(profile, np.float64)
     first, last, middle = A[..., 0], A[..., -1], _mean(A[..., 1:-1])
     attended = ~np.isnan(A)
@@ -71,9 +91,9 @@ def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarr
 
 
 def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Mass of frame 0 in mass profiles [..., F], as a share of all mass, A[0], and of that on context frames, A[0] / sum
-    of A[f] over context; both [...]. The first counts the own block's mass, the second leaves it out. Softmax mass, as
-    in StreamingLLM (arXiv 2309.17453), where the word sink comes from."""
+    """Mass of frame 0 in mass profiles [..., F], as a share of all mass, A[0], and of that on context frames,
+    A[0] / sum of A[f] over context; both [...]. The first counts the own block's mass, the second leaves it
+    out. Softmax mass, as in StreamingLLM (arXiv 2309.17453), where the word sink comes from."""
     A = np.asarray(mass, np.float64)
     on_context = A[..., list(context)]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -83,22 +103,32 @@ def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarr
 
 
 def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """How much frame 0 gets beyond what other frames get at the same distance: matrices A [..., F, F] -> [...].
+    """How much frame 0 gets beyond what other frames get at the same distance: matrices A [..., F, F] ->
+    [...].
 
-    mean over distances d of ( A[d, 0] - mean over k >= 1 of A[k+d, k] ), using only cells whose key block is strictly
-    earlier than the query's; a distance counts where both terms exist. Whatever depends on distance alone, such as the
-    wave of temporal RoPE or a decay, cancels. NaN where no distance can be compared.
+    mean over distances d of ( A[d, 0] - mean over k >= 1 of A[k+d, k] ), using only cells whose key block is
+    strictly earlier than the query's; a distance counts where both terms exist. Whatever depends on distance
+    alone, such as the wave of temporal RoPE or a decay, cancels. NaN where no distance can be compared."""
+    return _mean(excess_by_distance(matrix, block_sizes))
+
+
+def excess_by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
+    """The same before the mean over distances d: matrices A [..., F, F] -> [..., F], NaN where d cannot be
+    compared.
+
+    It still waves: A[d, 0] and A[k+d, k] are of other query frames, whose row offsets do not cancel.
     """
     first, others = _by_distance(matrix, block_sizes)
-    return _mean(first - others)
+    return first - others
 
 
 def distance_profile(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """The last block's profile if nothing but distance mattered: matrices A [..., F, F] -> [..., F], NaN beyond context.
+    """The last block's profile if nothing but distance mattered: matrices A [..., F, F] -> [..., F], NaN
+    beyond context.
 
-    P[f] = mean over queries q of the last block of g(q - f), with g(d) = mean over k >= 1 of A[k+d, k] over the cells of
-    equal_distance_excess. Frame 0 has no part in it, so first - middle of P is what a head owes to distance alone.
-    """
+    P[f] = mean over queries q of the last block of g(q - f), with g(d) = mean over k >= 1 of A[k+d, k] over
+    the cells of equal_distance_excess. Frame 0 has no part in it, so first - middle of P is what a head owes
+    to distance alone."""
     F, last = np.shape(matrix)[-1], block_sizes[-1]
     _, g = _by_distance(matrix, block_sizes)
     profile = np.full((*np.shape(matrix)[:-2], F), np.nan)
@@ -117,7 +147,8 @@ def _by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.nda
 
 
 class Wave(NamedTuple):
-    """A sinusoid in each profile, all without the frame axis; NaN where fewer than 6 context frames show one."""
+    """A sinusoid in each profile, all without the frame axis; NaN where fewer than 6 context frames show
+    one."""
 
     amplitude: np.ndarray  # at 1 rad/frame, in the profile's unit
     r2: np.ndarray  # share of the variance around the trend that this sinusoid explains
@@ -128,10 +159,10 @@ class Wave(NamedTuple):
 def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Wave:
     """Least squares of a + b f + c cos(w f) + s sin(w f) to the context frames f of profiles [..., F].
 
-    amplitude = sqrt(c^2 + s^2) at w = 1, the fastest frequency of Wan's temporal RoPE (RoFormer, arXiv 2104.09864:
-    10000^0); r2 = 1 - RSS / RSS of the line a + b f alone. period maximises r2 over periods, by default 2.5 frames to
-    half the span of the context, so that a wave is seen twice, in 400 equal steps of frequency.
-    """
+    amplitude = sqrt(c^2 + s^2) at w = 1, the fastest frequency of Wan's temporal RoPE (RoFormer, arXiv
+    2104.09864: 10000^0); r2 = 1 - RSS / RSS of the line a + b f alone. period maximises r2 over periods, by
+    default 2.5 frames to half the span of the context, so that a wave is seen twice, in 400 equal steps of
+    frequency."""
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
         return Wave(*np.full((4, *y.shape[:-1]), np.nan))
@@ -155,8 +186,8 @@ def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None
 
 
 def sign_rate(values: np.ndarray) -> np.ndarray:
-    """Share of positive logits over the last axis of [..., cells], NaN cells left out: 1 where a head favours whatever
-    it sees, 0 where it avoids it, about 1/2 where it waves. NaN where nothing is left."""
+    """Share of positive logits over the last axis of [..., cells], NaN cells left out: 1 where a head favours
+    whatever it sees, 0 where it avoids it, about 1/2 where it waves. NaN where nothing is left."""
     values = np.asarray(values)
     return _mean(np.where(np.isnan(values), np.nan, values > 0))
 

@@ -1,0 +1,183 @@
+"""The first-frame effect: planted effects come back, row offsets do nothing, ordinary key frames are not
+called special."""
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from experiments.analysis import measures
+from experiments.analysis.first_frame import (
+    first_frame_effect,
+    key_frame_contrasts,
+    partial_r_squared,
+    placebo_effects,
+    placebo_frames,
+)
+from experiments.caches import load_cache
+from experiments.caches.view import open_profiles
+from wan.blocks import later_block
+
+SIZES = [[3] * 7, [3] * 24, [1, 3, 3, 3, 3], [2, 2, 2, 2, 2, 2], [1] * 9]
+
+
+def heads(block_sizes, n=4, noise=0.0, seed=0, keys=0.0):
+    """[n, F, F] logits with row offsets, a decay and a wave in distance, a constant per key frame and noise
+    per cell."""
+    rng, F = np.random.default_rng(seed), sum(block_sizes)
+    q, k = np.mgrid[:F, :F]
+    rows, of_key = rng.normal(0, 3, (n, F, 1)), rng.normal(0, keys, (n, 1, F))
+    amplitude, phase, slope = (rng.normal(0, 1, (n, 1, 1)) for _ in range(3))
+    A = rows + 2 * amplitude * np.cos(q - k + phase) + 0.1 * slope * (q - k) + of_key
+    A = A + rng.normal(0, noise, A.shape)
+    return np.where(later_block(block_sizes).numpy(), np.nan, A)
+
+
+def by_lstsq(A, block_sizes, key=0):
+    """The same fit by its definition: one column per row and per distance, one for the key frame."""
+    block = np.repeat(np.arange(len(block_sizes)), block_sizes)
+    q, k = np.nonzero((block[None] < block[:, None]) & np.isfinite(A))
+    if key:
+        q, k = q[k > 0], k[k > 0]
+    F = len(A)
+    X = np.concatenate([np.eye(F)[q], np.eye(F)[q - k], (k == key)[:, None]], 1)
+    y = A[q, k]
+    beta, _, rank, _ = np.linalg.lstsq(X, y, rcond=None)
+    residual = y - X @ beta
+    inverse = np.linalg.pinv(X.T @ X)[-1, -1]
+    within = y - np.array([y[q == row].mean() for row in q])
+    rss = (residual**2).sum()
+    return beta[-1], np.sqrt(rss / (len(y) - rank) * inverse), 1 - rss / (within**2).sum()
+
+
+@pytest.mark.parametrize("block_sizes", SIZES, ids=lambda sizes: f"{sizes[0]}+{len(sizes)}")
+def test_planted_effects_come_back_under_decay_wave_and_row_offsets(block_sizes):
+    A = heads(block_sizes)
+    planted = np.array([0.0, 0.7, -1.3, 4.0])
+    A[..., 0] += planted[:, None]
+    effect, error, r2 = first_frame_effect(A, block_sizes)
+    np.testing.assert_allclose(effect, planted, atol=1e-8)
+    np.testing.assert_allclose(error, 0, atol=1e-8)
+    np.testing.assert_allclose(r2, 1, atol=1e-8)
+
+
+@pytest.mark.parametrize("block_sizes", SIZES, ids=lambda sizes: f"{sizes[0]}+{len(sizes)}")
+def test_it_is_ordinary_least_squares(block_sizes):
+    A = heads(block_sizes, n=3, noise=0.5)
+    A[1, -1, 1] = A[2, -2, 0] = np.nan  # heads that miss other cells are fitted apart
+    found = np.stack(first_frame_effect(A, block_sizes), 1)
+    np.testing.assert_allclose(found, [by_lstsq(one, block_sizes) for one in A], rtol=1e-6)
+    frames = placebo_frames(block_sizes)[:4]
+    expected = [[by_lstsq(one, block_sizes, j)[0] for j in frames] for one in A]
+    np.testing.assert_allclose(placebo_effects(A, block_sizes, frames), expected, rtol=1e-6)
+
+
+def test_constants_per_row_change_nothing():
+    A, sizes = heads([3] * 7, noise=0.4), [3] * 7
+    shifted = A + np.random.default_rng(1).normal(0, 50, (4, 21, 1))
+    frames = placebo_frames(sizes)
+    for measure in (
+        first_frame_effect,
+        lambda a, b: placebo_effects(a, b, frames),
+        key_frame_contrasts,
+        partial_r_squared,
+    ):
+        np.testing.assert_allclose(measure(shifted, sizes), measure(A, sizes), atol=1e-8)
+
+
+def test_noise_in_the_own_block_changes_nothing():
+    A, sizes = heads([3] * 5, noise=0.4), [3] * 5
+    block = np.arange(15) // 3
+    spoiled = np.where(block[:, None] == block[None], 1e6, A)
+    np.testing.assert_array_equal(first_frame_effect(spoiled, sizes), first_frame_effect(A, sizes))
+    np.testing.assert_array_equal(key_frame_contrasts(spoiled, sizes), key_frame_contrasts(A, sizes))
+
+
+@pytest.mark.parametrize("F", [21, 72])
+def test_ordinary_key_frames_are_not_special(F):
+    """Every key frame has a constant of its own, frame 0 no more than others: few heads exceed all
+    placebos."""
+    sizes = [3] * (F // 3)
+    A = heads(sizes, n=360, noise=0.3, keys=0.3)
+    frames = placebo_frames(sizes, 24)
+    largest = np.abs(placebo_effects(A, sizes, frames)).max(-1)
+    effect, error, _ = first_frame_effect(A, sizes)
+    assert (effect > largest).mean() <= 0.05
+    assert (np.abs(effect) > 2 * error).mean() > 0.2  # residuals would have called far more than 5 % special
+
+
+@pytest.mark.parametrize("F", [21, 72])
+def test_contrasts_tell_which_frame_it_is_whatever_frames_are_free(F):
+    sizes = [3] * (F // 3)
+    A = heads(sizes, noise=0)
+    A[..., 0] += 0.7
+    A[..., 2] -= 0.4
+    A += 0.05 * np.arange(F)  # a trend in the key frame is no contrast
+    expected = np.zeros(12)
+    expected[[0, 2]] = 0.7, -0.4
+    for first in (12, 15, 18):
+        c = key_frame_contrasts(A, sizes, first)
+        assert c.shape == (4, first)
+        np.testing.assert_allclose(c[:, :12], np.broadcast_to(expected, (4, 12)), atol=1e-6)
+
+
+def test_what_the_cells_do_not_identify_is_nan():
+    A = np.random.default_rng(0).normal(size=(2, 9, 9))
+    for sizes in ([9], [3, 6]):  # one block: no context; two: every distance has one row pattern at most
+        effect = first_frame_effect(A, sizes).effect
+        assert np.isnan(effect).all() == (len(sizes) == 1), sizes
+    assert np.isnan(np.stack(first_frame_effect(A, [9]))).all()
+    assert np.isnan(placebo_effects(A, [9], [1, 2])).all() and np.isnan(key_frame_contrasts(A, [9])).all()
+    assert placebo_frames([9]) == []
+    seen_once = heads([1] * 9, n=1)
+    seen_once[..., :, 0] = np.nan  # a window without frame 0
+    assert np.isnan(np.stack(first_frame_effect(seen_once, [1] * 9))).all()
+    assert np.isnan(key_frame_contrasts(seen_once, [1] * 9)[..., 0]).all()
+    alone = np.full((1, 9, 9), np.nan)
+    alone[:, 8, 0] = 1.0  # one cell is its own row
+    assert np.isnan(first_frame_effect(alone, [1] * 9).effect).all()
+
+
+def test_a_window_that_keeps_frame_0_is_measured():
+    sizes, window = [3] * 8, 9
+    A = heads(sizes, n=2)
+    A[..., 0] += np.array([1.5, -0.5])[:, None]
+    q, k = np.mgrid[:24, :24]
+    last = (q // 3 + 1) * 3
+    A = np.where((k >= last - window) | (k < 3), A, np.nan)  # the first block is a sink of the window
+    np.testing.assert_allclose(first_frame_effect(A, sizes).effect, [1.5, -0.5], atol=1e-8)
+
+
+def test_partial_r_squared_is_the_share_of_what_is_left():
+    sizes = [3] * 7
+    A = heads(sizes)
+    A[..., 0] += 1.0
+    np.testing.assert_allclose(partial_r_squared(A, sizes), 1, atol=1e-8)
+    assert (partial_r_squared(heads(sizes, n=50, noise=1), sizes) < 0.2).all()
+
+
+def test_placebo_frames_are_seen_by_a_sixth_of_all_frames():
+    assert placebo_frames([3] * 7) == list(range(1, 15))
+    assert placebo_frames([3] * 24) == list(range(1, 60)) and placebo_frames([3] * 24, 24)[-1] == 24
+
+
+# name; s: mean, median, heads > 2; largest placebo mean, heads above all placebos; contrasts of frames 0-2
+PUBLISHED = [
+    ("eagle_21f", (0.64, 0.42, 23), (0.18, 208), (0.76, 0.13, 0.23)),
+    ("castle_21f", (0.55, 0.34, 18), (0.19, 185), (0.64, 0.06, 0.21)),
+    ("eagle_72f", (0.62, 0.44, 20), (0.59, 26), (0.62, 0.09, 0.20)),
+]
+
+
+@pytest.mark.parametrize(("name", "effects", "placebos", "contrasts"), PUBLISHED, ids=lambda p: str(p)[:9])
+def test_the_published_prompts(name, effects, placebos, contrasts):
+    view = open_profiles(load_cache(ROOT / f"cache/published/self_forcing_dmd_{name}.pt"))
+    matrix, sizes = view.frame_matrices(), view.block_sizes
+    s = measures.first_frame_effect(matrix, sizes).effect
+    assert (round(s.mean(), 2), round(np.median(s), 2), (s > 2).sum()) == effects
+    p = measures.placebo_effects(matrix, sizes, placebo_frames(sizes))
+    assert round(np.abs(p.mean((0, 1))).max(), 2) == placebos[0]
+    assert (s > np.abs(p).max(-1)).sum() == placebos[1]
+    c = [measures.key_frame_contrasts(matrix, sizes, first).mean((0, 1)) for first in (12, 24, 36)]
+    assert tuple(c[0][:3].round(2)) == contrasts
+    np.testing.assert_allclose(c[1][:12], c[0], atol=0.01)
+    np.testing.assert_allclose(c[2][:12], c[0], atol=0.01)
