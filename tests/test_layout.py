@@ -47,10 +47,8 @@ LONG_FILES = {
     "experiments/train_mini.py",
 }
 LONG_FUNCTIONS = {
-    "experiments/analysis/reports.py: what_it_shows",
     "experiments/caches/legacy.py: _inference",
     "experiments/extraction/bidirectional.py: sample",
-    "experiments/figures/layer.py: one_head",
     "experiments/running/sweep.py: run_sweep",
     "experiments/train_mini.py: train_causal",
     "experiments/train_mini.py: train_vae",
