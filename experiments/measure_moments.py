@@ -32,11 +32,12 @@ MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_co
 
 def measured(atlases: Sequence[dict], step: int) -> dict[str, list]:
     """Measures [layers, heads] of one pass, mean over the atlases."""
-    measured_atlases = [
+    of_atlases = [
         measure_heads(open_quantity(a, step, "mean_logit"), open_quantity(a, step, "mass")) for a in atlases
     ]
     maps = {
-        name: np.mean([next(m.values for m in s if m.name == name) for s in measured_atlases], 0) for name in MEASURES
+        name: np.mean([next(m.values for m in s if m.name == name) for s in of_atlases], 0)
+        for name in MEASURES
     }
     return {name: values.round(4).tolist() for name, values in maps.items()}
 

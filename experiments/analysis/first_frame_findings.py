@@ -1,4 +1,5 @@
-"""What an atlas says about the first frame: its effect in every head, placebos, contrasts, every pass, and mass."""
+"""What an atlas says about the first frame: its effect in every head, placebos, contrasts, every pass, and
+mass."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -77,10 +78,11 @@ def why_no_first_frame(view: Profiles | None) -> str:
 
 
 def log_mass_effect(mass: Profiles | None) -> np.ndarray | None:
-    """The same regression on log mass [layers, heads]: how much more mass frame 0 gets at equal distance, as a log ratio.
+    """The same regression on log mass [layers, heads]: how much more mass frame 0 gets at equal distance, as
+    a log ratio.
 
-    Unlike the effect on mean logits it depends on the spread of logits within a frame. None where there is no mass.
-    """
+    Unlike the effect on mean logits it depends on the spread of logits within a frame. None where there is no
+    mass."""
     matrix = mass.frame_matrices() if mass else None
     if mass is None or matrix is None:
         return None
