@@ -33,12 +33,15 @@ CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan
 LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
 
 
-def config_for(ckpt_dir: str | Path) -> str:
-    """The config whose model has the sizes of a directory's. Raises ConfigError where none has."""
+def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
+    """The config whose model has the sizes of a directory's. Raises ConfigError where none has.
+
+    home is where the project's configs/ and checkpoints/ are.
+    """
     sizes = checkpoint.read_model_config(ckpt_dir)
     for path in CONFIGS:
-        config = load_config(path)
-        if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(config.ckpt_dir)):
+        config = load_config(home / path)
+        if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(home / config.ckpt_dir)):
             return path
     raise ConfigError(
         f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} is in "

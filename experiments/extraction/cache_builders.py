@@ -1,6 +1,6 @@
 """A rollout in each cache format: what the format asks of the capture (*_requests), and its dict (*_cache)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,25 +125,31 @@ def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
 
 
 def atlas_requests(
-    config: RunConfig, mass: bool, key_curve: bool, cross: bool, rope_bands: bool = False
+    config: RunConfig,
+    mass: bool,
+    key_curve: bool,
+    cross: bool,
+    rope_bands: bool = False,
+    layers: Collection[int] | None = None,
 ) -> list[CaptureRequest]:
-    """Every layer, block and pass at frame granularity; the key curve of the last block."""
-    requests = [CaptureRequest(granularity="frame", mass=mass, rope_bands=rope_bands)]
+    """Every block and pass of some layers (None: all) at frame granularity; the key curve of the last block."""
+    requests = [CaptureRequest(layers=layers, granularity="frame", mass=mass, rope_bands=rope_bands)]
     if key_curve:
-        requests.append(CaptureRequest(granularity="key", blocks=[len(config.block_sizes) - 1]))
+        last = [len(config.block_sizes) - 1]
+        requests.append(CaptureRequest(layers=layers, granularity="key", blocks=last))
     if cross:
-        requests.append(CaptureRequest(granularity="frame", kinds=("cross",)))
+        requests.append(CaptureRequest(layers=layers, granularity="frame", kinds=("cross",)))
     return requests
 
 
 def atlas_cache(run: Extraction) -> dict[str, Any]:
     """Everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
-    layers, steps = range(run.num_layers), range(len(run.pass_timesteps))
+    layers, steps = run.layers, range(len(run.pass_timesteps))
     atlas: dict[str, Any] = {
         **run.common,
         "format": "atlas",
         "is_logits": True,
-        "layers": list(layers),
+        "layers": layers,
         "pass_timesteps": run.pass_timesteps,
         "frame_logits": run.frame_matrices("frame_logits", layers, steps),
     }

@@ -41,6 +41,13 @@ class Session:
     device: torch.device
     dtype: torch.dtype
 
+    def encode(self, config: RunConfig) -> None:
+        """Add the states of a config's prompt. The text encoder is loaded beside the model where they are new."""
+        if config.prompt not in self.texts:
+            with out_of_memory("encoding the prompt"):
+                found = encode_prompts(config, [config.prompt], self.model_config, self.dtype, self.device)
+            self.texts.update(found)
+
 
 def extract(
     config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None

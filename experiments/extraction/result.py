@@ -53,6 +53,11 @@ class Extraction:
         return dict(calls)
 
     @property
+    def layers(self) -> list[int]:
+        """Layers of which anything was captured."""
+        return sorted({layer for _, layer, _ in self._calls})
+
+    @property
     def quantities(self) -> set[str]:
         """Names of what was captured: frame_logits, key_curve, token_logits and so on."""
         return {name for name, _, _ in self._calls}

@@ -1,7 +1,7 @@
 """Both samplers, observed: numbers checked, stopped between blocks or steps, out of memory explained."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ def capture_guarded(
     """
     with (
         out_of_memory(phase, requests),
-        ATTENTION_WEIGHT_CAPTURE.capture(*requests) as records,
+        ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as records,
         checks.record_layer_ranges(model) as outputs,
         suppress(_StoppedError),
     ):  # innermost: what was captured is kept

@@ -1,0 +1,41 @@
+"""Configs and weights of the project, found from any folder."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.extraction.bidirectional import config_for
+from wan.config import RunConfig, load_config
+from wan.errors import ConfigError
+
+HOME = Path(__file__).resolve().parents[2]
+
+PATHS = ("ckpt_dir", "checkpoint_path", "prompt_embeds", "embeds_dir")
+
+
+def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
+    """The settings of a config's name ("wan_mini"), of its path, or of the model in a directory of weights.
+
+    settings win over the file. A path that a config names is taken below the project where it is not below the
+    working folder. Raises ConfigError for a source that is none of them.
+    """
+    path, given = Path(source), dict(settings)
+    if path.suffix in (".yaml", ".yml"):
+        path = _below_home(path)
+    elif _below_home(path).is_dir():
+        given.setdefault("ckpt_dir", str(_below_home(path)))
+        path = HOME / config_for(given["ckpt_dir"], HOME)
+    elif (HOME / "configs" / f"{path}.yaml").is_file():
+        path = HOME / "configs" / f"{path}.yaml"
+    else:
+        known = ", ".join(sorted(p.stem for p in (HOME / "configs").glob("*.yaml")))
+        raise ConfigError(f"{source} is no config, its path, or a directory of weights; configs: {known}")
+    config = load_config(path, given)
+    named = {name: getattr(config, name) for name in PATHS if getattr(config, name) is not None}
+    return replace(config, **{name: str(_below_home(Path(value))) for name, value in named.items()})
+
+
+def _below_home(path: Path) -> Path:
+    """A path below the working folder where it is there, else below the project."""
+    return path if path.is_absolute() or path.exists() else HOME / path
