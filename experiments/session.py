@@ -23,6 +23,7 @@ from experiments.caches.schema import AtlasCache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import causal, memory_estimate, project_files
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
+from experiments.extraction.prompt_embeds import with_given_prompt
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import decode, save_video
 from experiments.running.progress import Progress
@@ -63,9 +64,9 @@ def load(
 ) -> "Pipe":
     """A pipeline that generates videos, from a config's name, its path, or a directory of weights.
 
-    device is auto, cpu, cuda or cuda:N; offload streams the layers' weights from the host. settings are further
-    fields of RunConfig, such as num_frames. Weights are read by the first video, after its prompt is encoded.
-    Raises ConfigError for what is not there or does not fit.
+    device is auto, cpu, cuda or cuda:N; offload streams the layers' weights from the host. settings are
+    further fields of RunConfig, such as num_frames. Weights are read by the first video, after its prompt is
+    encoded. Raises ConfigError for what is not there or does not fit.
     """
     given = {"device": device, "dtype": dtype, "offload": offload, "cache_policy": cache_policy, **settings}
     config = project_files.find_config(source, {k: v for k, v in given.items() if v is not None})
@@ -81,12 +82,14 @@ class Pipe:
         self._seen: list[Seen] = []
 
     def generate(self, prompt: str | None = None, seed: int | None = None, quiet: bool = True) -> "Run":
-        """Generate one video; prompt and seed are the config's where not given. The same seed gives the same bits.
+        """Generate one video; prompt and seed are the config's where not given. Equal seeds give equal bits.
 
         Raises ConfigError where the model does not fit in memory, RunError where a number cannot be right.
         """
-        own = {k: v for k, v in {"prompt": prompt, "seed": seed}.items() if v is not None}
-        config = replace(self.config, **own)
+        if self.config.prompt_embeds:
+            prompt = with_given_prompt(self.config, prompt)
+        given = {"prompt": prompt, "seed": seed}
+        config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
         requests = self._seen[-1].requests if self._seen else []
         with Progress(quiet) as observer:
             if self._session is None:
@@ -98,7 +101,7 @@ class Pipe:
         return run
 
     @contextmanager
-    def _watched_by(self, seen: "Seen") -> Iterator["Seen"]:
+    def _capturing(self, seen: "Seen") -> Iterator["Seen"]:
         self._seen.append(seen)
         try:
             yield seen
@@ -137,7 +140,8 @@ class Run:
 
     def __repr__(self) -> str:
         c, shape = self.extraction.config, list(self.latents.shape)
-        return f"Run: {c.prompt!r}, seed {c.seed}, latents {shape}, {len(self.extraction.records)} captured calls"
+        calls = len(self.extraction.records)
+        return f"Run: {c.prompt!r}, seed {c.seed}, latents {shape}, {calls} captured calls"
 
 
 @contextmanager
@@ -152,14 +156,14 @@ def capture(
 ) -> Iterator["Seen"]:
     """Capture the attention of every video that a pipe generates in the context; None is every layer.
 
-    mass keeps the softmax mass beside the mean logits, key_curve the last block's curve over key tokens, cross the
-    mass on every prompt token, rope_bands the mean logits by RoPE band. Raises ConfigError for a layer that the
-    model does not have.
+    mass keeps the softmax mass beside the mean logits, key_curve the last block's curve over key tokens,
+    cross the mass on every prompt token, rope_bands the mean logits by RoPE band. Raises ConfigError for a
+    layer that the model does not have.
     """
     chosen = None if layers is None else sorted(set(layers))
     requests = atlas_requests(pipe.config, mass, key_curve, cross, rope_bands, chosen)
     memory_estimate.check_requests(pipe.config, pipe.model_config, requests)
-    with pipe._watched_by(Seen(requests)) as seen:
+    with pipe._capturing(Seen(requests)) as seen:
         yield seen
 
 
@@ -188,11 +192,12 @@ class Seen:
 
     def __repr__(self) -> str:
         calls = len(self.runs[-1].extraction.records) if self.runs else 0
-        return f"Seen: {len(self.runs)} runs, {calls} captured calls in the last"
+        runs = f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}"
+        return f"Seen: {runs}, {calls} captured calls in the last"
 
 
 class Atlas(Mapping[str, Any]):
-    """Attention of one rollout at frame level; atlas["frame_logits"] is a tensor, and the fields of a cache are there."""
+    """Attention of one rollout at frame level, with the fields of its cache: atlas["frame_logits"] is a tensor."""
 
     def __init__(self, cache: Mapping[str, Any]):
         self.cache = AtlasCache.from_dict(cache)
@@ -211,9 +216,8 @@ class Atlas(Mapping[str, Any]):
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
         """The names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
-        letters = {
-            name.rstrip("?"): text for name, text in AtlasCache.table().items() if isinstance(text, str)
-        }
+        table = AtlasCache.table().items()
+        letters = {name.rstrip("?"): text for name, text in table if isinstance(text, str)}
         lengths = {name: letters[name].partition("[")[2].rstrip("]").split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
@@ -250,7 +254,7 @@ class Atlas(Mapping[str, Any]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        lines = [f"Atlas: {self.view().source if self.cache.num_frames else ''}"]
+        lines = [f"Atlas: {self.view().source}"]
         for name, names in self.axes.items():
             shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, self[name].shape, strict=True))
             lines.append(f"  {name} [{shape}]: {UNITS[name]}")

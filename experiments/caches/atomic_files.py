@@ -19,7 +19,8 @@ MARGIN = 1 << 16  # bytes of a cache beside its tensors: names, numbers, the arc
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A binary file beside path that becomes path when the block ends, and is removed when the block fails.
 
-    Missing folders are made, and a link stays: its target is replaced. Raises OSError where that is not allowed.
+    Missing folders are made, and a link stays: its target is replaced. Raises OSError where that is not
+    allowed.
     """
     path = target_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,8 +21,8 @@ def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
     """The layer cache of one layer of an atlas in one pass (None: the first); mean logits.
 
-    Where the atlas has the last block's mean alone, the frame matrix is NaN. Raises CacheError for a layer, pass
-    or quantity that the atlas does not hold.
+    Where the atlas has the last block's mean alone, the frame matrix is NaN. Raises CacheError for a layer,
+    pass or quantity that the atlas does not hold.
     """
     view = open_profiles(atlas, step, "mean_logit")
     profile, matrix, _ = view.values(layer)

@@ -1,8 +1,8 @@
 """Dicts of a file as typed objects, and the check that their entries have the declared types and lengths.
 
-A field is declared by its annotation: int, str | None, or Annotated[Tensor, "f16/f32 [H, F, F]"]. "f16/f32" is a
-tensor, "int [Fq]" a list, "|" stands between alternatives. A field with the default None may be absent. A letter
-is a length; one without a meaning of its own takes the first length it meets.
+A field is declared by its annotation: int, str | None, or Annotated[Tensor, "f16/f32 [H, F, F]"]. "f16/f32"
+is a tensor, "int [Fq]" a list, "|" stands between alternatives. A field with the default None may be absent.
+A letter is a length; one without a meaning of its own takes the first length it meets.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """From tokens to frames: pure reductions and frame indices, no files.
 
-Letters: H heads, S tokens per frame, Lq/Lk query/key tokens, Fq/Fk query/key frames, F frames of the video. Key and
-query tokens are frame-major, so a frame is S neighbouring rows or columns. Three quantities share the name "frame
-attention"; here they are told apart:
+Letters: H heads, S tokens per frame, Lq/Lk query/key tokens, Fq/Fk query/key frames, F frames of the video.
+Key and query tokens are frame-major, so a frame is S neighbouring rows or columns. Three quantities share the
+name "frame attention"; here they are told apart:
 
     mean_logit   mean over the token pairs of (query frame, key frame) of q.k/sqrt(D)
     mass         sum over the key frame's tokens of the softmax, mean over the query frame's tokens; rows sum to 1
@@ -48,7 +48,8 @@ def one_thread() -> Iterator[None]:
 def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
     """Mean over each query frame's tokens of tokens [H, Lq, Lk] of any dtype -> [H, Fq, Lk] float32.
 
-    Everything else here is a mean of this. Reads a memory-mapped tensor once, a few MiB at a time, a head in each thread.
+    Everything else here is a mean of this. Reads a memory-mapped tensor once, a few MiB at a time, a head in
+    each thread.
     """
 
     def of_head(one: Tensor) -> Tensor:  # [1, Lq, Lk] -> [Fq, Lk]
@@ -91,7 +92,8 @@ def curves_to_frames(curves: Tensor, S: int) -> Tensor:
 def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
     """Pieces (query_frames, key_frames, values [H, Fq, Fk]) -> [H, F, F] float32, NaN where nothing was attended.
 
-    Frame numbers are global, so a sliding window's pieces land where they belong. Further axes of values are kept.
+    Frame numbers are global, so a sliding window's pieces land where they belong. Further axes of values are
+    kept.
     """
     pieces = list(pieces)
     heads, _, _, *more = pieces[0][2].shape

@@ -1,7 +1,8 @@
 """What is in each kind of .pt cache: a dataclass per format, whose fields are the table, and its own check.
 
-Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the query and key frames, N layers,
-P passes. experiments/caches/fields.py says how a field is declared, common.py has the fields of every format.
+Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the query and key frames, N
+layers, P passes. experiments/caches/fields.py says how a field is declared, common.py has the fields of every
+format.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

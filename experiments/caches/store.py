@@ -1,7 +1,8 @@
 """The one reader and writer of .pt caches.
 
-A cache is a dict of tensors and plain Python values; experiments/caches/schema.py has the fields of each format. Data flows
-extraction -> save_cache -> load_cache -> experiments/caches/view.py, which gives notebooks one view of all formats.
+A cache is a dict of tensors and plain Python values; experiments/caches/schema.py has the fields of each
+format. Data flows extraction -> save_cache -> load_cache -> experiments/caches/view.py, which gives notebooks
+one view of all formats.
 """
 
 import re
@@ -97,8 +98,8 @@ def load_cache(
 def _plain(value: Any, where: str) -> Any:
     """A copy of a dict's structure whose bytes depend on its content alone; tensors are kept, not copied.
 
-    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one string
-    used twice: interning makes them one. Raises CacheError for what is neither tensor nor plain value.
+    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
+    string used twice: interning makes them one. Raises CacheError for what is neither tensor nor plain value.
     """
     if isinstance(value, Tensor):
         value = value.detach()

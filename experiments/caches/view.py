@@ -129,8 +129,8 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     """View of a cache that load_cache returned.
 
     step picks the pass (None: the first one stored). quantity is mean_logit, mass or mean_prob; None takes
-    mean_logit from logits, mass from probabilities. Raises CacheError for a pass or quantity that the cache does
-    not hold.
+    mean_logit from logits, mass from probabilities. Raises CacheError for a pass or quantity that the cache
+    does not hold.
     """
     typed = as_cache(cache)
     quantity = quantity or ("mean_logit" if typed.is_logits else "mass")

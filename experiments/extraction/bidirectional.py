@@ -1,6 +1,7 @@
 """From a config to a cache of the base model: sample all frames at once with guidance, keep frame attention of some steps.
 
-The two branches of guidance, with the prompt and without, stay apart: a layer cache holds both, atlases are one each.
+The two branches of guidance, with the prompt and without, stay apart: a layer cache holds both, atlases are
+one each.
 """
 
 from collections.abc import Sequence
@@ -88,7 +89,8 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
 def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) -> Extraction:
     """Generate one video with the base weights (see as_one_block) and capture on the way, both branches of guidance.
 
-    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
+    right.
     """
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)

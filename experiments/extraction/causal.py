@@ -54,7 +54,8 @@ def extract(
 ) -> Extraction:
     """Generate one video as the config says and capture on the way; fewer blocks of it where the observer asks to stop.
 
-    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be right.
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
+    right.
     """
     observer = observer or RunObserver()
     return extract_next(prepare(config, requests, observer=observer), config, requests, observer)

@@ -41,8 +41,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def threads_for(noise: Tensor, model_config: ModelConfig) -> Iterator[None]:
     """One CPU thread for the rollout of a small model, as many as there are for a large one.
 
-    Threads that wait for each other at every small operation gain a fifth on an idle machine and made the miniature's
-    rollout 80 times slower on a busy one.
+    Threads that wait for each other at every small operation gain a fifth on an idle machine and made the
+    miniature's rollout 80 times slower on a busy one.
     """
     small = noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24
     with frames.one_thread() if small else nullcontext():

@@ -1,7 +1,7 @@
 """What a run will need, computed from the config and the headers of its files before anything is loaded; and whether it fits.
 
-Bytes follow from sizes: parameters times the dtype, keys and values of every frame, the widest activations of a layer, and
-what a capture forms on the way. GB are 10^9 bytes.
+Bytes follow from sizes: parameters times the dtype, keys and values of every frame, the widest activations of
+a layer, and what a capture forms on the way. GB are 10^9 bytes.
 """
 
 import math

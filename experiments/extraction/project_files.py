@@ -15,10 +15,10 @@ PATHS = ("ckpt_dir", "checkpoint_path", "prompt_embeds", "embeds_dir")
 
 
 def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
-    """The settings of a config's name ("wan_mini"), of its path, or of the model in a directory of weights.
+    """Settings by a config's name ("wan_mini") or path, or for the model in a directory of weights.
 
-    settings win over the file. A path that a config names is taken below the project where it is not below the
-    working folder. Raises ConfigError for a source that is none of them.
+    settings win over the file. A path that a config names is taken below the project where it is not below
+    the working folder. Raises ConfigError for a source that is none of them.
     """
     path, given = Path(source), dict(settings)
     if path.suffix in (".yaml", ".yml"):
@@ -37,5 +37,5 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _below_home(path: Path) -> Path:
-    """A path below the working folder where it is there, else below the project."""
-    return path if path.is_absolute() or path.exists() else HOME / path
+    """The absolute path: below the working folder where it is there, else below the project."""
+    return path.resolve() if path.exists() else HOME / path

@@ -1,7 +1,7 @@
 """Prompts to text states, once: remembered by prompt and encoder, or given in a file, so that umT5 need not be loaded.
 
-A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir of the config
-holds those that were made before. prompt and tokens may be left out of a file of one's own.
+A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir
+of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
 """
 
 import hashlib

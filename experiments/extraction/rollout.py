@@ -33,8 +33,8 @@ def roll_out(
 ) -> tuple[Tensor, list[dict]]:
     """Generate blocks of sizes frames and capture on the way -> latents [1, F, C, h, w] of the finished blocks, records.
 
-    Fewer frames than the noise has come back where the observer asked to stop. Raises RunError, naming block, pass and
-    layer, for numbers that cannot be right, and for memory that does not suffice.
+    Fewer frames than the noise has come back where the observer asked to stop. Raises RunError, naming block,
+    pass and layer, for numbers that cannot be right, and for memory that does not suffice.
     """
     frames, finished = block_ranges(list(sizes)), []
 
@@ -95,8 +95,8 @@ def capture_guarded(
 ) -> Iterator[tuple]:
     """Capture while a sampler runs -> the records, and a check to call with the latents of every finished block or step.
 
-    The check raises RunError for numbers that cannot be right. phase says what is being done, where memory does not
-    suffice. What a _StoppedError leaves is kept.
+    The check raises RunError for numbers that cannot be right. phase says what is being done, where memory
+    does not suffice. What a _StoppedError leaves is kept.
     """
     with (
         out_of_memory(phase, requests),

@@ -1,10 +1,10 @@
-"""Capture in diffusers' Wan (WanPipeline and its kin): attention processors that call our attention().
+"""Capture in diffusers' Wan (such as WanPipeline): attention processors that call our attention().
 
     with capture_diffusers(pipe.transformer, layers=[1], granularity="frame") as calls:
         pipe("a red circle moving right")
 
-The transformer attends to all frames at once: block 0, the step counts the sampler's timesteps, and the branch is
-"uncond" where guidance calls the transformer a second time at one timestep.
+The transformer attends to all frames at once: its calls are of block 0, the step counts the sampler's
+timesteps, and the branch is "uncond" where guidance calls the transformer a second time at one timestep.
 """
 
 from collections.abc import Iterator
@@ -63,8 +63,8 @@ def capture_diffusers(
 ) -> Iterator[list[CapturedCall]]:
     """Capture the calls of diffusers' WanTransformer3DModel; requests or fields are those of CaptureRequest.
 
-    Yields the list of calls. The transformer's own processors come back when the context ends. Raises ConfigError
-    for an image-to-video model, and ValueError for a layer that the model does not have.
+    Yields the list of calls. The transformer's own processors come back when the context ends. Raises
+    ConfigError for an image-to-video model, and ValueError for a layer that the model does not have.
     """
     requests = requests or (CaptureRequest(**fields),)
     for request in requests:

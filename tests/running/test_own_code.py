@@ -1,0 +1,148 @@
+"""The README's block and those of docs/own_code.md run as they stand, and say what the page says they say."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from diffusers import WanPipeline
+from helpers.diffusers_pipeline import small_wan_pipeline
+from matplotlib.figure import Figure
+
+from experiments import Atlas, capture, load, run_extraction_all
+from experiments.caches import load_cache
+from experiments.caches.errors import CacheError, RunError
+from experiments.running import cli
+from wan.errors import ConfigError
+
+BLOCK = re.compile(r"```python\n(.*?)```", re.S)
+SHOWN = re.compile(r"^(.+?)  # -> (.+)$")
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Some folder that is not the project's."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return load("wan_mini", num_frames=6)
+
+
+def test_the_readmes_block_runs_from_any_folder(elsewhere):
+    (block,) = BLOCK.findall((ROOT / "README.md").read_text().partition("## In your own code")[2])
+    assert len(block.strip().splitlines()) == 7
+    names: dict = {}
+    exec(block, names)
+    assert names["run"].latents.shape == (1, 21, 16, 8, 8) and names["run"].video.shape == (81, 64, 64, 3)
+    cache = load_cache("cache/mine.pt", expect=("atlas",))
+    assert cache["layers"] == [1, 5] and cache["prompt"].startswith("a red circle")
+    assert isinstance(names["atlas"].plot(layer=5), Figure)
+
+
+def test_the_pages_blocks_run_and_show_what_they_say(elsewhere, monkeypatch):
+    monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name: small_wan_pipeline())
+    names: dict = {}
+    shown = 0
+    for block in BLOCK.findall((ROOT / "docs/own_code.md").read_text()):
+        for part in re.split(r"(?m)^(.+  # -> .+)$", block):
+            if found := SHOWN.match(part):
+                shown += 1
+                value, expected = eval(found[1], names), eval(found[2], names)
+                assert value == expected, part
+            else:
+                exec(part, names)
+    assert shown == 16
+
+
+def test_the_atlas_has_the_bytes_that_the_script_writes(elsewhere, pipe):
+    with capture(pipe, key_curve=True, cross=True, rope_bands=True) as seen:
+        first = pipe.generate("a red circle", seed=7)
+    seen.atlas().save("ours/deep/atlas.pt")
+    config = str(ROOT / "configs/wan_mini.yaml")
+    flags = ["--ckpt_dir", str(ROOT / "checkpoints/wan-mini"), "--num_frames", "6", "--quiet", "--seed", "7"]
+    flags += ["--checkpoint_path", str(ROOT / "checkpoints/wan-mini/self_forcing_mini.pt")]
+    flags += ["--prompt", "a red circle", "--key_curve", "--cross", "--rope_bands"]
+    cli.main(run_extraction_all.run, ["--config_path", config, *flags, "--output_path", "theirs.pt"])
+    assert (elsewhere / "ours/deep/atlas.pt").read_bytes() == (elsewhere / "theirs.pt").read_bytes()
+    assert torch.equal(pipe.generate("a red circle", seed=7).latents, first.latents)  # nobody looks now
+    assert not torch.equal(pipe.generate("a red circle", seed=8).latents, first.latents)
+    assert len(seen.runs) == 1
+
+
+def test_every_object_says_what_it_is(pipe):
+    with capture(pipe, layers=[5, 1, 5], mass=False) as seen:
+        with pytest.raises(RunError, match="nothing was generated while capturing"):
+            seen.atlas()
+        run = pipe.generate(seed=3)
+    atlas = seen.atlas()
+    assert repr(pipe) == (
+        "Pipe: wan-mini (self_forcing_mini.pt, on cpu), 8 layers of 12 heads, 6 latent frames in 2 blocks"
+    )
+    assert "seed 3, latents [1, 6, 16, 8, 8], 20 captured calls" in repr(run)
+    assert repr(seen) == "Seen: 1 run, 20 captured calls in the last"
+    first, second = repr(atlas).split("\n")
+    assert first.startswith("Atlas: wan-mini (checkpoint: self_forcing_mini.pt), “a red circle")
+    assert second.startswith("  frame_logits [layers 2, passes 5, heads 12, frames 6, frames 6]: mean q·k/√D")
+    with pytest.raises(CacheError, match="frame_mass is not in this atlas; it has frame_logits"):
+        atlas["frame_mass"]
+
+
+def test_an_atlas_opens_again_and_is_drawn(elsewhere, pipe):
+    with capture(pipe, layers=[2]) as seen:
+        pipe.generate(seed=1)
+    path = seen.atlas().save("a.pt")
+    opened = Atlas.open(path)
+    assert torch.equal(opened["frame_mass"].nan_to_num(), seen.atlas()["frame_mass"].nan_to_num())
+    assert isinstance(opened.plot(layer=2, step=4, quantity="mass"), Figure)
+    with pytest.raises(CacheError, match="layer 3 is not in this cache; it has 2"):
+        opened.plot(layer=3)
+
+
+def test_models_are_found_by_directory_and_path(elsewhere):
+    by_name, by_path, by_folder = (
+        load(source, num_frames=6)
+        for source in ("wan_mini", ROOT / "configs/wan_mini.yaml", ROOT / "checkpoints/wan-mini")
+    )
+    assert by_name.config == by_path.config == by_folder.config
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "message"),
+    [
+        ("wan_maxi", {}, "wan_maxi is no config, its path, or a directory of weights; configs: .*wan_mini"),
+        ("wan_mini", {"frames": 6}, "unknown key 'frames'|frames"),
+        ("wan_mini", {"num_frames": 7}, "7 frames do not fit blocks of 3"),
+        ("wan_mini", {"device": "tpu"}, "device 'tpu' is not one of"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(elsewhere, source, settings, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(source, **settings).generate()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layer_that_is_not_there_is_refused_before_anything_runs(pipe):
+    with pytest.raises(ConfigError, match=r"layer 8 is not in 0..7"), capture(pipe, layers=[8]):
+        pass
+
+
+def test_importing_loads_no_model():
+    heavy = ("torch", "diffusers", "matplotlib")
+    code = f"import experiments, sys; print([name for name in {heavy} if name in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert said.stdout.strip() == "[]", said.stderr
+
+
+def test_another_package_called_wan_is_named(tmp_path):
+    (tmp_path / "wan").mkdir()
+    (tmp_path / "wan/__init__.py").touch()
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import experiments"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    last = said.stderr.strip().splitlines()[-1]
+    assert said.returncode == 1 and f"ImportError: the package `wan` is {tmp_path / 'wan'}" in last
+    assert "docs/own_code.md" in last

@@ -1,0 +1,75 @@
+"""Capture in diffusers' WanPipeline: no bit changes, every call says who it is, nothing stays behind."""
+
+import pytest
+import torch
+from helpers.diffusers_pipeline import sample, small_wan_pipeline
+
+from wan.errors import ConfigError
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.captured_call import Site
+from wan.modules.diffusers_capture import capture_diffusers
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return small_wan_pipeline()
+
+
+def test_the_latents_are_those_of_diffusers_own_processors(pipeline):
+    processors = [block.attn1.processor for block in pipeline.transformer.blocks]
+    plain = sample(pipeline)
+    with capture_diffusers(pipeline.transformer, granularity="frame") as calls:
+        captured = sample(pipeline)
+    assert torch.equal(plain, captured) and torch.equal(plain, sample(pipeline))
+    assert [block.attn1.processor for block in pipeline.transformer.blocks] == processors
+    assert ATTENTION_WEIGHT_CAPTURE.now is None and not ATTENTION_WEIGHT_CAPTURE.active
+    assert len(calls) == 2 * 3 * 2  # layers, steps, branches
+
+
+def test_calls_name_step_branch_and_frames(pipeline):
+    with capture_diffusers(pipeline.transformer, layers=[1], granularity="frame") as calls:
+        sample(pipeline)
+        sample(pipeline, guidance_scale=1.0)  # another video, without the second branch
+    told = [(call.site, call.at.step, call.at.branch) for call in calls]
+    site = Site(1, "self")
+    guided = [(site, step, branch) for step in range(3) for branch in ("cond", "uncond")]
+    assert told == guided + [(site, step, "cond") for step in range(3)]
+    assert calls[0].at.timestep > calls[2].at.timestep > calls[4].at.timestep
+    for call in calls:
+        assert call["query_frames"] == call["key_frames"] == [0, 1, 2]
+        assert call.values["frame_mass"].shape == (1, 3, 3, 3)
+        torch.testing.assert_close(call.values["frame_mass"].sum(-1), torch.ones(1, 3, 3))
+
+
+def test_token_logits_give_the_attention_of_the_module(pipeline):
+    """The captured logits, through softmax and v, are what diffusers' own processor returns."""
+    attn = pipeline.transformer.blocks[0].attn1
+    inputs: list[tuple] = []
+    hook = attn.register_forward_hook(lambda module, args, output: inputs.append((*args, output)))
+    with capture_diffusers(pipeline.transformer, layers=[0], is_logits=True) as calls:
+        sample(pipeline)
+    hook.remove()
+    hidden, _, _, rotary, expected = inputs[0]
+    v = attn.to_v(hidden).unflatten(2, (3, -1)).transpose(1, 2)  # [B, H, L, D]
+    out = (calls[0].values["token_logits"].softmax(-1) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attn.to_out[0](out), expected, atol=1e-6, rtol=1e-5)
+    assert rotary is not None
+
+
+def test_an_error_inside_leaves_nothing_behind(pipeline):
+    processor = pipeline.transformer.blocks[0].attn1.processor
+    with pytest.raises(RuntimeError), capture_diffusers(pipeline.transformer, granularity="frame"):
+        pipeline.transformer(torch.zeros(1, 16, 3, 8, 8), torch.zeros(1), torch.zeros(1, 4, 5))
+    assert pipeline.transformer.blocks[0].attn1.processor is processor
+    assert ATTENTION_WEIGHT_CAPTURE.now is None and not ATTENTION_WEIGHT_CAPTURE.active
+
+
+def test_what_cannot_be_captured_is_refused(pipeline, monkeypatch):
+    with (
+        pytest.raises(ValueError, match=r"layer 2 is not in 0..1"),
+        capture_diffusers(pipeline.transformer, layers=[2], granularity="frame"),
+    ):
+        pass
+    monkeypatch.setattr(pipeline.transformer.blocks[1].attn2, "add_k_proj", torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="image-to-video"), capture_diffusers(pipeline.transformer):
+        pass
