@@ -11,8 +11,10 @@ from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import CachePolicy, of_window
 from wan.modules.captured_call import Pass
 from wan.modules.causal_model import CausalWanModel
+from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.kv_cache import KVCache
 from wan.modules.model import TextKeysValues
+from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
 from wan.prompt_schedule import PromptSwitch, check_schedule
 from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
 
@@ -89,6 +91,8 @@ class CausalInferencePipeline:
         ATTENTION_WEIGHT_CAPTURE.check_model(
             self.model.config.num_layers, len(blocks), len(self.pass_timesteps)
         )
+        if ACTIVE_EDITS.active:
+            ACTIVE_EDITS.check(self.plan(noise.shape[1], given))
 
         latents = torch.cat([noise.new_empty(noise.shape[0], given, *noise.shape[2:]), noise], 1)
         kv_cache = self.model.new_kv_cache(
@@ -142,6 +146,15 @@ class CausalInferencePipeline:
 
         video = None if self.vae is None else self.vae.decode(latents)
         return (video, latents) if return_latents else video
+
+    def plan(self, num_frames: int, given: int = 0) -> RolloutPlan:
+        """What a rollout of num_frames frames after given ones is going to do."""
+        config, policy = self.model.config, self.cache_policy
+        sizes = block_sizes(given + num_frames, self.num_frame_per_block, self.independent_first_frame)
+        whole_frames = policy.name in ("window", "relative", "deep_sink")  # of others: all that may be there
+        window = getattr(policy, "window", -1) if whole_frames else -1
+        blocks = blocks_of_window(sizes, window, getattr(policy, "sink", 0), given)
+        return RolloutPlan(config.num_layers, config.num_heads, len(self.timesteps), blocks, config.text_len)
 
     def _pass(self, block: int, frames: range, step: int) -> Pass:
         """What the forward of a block's step announces; after the denoising steps comes the clean pass."""

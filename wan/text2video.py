@@ -11,7 +11,9 @@ from wan.config import check_sampling
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.captured_call import Pass
+from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import TextKeysValues, WanModel
+from wan.modules.rollout_plan import BlockKeys, RolloutPlan
 
 SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 
@@ -38,6 +40,19 @@ class TextToVideoPipeline:
         """Timestep of every step: 999, 997, 994 ... 249, 140 for 50 steps at shift 8."""
         return [float(t) for t in self.solver().timesteps]
 
+    def plan(self, num_frames: int) -> RolloutPlan:
+        """What sampling of num_frames frames is going to do: one block, steps without a clean pass."""
+        config = self.model.config
+        return RolloutPlan(
+            config.num_layers,
+            config.num_heads,
+            self.num_steps,
+            (BlockKeys(tuple(range(num_frames))),),
+            config.text_len,
+            has_clean_pass=False,
+            branches=("cond", "uncond"),
+        )
+
     @torch.no_grad()
     def inference(
         self,
@@ -58,6 +73,8 @@ class TextToVideoPipeline:
             self.model.config.num_layers, num_blocks=1, num_passes=len(timesteps)
         )
         frames = tuple(range(noise.shape[1]))
+        if ACTIVE_EDITS.active:
+            ACTIVE_EDITS.check(self.plan(len(frames)))
         prompt, negative = (
             self.model.text_keys_values(states) for states in (prompt_embeds, negative_embeds)
         )

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.modules.captured_call import Site
+from wan.modules.edited_call import EditedCall
+from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.grouped_attention import attend_by_groups
 from wan.modules.key_layout import KeyLayout
 from wan.modules.older_capture import OlderCapture
 
@@ -29,6 +32,10 @@ def attention(
     mask [Lq, Lk] (True: may attend) is for training. site says who calls and layout what the keys are, for
     whoever observes the call.
     """
+    if site is not None and ACTIVE_EDITS.active:
+        return _edited_attention(
+            ACTIVE_EDITS.begin(site, ATTENTION_WEIGHT_CAPTURE.now, layout, q, k, v), mask
+        )
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]  # [B, H, L, D]
     if mask is None:
         out, lse = attention_with_lse(*heads_first)  # [B, H, Lq, D], [B, H, Lq]
@@ -37,6 +44,20 @@ def attention(
     if site is not None and ATTENTION_WEIGHT_CAPTURE.active:
         ATTENTION_WEIGHT_CAPTURE.observe(site, q, k, lse, layout, mask)
     return out.transpose(1, 2)  # [B, Lq, H, D]
+
+
+def _edited_attention(call: EditedCall, mask: Tensor | None) -> Tensor:
+    """attention() of a call as edits left it; what is captured is what the softmax saw."""
+    if mask is not None:
+        raise ValueError("edits are of rollouts: a training step with a mask takes none")
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    if call.bias is None:
+        out, lse = attention_with_lse(q, k, v)
+    else:
+        out, lse = attend_by_groups(attention_with_lse, q, k, v, call.bias)
+    if ATTENTION_WEIGHT_CAPTURE.active:
+        ATTENTION_WEIGHT_CAPTURE.observe_edited(call, lse)
+    return call.finish(out.transpose(1, 2))
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

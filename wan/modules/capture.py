@@ -15,6 +15,8 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.captured_call import CapturedCall, Kind, Pass, Site
+from wan.modules.edited_call import EditedCall
+from wan.modules.edited_capture import edited_values
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_means import KeyMeans
 from wan.modules.rope import RotaryTable
@@ -156,6 +158,29 @@ class AttentionCapture:
                 values = self._reduce(session, request, site, q, k, lse, layout, mask)
                 shapes = tuple(q.shape), tuple(k.shape)
                 session.calls.append(self.call_type(site, self._pass, values, *shapes, layout))
+
+    def observe_edited(self, call: EditedCall, lse: Tensor) -> None:
+        """Called by attention() of a call under edit: what its softmax saw is kept."""
+        session = self._sessions[-1]
+        shapes = tuple(call.q.shape), tuple(call.k.shape)
+        for request in session.requests:
+            if not request.wants(call.site, self._pass):
+                continue
+            if call.bias is None and not call.has_other_keys:
+                values = self._reduce(session, request, call.site, call.q, call.k, lse, call.layout, None)
+            else:
+                values = edited_values(request, call, lse)
+            session.calls.append(self.call_type(call.site, self._pass, values, *shapes, call.layout))
+
+    def exchange(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Take on another state -> the one before. For two runs that go in step."""
+        before = dict(self.__dict__)
+        self.__dict__.update(state)
+        return before
+
+    def fresh_state(self) -> dict[str, Any]:
+        """The state of a capture that nobody has asked for anything."""
+        return dict(type(self)().__dict__)
 
     def _reduce(
         self,

@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from wan.errors import ConfigError
+
 FRAME_NAMES = ("first", "sink", "past", "own")
 
 Frames = tuple[int | str, ...]
 
 
-class InterventionError(ValueError):
+class InterventionError(ConfigError):
     """What is wrong with an intervention, in one line that says what to do."""
 
 

@@ -68,8 +68,9 @@ class ChosenTokens:
 class KeyLayout:
     """The slots of a call's keys, in order, of tokens_per_slot tokens each.
 
-    own are the slots of the queries' block. version counts the layouts of one rollout, told apart by its
-    object rollout; the first unchanged slots hold what they held in the version before.
+    own are the slots of the queries' block, sink those that the cache policy never lets go. version counts
+    the layouts of one rollout, told apart by its object rollout; the first unchanged slots hold what they
+    held in the version before.
     """
 
     slots: tuple[Slot, ...]
@@ -80,6 +81,7 @@ class KeyLayout:
     version: int = 0
     unchanged: int = 0
     chosen: ChosenTokens | None = None  # of one layer, where tokens of several frames stay
+    sink: range = range(0)
 
     def follows(self, other: "KeyLayout") -> bool:
         """Whether this layout came right after another one of the same rollout."""

@@ -237,6 +237,7 @@ class KVCache:
             version=before.version + 1,
             unchanged=same.index(False) if False in same else len(same),
             chosen=chosen,
+            sink=range(min(getattr(self.policy, "sink", 0), self.own.start)),
         )
 
 

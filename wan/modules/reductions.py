@@ -49,9 +49,17 @@ def key_curve(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     return torch.cat(curves, -1)
 
 
-def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key_frames: int) -> Tensor:
+def frame_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    num_query_frames: int,
+    num_key_frames: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Softmax mass on each key frame, averaged over the queries of each query frame -> [B, H, Fq, Fk].
 
+    bias [H, Fk] was added to the logits of whole key frames, -inf where a frame was left out.
     lse [B, H, Lq] is the call's log-sum-exp. Every row of the result sums to 1 over the key frames. On the
     CPU lse is not used: in bfloat16 it is only good to 5e-5 there, and the softmax of a chunk costs the same.
     """
@@ -59,9 +67,14 @@ def frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key
         from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
 
         mass = query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
+        if bias is not None:
+            weight = bias.exp()[None, :, :, None]
+            mass = torch.where(weight > 0, mass * weight, 0)  # what was left out may have overflowed
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
+    if bias is not None:
+        bias = bias.repeat_interleave(k.shape[1] // num_key_frames, 1)
     mass = torch.cat(
-        [rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k)], 2
+        [rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k, bias=bias)], 2
     )
     return mass.unflatten(2, (num_query_frames, -1)).mean(3)  # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
 
@@ -84,11 +97,14 @@ def masked_frames(
     )
 
 
-def token_mass(q: Tensor, k: Tensor, num_query_frames: int) -> Tensor:
-    """Softmax mass on each key token, averaged over the queries of each query frame -> [B, H, Fq, Lk]."""
+def token_mass(q: Tensor, k: Tensor, num_query_frames: int, bias: Tensor | None = None) -> Tensor:
+    """Softmax mass on each key token, averaged over the queries of each query frame -> [B, H, Fq, Lk].
+
+    bias [H, Lk] was added to the logits.
+    """
     return torch.stack(
         [
-            sum(rows.softmax(-1).sum(2) for rows in _logits(frame, k)) / frame.shape[1]
+            sum(rows.softmax(-1).sum(2) for rows in _logits(frame, k, bias=bias)) / frame.shape[1]
             for frame in q.unflatten(1, (num_query_frames, -1)).unbind(1)
         ],
         2,
@@ -96,20 +112,25 @@ def token_mass(q: Tensor, k: Tensor, num_query_frames: int) -> Tensor:
 
 
 def token_matrix(
-    q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    is_logits: bool,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Logits or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
 
     Formed in chunks of float32 and copied straight into the result, so that the device holds one chunk at a
-    time. Where a mask [Lq, Lk] is False logits are NaN and probabilities 0.
+    time. Where a mask [Lq, Lk] is False, or a bias [H, Lk] is -inf, logits are NaN and probabilities 0.
     """
     batch, len_q, heads, _ = q.shape
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
     start = 0
-    for rows in _logits(q, k, mask):
+    for rows in _logits(q, k, mask, bias):
         if not is_logits:
             rows = rows.softmax(-1)
-        elif mask is not None:
+        elif mask is not None or bias is not None:
             rows = _absent(rows)
         rows = rows.to(dtype)
         pieces = zip(out.flatten(0, 1), rows.flatten(0, 1), strict=True)  # contiguous: straight copies
@@ -119,13 +140,17 @@ def token_matrix(
     return out
 
 
-def _logits(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Iterator[Tensor]:
-    """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time; -inf where mask is False."""
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Iterator[Tensor]:
+    """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time; -inf where mask is False.
+
+    bias [H, Lk] is added to them.
+    """
     k = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
     rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[3]))
     masks = [None] * -(-q.shape[1] // rows) if mask is None else mask.split(rows)
     for part, part_mask in zip(q.split(rows, dim=1), masks, strict=True):
         logits = (part.transpose(1, 2).float() * part.shape[-1] ** -0.5) @ k
+        logits = logits if bias is None else logits + bias[:, None]
         yield logits if part_mask is None else logits.masked_fill(~part_mask, -torch.inf)
 
 

@@ -1,0 +1,245 @@
+"""One attention call under edit: what each intervention does to its q, k, v, biases and output.
+
+q [B, Lq, H, D] and z, like it; k, v [B, Lk, H, D], which are views of the KV cache and are never written to.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wan.modules.captured_call import Pass, Site
+from wan.modules.edit_fields import Frames, InterventionError
+from wan.modules.grouped_attention import KeyBias
+from wan.modules.interventions import Ablate, Bias, Edit, Jitter, Knockout, Move, Patch, Selection
+from wan.modules.key_layout import EMPTY, MIXED, KeyLayout
+from wan.modules.rope import ROPE_THETA, RotaryTable, rotate
+
+
+@dataclass(eq=False)
+class EditedCall:
+    """An attention call on its way: edits change q, k, v and bias before it, and z, by after, behind it."""
+
+    site: Site
+    at: Pass
+    layout: KeyLayout | None  # None for cross-attention
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: KeyBias | None = None
+    after: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    has_other_keys: bool = False  # than those of the cache
+
+    def finish(self, z: Tensor) -> Tensor:
+        """The output of the call, from what attention gave."""
+        for change in self.after:
+            z = change(z)
+        return z
+
+    def heads(self, edit: Selection) -> list[int]:
+        return list(range(self.q.shape[2])) if edit.heads is None else list(edit.heads)
+
+    @property
+    def known(self) -> KeyLayout:
+        """The layout of the keys of self-attention; ValueError where the caller brought none."""
+        if self.layout is None:
+            raise ValueError(
+                f"layer {self.site.layer}: self-attention was called without the layout of its keys"
+            )
+        return self.layout
+
+    def slots(self, frames: Frames) -> list[int]:
+        """Slots of the keys that frames name: of earlier blocks, unless they are own."""
+        own, sink, found = set(self.known.own), set(self.known.sink), []
+        for index, slot in enumerate(self.known.slots):
+            if any(_names(name, slot.frame, index in own, index in sink) for name in frames):
+                found.append(index)
+                if len(set(slot.items)) > 1 and set(frames) - {"past", "sink"}:
+                    raise InterventionError(
+                        f"slot {index} holds another frame for each batch item: edit them one by one"
+                    )
+        return found
+
+    def tokens(self, slots: Sequence[int]) -> Tensor:
+        """Indices of the tokens of slots among the keys."""
+        first = torch.tensor(slots, device=self.k.device)[:, None] * self.known.tokens_per_slot
+        return (first + torch.arange(self.known.tokens_per_slot, device=self.k.device)).flatten()
+
+    def replace_keys(self, name: str, tokens: Tensor | None, heads: Sequence[int], values: Tensor) -> None:
+        """Let q, k or v have other values [B, tokens, heads, D] in this call; the cache stays as it is."""
+        x = getattr(self, name).clone()
+        rows = torch.arange(x.shape[1], device=x.device) if tokens is None else tokens
+        x[:, rows[:, None], torch.tensor(heads, device=x.device)] = values.to(x.dtype)
+        setattr(self, name, x)
+        self.has_other_keys |= name == "k"
+
+
+class Means(Protocol):
+    """Mean outputs of heads (wan/modules/head_outputs.py)."""
+
+    def of(self, site: Site, at: Pass) -> Tensor:
+        """[B or 1, query frames, H, D]."""
+        ...
+
+
+class InStep(Protocol):
+    """Another run that is where this one is (wan/modules/run_in_step.py)."""
+
+    def call(self, site: Site, at: Pass) -> "SourceCall": ...
+
+
+@dataclass(frozen=True, eq=False)
+class SourceCall:
+    """The same call of another run; its tensors last until the next one is asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+
+
+def edit_call(edit: Edit, call: EditedCall, data: Any = None) -> bool:
+    """Apply an edit to a call that it selects -> whether the call has anything for it to change.
+
+    data: Means of an ablation to means, an InStep of an edit with a source.
+    """
+    if isinstance(edit, (Knockout, Bias)):
+        return _bias(edit, call)
+    if isinstance(edit, Ablate):
+        return _ablate(edit, call, data)
+    if isinstance(edit, Patch):
+        return _patch(edit, call, data)
+    return _move(edit, call) if isinstance(edit, Move) else _jitter(edit, call)
+
+
+def _names(name: int | str, frame: int, is_own: bool, is_sink: bool) -> bool:
+    if isinstance(name, str) and name.startswith("own"):
+        return is_own and name in ("own", f"own:{frame}")
+    named = {"past": frame != EMPTY, "sink": is_sink, "first": frame == 0}
+    return not is_own and (named[name] if isinstance(name, str) else frame == name)
+
+
+def _bias(edit: Knockout | Bias, call: EditedCall) -> bool:
+    slots = list(edit.tokens or ()) if edit.frames is None else call.slots(edit.frames)
+    if not slots:
+        return False
+    if call.bias is None:
+        size = call.k.shape[1] if edit.frames is None else len(call.known.slots)
+        call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
+    rows, columns = torch.tensor(call.heads(edit))[:, None], torch.tensor(slots)
+    call.bias.values[rows, columns] += edit.b if isinstance(edit, Bias) else -torch.inf
+    if blind := call.bias.blind_heads:
+        raise InterventionError(
+            f"layer {call.site.layer}, block {call.at.block}: head {blind[0]} would lose all its keys"
+        )
+    return True
+
+
+def _ablate(edit: Ablate, call: EditedCall, data: Any) -> bool:
+    heads = call.heads(edit)
+
+    def replace(z: Tensor) -> Tensor:
+        if edit.how == "resample":
+            return _with_heads(z, heads, _source(call, data).z[:, :, heads])
+        if edit.how == "zero":
+            return _with_heads(z, heads, z.new_zeros(()))
+        means = data.of(call.site, call.at).to(z)[:, :, heads]  # [B or 1, Fq, heads, D]
+        return _with_heads(z, heads, means.repeat_interleave(z.shape[1] // means.shape[1], 1))
+
+    call.after.append(replace)
+    return True
+
+
+def _with_heads(z: Tensor, heads: Sequence[int], values: Tensor) -> Tensor:
+    z = z.clone()
+    z[:, :, heads] = values
+    return z
+
+
+def _patch(edit: Patch, call: EditedCall, data: Any) -> bool:
+    heads = call.heads(edit)
+    if edit.what == "z":
+        call.after.append(lambda z: _with_heads(z, heads, _source(call, data).z[:, :, heads]))
+        return True
+    slots = call.slots(edit.frames or ("past",)) if edit.what == "kv" else []
+    if edit.what == "kv" and not slots:
+        return False
+    source = _source(call, data)
+    if edit.what == "qk":
+        call.replace_keys("q", None, heads, source.q[:, :, heads])
+        call.replace_keys("k", None, heads, source.k[:, :, heads])
+        return True
+    tokens = call.tokens(slots)
+    for name in ("k", "v"):
+        call.replace_keys(name, tokens, heads, getattr(source, name)[:, tokens][:, :, heads])
+    return True
+
+
+def _source(call: EditedCall, data: Any) -> SourceCall:
+    """The same call of another run; InterventionError where its shapes are others."""
+    source: SourceCall = data.call(call.site, call.at)
+    theirs, mine = (tuple(x.shape for x in (each.q, each.k)) for each in (source, call))
+    if theirs != mine:
+        raise InterventionError(f"the source's call is of another shape: {theirs}, not {mine}")
+    return source
+
+
+def _move(edit: Move, call: EditedCall) -> bool:
+    slots = call.slots(edit.frames)
+    if not slots:
+        return False
+    heads, turns = call.heads(edit), []
+    for slot in (call.known.slots[n] for n in slots):
+        stands = slot.position if slot.is_rotated else 0
+        if edit.offset is None and stands == MIXED:
+            raise InterventionError("these keys stand at several positions: move them by offset=")
+        turns.append((edit.position or 0) - stands if edit.offset is None else edit.offset)
+    tokens = call.tokens(slots)
+    head_dim = call.k.shape[3]
+    angles = torch.tensor(turns, dtype=torch.float64)[:, None, None] * time_frequencies(head_dim)
+    moved = turn(call.k[:, tokens][:, :, heads], angles, call.known.tokens_per_slot)
+    call.replace_keys("k", tokens, heads, moved)
+    return True
+
+
+def _jitter(edit: Jitter, call: EditedCall) -> bool:
+    layout, heads, head_dim = call.known, call.heads(edit), call.q.shape[3]
+    if MIXED in layout.positions:
+        raise InterventionError(
+            "Jitter needs the position of every key: this cache policy has keys without one"
+        )
+    share = time_frequencies(head_dim, jittered_bases(edit, call.site.layer, call.q.shape[2])[heads])
+    drift = share - time_frequencies(head_dim)  # [heads, pairs]
+    stands = [slot.position if slot.is_rotated else 0 for slot in layout.slots]
+    for name, positions in (("q", layout.query_positions), ("k", stands)):
+        x = getattr(call, name)
+        angles = torch.tensor(positions, dtype=torch.float64)[:, None, None] * drift
+        call.replace_keys(name, None, heads, turn(x[:, :, heads], angles, x.shape[1] // len(positions)))
+    return True
+
+
+def jittered_bases(edit: Jitter, layer: int, num_heads: int) -> Tensor:
+    """The RoPE base of each head of a layer, float64 [H]."""
+    generator = torch.Generator().manual_seed(edit.seed * 100_003 + layer)
+    e = 2 * torch.rand(num_heads, generator=generator, dtype=torch.float64) - 1
+    return ROPE_THETA * (1 + edit.scale * e)
+
+
+def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
+    """Radians per frame of each pair of the temporal share, float64 [heads or 1, pairs]; bases [heads]."""
+    share = RotaryTable(head_dim).axes_dim[0]
+    exponents = torch.arange(0, share, 2, dtype=torch.float64) / share
+    bases = torch.tensor([ROPE_THETA], dtype=torch.float64) if bases is None else bases
+    return bases[:, None] ** -exponents
+
+
+def turn(x: Tensor, angles: Tensor, tokens_per_frame: int) -> Tensor:
+    """Turn the temporal share of x [B, L, heads, D] by angles [frames, heads or 1, pairs] -> float32."""
+    rest = x.shape[3] // 2 - angles.shape[2]
+    whole = torch.cat([angles, angles.new_zeros(*angles.shape[:2], rest)], 2)
+    whole = whole.repeat_interleave(tokens_per_frame, 0)  # [L, heads, D/2]
+    cos, sin = whole.cos().float(), whole.sin().float()
+    tables = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
+    return rotate(x.float(), *(table.to(x.device) for table in tables))

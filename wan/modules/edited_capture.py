@@ -1,0 +1,74 @@
+"""What is kept of a call under edit: of the q and k that its softmax saw, with what was added to its logits.
+
+Knocked-out keys are NaN in logits and 0 in mass. attended, which is bool, tells them from keys that were
+never there: [B, H, Fq, Fk], [B, H, Lk], or [B, H, 1, Lk] beside token matrices.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from wan.modules import reductions
+from wan.modules.edited_call import EditedCall
+from wan.modules.rope import RotaryTable
+
+if TYPE_CHECKING:
+    from wan.modules.capture import CaptureRequest
+
+
+def edited_values(request: "CaptureRequest", call: EditedCall, lse: Tensor) -> dict[str, Tensor]:
+    """The quantities that a request asks for, of a call with other keys or a bias; lse [B, H, Lq]."""
+    q, k, bias = call.q, call.k, call.bias
+    per_token = None if bias is None else bias.per_token(q.device)
+    if request.granularity == "token":
+        name = "token_logits" if request.is_logits else "token_probabilities"
+        matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, bias=per_token)
+        return {name: matrix} | _attended((*matrix.shape[:2], 1, matrix.shape[3]), per_token)
+    if request.granularity == "key":
+        curve = _biased(reductions.key_curve(q, k), per_token)
+        return {"key_curve": curve} | _attended(curve.shape, per_token)
+    num_query_frames = len(call.at.query_frames)
+    if call.site.kind == "cross":
+        mass = reductions.token_mass(q, k, num_query_frames, per_token)
+        return {"cross_mass": mass} | _attended(mass.shape, per_token)
+    return _frames(request, call, lse, num_query_frames)
+
+
+def _frames(
+    request: "CaptureRequest", call: EditedCall, lse: Tensor, num_query_frames: int
+) -> dict[str, Tensor]:
+    q, k = call.q, call.k
+    if call.layout is None:
+        raise ValueError(f"layer {call.site.layer}: self-attention was called without the layout of its keys")
+    slots = len(call.layout.slots)
+    per_slot = None if call.bias is None else call.bias.values.to(q.device)
+    means = reductions.frame_means(k, slots)
+    logits = _biased(reductions.frame_logits(q, means, num_query_frames), per_slot)
+    values = {"frame_logits": logits} | _attended(logits.shape, per_slot)
+    if request.rope_bands:
+        bands = list(RotaryTable(q.shape[-1]).bands.values())
+        by_band = reductions.frame_logits_by_band(q, means, num_query_frames, bands)
+        if "attended" in values:  # a bias belongs to no band: only what was left out shows here
+            by_band = by_band.masked_fill(~values["attended"][..., None], torch.nan)
+        values["frame_logits_by_band"] = by_band
+    if request.mass:
+        values["frame_mass"] = reductions.frame_mass(q, k, lse, num_query_frames, slots, per_slot)
+    return values
+
+
+def _biased(logits: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits [B, H, ..., keys] plus a bias [H, keys], NaN where it is -inf."""
+    if bias is None:
+        return logits
+    bias = bias.view(bias.shape[0], *[1] * (logits.ndim - 3), bias.shape[1])
+    return (logits + bias).masked_fill(bias == -torch.inf, torch.nan)
+
+
+def _attended(shape: Sequence[int], bias: Tensor | None) -> dict[str, Tensor]:
+    """Which keys were attended, bool of this shape [B, H, ..., keys]; nothing where all were."""
+    if bias is None or bias.isfinite().all():
+        return {}
+    view = bias.isfinite().view(bias.shape[0], *[1] * (len(shape) - 3), bias.shape[1])
+    return {"attended": view.expand(shape).clone()}

@@ -1,0 +1,181 @@
+"""What a rollout is going to do: enough to tell, before it runs, which calls an edit changes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from wan.blocks import block_ranges, visible_frames
+from wan.modules.edit_fields import Frames, InterventionError, numbered
+from wan.modules.interventions import Edit, KeySelection, Knockout, Move, Patch
+
+
+@dataclass(frozen=True)
+class BlockKeys:
+    """The frames whose keys a block sees. past are those of earlier blocks, as far as they have a number."""
+
+    own: tuple[int, ...]
+    past: tuple[int, ...] = ()
+    sink: tuple[int, ...] = ()
+    is_given: bool = False  # no denoising, a clean pass alone
+    sees_past: bool = False  # also where its past has no frame numbers
+
+    def named(self, frames: Frames) -> set[int]:
+        """The frames among the keys that these name; -1 stands for a past without numbers."""
+        found: set[int] = set()
+        for name in frames:
+            if name == "first":
+                found |= {0} & set(self.past)
+            elif isinstance(name, int):
+                found |= {name} & set(self.past)
+            elif name in ("past", "sink"):
+                found |= set(self.past if name == "past" else self.sink)
+                found |= {-1} if name == "past" and self.sees_past else set()
+            else:
+                found |= set(self.own) if name == "own" else {int(name[4:])} & set(self.own)
+        return found
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Layers, heads, passes and blocks of a rollout. Denoising steps come first, the clean pass is last."""
+
+    num_layers: int
+    num_heads: int
+    num_steps: int
+    blocks: tuple[BlockKeys, ...]
+    text_len: int
+    has_clean_pass: bool = True
+    branches: tuple[str, ...] = ("cond",)
+
+    def passes(self, edit: Edit, block: int) -> list[int]:
+        """The steps of a block that an edit selects."""
+        last = self.num_steps if self.has_clean_pass else None
+        first = self.num_steps if self.blocks[block].is_given else 0
+        steps = range(first, self.num_steps + self.has_clean_pass)
+        return [step for step in steps if edit.selects_pass(step, step == last)]
+
+    def calls(self, edit: Edit) -> list[tuple[int, int]]:
+        """(block, step) of the calls of one layer and branch that an edit changes."""
+        chosen = range(len(self.blocks)) if edit.blocks is None else edit.blocks
+        return [
+            (block, step)
+            for block in chosen
+            if (keys := keys_of(edit)) is None or self.blocks[block].named(keys)
+            for step in self.passes(edit, block)
+        ]
+
+    def check(self, edits: Sequence[Edit]) -> None:
+        """Raise InterventionError for an edit that this rollout cannot make, or that would change nothing."""
+        for edit in edits:
+            self._check_indices(edit)
+            if not self.calls(edit):
+                raise InterventionError(f"no call can be edited: {edit}; {self._remedy(edit)}")
+
+    def check_keys_left(self, edits: Sequence[Edit]) -> None:
+        """Raise InterventionError where knockouts together leave a head no key."""
+        knockouts = [edit for edit in edits if isinstance(edit, Knockout)]
+        if sum(len(edit.tokens or ()) for edit in knockouts) < self.text_len:
+            knockouts = [edit for edit in knockouts if edit.tokens is None]
+        if not any(
+            edit.tokens or any(str(name)[:3] == "own" for name in edit.frames or ()) for edit in knockouts
+        ):
+            return
+        places = product(
+            range(self.num_layers), range(self.num_heads), range(len(self.blocks)), self.branches
+        )
+        for layer, head, block, branch in places:
+            here = [edit for edit in knockouts if _covers(edit, layer, head, block, branch)]
+            for step in range(self.num_steps + self.has_clean_pass):
+                now = [edit for edit in here if step in self.passes(edit, block)]
+                if now and self._loses_all(now, block):
+                    raise InterventionError(
+                        f"layer {layer}, block {block}, step {step}: head {head} would lose all its keys"
+                    )
+
+    def count(self, edit: Edit) -> int:
+        """How many attention calls an edit changes."""
+        layers = len(edit.layers or range(self.num_layers))
+        return len(self.calls(edit)) * layers * len([edit.branch] if edit.branch else self.branches)
+
+    def in_words(self, edit: Edit) -> str:
+        """What an edit is going to do: edits 1 of 12 heads in 5 passes of 7 blocks: 35 calls."""
+        calls, count = self.calls(edit), self.count(edit)
+        layers = len(edit.layers or range(self.num_layers))
+        heads = len(edit.heads or range(self.num_heads))
+        passes, blocks = len({step for _, step in calls}), len({block for block, _ in calls})
+        of_layers = f" in {layers} of {self.num_layers} layers," if layers > 1 else ""
+        return (
+            f"edits {heads} of {self.num_heads} heads{of_layers} in {passes} pass{'es' * (passes != 1)} of "
+            f"{blocks} block{'s' * (blocks != 1)}: {count} call{'s' * (count != 1)}"
+        )
+
+    def _loses_all(self, knockouts: Sequence[Knockout], block: int) -> bool:
+        keys = self.blocks[block]
+        frames = set().union(*(keys.named(edit.frames) for edit in knockouts if edit.frames is not None))
+        tokens = set().union(*(edit.tokens for edit in knockouts if edit.tokens is not None))
+        everything = set(keys.own) | set(keys.past) | ({-1} if keys.sees_past else set())
+        return frames >= everything or len(tokens) >= self.text_len
+
+    def _check_indices(self, edit: Edit) -> None:
+        for noun, chosen, count in (
+            ("layer", edit.layers, self.num_layers),
+            ("head", edit.heads, self.num_heads),
+            ("block", edit.blocks, len(self.blocks)),
+            ("prompt token", getattr(edit, "tokens", None), self.text_len),
+        ):
+            for index in chosen or ():
+                if index >= count:
+                    raise InterventionError(f"{noun} {index} is not in 0..{count - 1}: {edit}")
+        for step in edit.steps or ():
+            if step == self.num_steps and self.has_clean_pass:
+                raise InterventionError(f"step {step} is the clean pass: name it by passes, not by steps")
+            if step >= self.num_steps:
+                raise InterventionError(f"step {step} is not in 0..{self.num_steps - 1}: {edit}")
+        if edit.passes == "clean" and not self.has_clean_pass:
+            raise InterventionError("the base model has no clean pass: passes are denoise or all")
+        if edit.branch is not None and edit.branch not in self.branches:
+            raise InterventionError(f"branch {edit.branch} is not there: this rollout has no guidance")
+
+    def _remedy(self, edit: Edit) -> str:
+        chosen = range(len(self.blocks)) if edit.blocks is None else edit.blocks
+        if keys_of(edit) is None or not any(self.passes(edit, block) for block in chosen):
+            return "its blocks have no such pass"
+        past = sorted(set().union(*(self.blocks[block].past for block in chosen)))
+        own = sorted(set().union(*(self.blocks[block].own for block in chosen)))
+        there = numbered("frame", past) if past else "nothing"
+        return f"earlier blocks hold {there}; own keys are {numbered('frame', own)}, named by own or own:N"
+
+
+def blocks_of_window(
+    sizes: Sequence[int], local_attn_size: int, sink_size: int, given: int = 0
+) -> tuple[BlockKeys, ...]:
+    """Blocks of a causal rollout that keeps its whole past (local_attn_size -1) or a window of it.
+
+    Of other cache policies the whole past is what their blocks may see.
+    """
+    blocks = []
+    for block, frames in enumerate(block_ranges(list(sizes))):
+        visible = visible_frames(sizes, block, local_attn_size, sink_size)
+        past = tuple(frame for frame in visible if frame not in frames)
+        sink = tuple(frame for frame in past if frame < sink_size)
+        blocks.append(BlockKeys(tuple(frames), past, sink, frames.start < given, bool(past)))
+    return tuple(blocks)
+
+
+def keys_of(edit: Edit) -> Frames | None:
+    """The frames that an edit needs among the keys of a call; None where it needs none."""
+    if isinstance(edit, Patch):
+        return (edit.frames or ("past",)) if edit.what == "kv" else None
+    return edit.frames if isinstance(edit, (KeySelection, Move)) else None
+
+
+def _covers(edit: Edit, layer: int, head: int, block: int, branch: str) -> bool:
+    return all(
+        chosen is None or index in chosen
+        for chosen, index in (
+            (edit.layers, layer),
+            (edit.heads, head),
+            (edit.blocks, block),
+            (None if edit.branch is None else (edit.branch,), branch),
+        )
+    )
