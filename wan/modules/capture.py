@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wan.modules import reductions
+from wan.modules import frame_reductions, reductions
 from wan.modules.captured_call import CapturedCall, Kind, Pass, Site
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_means import KeyMeans
-from wan.modules.rope import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -195,9 +194,10 @@ class AttentionCapture:
     ) -> dict[str, Tensor]:
         if request.granularity == "token":
             name = "token_logits" if request.is_logits else "token_probabilities"
-            return {name: reductions.token_matrix(q, k, request.is_logits, request.token_dtype, mask)}
+            values = {name: reductions.token_matrix(q, k, request.is_logits, request.token_dtype, mask)}
+            return values | frame_reductions.of_keys(layout, k)
         if request.granularity == "key":
-            return {"key_curve": reductions.key_curve(q, k, mask)}
+            return {"key_curve": reductions.key_curve(q, k, mask)} | frame_reductions.of_keys(layout, k)
         if self._pass is None:
             raise ValueError(
                 "frame granularity needs to know the frames of each call: run the model through the "
@@ -211,15 +211,8 @@ class AttentionCapture:
         if mask is not None:
             return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
         means = session.key_means.of(site.layer, k, layout)
-        values = {"frame_logits": reductions.frame_logits(q, means, num_query_frames)}
-        if request.rope_bands:
-            bands = list(RotaryTable(q.shape[-1]).bands.values())
-            values["frame_logits_by_band"] = reductions.frame_logits_by_band(
-                q, means, num_query_frames, bands
-            )
-        if request.mass:
-            values["frame_mass"] = reductions.frame_mass(q, k, lse, num_query_frames, len(layout.slots))
-        return values
+        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames)
+        return frame_reductions.of_frames(call, request.mass, request.rope_bands)
 
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:

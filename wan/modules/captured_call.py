@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from wan.modules.key_layout import KeyLayout
+from wan.modules.key_segments import segments_of
 
 Kind = Literal["self", "cross"]
 
@@ -75,7 +76,13 @@ def _of_pass(name: str) -> Callable[[CapturedCall], Any]:
 
 
 def _key_frames(call: CapturedCall) -> list[int] | None:
-    return None if call.layout is None else list(call.layout.frames)
+    if call.layout is None or call.layout.is_plain:
+        return call.layout and list(call.layout.frames)
+    return list(segments_of(call.layout).columns)
+
+
+def _of_slots(value: Callable[[KeyLayout], list[int]]) -> Callable[[CapturedCall], list[int] | None]:
+    return lambda call: None if call.layout is None else value(call.layout)
 
 
 DOCUMENTED: dict[str, Callable[[CapturedCall], Any]] = {
@@ -86,5 +93,8 @@ DOCUMENTED: dict[str, Callable[[CapturedCall], Any]] = {
     "is_logits": lambda call: call.is_logits,
     **{name: _of_pass(name) for name in ("block", "step", "timestep", "is_clean_pass", "branch")},
     "query_frames": lambda call: None if call.at is None else list(call.at.query_frames),
-    "key_frames": _key_frames,
+    "key_frames": _key_frames,  # of the columns of frame_logits
+    "slot_frame": _of_slots(lambda layout: list(layout.frames)),
+    "slot_position": _of_slots(lambda layout: list(layout.positions)),
+    "slot_tokens": _of_slots(lambda layout: [layout.tokens_per_slot] * len(layout.slots)),
 }

@@ -49,6 +49,11 @@ class ChosenTokens:
         rows = [row.expand(batch, -1) for row in (each, indices, each, torch.zeros_like(each))]
         return cls(range(len(frames)), *rows)
 
+    @cached_property
+    def token_frames(self) -> list[list[int]]:
+        """The frame of every token of each batch item, on the host: fetched when it is first asked for."""
+        return self.frames.tolist()
+
     def followed_by(self, other: "ChosenTokens") -> "ChosenTokens":
         """These tokens and then the other ones."""
         pairs = zip(self._rows, other._rows, strict=True)
@@ -98,6 +103,17 @@ class KeyLayout:
     @cached_property
     def frames(self) -> tuple[int, ...]:
         return tuple(slot.frame for slot in self.slots)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether every slot holds a frame of its own."""
+        frames = self.frames
+        return (
+            self.chosen is None
+            and min(frames) >= 0
+            and len(set(frames)) == len(frames)
+            and not any(slot.items for slot in self.slots)
+        )
 
     @cached_property
     def positions(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ def _mass_kernel(
     k_ptr,
     lse_ptr,
     mass_ptr,
+    bounds_ptr,
     scale,
     stride_qb,
     stride_ql,
@@ -40,14 +41,15 @@ def _mass_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNEQUAL: tl.constexpr,
 ):
-    """One program: BLOCK_Q queries of one head against all keys, a frame at a time."""
+    """One program: BLOCK_Q queries of one head against all keys, a frame (or an unequal segment) at a time."""
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     dims = tl.arange(0, DIM_PAD)
     columns = tl.arange(0, BLOCK_K)
-    whole = frame_size // BLOCK_K * BLOCK_K
+    whole_frame = frame_size // BLOCK_K * BLOCK_K
 
     q = tl.load(
         q_ptr + batch * stride_qb + head * stride_qh + rows[:, None] * stride_ql + dims[None, :],
@@ -59,7 +61,16 @@ def _mass_kernel(
 
     for frame in range(num_frames):
         total = tl.zeros([BLOCK_Q], tl.float32)
-        tile = k_head + (frame * frame_size + columns).to(tl.int64)[None, :] * stride_kl
+        if UNEQUAL:
+            bound = bounds_ptr + batch * (num_frames + 1) + frame
+            first = tl.load(bound)
+            size = tl.load(bound + 1) - first
+            whole = size // BLOCK_K * BLOCK_K
+        else:
+            first = frame * frame_size
+            size = frame_size
+            whole = whole_frame
+        tile = k_head + (first + columns).to(tl.int64)[None, :] * stride_kl
         for _ in range(0, whole, BLOCK_K):
             if HEAD_DIM == DIM_PAD:  # masked loads cost 15 % here: none where none is needed
                 k = tl.load(tile)
@@ -67,8 +78,8 @@ def _mass_kernel(
                 k = tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
             total += tl.sum(_tile_mass(q, k, scale, lse), 1)
             tile += BLOCK_K * stride_kl
-        if whole < frame_size:  # the rest of the frame
-            inside = whole + columns < frame_size
+        if whole < size:  # the rest of the frame
+            inside = whole + columns < size
             k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
             total += tl.sum(tl.where(inside[None, :], _tile_mass(q, k, scale, lse), 0.0), 1)
         tl.store(mass_ptr + (batch_head * num_frames + frame) * len_q + rows, total, mask=rows < len_q)
@@ -79,15 +90,27 @@ def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> 
 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
     """
+    return _query_mass(q, k, lse, num_key_frames, None)
+
+
+def query_segment_mass(q: Tensor, k: Tensor, lse: Tensor, bounds: Tensor) -> Tensor:
+    """Mass of every query on every segment of keys, bounds [B, n + 1] -> float32 [B, H, n, Lq]."""
+    return _query_mass(q, k, lse, bounds.shape[1] - 1, bounds)
+
+
+def _query_mass(q: Tensor, k: Tensor, lse: Tensor, count: int, bounds: Tensor | None) -> Tensor:
     batch, len_q, heads, head_dim = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
+    mass = torch.empty(batch, heads, count, len_q, dtype=torch.float32, device=q.device)
+    if bounds is not None:
+        bounds = bounds.to(q.device, torch.int32).contiguous()
     grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads)
     _mass_kernel[grid](
         q,
         k,
         lse.float().contiguous(),
         mass,
+        mass if bounds is None else bounds,  # not read where frames are equal
         head_dim**-0.5 * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -97,12 +120,13 @@ def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> 
         k.stride(2),
         heads,
         len_q,
-        num_key_frames,
-        k.shape[1] // num_key_frames,
+        count,
+        k.shape[1] // count,
         HEAD_DIM=head_dim,
         DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K,
+        UNEQUAL=bounds is not None,
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )

@@ -79,6 +79,25 @@ def frame_mass(
     return mass.unflatten(2, (num_query_frames, -1)).mean(3)  # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
 
 
+def segment_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, bounds: Tensor) -> Tensor:
+    """frame_mass for segments of unequal length, which may differ between batch items -> [B, H, Fq, n].
+
+    Segment i of an item is its keys bounds[i] .. bounds[i + 1] - 1: bounds [B or 1, n + 1].
+    """
+    bounds = bounds.expand(len(q), -1)
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        from wan.modules.mass_kernel import query_segment_mass
+
+        mass = query_segment_mass(q, k, lse, bounds)  # [B, H, n, Lq]
+        return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
+    lengths = bounds.diff(dim=1).tolist()
+    chunks = []
+    for rows in _logits(q, k):
+        items = zip(rows.softmax(-1), lengths, strict=True)
+        chunks.append(torch.stack([torch.stack([x.sum(-1) for x in p.split(n, -1)], -1) for p, n in items]))
+    return torch.cat(chunks, 2).unflatten(2, (num_query_frames, -1)).mean(3)
+
+
 def masked_frames(
     q: Tensor, k: Tensor, mask: Tensor, num_query_frames: int, num_key_frames: int, mass: bool
 ) -> dict[str, Tensor]:

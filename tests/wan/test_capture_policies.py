@@ -1,0 +1,105 @@
+"""Capture under cache policies: frame and slot values against the definition in float64, choices per layer and item."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import golden_model
+
+from wan.modules import reductions
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.cache_policies import make_policy
+from wan.modules.capture import CaptureRequest
+from wan.modules.key_segments import key_frames
+from wan.pipeline import CausalInferencePipeline
+
+S = 6  # tokens per frame: latents of 4 x 6
+POLICIES = [
+    {"name": "full"},
+    {"name": "window", "window": 6, "sink": 1},
+    {"name": "window", "window": 9, "sink": 6, "released": "longlive"},
+    {"name": "relative", "window": 6, "sink": 2},
+    {"name": "deep_sink", "window": 9, "sink": 4},
+    {"name": "participative", "window": 9, "sink": 2, "budget": 7, "recent": 3},
+    {"name": "participative", "window": 9, "sink": 2, "budget": 7, "recent": 3, "released": True},
+    {"name": "ema_sink", "window": 6, "sink": 2, "alpha": 0.9},
+    {"name": "two_memories", "window": 9, "sink": 2},
+    {"name": "rolling_sink", "window": 9},
+    {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1},
+]
+
+
+def roll_out(policy: dict, *requests: CaptureRequest, batch: int = 2, num_frames: int = 18):
+    """Latents and captured calls of a rollout of the golden model; batch items have noise of their own."""
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(batch, num_frames, 16, 4, 6, generator=generator)
+    renoise = torch.randn(3, *noise.shape, generator=generator)
+    embeds = torch.randn(batch, 32, 64, generator=generator)
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=make_policy(**policy))
+    with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
+        latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+    return latents, calls
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: "-".join(map(str, policy.values())))
+def test_values_are_those_of_the_definition(policy):
+    of_frames = CaptureRequest(layers=[0, 3], granularity="frame", steps=[0, 2, 4])
+    of_tokens = CaptureRequest(layers=[0, 3], steps=[0, 2, 4])
+    latents, calls = roll_out(policy, of_frames, of_tokens)
+    assert torch.equal(
+        latents, roll_out(policy, CaptureRequest(layers=[0], blocks=[1], granularity="key"))[0]
+    )
+    for call, tokens in zip(calls[::2], calls[1::2], strict=True):
+        logits = tokens["attn_weights"].double().unflatten(2, (3, S)).mean(3)  # [B, H, Fq, Lk]
+        probs = tokens["attn_weights"].double().softmax(-1).unflatten(2, (3, S)).mean(3)
+        frames, _ = key_frames(call.layout, len(logits))
+        for item in range(len(logits)):
+            columns = torch.stack([frames[item] == frame for frame in call["key_frames"]], -1).double()
+            close(call["frame_mass"][item], probs[item] @ columns)
+            close(call["frame_logits"][item], logits[item] @ (columns / columns.sum(0)))
+            if not call.layout.is_plain:
+                assert call["tokens_kept"][item].tolist() == columns.sum(0).tolist()
+        if not call.layout.is_plain:
+            close(call["slot_logits"], logits.unflatten(-1, (-1, S)).mean(-1))
+            close(call["slot_mass"], probs.unflatten(-1, (-1, S)).sum(-1))
+            close(call["slot_mass"].sum(-1), torch.ones(call["slot_mass"].shape[:-1]))
+            assert torch.equal(tokens["key_frame"], frames)
+
+
+def close(values: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(values.double(), expected.double(), atol=1e-5, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES[5:7] + [POLICIES[-1] | {"bank": 4}], ids=lambda policy: policy["name"])
+def test_a_choice_is_made_per_batch_item(policy):
+    """An item of a batch chooses as it does alone."""
+    request = CaptureRequest(blocks=[4, 7, 8], steps=[0], granularity="key")
+    both = roll_out(policy, request, num_frames=27)[1]
+    assert any(not torch.equal(*call["key_frame"]) for call in both)  # or this test says nothing
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(2, 27, 16, 4, 6, generator=generator)
+    renoise = torch.randn(3, *noise.shape, generator=generator)
+    embeds = torch.randn(2, 32, 64, generator=generator)
+    for item in range(2):
+        pipeline = CausalInferencePipeline(golden_model(), cache_policy=make_policy(**policy))
+        one = slice(item, item + 1)
+        with ATTENTION_WEIGHT_CAPTURE.capture(request) as alone:
+            pipeline.inference(noise[one], prompt_embeds=embeds[one], renoise=renoise[:, one])
+        for here, there in zip(alone, both, strict=True):
+            assert torch.equal(here["key_frame"][0], there["key_frame"][item])
+
+
+def test_masses_of_unequal_segments(device):
+    """Against float64, for segments that differ between batch items and may be empty."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, n, 3, 32, generator=generator) for n in (10, 150))
+    bounds = torch.tensor([[0, 1, 70, 70, 150], [0, 64, 65, 140, 150]])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k = q.to(device, dtype), k.to(device, dtype)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 32**-0.5
+    mass = reductions.segment_mass(q, k, logits.logsumexp(-1).float(), 2, bounds)
+    probs = logits.softmax(-1).cpu()
+    for item, row in enumerate(bounds.tolist()):
+        parts = [probs[item, :, :, a:b].sum(-1) for a, b in pairwise(row)]
+        expected = torch.stack(parts, -1).unflatten(1, (2, 5)).mean(2)
+        torch.testing.assert_close(mass[item].cpu().double(), expected, atol=1e-5, rtol=0)
