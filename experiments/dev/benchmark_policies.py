@@ -1,0 +1,92 @@
+"""Time per block and memory of a rollout under each cache policy, against a window of the same size.
+
+    python experiments/dev/benchmark_policies.py --config_path configs/wan_mini.yaml python
+    experiments/dev/benchmark_policies.py --random_weights --device cuda --output_path policies_gpu.json
+
+A given beginning fills every window by clean passes alone. The blocks that follow are timed, plain and
+captured (mean logits and mass of every call), and reported as medians over repeats of the mean block: a block
+of the steady state costs what it costs at frame 240 or 2400.
+"""
+
+import argparse
+
+from experiments.dev.tables import markdown, measured_on
+from experiments.running.cli import config_from, main, run_parser
+
+
+def table(report: dict) -> str:
+    """Policies beside the window of their size, and under it what was measured."""
+    weights = " shapes, random weights" if report["random_weights"] else ""
+    what = f"{report['model']}{weights}, steady state, {report['blocks']} blocks"
+    return f"{rows_of(report['rows'])}\n\n{what}; {measured_on(report['environment'], report['dtype'])}"
+
+
+def rows_of(rows: list[dict]) -> str:
+    header = (
+        "policy",
+        "seconds a block",
+        "x window",
+        "captured, x plain",
+        "peak over weights",
+        "its keys and values",
+    )
+    return markdown(
+        header,
+        [
+            (
+                row["name"],
+                f"{row['seconds']:.4f}",
+                f"{row['times_window']:.3f}",
+                f"{row['captured_times_plain']:.3f}",
+                f"{row['peak_mib']:.0f} MiB",
+                f"{row['cache_mib']:.0f} MiB",
+            )
+            for row in rows
+        ],
+    )
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, None)
+    parser.add_argument(
+        "--random_weights",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the config's model with random weights: no files needed",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of every row")
+    parser.add_argument("--blocks", type=int, default=4, help="timed blocks of every repeat")
+    measure(parser.parse_args(argv))
+
+
+def measure(args: argparse.Namespace) -> None:
+    from experiments.caches.atomic_files import require_writable
+    from experiments.dev import measure_policies
+    from experiments.dev.tables import save_report
+    from experiments.extraction.provenance import environment
+    from wan.errors import ConfigError
+
+    config = config_from(args)
+    for name in ("repeats", "blocks"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.output_path:
+        require_writable(args.output_path)
+    bench = measure_policies.make_bench(config, args.random_weights, args.blocks)
+    rows = measure_policies.measure(bench, args.repeats)
+    print(rows_of(rows))
+    report = {
+        "model": config.model,
+        "random_weights": args.random_weights,
+        "blocks": args.blocks,
+        "repeats": args.repeats,
+        "passes": config.num_passes,
+        "dtype": str(bench.rollout.noise.dtype).removeprefix("torch."),
+        "environment": environment(bench.rollout.noise.device),
+        "rows": rows,
+    }
+    save_report(report, args.output_path)
+
+
+if __name__ == "__main__":
+    main(run)
