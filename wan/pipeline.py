@@ -1,6 +1,7 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,16 +76,19 @@ class CausalInferencePipeline:
         on_pass: Callable[[], None] | None = None,
         on_block: Callable[[int, Tensor], None] | None = None,
         prompt_schedule: Sequence[PromptSwitch] = (),
+        probe: Callable[[int, Callable[[], Tensor]], None] | None = None,
     ):
         """Generate as many frames as noise [B, F, C, h, w] has -> video or None, latents [B, G + F, C, h, w].
 
         Without return_latents the video alone. renoise [steps - 1, B, F, C, h, w] replaces the fresh noise
         between steps, else generator draws it. initial_latent [B, G, C, h, w] is a given beginning, and must
         fill whole blocks. on_pass is called after each forward, on_block with the block and its latents when
-        it is finished.
+        it is finished. probe is called before each generated block with its number and a function that
+        denoises it -> x0 [B, n, C, h, w], as often as wanted, without a trace in the rollout.
         """
         given, blocks = self._blocks(noise, initial_latent)
         check_schedule(prompt_schedule, blocks, self.cache_policy)
+        self._check_probe(probe, renoise)
         switches = {switch.frame: switch for switch in prompt_schedule}
         if prompt_embeds is None:
             prompt_embeds = self._encode(text_prompts, noise.shape[0])
@@ -115,6 +119,14 @@ class CausalInferencePipeline:
             shape = (latents.shape[0], len(frames), *latents.shape[2:])
             return torch.randn(shape, generator=generator, dtype=latents.dtype, device=latents.device)
 
+        def denoise(block: int, frames: range) -> Tensor:
+            x = latents[:, frames.start : frames.stop]
+            for step, sigma in enumerate(self.sigmas):
+                x0 = flow_to_x0(predict_flow(x, self._pass(block, frames, step)), x, sigma)
+                if step + 1 < len(self.timesteps):
+                    x = add_noise(x0, fresh_noise(step, frames), self.sigmas[step + 1])
+            return x0
+
         for block, frames in enumerate(blocks):
             now = slice(frames.start, frames.stop)
 
@@ -129,15 +141,9 @@ class CausalInferencePipeline:
             kv_cache.advance(frames, text, cut=switch is not None and switch.how == "cut")
 
             # 1. Denoise: predict the clean block, then go back to the next, lower noise level.
-            if frames.start < given:
-                x0 = initial_latent[:, now]
-            else:
-                x = latents[:, now]
-                for step, sigma in enumerate(self.sigmas):
-                    x0 = flow_to_x0(predict_flow(x, self._pass(block, frames, step)), x, sigma)
-                    if step + 1 < len(self.timesteps):
-                        x = add_noise(x0, fresh_noise(step, frames), self.sigmas[step + 1])
-            latents[:, now] = x0
+            if probe and frames.start >= given:
+                probe(block, partial(denoise, block, frames))
+            latents[:, now] = initial_latent[:, now] if frames.start < given else denoise(block, frames)
 
             # 2. Remember: the clean pass overwrites this block's keys and values.
             predict_flow(latents[:, now], self._pass(block, frames, len(self.timesteps)))
@@ -155,6 +161,18 @@ class CausalInferencePipeline:
         window = getattr(policy, "window", -1) if whole_frames else -1
         blocks = blocks_of_window(sizes, window, getattr(policy, "sink", 0), given)
         return RolloutPlan(config.num_layers, config.num_heads, len(self.timesteps), blocks, config.text_len)
+
+    def _check_probe(self, probe: object, renoise: Tensor | None) -> None:
+        """A block can be denoised twice where its noise is given and its passes leave the past as it is."""
+        if probe is None:
+            return
+        if renoise is None:
+            raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
+        if self.cache_policy.chooses_by_layer or self.cache_policy.source:
+            raise ConfigError(
+                f"a probe denoises blocks again, and cache_policy {self.cache_policy.name} changes its cache "
+                "in a block's first pass; take full or window"
+            )
 
     def _pass(self, block: int, frames: range, step: int) -> Pass:
         """What the forward of a block's step announces; after the denoising steps comes the clean pass."""

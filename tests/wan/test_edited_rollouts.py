@@ -1,12 +1,14 @@
 """Whole rollouts under edit: where an edit reaches, what can be planned, and that leaving restores all."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import golden_model
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
+from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 from wan.modules.edit_fields import InterventionError
@@ -298,3 +300,23 @@ def test_every_cache_policy_is_edited_by_its_own_layout(name):
     if name != "participative":  # its chosen tokens have no position of their own here
         with intervene(Jitter(scale=0.0)):
             torch.testing.assert_close(rollout(pipeline, 15), latents, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [{}, {"local_attn_size": 5, "sink_size": 1}], ids=["full", "window"])
+def test_a_probe_denoises_a_block_again_and_leaves_no_trace(window):
+    pipeline = tiny_pipeline(**window)
+    base, edit = rollout(pipeline, FRAMES), Ablate("zero", layers=[1], passes="denoise")
+    again, edited = [], []
+
+    def probe(number, denoise):
+        with intervene(edit):
+            edited.append(denoise())
+        again.append(denoise())
+
+    assert torch.equal(rollout(pipeline, FRAMES, probe=probe), base)
+    assert torch.equal(torch.cat(again, 1), base)
+    with intervene(replace(edit, blocks=(1,))):
+        assert torch.equal(block(rollout(pipeline, FRAMES), 1), edited[1])
+    chooses = make_policy("participative", window=9, sink=1, budget=8, recent=3)
+    with pytest.raises(ConfigError, match="participative changes its cache"):
+        rollout(CausalInferencePipeline(pipeline.model, cache_policy=chooses), FRAMES, probe=probe)

@@ -1,0 +1,99 @@
+"""Numbers of effects against pandas, textbook formulas and coverage that can be counted."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.analysis import effects
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def test_an_edit_as_far_away_as_another_seed_has_effect_one():
+    base, other = draw(5, 16, 8, 8), draw(5, 16, 8, 8, seed=1)
+    seeds = effects.frame_distance(base, other)
+    assert np.allclose(seeds, [np.sqrt(((a - b) ** 2).mean()) for a, b in zip(base, other, strict=True)])
+    assert np.allclose(effects.relative_effect(base, other, seeds), 1)
+    assert np.allclose(effects.relative_effect(base, base + 0.25 * (other - base), seeds), 0.25)
+
+
+@pytest.mark.parametrize("decimals", [9, 0], ids=["no ties", "ties"])
+def test_spearman_is_pandas_own(decimals):
+    x, y = draw(40).round(decimals), (draw(40) + draw(40, seed=1)).round(decimals)
+    expected = pd.DataFrame({"x": x, "y": y}).corr(method="spearman").loc["x", "y"]
+    assert effects.spearman(x, y) == pytest.approx(expected, abs=1e-12)
+    assert np.allclose(effects.ranks(x), pd.Series(x).rank())
+
+
+def test_partial_spearman_is_that_of_the_inverse_of_the_rank_correlations():
+    z, w = draw(60), draw(60, seed=1)
+    x, y = z + 0.3 * draw(60, seed=2), -z + w + 0.5 * draw(60, seed=3)
+    precision = np.linalg.inv(np.corrcoef([effects.ranks(v) for v in (x, y, z, w)]))
+    expected = -precision[0, 1] / np.sqrt(precision[0, 0] * precision[1, 1])
+    assert effects.partial_spearman(x, y, (z, w)) == pytest.approx(expected, abs=1e-10)
+    assert abs(effects.spearman(x, y)) > 0.4 and effects.partial_spearman(x, y, ()) == effects.spearman(x, y)
+
+
+def test_what_does_not_vary_or_was_not_measured_has_no_correlation():
+    x = draw(10)
+    assert np.isnan(effects.spearman(x, np.ones(10)))
+    assert np.isnan(effects.partial_spearman(x, draw(10, seed=1), (x,)))
+    y = x.copy()
+    y[3] = np.nan
+    assert effects.spearman(x, y) == pytest.approx(1)
+    assert np.isnan(effects.spearman(x[:2], y[:2]))
+
+
+def test_bootstrap_intervals_hold_the_truth_as_often_as_they_say():
+    holds = [
+        low <= 0 <= high
+        for low, high in (
+            effects.bootstrap(draw(24, seed=seed), draws=300, seed=seed)[1:] for seed in range(200)
+        )
+    ]
+    assert 0.88 < np.mean(holds) < 0.98
+
+
+def test_intervals_over_heads_resample_prompts_and_whole_layers():
+    predictor = draw(8, 12)
+    related = predictor + draw(8, 12, seed=5) + 0.2 * draw(20, 8, 12, seed=1)
+    one = effects.head_correlation(related, predictor, draws=200)
+    assert one.estimate == pytest.approx(effects.spearman(related.mean(0).ravel(), predictor.ravel()))
+    assert one.low < one.estimate < one.high and one.low > 0.4
+    # A predictor that only tells layers apart: with layers resampled as wholes its interval is far wider.
+    by_layer = np.broadcast_to(draw(8, 1, seed=2), (8, 12))
+    layered = np.broadcast_to(by_layer + 0.01 * draw(8, 12), (20, 8, 12))
+    wide = effects.head_correlation(layered, draw(8, 1, seed=3) + by_layer, draws=300)
+    assert wide.high - wide.low > 0.25
+    given = effects.head_correlation(layered, by_layer, given=[by_layer], draws=50)
+    assert np.isnan(given.estimate) and str(one).count(",") == 1
+
+
+def test_holm_is_the_textbooks():
+    assert np.allclose(effects.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    assert np.allclose(effects.holm([0.5, 0.9]), [1, 1])
+
+
+def test_sign_flips_give_the_exact_share():
+    assert effects.sign_flip_p(np.ones(5), draws=40_000) == pytest.approx(2 / 32, abs=5e-3)
+    assert effects.sign_flip_p(np.array([1.0, -1.0, 1.0, -1.0])) == pytest.approx(1)
+
+
+def test_psnr_and_ssim_of_known_videos():
+    video = np.clip(0.5 + 0.2 * draw(3, 3, 16, 16), 0, 1)
+    assert np.allclose(effects.psnr(video, video + 0.1), 20) and np.isinf(effects.psnr(video, video)).all()
+    assert np.allclose(effects.ssim(video, video), 1)
+    flat = np.full_like(video, 0.25)
+    mean = (2 * 0.25 * 0.75 + 1e-4) / (0.25**2 + 0.75**2 + 1e-4)
+    assert np.allclose(effects.ssim(flat, 3 * flat), mean)  # constant frames: the luminance term alone
+    by_hand = []
+    for a, b in zip(video, 1 - video, strict=True):
+        values = []
+        for c, row, column in np.ndindex(3, 9, 9):
+            p, q = (x[c, row : row + 8, column : column + 8] for x in (a, b))
+            top = (2 * p.mean() * q.mean() + 1e-4) * (2 * ((p - p.mean()) * (q - q.mean())).mean() + 9e-4)
+            values.append(top / ((p.mean() ** 2 + q.mean() ** 2 + 1e-4) * (p.var() + q.var() + 9e-4)))
+        by_hand.append(np.mean(values))
+    assert np.allclose(effects.ssim(video, 1 - video), by_hand)
