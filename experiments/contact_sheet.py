@@ -6,7 +6,6 @@ python experiments/contact_sheet.py sheet.svg --title "Two layers" "Layer 1=laye
 from pathlib import Path
 
 from experiments.caches.errors import CacheError
-from experiments.figures.contact_sheet import save_contact_sheet
 from experiments.running.cli import Parser, main
 
 
@@ -16,6 +15,11 @@ def run(argv=None):
     parser.add_argument("figures", nargs="+", metavar="LABEL=SVG")
     parser.add_argument("--title", default="")
     args = parser.parse_args(argv)
+
+    from experiments.figures.contact_sheet import (
+        save_contact_sheet,
+    )  # after the flags: a --help needs no torch
+
     pairs = [word.partition("=")[::2] for word in args.figures]
     for label, file in pairs:
         if not Path(file).is_file():

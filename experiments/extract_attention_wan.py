@@ -8,9 +8,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.caches.schema import FORMATS
-from experiments.extraction import bidirectional
-from experiments.running import jobs
 from experiments.running.cli import Parser, add_memory_flags, add_run_flags, main
 from wan.config import RunConfig, load_config
 from wan.errors import ConfigError
@@ -71,6 +68,8 @@ def parser() -> Parser:
 
 def config_from(args: argparse.Namespace) -> RunConfig:
     """The settings of the directory's model, overridden by what was given on the command line."""
+    from experiments.extraction import bidirectional
+
     path = args.config_path or (
         bidirectional.config_for(args.ckpt_dir) if args.ckpt_dir else bidirectional.CONFIGS[0]
     )
@@ -85,6 +84,10 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 
 def run(argv=None):
     args = parser().parse_args(argv)
+
+    from experiments.extraction import bidirectional  # after the flags: a --help needs no torch
+    from experiments.running import jobs
+
     config = config_from(args)
     bidirectional.as_one_block(config)  # refuses what does not fit
     steps = bidirectional.choose_steps(config, args.step)
@@ -101,6 +104,8 @@ def run(argv=None):
 
 
 def say_what_next(path: str, kind: str) -> None:
+    from experiments.caches.schema import FORMATS
+
     parameter = {"layer": "DATA_PATH", "atlas": "CACHE_PATH"}[kind]
     from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
     print(f'next: open notebooks/{FORMATS[kind].notebook} and set {parameter} = "{from_notebooks}"')

@@ -7,7 +7,6 @@ docs/page.md says what the page does.
 
 from pathlib import Path
 
-from experiments.figures.html_page import MAX_MB, save_page
 from experiments.running.cli import Parser, main
 
 
@@ -18,9 +17,8 @@ def run(argv=None):
     parser.add_argument(
         "--max_mb",
         type=float,
-        default=MAX_MB,
-        help=f"how large the page may be; frame matrices of some passes stay out where they do not fit "
-        f"(default: {MAX_MB:g})",
+        help="how large the page may be; frame matrices of some passes stay out where they do not fit; "
+        "16 where not given",
     )
     parser.add_argument(
         "--video",
@@ -28,10 +26,15 @@ def run(argv=None):
         help="an mp4 of the same rollout, for thumbnails; the one beside the cache if any",
     )
     args = parser.parse_args(argv)
-    if not 0 < args.max_mb < float("inf"):
+    if args.max_mb is not None and args.max_mb <= 0:
         parser.error(f"--max_mb must be above 0, not {args.max_mb:g}")
+
+    from experiments.figures.html_page import MAX_MB, save_page  # after the flags: a --help needs no torch
+
     path = args.output_path or Path(args.cache).with_suffix(".html")
-    save_page(path, args.cache, max_mb=args.max_mb, video=args.video)
+    args.files.reads("the cache", args.cache)
+    args.files.writes("the page", path)
+    save_page(path, args.cache, max_mb=args.max_mb or MAX_MB, video=args.video)
     print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 
 

@@ -6,8 +6,6 @@ python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_2
 import argparse
 from pathlib import Path
 
-from experiments.caches import load_cache, save_cache
-from experiments.caches.convert import layer_from_atlas
 from experiments.caches.errors import CacheError
 from experiments.running.cli import Parser, main
 
@@ -21,19 +19,26 @@ def run(argv=None):
     parser.add_argument("--step", type=int, help="which pass; the first of the atlas where not given")
     parser.add_argument("--output_dir", type=Path, default=Path("cache"), help="where layerN.pt go")
     args = parser.parse_args(argv)
+
+    from experiments.caches import load_cache, save_cache  # after the flags: a --help needs no torch
+    from experiments.caches.convert import layer_from_atlas
+    from experiments.running.output_locks import claimed
+
     atlas = load_cache(args.atlas, expect=("atlas",))
     layers = args.layers or atlas["layers"]
     if absent := sorted(set(layers) - set(atlas["layers"])):
         raise CacheError(
             f"layer {absent[0]} is not in {args.atlas}; it has {', '.join(map(str, atlas['layers']))}"
         )
-    for layer in layers:
-        path = args.output_dir / f"layer{layer}.pt"
-        save_cache(path, layer_from_atlas(atlas, layer, args.step))
-        print(
-            f"{path}: layer cache of {atlas['model']} ({atlas['weights']} weights), {atlas['num_frames']} latent frames, "
-            f"{atlas['prompt']!r}"
-        )
+    paths = {layer: args.output_dir / f"layer{layer}.pt" for layer in layers}
+    args.files.writes("a layer cache", *paths.values())
+    with claimed(dict.fromkeys(map(str, paths.values()), 0)):
+        for layer, path in paths.items():
+            save_cache(path, layer_from_atlas(atlas, layer, args.step))
+            print(
+                f"{path}: layer cache of {atlas['model']} ({atlas['weights']} weights), "
+                f"{atlas['num_frames']} latent frames, {atlas['prompt']!r}"
+            )
 
 
 if __name__ == "__main__":

@@ -5,12 +5,7 @@ python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_
 
 import argparse
 
-from experiments.analysis.curve_matching import match_curves
-from experiments.analysis.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
-from experiments.analysis.reports import match_lines
-from experiments.caches import load_cache
 from experiments.caches.errors import CacheError
-from experiments.caches.view import open_passes, open_profiles
 from experiments.running.cli import Parser, main
 
 
@@ -24,15 +19,23 @@ def run(argv=None):
         help="any figure4, inference, layer or atlas cache of logits",
     )
     parser.add_argument(
-        "--curves", default=FOLDER / FIGURE4_CSV, help="CSV with a column key_frame and a column per curve"
+        "--curves",
+        help="CSV with a column key_frame and a column per curve; the paper's Figure 4 if not given",
     )
     parser.add_argument(
         "--step", type=int, help="the pass in which heads named by a curve are looked up; default the first"
     )
     args = parser.parse_args(argv)
+
+    from experiments.analysis.curve_matching import match_curves  # after the flags: a --help needs no torch
+    from experiments.analysis.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
+    from experiments.analysis.reports import match_lines
+    from experiments.caches import load_cache
+    from experiments.caches.view import open_passes, open_profiles
+
     cache = load_cache(args.cache_path)
     view = open_profiles(cache, args.step)
-    curves, why_not = curves_for(view, args.curves)
+    curves, why_not = curves_for(view, args.curves or FOLDER / FIGURE4_CSV)
     if why_not:
         raise CacheError(f"{args.cache_path}: {why_not}")
     print(f"{args.cache_path}: {view.source}")

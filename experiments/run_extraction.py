@@ -3,9 +3,7 @@
 python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer_indices 1 5 --steps 0 4
 """
 
-from experiments.extraction import cache_builders
 from experiments.running.cli import config_from, main, run_parser
-from experiments.running.jobs import make_caches
 from wan.errors import ConfigError
 
 
@@ -23,6 +21,10 @@ def run(argv=None):
         help="probabilities in float32, or logits in float16",
     )
     args = parser.parse_args(argv)
+
+    from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
+    from experiments.running.jobs import make_caches
+
     if args.step is not None and args.steps:
         raise ConfigError("--step and --steps exclude each other")
     config = config_from(args)

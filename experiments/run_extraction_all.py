@@ -6,10 +6,8 @@ python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --o
 
 import argparse
 
-from experiments.extraction import cache_builders
-from experiments.running import sweep
+from experiments.running import sweep_plan
 from experiments.running.cli import config_from, main, run_parser
-from experiments.running.jobs import make_caches
 from wan.errors import ConfigError
 
 
@@ -28,8 +26,13 @@ def run(argv=None):
         help="also the mean logits by RoPE band: time frequencies, "
         "height, width; 4 bytes per band, frame pair, head and pass",
     )
-    sweep.add_arguments(parser)
+    sweep_plan.add_arguments(parser)
     args = parser.parse_args(argv)
+
+    from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
+    from experiments.running import sweep
+    from experiments.running.jobs import make_caches
+
     config = config_from(args)
     requests = cache_builders.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
     if not (args.prompts or args.seeds or args.output_dir):

@@ -8,10 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.extraction import cache_builders
 from experiments.running.cli import config_from, main, run_parser
-from experiments.running.jobs import make_caches
-from wan.checkpoint import read_model_config
 from wan.errors import ConfigError
 
 
@@ -28,6 +25,11 @@ def run(argv=None):
         help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check",
     )
     args = parser.parse_args(argv)
+
+    from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
+    from experiments.running.jobs import make_caches
+    from wan.checkpoint import read_model_config
+
     config = config_from(args)
     if args.output_dir and (args.output_path or args.layer_index is not None):
         raise ConfigError("--output_dir takes every layer: it excludes --layer_index and --output_path")

@@ -5,9 +5,7 @@ python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml
 
 from functools import partial
 
-from experiments.extraction import cache_builders
 from experiments.running.cli import config_from, main, run_parser
-from experiments.running.jobs import make_caches
 
 
 def run(argv=None):
@@ -23,6 +21,10 @@ def run(argv=None):
         "--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds"
     )
     args = parser.parse_args(argv)
+
+    from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
+    from experiments.running.jobs import make_caches
+
     config, is_logits = config_from(args), args.capture == "logits"
     requests = cache_builders.figure4_requests(config, args.granularity, is_logits)
     make_caches(

@@ -49,7 +49,6 @@ LONG_FILES = {
 LONG_FUNCTIONS = {
     "experiments/caches/legacy.py: _inference",
     "experiments/extraction/bidirectional.py: sample",
-    "experiments/running/sweep.py: run_sweep",
     "experiments/train_mini.py: train_causal",
     "experiments/train_mini.py: train_vae",
     "wan/modules/mass_kernel.py: _mass_kernel",

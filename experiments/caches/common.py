@@ -61,6 +61,7 @@ class Cache(Fields):
     is_logits: bool
     quantity: str | None = None  # one of QUANTITIES where is_logits leaves it open
     read_by: str | None = None  # the first version of this project that reads this schema
+    fingerprint: str | None = None  # of the settings of a sweep
     partial: bool | None = None  # stopped after blocks_done blocks, or before some steps of the base model
     blocks_done: int | None = None
     notes: Annotated[list[str] | None, "str [notes]"] = None  # such as a guess about an older file

@@ -30,7 +30,7 @@ def check_texts(value: Any, name: str = "") -> None:
         if len(value) > limit:
             raise CacheError(f"{name} has {len(value)} characters, at most {limit} are read")
         try:
-            require_text(value, name)
+            require_text(value.replace("\0", ""), name)  # a page shows NUL as an escape
         except ConfigError as error:
             raise CacheError(str(error)) from None
     elif isinstance(value, Mapping):

@@ -3,9 +3,11 @@
 The scripts are faces of this file and of cache_builders.py, which turns the result into a cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,7 +20,13 @@ from experiments.extraction import checks
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
 from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
+from experiments.extraction.prompt_embeds import (
+    PromptStates,
+    PromptTexts,
+    encode_prompts,
+    encoding_device,
+    needs_encoder,
+)
 from experiments.extraction.provenance import provenance
 from experiments.extraction.result import Extraction
 from experiments.extraction.rollout import out_of_memory, roll_out
@@ -35,18 +43,15 @@ class Session:
 
     model_config: ModelConfig
     pipeline: CausalInferencePipeline
-    texts: dict[str, tuple[Tensor, list[str]]]  # prompt -> states [1, text_len, text_dim], tokens
+    texts: PromptTexts  # prompt -> states [1, text_len, text_dim], tokens
     common: dict[str, Any]
     sha256: Future  # of the weights file: hashed while models load and the video is made
     device: torch.device
     dtype: torch.dtype
 
     def encode(self, config: RunConfig) -> None:
-        """Add the states of a config's prompt. The text encoder is loaded beside the model where they are new."""
-        if config.prompt not in self.texts:
-            with out_of_memory("encoding the prompt"):
-                found = encode_prompts(config, [config.prompt], self.model_config, self.dtype, self.device)
-            self.texts.update(found)
+        """Have the states of a config's prompt; the text encoder is loaded where they are new."""
+        self.texts[config.prompt]
 
 
 def extract(
@@ -83,11 +88,34 @@ def prepare(
     check_memory(memory, quiet=observer is None or observer.quiet)
     common = common_fields(config, model_config, weights_file, dtype, device)
     sha256 = run_in_background(checkpoint.file_sha256, weights_file)
-    with out_of_memory("encoding the prompt"):
-        texts = encode_prompts(config, prompts, model_config, dtype, device)
+    loaded: list[CausalInferencePipeline] = []
+
+    def encode(some: Sequence[str]) -> dict[str, PromptStates]:
+        with out_of_memory("encoding the prompt"), model_aside(loaded, device, config):
+            return encode_prompts(config, some, model_config, dtype, device)
+
+    texts = PromptTexts(prompts, encode)
+    texts[prompts[0]]  # the first ones before the model is there: the encoder needs as much memory again
     with out_of_memory("loading the model"):
         pipeline = load_pipeline(config, model_config, dtype, device)
+    loaded.append(pipeline)
     return Session(model_config, pipeline, texts, common, sha256, device, dtype)
+
+
+@contextmanager
+def model_aside(
+    loaded: Sequence[CausalInferencePipeline], device: torch.device, config: RunConfig
+) -> Iterator[None]:
+    """Move a model that is loaded to the host while the encoder takes its place on the GPU."""
+    if not loaded or device.type == "cpu" or encoding_device(config, device).type == "cpu":
+        yield
+        return
+    model = loaded[0].model
+    model.to("cpu")
+    try:
+        yield
+    finally:
+        model.to(device)
 
 
 def extract_next(
@@ -111,7 +139,7 @@ def extract_next(
         "",
     )
     if latents.shape[1] < config.num_frames:
-        ends = [sum(config.block_sizes[:n]) for n in range(len(config.block_sizes))]
+        ends = [0, *accumulate(config.block_sizes)]
         common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}
         stopped = f"{common['blocks_done']} of {len(config.block_sizes)} blocks"
     return Extraction(

@@ -6,7 +6,7 @@ of the config holds those that were made before. prompt and tokens may be left o
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from wan.checkpoint import CheckpointError, describe_files, read_torch_file, req
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, quoted, require_text
 from wan.modules.text_encoder import TextEncoder, encoder_files
+
+PROMPTS_AT_ONCE = 32  # 4 MB of states each for umT5-XXL in bfloat16
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -44,8 +46,8 @@ def encode_prompts(
         return dict.fromkeys(prompts, (states.to(device, dtype), tokens))
     where = encoding_device(config, device)
     known, encoder = {}, None
-    for prompt in prompts:
-        path = states_file(config, prompt, model_config, dtype, where)
+    paths = states_files(config, prompts, model_config, dtype, where)
+    for prompt, path in zip(prompts, paths, strict=True):
         known[prompt] = _remembered(path, model_config, dtype)
         if known[prompt] is None:
             encoder = encoder or TextEncoder.from_pretrained(
@@ -59,6 +61,26 @@ def encode_prompts(
     return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
 
 
+class PromptTexts:
+    """States and tokens of many prompts, encoded a few at a time as they are asked for, in their order.
+
+    A sweep over thousands of prompts starts at once, and holds the states of PROMPTS_AT_ONCE.
+    """
+
+    def __init__(self, prompts: Sequence[str], encode: Callable[[Sequence[str]], dict[str, PromptStates]]):
+        """encode gives the states of some of the prompts, as encode_prompts does."""
+        self._prompts, self._encode = list(prompts), encode
+        self._place = {prompt: i for i, prompt in enumerate(self._prompts)}
+        self._known: dict[str, PromptStates] = {}
+
+    def __getitem__(self, prompt: str) -> PromptStates:
+        if prompt not in self._known:
+            start = self._place.get(prompt)
+            some = [prompt] if start is None else self._prompts[start : start + PROMPTS_AT_ONCE]
+            self._known = self._encode(some)
+        return self._known[prompt]
+
+
 def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
     """Where umT5 runs: on the host where the GPU is to be spared."""
     return torch.device("cpu") if config.t5_cpu or config.offload else device
@@ -67,18 +89,29 @@ def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
 def states_file(
     config: RunConfig, prompt: str, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Path | None:
-    """Where a prompt's states are remembered: named by all that their bits depend on. None where nothing is remembered."""
+    """Where one prompt's states are remembered; None where nothing is."""
+    return states_files(config, [prompt], model_config, dtype, device)[0]
+
+
+def states_files(
+    config: RunConfig,
+    prompts: Sequence[str],
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Path | None]:
+    """Where prompts' states are remembered: named by all that their bits depend on. None: they are not."""
     if config.embeds_dir is None:
-        return None
+        return [None] * len(prompts)
     key = [
-        prompt,
         describe_files(encoder_files(config.ckpt_dir)),
         model_config.text_len,
         str(dtype),
         device_name(device),
         versions(),
     ]
-    return Path(config.embeds_dir) / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.pt"
+    digests = (hashlib.sha256(json.dumps([prompt, *key]).encode()).hexdigest() for prompt in prompts)
+    return [Path(config.embeds_dir) / f"{digest[:32]}.pt" for digest in digests]
 
 
 def needs_encoder(
@@ -91,10 +124,7 @@ def needs_encoder(
     """Whether encode_prompts would load umT5."""
     if config.prompt_embeds:
         return False
-    paths = (
-        states_file(config, prompt, model_config, dtype, encoding_device(config, device))
-        for prompt in prompts
-    )
+    paths = states_files(config, prompts, model_config, dtype, encoding_device(config, device))
     return any(path is None or not path.is_file() for path in paths)
 
 

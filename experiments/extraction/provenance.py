@@ -42,15 +42,20 @@ def provenance(
 
     A file that holds the prompt's states takes the place of the encoder's files.
     """
-    text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     settings = asdict(config)
     return {
-        "files": checkpoint.describe_files([weights_file, *text_files]),
+        "files": files_of(config, weights_file),
         "config": {name: settings[name] for name in SETTINGS},
         "versions": versions(),
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
+    """What a run reads: its weights, the text encoder and tokenizer or the file in their place."""
+    text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
+    return checkpoint.describe_files([weights_file, *text_files])
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from experiments.caches.atomic_files import replacing
 from experiments.extraction.result import Extraction
+from wan.config import RunConfig
 
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
 
@@ -31,3 +32,10 @@ def save_video(extraction: Extraction, path: str | Path) -> None:
     )
     with replacing(path) as file:
         file.write(content)
+
+
+def check_video(config: RunConfig) -> None:
+    """Read the VAE's files, by reference. Raises CheckpointError for a VAE that could not decode what is generated."""
+    from wan.modules.vae import VAE
+
+    VAE.from_pretrained(config.ckpt_dir)

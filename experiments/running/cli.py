@@ -1,22 +1,29 @@
 """What the extraction scripts share on the command line: flags that override a config, one line for bad input, exit codes."""
 
 import argparse
+import math
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
-import torch
-import transformers
-
-from experiments.caches import save_cache
-from experiments.caches.errors import CacheError, RunError, StoppedError
-from experiments.extraction.prompt_embeds import with_given_prompt
-from experiments.extraction.result import Extraction
-from experiments.extraction.video import save_video
+from experiments.running import run_files
+from experiments.running.entry import fail, main, parsed
 from wan.config import DTYPES, RunConfig, check_seed, load_config
-from wan.errors import ConfigError
+from wan.errors import ConfigError, one_line, quoted, require_text
+from wan.limits import MAX_COUNT
+
+__all__ = [
+    "Parser",
+    "add_memory_flags",
+    "add_run_flags",
+    "config_from",
+    "count",
+    "fail",
+    "main",
+    "run_parser",
+]
 
 OVERRIDES = (
     "ckpt_dir",
@@ -37,11 +44,63 @@ OVERRIDES = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse that says what is wrong in one line."""
+def whole_number(text: str) -> int:
+    """A number of 64 bits: what no flag of ours exceeds."""
+    try:
+        return check_seed(int(text))
+    except ValueError:  # no number, or a ConfigError
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number of 64 bits") from None
 
-    def error(self, message: str):
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+def finite_number(text: str) -> float:
+    """A number that is neither infinite nor nan."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a finite number")
+    return number
+
+
+def count(text: str) -> int:
+    """How many of something are made or used: from 1 to MAX_COUNT."""
+    number = whole_number(text)
+    if not 1 <= number <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{number} is not in 1..{MAX_COUNT}")
+    return number
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line.
+
+    Numbers have limits, words are text, and no file that is written is one that is read (args.files knows them).
+    """
+
+    LIMITED: ClassVar = {int: whole_number, float: finite_number}
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.add_argument("--debug", action="store_true", help="also print the traceback of an error")
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        if options.get("type") in self.LIMITED:
+            options["type"] = self.LIMITED[options["type"]]
+        return super().add_argument(*names, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+        words = sys.argv[1:] if args is None else list(args)
+        for number, word in enumerate(words):
+            require_text(
+                word, words[number - 1] if number and words[number - 1].startswith("-") else "a word"
+            )
+        found = super().parse_args(words, namespace)
+        parsed.append(found)
+        found.files = run_files.of_arguments(found)
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
 def run_parser(description: str, output_path: str | None) -> Parser:
@@ -133,60 +192,19 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     if args.gpu_id is not None:
         config = replace(config, device=f"cuda:{args.gpu_id}")
     if config.prompt_embeds:
+        from experiments.extraction.prompt_embeds import with_given_prompt  # with torch: not for a --help
+
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
     for seed in getattr(args, "seeds", None) or ():
         check_seed(seed)
     return config
 
 
-def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
-    """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input, 130 Ctrl-C."""
-    transformers.utils.logging.disable_progress_bar()  # the rollout's is the one to look at
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-    try:
-        run(argv)
-    except (ConfigError, CacheError) as error:
-        fail(error, 2)
-    except torch.OutOfMemoryError as error:
-        fail(
-            f"out of GPU memory: {str(error).splitlines()[0]}; try --offload, fewer frames, or --device cpu",
-            1,
-        )
-    except StoppedError as error:
-        fail(error, 130)
-    except RunError as error:
-        fail(error, 1)
-    except OSError as error:
-        fail(f"{error.filename or 'a file'}: {error.strerror or error}", 2)
-    except UnicodeDecodeError as error:
-        fail(f"not a text file: {error}", 2)
-    except KeyboardInterrupt:
-        fail("stopped", 130)
-
-
-def fail(message: object, code: int):
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def save_results(args: argparse.Namespace, result: Extraction, caches: dict[str, dict]) -> None:
-    """Write the caches by path, and the video where it was asked for; say what was written."""
-    for path, cache in caches.items():
-        save_cache(path, cache)
-    lines = [
-        f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), {cache['num_frames']} latent "
-        f"frames, seed {cache['seed']}, {cache['prompt']!r}"
-        for path, cache in caches.items()
-    ]
-    for video in videos_of(args, caches):
-        save_video(result, video)
-        lines.append(f"{video}: the generated video")
-    if not args.quiet:  # last: a pipe that is closed must not keep a file from being written
-        print("\n".join(lines))
-
-
 def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
-    """The mp4 that --save_video asks for, beside the first cache unless it says where. Raises ConfigError for another name."""
+    """The mp4 that --save_video asks for, beside the first cache unless it says where.
+
+    Raises ConfigError for another name.
+    """
     if args.save_video is None:
         return []
     if args.save_video and Path(args.save_video).suffix != ".mp4":

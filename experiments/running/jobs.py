@@ -3,24 +3,24 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.extraction import causal
 from experiments.extraction.bidirectional import as_one_block, base_atlas_cache, base_layer_cache, sample
 from experiments.extraction.memory_estimate import estimate_bytes
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.result import Extraction
-from experiments.running.cli import save_results, videos_of
+from experiments.extraction.video import check_video
+from experiments.running.cli import videos_of
 from experiments.running.output_locks import claimed
 from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.results import BuildCache, partial_name, save
+from experiments.running.run_files import RunFiles
 from wan.config import RunConfig
 from wan.modules.capture import CaptureRequest
 
@@ -53,6 +53,7 @@ def make_base_caches(
     outputs = {str(folder / name): build_cache for name, build_cache in outputs.items()}
     run_watched(
         args,
+        config,
         outputs,
         each,
         lambda watch: sample(config, request, watch),
@@ -60,9 +61,6 @@ def make_base_caches(
         "step",
     )
     return list(outputs)
-
-
-BuildCache = Callable[[Extraction], dict[str, Any]]
 
 
 def make_caches(
@@ -74,11 +72,12 @@ def make_caches(
     """One rollout -> a cache for each path, arranged by its function. Raises what run_watched raises."""
     each = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
-    run_watched(args, outputs, each, lambda watch: causal.extract(config, requests, watch), what)
+    run_watched(args, config, outputs, each, lambda watch: causal.extract(config, requests, watch), what)
 
 
 def run_watched(
     args: argparse.Namespace,
+    config: RunConfig,
     outputs: Mapping[str, BuildCache],
     each: int,
     make: Callable[[RunObserver], Extraction],
@@ -90,13 +89,17 @@ def run_watched(
     Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for what goes
     wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
     """
-    claims = dict.fromkeys(outputs, each) | dict.fromkeys(videos_of(args, outputs), 0)
+    videos = videos_of(args, outputs)
+    name_files(args, config, outputs, videos)
+    claims = dict.fromkeys(outputs, each) | dict.fromkeys(videos, 0)
     with (
         Progress(args.quiet, args.log_file) as watch,
         claimed(claims, args.overwrite is not False),
         stopping_when_asked(watch, unit),
         deterministic(args.deterministic),
     ):
+        if videos:
+            check_video(config)  # before the rollout, which may take hours
         start = time.monotonic()
         save(args, make(watch), outputs, watch)
         watch.print(
@@ -104,50 +107,18 @@ def run_watched(
         )
 
 
-def save(
-    args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], watch: RunObserver
+def name_files(
+    args: argparse.Namespace, config: RunConfig, outputs: Iterable[str], videos: Iterable[str]
 ) -> None:
-    """Write a rollout's caches. Raises RunError where that fails, and StoppedError after what a stopped one has is saved."""
-    try:
-        if not result.stopped:
-            save_results(args, result, {path: build_cache(result) for path, build_cache in outputs.items()})
-            watch.log("saved", paths=list(outputs))
-            return
-        written = save_partial(result, outputs)
-    except CacheError as error:  # after the rollout: no longer the fault of the input
-        raise RunError(str(error)) from error
-    partial = "partial" in result.common
-    watch.log("saved", paths=written, partial=partial)
-    kept = (
-        f"saved {'as partial' if partial else 'whole'}: {', '.join(written)}"
-        if written
-        else ("none of what was asked for was captured yet")
-    )
-    raise StoppedError(
-        f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again"
-    )
-
-
-def save_partial(result: Extraction, outputs: Mapping[str, BuildCache]) -> list[str]:
-    """Write what a stopped rollout completed -> the paths. What is partial goes beside a whole cache that is there already."""
-    written = []
-    for path, build_cache in outputs.items():
-        try:
-            cache = build_cache(result)
-        except (RunError, IndexError):  # the blocks that it needs were not reached
-            continue
-        target = str(Path(path).with_suffix(".partial.pt")) if "partial" in cache and is_whole(path) else path
-        save_cache(target, cache)
-        written.append(target)
-    return written
-
-
-def is_whole(path: str | Path) -> bool:
-    """Whether a cache that is complete lies at path."""
-    try:
-        return not load_cache(path).get("partial", False)
-    except CacheError:
-        return False
+    """Tell args.files all that a run reads and writes. Raises CacheError, before anything starts, for an overlap."""
+    files: RunFiles = args.files
+    files.reads("the model's", config.ckpt_dir)
+    files.reads("the checkpoint", config.checkpoint_path)
+    files.reads("the prompt's states", config.prompt_embeds)
+    for what, flag, paths in (("the cache", "output_path", outputs), ("the video", "save_video", videos)):
+        for path in paths:
+            files.writes(f"--{flag}" if path == getattr(args, flag, None) else what, path)
+    files.writes("a partial cache", *map(partial_name, outputs))
 
 
 @contextmanager

@@ -1,18 +1,24 @@
 """Outputs are claimed before a run: one run per path, nothing replaced that should stay, room on the disk.
 
-A claim is a lock file beside the output, .NAME.lock, held by flock: it ends with the process, however that ends.
+A claim is a lock file beside the output, .NAME.lock, held by filelock: by flock where the disk has it, which ends with the
+process, however that ends; else by a lease with a heartbeat, which expires, because another host's process ids mean nothing.
 """
 
-import fcntl
 import os
-import re
 import shutil
+import stat
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from experiments.caches.atomic_files import require_writable, target_of
 from experiments.caches.errors import CacheError
+from experiments.running.run_files import lock_of
+
+LOCK_BYTES = 200  # a process id, or what filelock writes into a lease
+LEASE_SECONDS = 30.0  # without a heartbeat, after which a lease is another run's to take
 
 
 @contextmanager
@@ -51,47 +57,79 @@ def require_space(folder: Path, sizes: Mapping[str, int]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    lock = path.with_name(f".{path.name}.lock")
-    while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            by = os.read(file, 20).decode(errors="replace").strip()
-            os.close(file)
-            raise CacheError(
-                f"{path} is being made by another run{f' (process {by})' if by else ''}; "
-                "wait for it, or choose another --output_path"
-            ) from None
-        except OSError:  # a file system without locks: as safe as before
-            os.close(file)
-            yield
-            return
-        with suppress(FileNotFoundError):
-            if os.stat(lock).st_ino == os.fstat(file).st_ino:
-                break  # else the run that held it has just removed it: ours locks nothing
-        os.close(file)
+    """Hold the lock beside a path. Raises CacheError where another run holds it, or where something else lies there."""
+    from filelock import FileLock, Timeout  # here: a --help needs no locks
+
+    file = lock_of(path)
+    if file.is_symlink() or (file.exists() and not (file.is_file() and file.stat().st_size <= LOCK_BYTES)):
+        raise CacheError(f"{file} is no lock of ours, and would be one; move it away, then run again")
+    lock = FileLock(file, timeout=0, fallback_to_soft=False, on_acquired=_write_process)
     try:
-        os.ftruncate(file, 0)
-        os.write(file, str(os.getpid()).encode())
+        lock.acquire()
+    except Timeout:
+        raise _held_by_another(path, file) from None
+    except NotImplementedError:
+        lock = None
+    except OSError as error:
+        if os.path.lexists(file) and file.is_symlink():
+            raise CacheError(f"{file} is a link; remove it, then run again") from None
+        lock = None if _has_no_locks(error) else lock
+        if lock:
+            raise CacheError(f"{file} cannot be locked: {error.strerror or error}") from error
+    if lock is None:
+        lock = _lease(path, file)
+    try:
         yield
     finally:
         with suppress(OSError):
-            lock.unlink()
-        os.close(file)
+            if stat.S_ISREG(file.lstat().st_mode):
+                file.unlink()  # while it is held: who waits for it looks again
+        with warnings.catch_warnings(action="ignore"), suppress(OSError):
+            lock.release()
+
+
+def _lease(path: Path, file: Path):
+    """A lock with a heartbeat, for disks without flock; it waits until that of a dead run has expired."""
+    from filelock import SoftFileLease, Timeout
+
+    lease = SoftFileLease(file, lease_duration=LEASE_SECONDS, timeout=0, thread_local=False)
+    try:
+        lease.acquire(timeout=1.5 * LEASE_SECONDS if file.exists() else 0)
+    except Timeout:
+        raise _held_by_another(path, file) from None
+    except OSError as error:
+        raise CacheError(f"{file} cannot be made: {error.strerror or error}") from error
+    return lease
+
+
+def _has_no_locks(error: OSError) -> bool:
+    import errno
+
+    names = ("ENOSYS", "ENOTSUP", "EOPNOTSUPP", "ENOLCK")
+    return error.errno in {getattr(errno, name, None) for name in names}
+
+
+def _write_process(descriptor: int) -> None:
+    """Say who holds a lock, in a file that was made for it: what another name links to is left as it is."""
+    state = os.fstat(descriptor)
+    if state.st_nlink == 1 and state.st_size <= LOCK_BYTES:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+
+
+def _held_by_another(path: Path, file: Path) -> CacheError:
+    with suppress(OSError, ValueError):
+        number = int(file.read_bytes()[:LOCK_BYTES])
+        return CacheError(
+            f"{path} is being made by another run (process {number}); "
+            "wait for it, or choose another --output_path"
+        )
+    return CacheError(f"{path} is being made by another run; wait for it, or choose another --output_path")
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove unfinished files of runs that were killed; the lock says that nobody else is at it, the process id once more.
-
-    One of this process's own id is of another's: in a container every run may have the same.
-    """
-    for part in path.parent.glob(f".{glob_escaped(path.name)}.*.part"):
-        process = re.fullmatch(r".*\.(\d+)\.part", part.name)
-        if process and (int(process[1]) == os.getpid() or not Path(f"/proc/{process[1]}").exists()):
-            with suppress(OSError):
+    """Remove unfinished files of runs that were killed; the lock says that nobody else is at it."""
+    for part in path.parent.glob(f".{escape(path.name)}.*.part"):
+        with suppress(OSError):
+            if stat.S_ISREG(part.lstat().st_mode):
                 part.unlink()
-
-
-def glob_escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

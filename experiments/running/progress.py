@@ -1,8 +1,11 @@
 """What a run says while it goes on: a line per block, a JSON line per event; and whether it was asked to stop."""
 
+import errno
 import json
+import os
 import resource
 import signal
+import stat
 import sys
 import threading
 import time
@@ -10,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import torch
 
@@ -26,21 +30,8 @@ class Progress(RunObserver):
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
         self.quiet, self.start = quiet, time.monotonic()
         self.rollout_start, self._log = self.start, None
-        if log_file and Path(log_file).suffix == ".pt":
-            raise CacheError(
-                f"--log_file {log_file} has the name of a cache; give it another, such as log.jsonl"
-            )
-        try:
-            if log_file:
-                Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-                self._log = Path(log_file).open(
-                    "a",
-                    buffering=1,
-                    encoding="utf-8",
-                    errors="backslashreplace",
-                )
-        except OSError as error:
-            raise CacheError(f"{log_file} cannot be written: {error.strerror or error}") from error
+        if log_file:
+            self._log = open_log(log_file)
 
     def __enter__(self) -> "Progress":
         return self
@@ -64,7 +55,7 @@ class Progress(RunObserver):
 
     def print(self, line: str) -> None:
         if not self.quiet:
-            with suppress(OSError):  # nor must a terminal that is gone
+            with suppress(OSError, ValueError):  # nor must a terminal that is gone
                 print(line, file=sys.stderr, flush=True)
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
@@ -81,22 +72,49 @@ class Progress(RunObserver):
         self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
 
 
+def open_log(path: str | Path) -> TextIO:
+    """A regular file to append lines to. Raises CacheError for a pipe, which could wait for ever, and for a device."""
+    if Path(path).suffix == ".pt":
+        raise CacheError(f"--log_file {path} has the name of a cache; give it another, such as log.jsonl")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+    except OSError as error:
+        reason = "Is a pipe" if error.errno == errno.ENXIO else error.strerror
+        raise CacheError(f"{path} cannot be written: {reason or error}") from error
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise CacheError(f"{path} cannot be written: a log is a file, and this is a device or pipe")
+    return open(number, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+
 @contextmanager
 def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[None]:
-    """The first Ctrl-C, or SIGTERM, lets the current block (or step) finish, the second one stops at once, as does one before
-    anything is generated. Outside the main thread: as ever."""
+    """Ctrl-C, SIGTERM and a terminal that closes (SIGHUP) let the current block, or step, finish.
+
+    A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main thread
+    nothing is changed: signals do not arrive there.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    hang_up = getattr(signal, "SIGHUP", None)
+    asked_before: list[int] = []
 
     def asked(number: int, frame: FrameType | None) -> None:
-        if watch.stopping or not watch.generating:
+        if not watch.generating or (number != hang_up and any(n != hang_up for n in asked_before)):
             raise KeyboardInterrupt
+        asked_before.append(number)
         watch.stopping = True
-        with suppress(OSError, RuntimeError):  # a terminal that is gone; a line that is just being printed
+        with suppress(
+            OSError, RuntimeError, ValueError
+        ):  # a terminal that is gone; a line just being printed
             print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup: the run outlives its terminal
+        numbers.append(hang_up)
+    before = {number: signal.signal(number, asked) for number in numbers}
     try:
         yield
     finally:

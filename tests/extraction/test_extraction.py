@@ -213,7 +213,7 @@ def test_a_script_runs_without_pythonpath(tmp_path):
         ),
         (run_extraction_each, ["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
         (run_extraction_each, ["--no_checkpoint", "--checkpoint_path", "a.pt"], "exclude each other"),
-        (run_extraction_each, ["--seed", "many"], "argument --seed: invalid int value: 'many'"),
+        (run_extraction_each, ["--seed", "many"], "argument --seed: 'many' is not a whole number of 64 bits"),
         (run_extraction_each, ["--frames", "21"], "unrecognized arguments: --frames 21"),
         (
             run_extraction_figure4,

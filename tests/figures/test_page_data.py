@@ -237,7 +237,7 @@ def test_thumbnails(tmp_path):
     [
         (["{}/no.pt"], r"no\.pt not found; run: "),
         (["{}/a.pt", "--max_mb", "0"], "--max_mb must be above 0"),
-        (["{}/a.pt", "--max_mb", "nan"], "--max_mb must be above 0"),
+        (["{}/a.pt", "--max_mb", "nan"], "not a finite number"),
         (["{}/a.pt", "--max_mb", "0.01"], "allow more with --max_mb"),
         (["{}/a.pt", "--video", "{}/no.mp4"], r"no\.mp4 cannot be read as a video"),
     ],

@@ -144,8 +144,8 @@ def test_the_estimate_is_close_and_never_too_small(flags, tmp_path, monkeypatch)
     monkeypatch.setattr(
         jobs,
         "run_watched",
-        lambda args, outputs, each, *more: (
-            asked.update(dict.fromkeys(outputs, each)) or original(args, outputs, each, *more)
+        lambda args, config, outputs, each, *more: (
+            asked.update(dict.fromkeys(outputs, each)) or original(args, config, outputs, each, *more)
         ),
     )
     extract_attention_wan.run([*SHORT, *flags, "--quiet", "--output_dir", str(tmp_path)])

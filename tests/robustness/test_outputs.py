@@ -13,7 +13,7 @@ from conftest import ROOT
 from experiments import run_extraction_all, run_extraction_each
 from experiments.caches import load_cache
 from experiments.caches.atomic_files import part_of, replacing
-from experiments.caches.errors import CacheError
+from experiments.caches.errors import CacheError, RunError
 from experiments.extraction import causal
 from experiments.running import cli
 from experiments.running.output_locks import claimed
@@ -89,13 +89,16 @@ def test_a_video_is_claimed_and_written_as_a_cache_is(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "imageio.v3.imwrite", lambda *args, **more: (_ for _ in ()).throw(OSError(5, "broken"))
     )
-    with pytest.raises(OSError, match="broken"):
+    with pytest.raises(RunError, match="broken"):
         extract(tmp_path / "c.pt", "--save_video", str(video))
     assert video.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["a.pt", "c.pt", "v.mp4"]
 
 
-def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, capfd):
-    run_extraction_each.run([*SHORT[:-1], "--output_path", str(tmp_path / "a.pt"), "--log_file", "/dev/full"])
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, capfd):
+    full = lambda path: open("/dev/full", "a", buffering=1, encoding="utf-8")  # noqa: E731, SIM115
+    monkeypatch.setattr("experiments.running.progress.open_log", full)
+    flags = ["--output_path", str(tmp_path / "a.pt"), "--log_file", str(tmp_path / "log")]
+    run_extraction_each.run([*SHORT[:-1], *flags])
     assert "the log ends here: No space left on device" in capfd.readouterr().err and load_cache(
         tmp_path / "a.pt"
     )
@@ -103,8 +106,8 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, capfd):
 
 def test_a_log_with_the_name_of_a_cache_is_refused(tmp_path, monkeypatch):
     not_loading(monkeypatch)
-    with pytest.raises(CacheError, match=r"--log_file .*a.pt has the name of a cache"):
-        extract(tmp_path / "a.pt", "--log_file", str(tmp_path / "a.pt"))
+    with pytest.raises(CacheError, match=r"--log_file .*b.pt has the name of a cache"):
+        extract(tmp_path / "a.pt", "--log_file", str(tmp_path / "b.pt"))
 
 
 def started(*flags, **more):

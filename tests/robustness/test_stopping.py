@@ -17,7 +17,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError, RunError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
-from experiments.running import cli, sweep
+from experiments.running import cli, sweep_plan
 from experiments.running.progress import Progress
 from wan.blocks import block_frames
 from wan.errors import ConfigError
@@ -188,18 +188,19 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     for flags, name in (
         (["--num_frames", "9"], "num_frames 6, this one has 9"),
         (["--cross"], "cross_mass False"),
-        (["--no_checkpoint"], "checkpoint_path"),
+        (["--no_checkpoint"], "weights 'checkpoint', this one has 'base'"),
     ):
         with pytest.raises(
             CacheError, match=f"manifest.json is of a sweep with {name}.*choose another --output_dir"
         ):
             sweeping(prompts, tmp_path / "out", *flags)()
     (tmp_path / "out/manifest.json").unlink()  # then the caches themselves speak
-    save_cache(path, load_cache(path, mmap=False) | {"weights_sha256": "0" * 64})
-    with pytest.raises(CacheError, match=r"weights_sha256 '0000.*make everything again with --overwrite"):
+    before = load_cache(path, mmap=False)["fingerprint"]
+    save_cache(path, load_cache(path, mmap=False) | {"fingerprint": "0" * 32})
+    with pytest.raises(CacheError, match=r"fingerprint '0000.*make everything again with --overwrite"):
         sweeping(prompts, tmp_path / "out", seeds=("0",))()
     sweeping(prompts, tmp_path / "out", "--overwrite", seeds=("0",))()
-    assert load_cache(path)["weights_sha256"] != "0" * 64
+    assert load_cache(path)["fingerprint"] == before
 
 
 def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
@@ -235,7 +236,7 @@ def test_flags_of_a_sweep_that_do_not_fit(flags, message):
 
 def test_slugs_tell_prompts_apart():
     prompts = ["A cat.", "a cat", "一只猫在海边", "x" * 100, "x" * 99, "!!"]
-    slugs = sweep.slugs_of(prompts)
+    slugs = sweep_plan.slugs_of(prompts)
     assert (
         slugs["A cat."] == "a-cat"
         and slugs["a cat"].startswith("a-cat-")
@@ -248,13 +249,13 @@ def test_slugs_tell_prompts_apart():
 def test_a_slug_that_somebody_else_has_is_not_taken_twice():
     digits = hashlib.sha256(b"a cat").hexdigest()
     prompts = [f"a cat {digits[:8]}", "A cat", "a cat", f"a cat {digits[:9]}"]
-    slugs = sweep.slugs_of(prompts)
+    slugs = sweep_plan.slugs_of(prompts)
     assert len(set(slugs.values())) == 4 and slugs["a cat"] == f"a-cat-{digits[:9]}"
 
 
 def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
     (tmp_path / "prompts.txt").write_text("a cat\r\na dog\r\n", encoding="utf-8-sig", newline="")
-    assert sweep.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
+    assert sweep_plan.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
 
 
 def test_two_sweeps_in_one_folder(tmp_path, prompts):
