@@ -9,7 +9,7 @@ from experiments.caches.errors import CacheError
 from experiments.caches.fields import describe
 from wan.blocks import block_frames, later_block
 from wan.errors import ConfigError, named, quoted, require_text
-from wan.limits import MAX_COUNT, MAX_NAME, MAX_TEXT
+from wan.limits import MAX_COUNT, MAX_TEXT
 from wan.safe_load import is_verified
 
 MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
@@ -26,9 +26,8 @@ def check_counts(values: Mapping[str, Any]) -> None:
 def check_texts(value: Any, name: str = "") -> None:
     """Raise CacheError for texts that are no UTF-8, or longer than a title or a page can carry."""
     if isinstance(value, str):
-        limit = MAX_NAME if name == "model" else MAX_TEXT
-        if len(value) > limit:
-            raise CacheError(f"{name} has {len(value)} characters, at most {limit} are read")
+        if len(value) > MAX_TEXT:
+            raise CacheError(f"{name} has {len(value)} characters, at most {MAX_TEXT} are read")
         try:
             require_text(value.replace("\0", ""), name)  # a page shows NUL as an escape
         except ConfigError as error:
@@ -37,9 +36,7 @@ def check_texts(value: Any, name: str = "") -> None:
         for key, inner in value.items():
             check_texts(key, "a key")
             check_texts(inner, named(key))
-    elif isinstance(value, list) and not (
-        value and isinstance(value[0], int)
-    ):  # frames and layers are no texts
+    elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # such as frames
         for inner in value:
             check_texts(inner, name)
 

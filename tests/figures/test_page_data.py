@@ -196,7 +196,7 @@ def test_hostile_words(tmp_path):
     plain = save_page(tmp_path / "plain.html", tmp_path / "plain.pt").stat().st_size
     cache = synthetic_caches.atlas()
     cache["prompt"] = 'quotes " and </script><script>alert(1)</script><!-- \u202e \x00 DATA_GOES_HERE'
-    cache["model"] = "<img src=x onerror=alert(1)>" + 5_000_000 * "m"
+    cache["model"] = "<img src=x onerror=alert(1)>" + 90_000 * "m"
     cache["notes"] = ["<b>bold</b>" + 100_000 * "n"] * 1000
     save_cache(tmp_path / "a.pt", cache)
     path = save_page(tmp_path / "p.html", tmp_path / "a.pt")
