@@ -1,0 +1,273 @@
+"""Fifty small mistakes in wan/ and the caches, one at a time: how many do the tests notice?
+
+    python tests/mutations.py --choose OLDER_TREE         # mistakes that can be made in both -> mutations.json
+    python tests/mutations.py --root OLDER_TREE --label before
+    python tests/mutations.py --label after               # makes them here, and counts which are noticed
+
+A mistake is an expression of a function and what takes its place, so it is found again in a tree whose files
+have moved. Each is made in a copy of the tree. The tests of its package run there, in a fork of one warmed
+process, to the first failure.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "docs/benchmarks/mutations.json"
+SEED, COUNT, SECONDS = 13, 50, 300  # seconds after which a run counts as noticed: the mistake hangs
+GPU_ONLY = ("fused.py", "mass_kernel.py")  # Triton kernels: no test without a GPU runs them
+OLDER_CACHES = (
+    "caches",
+    "formats",
+    "older_caches",
+    "profiles",
+    "calls",
+    "frames",
+    "files",
+)  # of a flat experiments/
+TESTS = {
+    "wan": (
+        *(
+            "test_golden",
+            "test_layers",
+            "test_kv_cache",
+            "test_rope_bands",
+            "test_reductions",
+            "test_capture",
+        ),
+        *(
+            "test_pipeline",
+            "test_text2video",
+            "test_config",
+            "test_checkpoint",
+            "test_native",
+            "test_offload",
+        ),
+        "test_damaged_weights",
+    ),
+    "caches": (
+        "test_caches",
+        "test_frames",
+        "test_profiles",
+        "test_taxonomy",
+        "test_measures",
+        "test_published",
+    ),
+}
+Mistake = tuple[str, str, str, str]  # package, function, expression, what takes its place
+OPERATORS: dict[type, type] = {
+    **{
+        ast.Lt: ast.LtE,
+        ast.LtE: ast.Lt,
+        ast.Gt: ast.GtE,
+        ast.GtE: ast.Gt,
+        ast.Eq: ast.NotEq,
+        ast.NotEq: ast.Eq,
+    },
+    **{
+        ast.In: ast.NotIn,
+        ast.NotIn: ast.In,
+        ast.Is: ast.IsNot,
+        ast.IsNot: ast.Is,
+        ast.And: ast.Or,
+        ast.Or: ast.And,
+    },
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
+}
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------
+def with_a_mistake(node: ast.expr) -> set[str]:
+    """What may take an expression's place: its operator changed, its sides swapped, or one of its numbers."""
+    found = set()
+    match node:
+        case ast.Compare(left, [operator], [right]) if type(operator) in OPERATORS:
+            found.add(ast.unparse(ast.Compare(left, [OPERATORS[type(operator)]()], [right])))
+        case ast.BoolOp(operator, values):
+            found.add(ast.unparse(ast.BoolOp(OPERATORS[type(operator)](), values)))
+        case ast.BinOp(left, operator, right) if type(operator) in OPERATORS and not is_text(node):
+            found.add(ast.unparse(ast.BinOp(left, OPERATORS[type(operator)](), right)))
+        case ast.UnaryOp(ast.Not() | ast.USub(), operand):
+            found.add(ast.unparse(operand))
+        case ast.IfExp(test, body, orelse):
+            found.add(ast.unparse(ast.IfExp(test, orelse, body)))
+    for number in ast.iter_child_nodes(node):
+        if isinstance(number, ast.Constant) and isinstance(number.value, int):
+            right = number.value
+            number.value = not right if isinstance(right, bool) else right + 1
+            found.add(ast.unparse(node))
+            number.value = right
+    return found - {ast.unparse(node)}
+
+
+def is_text(node: ast.expr) -> bool:
+    parts = (part.value if isinstance(part, ast.Constant) else part for part in ast.walk(node))
+    return any(isinstance(part, str | ast.JoinedStr) for part in parts)
+
+
+def sources(root: Path) -> Iterator[tuple[str, Path]]:
+    """The package and the path of every file of wan/ and of the caches, in today's tree or in a flat one."""
+    for path in sorted(root.glob("wan/**/*.py")):
+        if path.name not in GPU_ONLY:
+            yield "wan", path
+    rooms = sorted(root.glob("experiments/caches/*.py"))
+    flat = (root / f"experiments/{name}.py" for name in OLDER_CACHES)
+    yield from (("caches", path) for path in rooms or filter(Path.is_file, flat))
+
+
+def mistakes(root: Path) -> dict[Mistake, tuple[Path, ast.expr]]:
+    """Every mistake that can be made in one place alone -> its file and expression."""
+    places: dict[Mistake, list[tuple[Path, ast.expr]]] = {}
+    for package, path in sources(root):
+        tree = ast.parse(path.read_text())
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            for node in (part for statement in function.body for part in code(statement)):
+                if isinstance(node, ast.expr):
+                    for new in with_a_mistake(node):
+                        key = package, function.name, ast.unparse(node), new
+                        places.setdefault(key, []).append((path, node))
+    return {key: found[0] for key, found in places.items() if len(found) == 1}
+
+
+def code(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when nothing fails: no messages, and no functions inside, which are listed themselves."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Raise | ast.JoinedStr | ast.FunctionDef):
+            yield from code(child)
+
+
+def choose(roots: list[Path]) -> list[Mistake]:
+    """COUNT mistakes that every tree can have, by seed: three of five in wan, no two of one expression."""
+    common = set.intersection(*(set(mistakes(root)) for root in roots))
+    shuffled = sorted(common)
+    random.Random(SEED).shuffle(shuffled)
+    chosen: list[Mistake] = []
+    for package, count in (("wan", COUNT * 3 // 5), ("caches", COUNT - COUNT * 3 // 5)):
+        seen: set[tuple[str, ...]] = set()
+        for mistake in (mistake for mistake in shuffled if mistake[0] == package):
+            if mistake[1:3] not in seen and len(seen) < count:
+                seen.add(mistake[1:3])
+                chosen.append(mistake)
+    return chosen
+
+
+def make(path: Path, node: ast.expr, new: str) -> None:
+    """Write the mistake into a file."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, lines[: (node.end_lineno or 0) - 1])) + (node.end_col_offset or 0)
+    source = path.read_bytes()
+    path.write_bytes(source[:start] + f"({new})".encode() + source[end:])
+
+
+# -- tests --------------------------------------------------------------------------------------------------
+def test_files(root: Path, package: str) -> list[str]:
+    names = {path.stem: str(path) for path in (root / "tests").rglob("test_*.py")}
+    return [names[name] for name in TESTS[package] if name in names]
+
+
+def run_tests(root: Path, files: list[str]) -> str:
+    """How a mistake was noticed, as failed, error (while importing) or hung; or survived."""
+    child = os.fork()
+    if child == 0:
+        run_in_fork(root, files)
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            return {0: "survived", 1: "failed"}.get(code, "error")
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"
+
+
+def run_in_fork(root: Path, files: list[str]) -> None:
+    """Never returns."""
+    code = 3
+    try:
+        import pytest
+
+        os.chdir(root)
+        sys.path[:0] = [str(root)]
+        sys.dont_write_bytecode = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]))
+    finally:
+        os._exit(code)
+
+
+def campaign(root: Path, chosen: list[Mistake]) -> list[dict]:
+    """Make every mistake in a copy of the tree, and say what the tests said."""
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        for name in filter(None, listed.stdout.split("\n")):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy / name)
+        there = mistakes(copy)
+        for package in TESTS:
+            assert run_tests(copy, test_files(copy, package)) == "survived", (
+                f"the tests of {package} fail as it is"
+            )
+        for mistake in chosen:
+            row = dict(zip(("package", "function", "expression", "mistake"), mistake, strict=True))
+            if mistake in there:
+                path, node = there[mistake]
+                right = path.read_bytes()
+                make(path, node, mistake[3])
+                row["result"] = run_tests(copy, test_files(copy, mistake[0]))
+                path.write_bytes(right)
+            else:
+                row["result"] = "not found"
+            rows.append(row)
+            print(f"{row['result']:10s} {mistake[1]}: {mistake[2]} -> {mistake[3]}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--choose", type=Path, help="choose the mistakes anew: those that an older tree has too"
+    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree to make them in")
+    parser.add_argument("--label", help="what the result is called in the report")
+    args = parser.parse_args()
+    report = json.loads(REPORT.read_text()) if REPORT.exists() else {"campaigns": {}}
+    if args.choose:
+        report = {"seed": SEED, "mistakes": choose([ROOT, args.choose.resolve()]), "campaigns": {}}
+    if args.label:
+        import torch
+        import transformers  # noqa: F401  a fork has them for free
+        from diffusers import AutoencoderKLWan, WanTransformer3DModel  # noqa: F401
+
+        torch.set_num_threads(1)
+        rows = campaign(args.root.resolve(), [tuple(mistake) for mistake in report["mistakes"]])
+        noticed = sum(row["result"] in ("failed", "error", "hung") for row in rows)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(f"{noticed} of {len(rows)} noticed, {used.ru_utime + used.ru_stime:.0f} CPU seconds")
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=args.root, capture_output=True, text=True)
+        result = {"git": commit.stdout.strip(), "noticed": noticed, "of": len(rows)}
+        report["campaigns"][args.label] = result | {"results": [row["result"] for row in rows]}
+    REPORT.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
