@@ -1,4 +1,4 @@
-"""A notebook per layer: what is collected, that Ctrl-C leaves what is done and the same command goes on, and bad input."""
+"""A notebook per layer: what is collected, what Ctrl-C leaves, what is made again, and bad input."""
 
 import json
 import os
@@ -19,7 +19,10 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError
 from experiments.figures.contact_sheet import save_contact_sheet
 from experiments.running import cli
-from experiments.running.notebook_table import NOTEBOOKS, LayerCaches
+from experiments.running.layer_caches import LayerCaches
+from experiments.running.notebook_runs import NotebookRuns, fingerprint
+from experiments.running.notebook_table import NOTEBOOKS
+from experiments.running.output_locks import claimed
 
 LAYERS = (0, 3, 4)
 
@@ -95,14 +98,44 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys):
 
 def test_what_counts_as_done(layer_folder, tmp_path):
     notebook, files = ROOT / "notebooks/extract_all_attention.ipynb", [layer_folder / "layer0.pt"]
-    mark = run_notebooks.fingerprint(notebook, files, 0)
-    assert (
-        mark == run_notebooks.fingerprint(notebook, files, 0) != run_notebooks.fingerprint(notebook, files, 1)
-    )
+    mark = fingerprint(notebook, files, 0)
+    assert mark == fingerprint(notebook, files, 0) != fingerprint(notebook, files, 1)
     save_cache(files[0], synthetic_caches.layer(0, F=12))
-    assert run_notebooks.fingerprint(notebook, files, 0) != mark
+    assert fingerprint(notebook, files, 0) != mark
     (tmp_path / "other.ipynb").write_text(notebook.read_text().replace("每个头", "每头"))
-    assert run_notebooks.fingerprint(tmp_path / "other.ipynb", [layer_folder / "layer3.pt"], 0) != mark
+    assert fingerprint(tmp_path / "other.ipynb", [layer_folder / "layer3.pt"], 0) != mark
+
+
+def test_what_is_missing_or_damaged_is_made_again(layer_folder, tmp_path):
+    notebook = ROOT / "notebooks/extract_all_attention.ipynb"
+    runs = NotebookRuns(notebook, LayerCaches(notebook.name, layer_folder, tmp_path), tmp_path / "out")
+    executed, figure = runs.executed(3), runs.figures(3) / "a.svg"
+    for path in (executed, figure):
+        path.parent.mkdir(parents=True)
+    figure.write_text("<svg/>")
+    assert not runs.is_done(3)
+    done = json.dumps({"metadata": {"done": runs.mark(3)}})
+    executed.write_text(done)
+    assert runs.is_done(3) and not runs.is_done(0)
+    for garbage in (b"", b"\xff\xfe", b"{", b"[]", b'{"metadata": 3}', b"[" * 10**5):
+        executed.write_bytes(garbage)
+        assert not runs.is_done(3), garbage[:20]
+    executed.write_text(done)
+    figure.write_text("<svg>")
+    assert not runs.is_done(3)
+    figure.unlink()
+    assert not runs.is_done(3)
+
+
+def test_two_runs_into_one_folder(layer_folder, tmp_path):
+    """The second one is refused before it deletes what the first one made."""
+    kept = tmp_path / "out/notebooks/layer0.ipynb"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("the first run's")
+    arguments = ["extract_all_attention.ipynb", str(layer_folder), "0", "--output_dir", str(tmp_path / "out")]
+    with claimed({str(tmp_path / "out/index.html"): 0}), pytest.raises(CacheError, match="another run"):
+        run_notebooks.run(arguments)
+    assert kept.read_text() == "the first run's"
 
 
 def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
@@ -198,8 +231,9 @@ def test_the_shell_script_without_layers():
 
 def test_the_contact_sheet(tmp_path):
     svg = (
-        '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        'width="200pt" height="100pt" viewBox="0 0 200 100">\n<metadata>x</metadata><defs><clipPath id="p1"/></defs>'
+        '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" '
+        'xmlns:xlink="http://www.w3.org/1999/xlink" width="200pt" height="100pt" viewBox="0 0 200 100">\n'
+        '<metadata>x</metadata><defs><clipPath id="p1"/></defs>'
         '<g clip-path="url(#p1)"><use xlink:href="#m2"/><text>words</text></g></svg>\n'
     )
     for i in range(5):

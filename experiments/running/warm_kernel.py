@@ -1,0 +1,53 @@
+"""A Jupyter kernel for notebook after notebook: starting one takes as long as drawing a layer."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from jupyter_client import AsyncKernelClient, AsyncKernelManager
+from jupyter_core.utils import run_sync
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+EMPTY_NAMESPACE = "get_ipython().reset(new_session=True)"
+
+
+class WarmKernel:
+    """with WarmKernel(folder) as kernel: kernel.execute(notebook). It works in folder, on one thread."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.manager = AsyncKernelManager(kernel_name="python3")
+        self.client: AsyncKernelClient | None = None
+
+    def __enter__(self) -> "WarmKernel":
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        quiet = ["--log-level=ERROR"]
+        run_sync(self.manager.start_kernel)(cwd=str(self.folder), env=env, extra_arguments=quiet)
+        return self
+
+    def execute(self, notebook: NotebookNode) -> None:
+        """Run all cells in an empty namespace, as restart-and-run-all does. Outputs go into the notebook.
+
+        Raises CellExecutionError where a cell fails, and DeadKernelError.
+        """
+        runner = NotebookClient(notebook, km=self.manager, timeout=None, record_timing=False)
+        if self.client:
+            runner.kc = self.client
+            run_sync(self.client.execute)(EMPTY_NAMESPACE, silent=True, reply=True)
+        try:
+            runner.execute()
+        finally:
+            self.client = runner.kc
+
+    def kill(self) -> None:
+        """End the kernel from another thread: execute() raises DeadKernelError there."""
+        with suppress(RuntimeError, OSError):  # it has not started, or it has ended
+            run_sync(self.manager.signal_kernel)(signal.SIGKILL)
+
+    def __exit__(self, *error: object) -> None:
+        if self.client:
+            self.client.stop_channels()
+        if self.manager.has_kernel:
+            run_sync(self.manager.shutdown_kernel)(now=True)
