@@ -9,8 +9,9 @@ from jupyter_client import AsyncKernelClient, AsyncKernelManager
 from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_notebook
 
-EMPTY_NAMESPACE = "get_ipython().reset(new_session=True)"
+EMPTY_NAMESPACE = "get_ipython().reset(new_session=True); get_ipython().execution_count = 0"
 
 
 class WarmKernel:
@@ -32,10 +33,13 @@ class WarmKernel:
 
         Raises CellExecutionError where a cell fails, and DeadKernelError.
         """
-        runner = NotebookClient(notebook, km=self.manager, timeout=None, record_timing=False)
         if self.client:
-            runner.kc = self.client
-            run_sync(self.client.execute)(EMPTY_NAMESPACE, silent=True, reply=True)
+            self._run(new_notebook(cells=[new_code_cell(EMPTY_NAMESPACE)]))
+        self._run(notebook)
+
+    def _run(self, notebook: NotebookNode) -> None:
+        runner = NotebookClient(notebook, km=self.manager, timeout=None, record_timing=False)
+        runner.kc = self.client
         try:
             runner.execute()
         finally:
