@@ -5,9 +5,9 @@ import warnings
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wan.blocks import block_sizes, check_window, latent_frames
+from wan.blocks import block_ranges, block_sizes, check_window, latent_frames
 from wan.errors import ConfigError, quoted, reason_of, require_text
 from wan.limits import (
     MAX_DENOISING_STEPS,
@@ -22,6 +22,10 @@ from wan.limits import (
     SEED_BITS,
 )
 from wan.text_files import read_yaml
+
+if TYPE_CHECKING:
+    from wan.modules.policies.base import CachePolicy
+    from wan.prompt_schedule import PromptSwitch
 
 NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 
@@ -152,6 +156,8 @@ class RunConfig:
     independent_first_frame: bool = False
     local_attn_size: int = -1  # frames; -1: attend to the whole past
     sink_size: int = 0  # frames
+    cache_policy: dict[str, Any] | None = None  # name and fields (wan/modules/cache_policies.py)
+    prompt_schedule: list[dict[str, Any]] | None = None  # later prompts: frame, prompt, how
 
     denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
     warp_denoising_step: bool = True
@@ -182,11 +188,43 @@ class RunConfig:
         check_seed(self.seed)
         block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
         check_window(self.local_attn_size, self.sink_size, self.num_frame_per_block)
+        self._check_policy()
         self._check_passes()
         self._check_layers()
         check_device(self.device)
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {quoted(self.dtype)} is not one of {', '.join(DTYPES)}")
+
+    def _check_policy(self) -> None:
+        if self.cache_policy is not None and (self.local_attn_size != -1 or self.sink_size):
+            raise ConfigError(
+                f"local_attn_size {self.local_attn_size} and sink_size {self.sink_size} mean cache_policy "
+                f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}; leave them out "
+                "where cache_policy is given"
+            )
+        if self.cache_policy is None and not self.prompt_schedule:
+            return  # a config must not wait for torch
+        from wan.prompt_schedule import check_schedule
+
+        policy = self.policy
+        policy.check(self.block_sizes)
+        check_schedule(self.switches, block_ranges(self.block_sizes), policy)
+
+    @property
+    def policy(self) -> "CachePolicy":
+        """What a block may look at: cache_policy, or what local_attn_size and sink_size mean."""
+        from wan.modules.cache_policies import of_window, read_policy
+
+        if self.cache_policy is None:
+            return of_window(self.local_attn_size, self.sink_size)
+        return read_policy(self.cache_policy)
+
+    @property
+    def switches(self) -> "list[PromptSwitch]":
+        """The prompts that follow the first one."""
+        from wan.prompt_schedule import read_switch
+
+        return [read_switch(settings) for settings in self.prompt_schedule or []]
 
     def _check_passes(self) -> None:
         steps, T = self.denoising_step_list, NUM_TRAIN_TIMESTEPS
@@ -249,7 +287,8 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     if unknown := [name for name in from_file if name not in known]:
         raise ConfigError(f"{path}: unknown key {quoted(unknown[0])}; known keys: {', '.join(sorted(known))}")
     chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
-    settings = _merged(path, from_file, chosen)
+    replaced = {name for name in ("cache_policy", "prompt_schedule") if name in chosen}
+    settings = _merged(path, {k: v for k, v in from_file.items() if k not in replaced}, chosen)
     first, n = settings["independent_first_frame"], settings["num_frame_per_block"]
     if first and settings["num_frames"] > 1 and n >= 1:
         asked = settings["num_frames"]

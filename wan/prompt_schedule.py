@@ -1,8 +1,8 @@
 """Prompts that change during a video, and what a change does to the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -29,6 +29,20 @@ class PromptSwitch:
     def __post_init__(self) -> None:
         if self.how not in get_args(How):
             raise ConfigError(f"prompt_schedule: {self.how!r} is not one of {', '.join(get_args(How))}")
+
+
+def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
+    """A switch from its settings in a config or file: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
+    known = ("frame", "prompt", "how")
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"prompt_schedule has no {name!r}; a switch has {', '.join(known)}")
+    frame, prompt = settings.get("frame"), settings.get("prompt")
+    if type(frame) is not int or not isinstance(prompt, str) or not prompt.strip():
+        raise ConfigError(
+            f"prompt_schedule: a switch needs a frame (a whole number) and a prompt, not {dict(settings)}"
+        )
+    return PromptSwitch(frame, prompt, settings.get("how", "keep"))
 
 
 def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:

@@ -10,7 +10,7 @@ from experiments.caches.errors import CacheError
 from experiments.caches.fields import Fields, check_fields
 from experiments.caches.value_checks import check_counts, check_numbers, check_texts
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # the newest that is read; caches carry the first that has all their fields
 
 READ_BY = "0.1.0"  # the first version of this project that reads this schema; caches carry it
 

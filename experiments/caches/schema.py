@@ -221,6 +221,19 @@ class AtlasCache(Sampling, Cache):
     rope_bands: Annotated[list[str] | None, "str [bands]"] = None  # a time frequency, height or width
     last_block_frame_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F]"] = None
     frame_logits_error: Annotated[Tensor | list[float] | None, "f32 [N] | float [N]"] = None
+    # Since schema_version 2, under policies whose slots are not the frames of a window:
+    slot_frame: Annotated[Tensor | None, "i32 [N, blocks, slots]"] = (
+        None  # -1 average, -2 zeros, -3 tokens, -9 none
+    )
+    slot_position: Annotated[Tensor | None, "i32 [N, blocks, slots]"] = (
+        None  # temporal RoPE index of the keys
+    )
+    slot_tokens: Annotated[Tensor | None, "i32 [N, blocks, slots]"] = None
+    slot_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F, slots]"] = None
+    slot_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, slots]"] = None
+    tokens_kept: Annotated[Tensor | None, "i32 [N, blocks, F]"] = (
+        None  # of each frame, where tokens are chosen
+    )
 
     def passes(self) -> list[PassTag]:
         timesteps = [float(t) for t in self.pass_timesteps]
@@ -241,7 +254,8 @@ class AtlasCache(Sampling, Cache):
         for name, matrix in matrices.items():
             if matrix is not None:
                 check_absent(name, matrix, self.block_sizes, self.done)
-        check_values(matrices | {"last_block_frame_logits": self.last_block_frame_logits})
+        mass_by_slot = {"frame_mass": None, "slot_mass": self.slot_mass} if self.slot_mass is not None else {}
+        check_values(matrices | {"last_block_frame_logits": self.last_block_frame_logits} | mass_by_slot)
 
 
 @dataclass(frozen=True)

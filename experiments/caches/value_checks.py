@@ -97,9 +97,11 @@ def check_values(values: Mapping[str, Tensor | None], where: str = "") -> None:
     for name, tensor in values.items():
         if tensor.isinf().any():
             raise CacheError(f"{where}{name} has values that are infinite; absent is NaN")
-    if (mass := values.get("frame_mass")) is not None:
+    for name in ("frame_mass", "slot_mass"):
+        if (mass := values.get(name)) is None:
+            continue
         rows = mass.float()
         there = ~rows.isnan().all(-1)
         off = (rows.nan_to_num().sum(-1) - 1)[there].abs()
         if (rows < 0).any() or (off > MASS_TOLERANCE).any():
-            raise CacheError(f"{where}rows of frame_mass do not sum to 1")
+            raise CacheError(f"{where}rows of {name} do not sum to 1")

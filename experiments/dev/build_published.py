@@ -17,7 +17,6 @@ from experiments.analysis.published import FIGURE4_CSV, FOLDER, HEAD_LABELS_CSV,
 from experiments.caches import save_cache
 from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError
-from experiments.caches.schema import SCHEMA_VERSION
 from experiments.running.cli import Parser, main
 from wan.blocks import block_frames, block_sizes, later_block
 from wan.config import MODELS, RunConfig
@@ -80,7 +79,7 @@ def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.nda
     blocks = block_sizes(F)
     cache = {
         "format": "atlas",
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 1,
         "prompt": prompt,
         "seed": 42,
         "num_frames": F,

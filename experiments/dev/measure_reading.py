@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from experiments.caches import frames, load_cache, save_cache
-from experiments.caches.schema import SCHEMA_VERSION
 from experiments.dev.process_memory import host_peak
 
 
@@ -32,7 +31,7 @@ def make_cache(path: Path, heads: int, query_frames: int, key_frames: int, token
         sizes
         | {
             "format": "figure4",
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": 1,
             "prompt": "random",
             "seed": None,
             "model": "random",

@@ -11,6 +11,7 @@ from experiments.caches import frames
 from experiments.caches.errors import RunError
 from experiments.caches.schema import Figure4Layer, InferenceCall, LayerCache
 from experiments.extraction.result import Extraction
+from experiments.extraction.slot_fields import slot_fields
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
@@ -153,6 +154,7 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
         "pass_timesteps": run.pass_timesteps,
         "frame_logits": run.frame_matrices("frame_logits", layers, steps),
     }
+    atlas |= slot_fields(run, layers, steps)
     for name in ("frame_mass", "frame_logits_by_band"):
         if name in run.quantities:
             atlas[name] = run.frame_matrices(name, layers, steps)

@@ -6,7 +6,7 @@ The scripts are faces of this file and of cache_builders.py, which turns the res
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from threading import Thread
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.common import READ_BY, SCHEMA_VERSION
+from experiments.caches.common import READ_BY
 from experiments.extraction import checks
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
 from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
@@ -76,7 +76,8 @@ def prepare(
 
     What that takes is said before anything is loaded, and refused where it does not fit.
     """
-    prompts = prompts or [config.prompt]
+    later = [str(switch.prompt) for switch in config.switches]
+    prompts = list(dict.fromkeys([*(prompts or [config.prompt]), *later]))
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
@@ -127,11 +128,14 @@ def extract_next(
     """extract() with what is loaded already; config may differ in prompt and seed from the one it was loaded for."""
     observer = observer or RunObserver()
     prompt_embeds, prompt_tokens = session.texts[config.prompt]
+    switches = [
+        replace(switch, prompt_embeds=session.texts[str(switch.prompt)][0]) for switch in config.switches
+    ]
     noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, session.model_config):
         latents, records = roll_out(
-            session.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer
+            session.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer, switches
         )
     common, stopped = (
         session.common
@@ -173,7 +177,7 @@ def common_fields(
 ) -> dict[str, Any]:
     """The fields that every cache of a run carries, weights_sha256 excepted: that takes as long as reading the file."""
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 1,  # an atlas with slots says 2
         "read_by": READ_BY,
         "prompt": config.prompt,
         "seed": config.seed,
@@ -216,6 +220,7 @@ def load_pipeline(
         config.warp_denoising_step,
         config.timestep_shift,
         config.context_noise,
+        cache_policy=config.policy,
     )
 
 

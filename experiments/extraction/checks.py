@@ -81,6 +81,8 @@ def check_values(records: Sequence[dict]) -> None:
                     f"{' in float16; --capture probabilities keeps float32' if in_half else f'; {REMEDY}'}"
                 )
             is_mass = name.endswith("_mass") or (name == "attn_weights" and not record["is_logits"])
+            if name == "frame_mass" and "slot_mass" in record:  # averages of frames are of no frame
+                is_mass = False
             if (
                 is_mass
                 and (off := (record[name].sum(-1, dtype=torch.float32) - 1).abs().max().item())

@@ -82,7 +82,9 @@ class Memory:
     def _rollout(self) -> Iterator[Need]:
         c, m, itemsize = self.config, self.model_config, self.dtype.itemsize
         layers, dim, S = m.num_layers, m.dim, m.tokens_per_frame(c.height, c.width)
-        frames = c.num_frames if c.local_attn_size == -1 else min(c.local_attn_size, c.num_frames)
+        policy, widest = c.policy, max(c.block_sizes)
+        frames = policy.capacity(c.num_frames, widest)
+        cached = (2 * frames + policy.raw_slots(frames)) * itemsize + 2 * policy.state_frames() * FLOAT
         queries, keys = max(c.block_sizes) * S, frames * S
         with torch.device("meta"):
             model = CausalWanModel(**vars(m))
@@ -96,7 +98,7 @@ class Memory:
         tokens = captured_bytes(c, m, [r for r in self.requests if r.granularity == "token"])
         gpu = {
             "weights": weights,
-            "KV cache": 2 * layers * keys * dim * itemsize * (not self.bidirectional),
+            "KV cache": layers * S * cached * dim * (not self.bidirectional),
             "text": (1 + self.bidirectional) * layers * 2 * m.text_len * dim * itemsize,
             "activations": queries * ((m.ffn_dim + 6 * dim) * itemsize + 6 * m.head_dim * FLOAT),
             "latents": latents * (c.num_passes + 1) * itemsize,
@@ -255,7 +257,7 @@ def captured_bytes(
     """What requests that fit keep of a rollout, in memory and in a cache alike."""
     S, H, F = model.tokens_per_frame(config.height, config.width), model.num_heads, config.num_frames
     blocks = config.block_sizes
-    window = config.local_attn_size if config.local_attn_size > 0 else F
+    window = config.policy.num_frames or F
     passes, total = num_passes or config.num_passes, 0
     for request in requests:
         calls = len(list(request.layers or range(model.num_layers))) * len(
@@ -273,7 +275,8 @@ def captured_bytes(
                     values = queries * keys * 4
                 else:
                     bands = len(RotaryTable(model.head_dim).bands) if request.rope_bands else 0
-                    values = queries * F * 4 * (1 + request.mass + bands)
+                    slots = 0 if config.policy.keeps_whole_frames else window
+                    values = queries * 4 * (F * (1 + request.mass + bands) + slots * (1 + request.mass))
                 total += calls * H * values
     return total
 
@@ -285,6 +288,12 @@ def check_requests(
     num_passes: int | None = None,
 ) -> None:
     """Raise ConfigError for a layer, block or pass that the model or the rollout does not have."""
+    policy = config.policy
+    if not policy.keeps_whole_frames and any(request.granularity != "frame" for request in requests):
+        raise ConfigError(
+            f"cache_policy {policy.name} keeps slots that are not frames of their own, which token matrices and "
+            "key curves in caches cannot tell; use --granularity frame, or run_extraction_all.py without key_curve"
+        )
     for request in requests:
         try:
             request.check(model_config.num_layers, len(config.block_sizes), num_passes or config.num_passes)

@@ -33,6 +33,7 @@ SETTINGS = (
     "timestep_shift",
     "context_noise",
 )
+POLICY_SETTINGS = ("cache_policy", "prompt_schedule")  # only where they are given
 
 
 def provenance(
@@ -45,7 +46,8 @@ def provenance(
     settings = asdict(config)
     return {
         "files": files_of(config, weights_file),
-        "config": {name: settings[name] for name in SETTINGS},
+        "config": {name: settings[name] for name in SETTINGS}
+        | {name: settings[name] for name in POLICY_SETTINGS if settings[name] is not None},
         "versions": versions(),
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),

@@ -13,6 +13,7 @@ from wan.blocks import block_ranges
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest, move_to_cpu
 from wan.pipeline import CausalInferencePipeline
+from wan.prompt_schedule import PromptSwitch
 from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
@@ -30,6 +31,7 @@ def roll_out(
     sizes: Sequence[int],
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
+    prompt_schedule: Sequence[PromptSwitch] = (),
 ) -> tuple[Tensor, list[dict]]:
     """Generate blocks of sizes frames and capture on the way -> latents [1, F, C, h, w] of the finished blocks, records.
 
@@ -49,7 +51,13 @@ def roll_out(
         return f"rolling out block {len(finished)} of {len(frames)}"
 
     with capture_guarded(pipeline.model, requests, phase) as (records, check):
-        pipeline.inference(noise, prompt_embeds=prompt_embeds, renoise=renoise, on_block=on_block)
+        pipeline.inference(
+            noise,
+            prompt_embeds=prompt_embeds,
+            renoise=renoise,
+            on_block=on_block,
+            prompt_schedule=prompt_schedule,
+        )
     checks.check_complete(
         records, requests, pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps)
     )
@@ -140,5 +148,5 @@ def _advice(what: str, requests: Sequence[CaptureRequest]) -> str:
     if "sampling" in what:
         return "fewer --num_frames"
     if "rolling" in what:
-        return "fewer --num_frames, or local_attn_size in the config, make the KV cache smaller"
+        return "fewer --num_frames, or a --cache_policy with a window, make the KV cache smaller"
     return "a GPU that nothing else uses (--gpu_id N), or --device cpu"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 from experiments.running import run_files
 from experiments.running.entry import fail, main, parsed
+from experiments.running.policy_flags import add_policy_flags, policy_overrides
 from wan.config import DTYPES, RunConfig, check_seed, load_config
 from wan.errors import ConfigError, one_line, quoted, require_text
 from wan.limits import MAX_COUNT
@@ -144,6 +145,7 @@ def run_parser(description: str, output_path: str | None) -> Parser:
         const="",
         help="also decode the video and write an mp4, beside the cache unless PATH says where",
     )
+    add_policy_flags(parser)
     flag("--prompt_embeds", metavar="FILE", help="a .pt of text states, in place of umT5")
     add_memory_flags(parser)
     add_run_flags(parser)
@@ -184,7 +186,8 @@ def add_run_flags(parser: Parser) -> None:
 
 def config_from(args: argparse.Namespace) -> RunConfig:
     """The run's settings: the YAML, overridden by what was given on the command line."""
-    config = load_config(args.config_path, {name: getattr(args, name, None) for name in OVERRIDES})
+    overrides = {name: getattr(args, name, None) for name in OVERRIDES} | policy_overrides(args)
+    config = load_config(args.config_path, overrides)
     if args.no_checkpoint:
         if args.checkpoint_path:
             raise ConfigError("--no_checkpoint and --checkpoint_path exclude each other")

@@ -32,6 +32,7 @@ class CachePolicy:
     stands_by_slot: ClassVar[bool] = False  # keys stand at 0..n-1, whatever their frames
     chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
     can_recache: ClassVar[bool] = True
+    keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own, so that frames say it all
 
     def __post_init__(self) -> None:
         if self.released is True and not self.releases:

@@ -19,6 +19,7 @@ class Full(CachePolicy):
     """Everything stays. Self-Forcing, arXiv 2506.08009."""
 
     name = "full"
+    keeps_whole_frames = True
 
 
 class LongLiveSink:
@@ -59,6 +60,7 @@ class Window(LongLiveSink, WindowedPolicy):
     stride: int = 1
 
     name = "window"
+    keeps_whole_frames = True
     releases = ("self_forcing", "longlive")
     block_bound = ("longlive",)
 
@@ -88,6 +90,7 @@ class Relative(LongLiveSink, WindowedPolicy):
     """
 
     name = "relative"
+    keeps_whole_frames = True
     releases = ("infinity_rope", "longlive_infinity")
     block_bound = ("infinity_rope", "longlive_infinity")
     stands_by_slot = True
@@ -121,6 +124,7 @@ class DeepSink(WindowedPolicy):
     """
 
     name = "deep_sink"
+    keeps_whole_frames = True
     releases = ("deep_forcing",)
     block_bound = ("deep_forcing",)
 

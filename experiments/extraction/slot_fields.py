@@ -1,0 +1,67 @@
+"""What an atlas keeps of slots: which frames and positions they held, and the values of those that are no frames."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.extraction.result import Extraction
+from wan.modules.captured_call import CapturedCall
+
+NO_SLOT = -9  # in slot_frame, beside -1 an average, -2 zeros, -3 tokens of several frames
+
+
+def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
+    """slot_frame, slot_position, slot_tokens [layers, blocks, slots], and slot_logits, slot_mass, tokens_kept.
+
+    Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
+    """
+    if run.config.policy.name in ("full", "window") and not run.config.policy.source:
+        return {}
+    blocks = [[_of_blocks(run, layer, step) for step in steps] for layer in layers]  # [layers][steps][blocks]
+    slots = max(len(call["slot_frame"]) for layer in blocks for calls in layer for call in calls)
+    found: dict[str, Any] = {"schema_version": 2}
+    for name, absent in (("slot_frame", NO_SLOT), ("slot_position", NO_SLOT), ("slot_tokens", 0)):
+        rows = [[_padded(call[name], slots, absent) for call in layer[0]] for layer in blocks]
+        found[name] = torch.tensor(rows, dtype=torch.int32)
+    if run.config.policy.keeps_whole_frames:
+        return found
+    for name in ("slot_logits", "slot_mass"):
+        if name.replace("slot", "frame") in run.quantities:
+            parts = [torch.stack([_rows(run, calls, name, slots) for calls in layer]) for layer in blocks]
+            found[name] = torch.stack(parts)  # [layers, P, H, F, slots]
+    if run.config.policy.name == "participative":
+        kept = [[_tokens_of_frames(run, call) for call in layer[0]] for layer in blocks]
+        found["tokens_kept"] = torch.tensor(kept, dtype=torch.int32)
+    return found
+
+
+def _of_blocks(run: Extraction, layer: int, step: int) -> list[CapturedCall]:
+    return run.captured("frame_logits", layer, step)
+
+
+def _padded(values: list[int], length: int, filler: int) -> list[int]:
+    return [*values, *[filler] * (length - len(values))]
+
+
+def _rows(run: Extraction, calls: Sequence[CapturedCall], name: str, slots: int) -> Tensor:
+    """Values of every slot for the queries of all blocks [H, F, slots], NaN where there is no slot or no query."""
+    heads = calls[0].values["frame_logits"].shape[1]
+    rows = torch.full((heads, run.config.num_frames, slots), torch.nan)
+    for call in calls:
+        values = call.values.get(name, call.values[name.replace("slot", "frame")])[0]  # frames are the slots
+        rows[:, call["query_frames"], : values.shape[-1]] = values.float()
+    return rows
+
+
+def _tokens_of_frames(run: Extraction, call: CapturedCall) -> list[int]:
+    """How many tokens of each frame a block's queries see."""
+    kept = [0] * run.config.num_frames
+    if "tokens_kept" in call.values:
+        counts = call.values["tokens_kept"][0].tolist()
+    else:
+        counts = [run.common["frame_seq_length"]] * len(call["key_frames"])
+    for frame, count in zip(call["key_frames"], counts, strict=True):
+        kept[frame] = count
+    return kept

@@ -1,0 +1,45 @@
+"""--cache_policy and --prompt_schedule: files and names turned into a config's settings."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from wan.errors import ConfigError
+from wan.text_files import read_yaml
+
+FOLDER = Path("configs/policies")  # the published settings of every method
+
+
+def policy_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """What the two flags set, where they were given."""
+    chosen: dict[str, Any] = {}
+    if name := getattr(args, "cache_policy", None):
+        chosen |= {"cache_policy": policy_settings(name), "local_attn_size": -1, "sink_size": 0}
+    if path := getattr(args, "prompt_schedule", None):
+        chosen["prompt_schedule"] = schedule_settings(path)
+    return chosen
+
+
+def policy_settings(name: str) -> dict[Any, Any]:
+    """Settings of a policy from a YAML file, from configs/policies by its stem, or by the policy's name alone."""
+    for path in (Path(name), FOLDER / f"{name}.yaml"):
+        if path.is_file():
+            return read_yaml(path)
+    from wan.modules.cache_policies import POLICIES  # here: a --help needs no torch
+
+    if name in POLICIES:
+        return {"name": name}
+    published = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+    raise ConfigError(
+        f"cache_policy {name!r} is no file, none of {FOLDER} ({published}) and no policy ({', '.join(POLICIES)})"
+    )
+
+
+def schedule_settings(path: str) -> list[Any]:
+    """The list under `prompts` in a YAML file: frame, prompt and how of every switch."""
+    if not Path(path).is_file():
+        raise ConfigError(f"prompt schedule {path} not found; it is a YAML with a list `prompts`")
+    prompts = read_yaml(path).get("prompts")
+    if not isinstance(prompts, list) or not all(isinstance(entry, dict) for entry in prompts):
+        raise ConfigError(f"{path}: needs a list `prompts`, each with frame, prompt and perhaps how")
+    return prompts
