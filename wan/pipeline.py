@@ -15,6 +15,7 @@ from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.kv_cache import KVCache
 from wan.modules.model import TextKeysValues
+from wan.modules.per_head_cache import PerHeadCache
 from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
 from wan.prompt_schedule import PromptSwitch, check_schedule
 from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
@@ -185,7 +186,7 @@ class CausalInferencePipeline:
         )
 
     @staticmethod
-    def _recall(kv_cache: KVCache, switch: PromptSwitch, text: TextKeysValues) -> range | None:
+    def _recall(kv_cache: KVCache | PerHeadCache, switch: PromptSwitch, text: TextKeysValues) -> range | None:
         """What a switch does to the cache; the frames whose keys are to be computed again, if any."""
         if switch.how in ("flush", "cut"):
             kv_cache.flush()

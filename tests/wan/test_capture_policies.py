@@ -70,7 +70,9 @@ def close(values: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(values.double(), expected.double(), atol=1e-5, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("policy", POLICIES[5:7] + [POLICIES[-1] | {"bank": 4}], ids=lambda policy: policy["name"])
+@pytest.mark.parametrize(
+    "policy", POLICIES[5:7] + [POLICIES[-1] | {"bank": 4}], ids=lambda policy: policy["name"]
+)
 def test_a_choice_is_made_per_batch_item(policy):
     """An item of a batch chooses as it does alone."""
     request = CaptureRequest(blocks=[4, 7, 8], steps=[0], granularity="key")

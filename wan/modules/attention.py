@@ -5,6 +5,8 @@ changes no bit of what is generated. What is kept is computed beside it, from q,
 (wan/modules/reductions.py).
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,7 @@ from wan.modules.captured_call import Site
 from wan.modules.edited_call import EditedCall
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.grouped_attention import attend_by_groups
+from wan.modules.head_groups import HeadGroup
 from wan.modules.key_layout import KeyLayout
 from wan.modules.older_capture import OlderCapture
 
@@ -44,6 +47,22 @@ def attention(
     if site is not None and ATTENTION_WEIGHT_CAPTURE.active:
         ATTENTION_WEIGHT_CAPTURE.observe(site, q, k, lse, layout, mask)
     return out.transpose(1, 2)  # [B, Lq, H, D]
+
+
+def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:
+    """attention() of heads that see keys of their own: groups of h heads each -> [B, Lq, H, D]."""
+    if ACTIVE_EDITS.active:
+        raise ValueError("edits do not know cache_policy per_head; edit a rollout under another policy")
+    batch, len_q, _, head_dim = groups[0].q.shape
+    num_heads = sum(len(group.heads) for group in groups)
+    out, lses = groups[0].q.new_empty(batch, len_q, num_heads, head_dim), []
+    for group in groups:
+        seen, lse = attention_with_lse(*(x.transpose(1, 2) for x in (group.q, group.k, group.v)))
+        out[:, :, group.heads] = seen.transpose(1, 2)
+        lses.append(lse)
+    if ATTENTION_WEIGHT_CAPTURE.active:
+        ATTENTION_WEIGHT_CAPTURE.observe_groups(site, groups, lses)
+    return out
 
 
 def _edited_attention(call: EditedCall, mask: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ from wan.modules.policies.averages import EmaSink, TwoMemories
 from wan.modules.policies.base import CachePolicy, WindowedPolicy
 from wan.modules.policies.memory_bank import MemoryBank
 from wan.modules.policies.participative import Participative
+from wan.modules.policies.per_head import PerHead
 from wan.modules.policies.rolling_sink import RollingSink
 from wan.modules.policies.windows import DeepSink, Full, Relative, Window
 
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
         TwoMemories,
         RollingSink,
         MemoryBank,
+        PerHead,
     )
 }
 
@@ -45,7 +47,23 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
         if field not in known:
             raise ConfigError(f"cache_policy {name} has no field {field!r}; it has {', '.join(known)}")
         _check_type(name, field, value, known[field].default)
+    if name == PerHead.name:
+        chosen["policies"] = _of_classes(chosen.get("policies"))
     return policy(**chosen)
+
+
+def _of_classes(policies: Any) -> dict[str, CachePolicy]:
+    """The policies of classes of heads, from policies or their settings."""
+    if not isinstance(policies, Mapping):
+        raise ConfigError("cache_policy per_head needs policies: the settings of one for each class of heads")
+    found = {}
+    for label, settings in policies.items():
+        if not isinstance(settings, (Mapping, CachePolicy)):
+            raise ConfigError(f"cache_policy per_head: class {label!r} needs the settings of a policy")
+        found[str(label)] = settings if isinstance(settings, CachePolicy) else read_policy(settings)
+        if isinstance(found[str(label)], PerHead):
+            raise ConfigError(f"cache_policy per_head: class {label!r} cannot be per_head again")
+    return found
 
 
 def _check_type(name: str, field: str, value: Any, default: Any) -> None:

@@ -5,7 +5,7 @@ call brings its KeyLayout, and nothing is counted. Whatever is kept is computed 
 q, k and log-sum-exp.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,8 +17,10 @@ from wan.modules import frame_reductions, reductions
 from wan.modules.captured_call import CapturedCall, Kind, Pass, Site
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
+from wan.modules.head_groups import HeadGroup, joined, joint_layout
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_means import KeyMeans
+from wan.modules.key_segments import segments_of
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,25 @@ class AttentionCapture:
                 shapes = tuple(q.shape), tuple(k.shape)
                 session.calls.append(self.call_type(site, self._pass, values, *shapes, layout))
 
+    def observe_groups(self, site: Site, groups: Sequence[HeadGroup], lses: Sequence[Tensor]) -> None:
+        """Called by attention_by_heads(): frame values of all heads together, NaN where one does not see a frame."""
+        session = self._sessions[-1]
+        for request in session.requests:
+            if not request.wants(site, self._pass):
+                continue
+            if request.granularity != "frame" or request.rope_bands:
+                raise ValueError("under cache_policy per_head calls are kept at granularity 'frame' alone")
+            parts = [
+                self._reduce(session, request, site, group.q, group.k, lse, group.layout, None, index)
+                for index, (group, lse) in enumerate(zip(groups, lses, strict=True))
+            ]
+            layouts = [group.layout for group in groups]
+            columns = [x.frames if x.is_plain else segments_of(x).columns for x in layouts]
+            values, layout = joined(parts, columns, groups), joint_layout(columns, groups[0].layout)
+            q_shape = (*groups[0].q.shape[:2], sum(len(g.heads) for g in groups), groups[0].q.shape[3])
+            k_shape = (q_shape[0], len(layout.slots) * layout.tokens_per_slot, *q_shape[2:])
+            session.calls.append(self.call_type(site, self._pass, values, q_shape, k_shape, layout))
+
     def observe_edited(self, call: EditedCall, lse: Tensor) -> None:
         """Called by attention() of a call under edit: what its softmax saw is kept."""
         session = self._sessions[-1]
@@ -191,6 +212,7 @@ class AttentionCapture:
         lse: Tensor,
         layout: KeyLayout | None,
         mask: Tensor | None,
+        group: int = 0,
     ) -> dict[str, Tensor]:
         if request.granularity == "token":
             name = "token_logits" if request.is_logits else "token_probabilities"
@@ -210,7 +232,7 @@ class AttentionCapture:
             raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
         if mask is not None:
             return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
-        means = session.key_means.of(site.layer, k, layout)
+        means = session.key_means.of((site.layer, group), k, layout)
         call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames)
         return frame_reductions.of_frames(call, request.mass, request.rope_bands)
 

@@ -9,6 +9,8 @@ from wan.blocks import check_window
 from wan.modules.cache_policies import CachePolicy, of_window
 from wan.modules.kv_cache import KVCache
 from wan.modules.model import TextKeysValues, WanModel
+from wan.modules.per_head_cache import PerHeadCache
+from wan.modules.policies.per_head import PerHead
 from wan.modules.rope import RotaryTable
 
 
@@ -25,7 +27,7 @@ class CausalWanModel(WanModel):
         x: Tensor,
         t: Tensor,
         text: TextKeysValues,
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | PerHeadCache | None = None,
         frames: Sequence[int] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
@@ -47,26 +49,34 @@ class CausalWanModel(WanModel):
         width: int,
         policy: CachePolicy | None = None,
         block_size: int = 3,
-    ) -> KVCache:
+    ) -> KVCache | PerHeadCache:
         """An empty cache for a rollout of num_frames latent frames of height x width in blocks of block_size.
 
         Without a policy it is that of the model's local_attn_size and sink_size.
         """
         config, device = self.config, self.device
+        policy = policy or of_window(self.local_attn_size, self.sink_size)
         _, patch_h, patch_w = config.patch_size
         rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
-        return KVCache(
-            [config.num_heads] * config.num_layers,
-            batch,
-            config.head_dim,
-            config.tokens_per_frame(height, width),
-            num_frames,
-            policy or of_window(self.local_attn_size, self.sink_size),
-            block_size,
-            rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
-            dtype=self.dtype,
-            device=device,
-        )
+
+        def build(num_heads: Sequence[int], of_class: CachePolicy) -> KVCache:
+            return KVCache(
+                num_heads,
+                batch,
+                config.head_dim,
+                config.tokens_per_frame(height, width),
+                num_frames,
+                of_class,
+                block_size,
+                rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
+                dtype=self.dtype,
+                device=device,
+            )
+
+        if isinstance(policy, PerHead):
+            policy.check_model(config.num_layers, config.num_heads)
+            return PerHeadCache(policy, build, device)
+        return build([config.num_heads] * config.num_layers, policy)
 
 
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:

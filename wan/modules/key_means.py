@@ -1,5 +1,6 @@
 """Mean keys per slot, kept from call to call: those of past blocks are computed once, not once a pass."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,9 @@ class KeyMeans:
     """The mean key of each slot of a rollout, per layer, as far as they are settled."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, _LayerMeans] = {}
+        self._layers: dict[Hashable, _LayerMeans] = {}
 
-    def of(self, layer: int, k: Tensor, layout: KeyLayout) -> Tensor:
+    def of(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> Tensor:
         """Mean key of each slot of keys k [B, Lk, H, D] -> float32 [B, slots, H, D]."""
         slots, S = len(layout.slots), layout.tokens_per_slot
         known = self._layers.get(layer)

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan.config import ModelConfig
-from wan.modules.attention import attention
+from wan.modules.attention import attention, attention_by_heads
 from wan.modules.captured_call import Site
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
+from wan.modules.per_head_cache import PerHeadCache
 from wan.modules.rope import rotate
 
 
@@ -133,7 +134,7 @@ class SelfAttention(_Attention):
         self,
         x: Tensor,
         rope: Rope,
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | PerHeadCache | None = None,
         mask: Tensor | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
@@ -143,6 +144,9 @@ class SelfAttention(_Attention):
         v = self.values(x)  # [B, L, H, D]
         if kv_cache is not None:
             raw_k = self.norm_k(projected) if kv_cache.stores_raw else None
+            if isinstance(kv_cache, PerHeadCache):
+                groups = kv_cache.write(self.site.layer, q, k, v, raw_k)
+                return self.o(attention_by_heads(groups, self.site).flatten(2))
             k, v = kv_cache.write(self.site.layer, q, k, v, raw_k)  # [B, Lk, H, D]
             layout = kv_cache.layouts[self.site.layer]
         return self.o(attention(q, k, v, self.site, mask, layout).flatten(2))
@@ -182,7 +186,7 @@ class Block(nn.Module):
         time: Tensor,
         rope: Rope,
         text: tuple[Tensor, Tensor],
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | PerHeadCache | None = None,
         mask: Tensor | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:

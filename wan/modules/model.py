@@ -13,6 +13,7 @@ from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
 from wan.modules.layers import Block, Head, Rope, sinusoidal_embedding
+from wan.modules.per_head_cache import PerHeadCache
 from wan.modules.rope import RotaryTable
 
 TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
@@ -63,7 +64,7 @@ class WanModel(nn.Module):
         t: Tensor,
         text: TextKeysValues,
         frames: Sequence[int],
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | PerHeadCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
         """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
@@ -95,7 +96,9 @@ class WanModel(nn.Module):
             pw=config.patch_size[2],
         )
 
-    def rope_tables(self, frames: Sequence[int], height: int, width: int, kv_cache: KVCache | None) -> Rope:
+    def rope_tables(
+        self, frames: Sequence[int], height: int, width: int, kv_cache: KVCache | PerHeadCache | None
+    ) -> Rope:
         """Tables for the positions that a cache gives to queries and keys, or for those of the frames without one."""
         at = frames if kv_cache is None else kv_cache.key_positions
         keys = self.rotary(at, height, width, self.device)

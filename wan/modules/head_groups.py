@@ -1,0 +1,45 @@
+"""Heads of one layer that see keys of their own, and what is kept of them as of one call."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wan.modules.key_layout import KeyLayout, Slot
+
+
+class HeadGroup(NamedTuple):
+    """Heads (indices) with their queries [B, Lq, h, D], keys and values [B, Lk, h, D], and what the keys are."""
+
+    heads: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: KeyLayout
+
+
+def joint_layout(columns: Sequence[Sequence[int]], like: KeyLayout) -> KeyLayout:
+    """A layout of all frames that some head sees."""
+    frames = sorted({frame for frames in columns for frame in frames})
+    slots = tuple(Slot(frame, frame) for frame in frames)
+    return KeyLayout(slots, like.tokens_per_slot, query_positions=like.query_positions)
+
+
+def joined(
+    parts: Sequence[dict[str, Tensor]], columns: Sequence[Sequence[int]], groups: Sequence[HeadGroup]
+) -> dict[str, Tensor]:
+    """Values by frame of groups of heads as those of one call [B, H, Fq, Fk]; NaN where a head does not see a frame."""
+    frames = [slot.frame for slot in joint_layout(columns, groups[0].layout).slots]
+    num_heads = sum(len(group.heads) for group in groups)
+    values: dict[str, Tensor] = {}
+    for name in ("frame_logits", "frame_mass"):
+        if name not in parts[0]:
+            continue
+        batch, _, queries, _ = parts[0][name].shape
+        whole = parts[0][name].new_full((batch, num_heads, queries, len(frames)), torch.nan)
+        for part, seen, group in zip(parts, columns, groups, strict=True):
+            at = torch.tensor([frames.index(frame) for frame in seen], device=whole.device)
+            whole[:, group.heads[:, None], :, at] = part[name].permute(1, 3, 0, 2)
+        values[name] = whole
+    return values
