@@ -71,7 +71,7 @@ def close(values: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", POLICIES[5:7] + [POLICIES[-1] | {"bank": 4}], ids=lambda policy: policy["name"]
+    "policy", [*POLICIES[5:7], POLICIES[-1] | {"bank": 4}], ids=lambda policy: policy["name"]
 )
 def test_a_choice_is_made_per_batch_item(policy):
     """An item of a batch chooses as it does alone."""
