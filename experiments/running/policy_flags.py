@@ -10,6 +10,18 @@ from wan.text_files import read_yaml
 FOLDER = Path("configs/policies")  # the published settings of every method
 
 
+def add_policy_flags(parser: argparse.ArgumentParser) -> None:
+    """What a block may look at, and which prompts follow the first one."""
+    parser.add_argument(
+        "--cache_policy",
+        metavar="FILE_OR_NAME",
+        help="what a block may look at: a YAML, one of configs/policies, or a policy by its name",
+    )
+    parser.add_argument(
+        "--prompt_schedule", metavar="FILE", help="a YAML of the prompts that follow, and their first frames"
+    )
+
+
 def policy_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """What the two flags set, where they were given."""
     chosen: dict[str, Any] = {}

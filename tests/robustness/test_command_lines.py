@@ -29,6 +29,7 @@ from experiments.caches import save_cache
 from experiments.dev import (
     benchmark_capture,
     benchmark_memory,
+    benchmark_policies,
     benchmark_reading,
     build_published,
     readme_figures,
@@ -48,6 +49,7 @@ OTHERS = {
         benchmark_capture,
         benchmark_reading,
         benchmark_memory,
+        benchmark_policies,
         build_published,
         contact_sheet,
         evaluate_mini,
@@ -127,6 +129,15 @@ CASES["run_extraction_all"] += [
         ["--prompts", "{}/folder", "--output_dir", "{}/o"],
     )
 ]
+CASES["run_extraction_all"] += [
+    [*MINI, *f]
+    for f in (
+        ["--cache_policy", "no_such_policy"],
+        ["--cache_policy", "{}/none.yaml"],
+        ["--cache_policy", "{}/text.txt"],
+        ["--prompt_schedule", "{}/none.yaml"],
+    )
+]
 CASES["run_extraction_each"] += [
     [*MINI, *f] for f in (["--layer_index", "8"], ["--output_dir", NO_DISK], ["--granularity", "x"])
 ]
@@ -140,6 +151,12 @@ CASES |= {
         [*MINI, "--repeats", "0"],
         ["--config_path", "{}/none.yaml"],
         ["--config_path", "{}/text.txt"],
+        [*MINI, "--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "benchmark_policies": [
+        ["--no_such_flag"],
+        [*MINI, "--repeats", "0"],
+        [*MINI, "--blocks", "0"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
     "benchmark_reading": [
