@@ -20,6 +20,7 @@ BENCHMARKS = {
     "capture": "experiments.dev.benchmark_capture",
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
+    "page": "experiments.dev.benchmark_page",
     "evaluation": "experiments.dev.miniature_tables",
 }
 

@@ -47,7 +47,8 @@ function grid(values, columns, x, y, w, h, scale, name = "") {
     absent = [];
   values.forEach((value, k) => {
     if (value === undefined) return;
-    const cell = box(x + (k % columns) * w, y + Math.floor(k / columns) * h, w, h);
+    // A little larger than the cell, so that no ground shows between two
+    const cell = box(x + (k % columns) * w, y + Math.floor(k / columns) * h, w + 0.3, h + 0.3);
     if (value === null) {
       absent.push(cell);
       return;

@@ -5,14 +5,10 @@ const STYLE = DRAWING_STYLE;
 
 // -> one SVG: what was measured, then the drawings as they stand
 function viewAsSvg() {
-  const title = [
-    `${data.model}: ${about().label}, ${pass().label}`,
-    `${nameOf([state.layer, state.head])}. ${data.source}`,
-  ];
-  let y = 48,
+  let y = 0,
     width = 0,
     body = "";
-  const rows = [["map"], ["matrix", "profile"], ["compare"], ["heads"]].map((ids) =>
+  const rows = [["map", "heads"], ["matrix", "profile"], ["compare"]].map((ids) =>
     ids.map($).filter(isShown),
   );
   for (const row of rows.filter((some) => some.length)) {
@@ -28,15 +24,27 @@ function viewAsSvg() {
     width = Math.max(width, x);
     y += tall + 18;
   }
-  const lines = title.map((words, k) =>
-    text(12, 18 + 16 * k, words.slice(0, Math.floor(width / 6.2)), k ? "soft" : "strong"),
+  const lines = titleOf(Math.floor(width / 6)).map((words, k) =>
+    text(12, 20 + 16 * k, words, k ? "soft" : "strong"),
   );
-  const metadata = `<metadata>${escaped(data.source)}</metadata>`;
+  const top = 16 * lines.length + 20;
+  const [w, h] = [round(width), round(y + top)];
+  const size = `width="${w}" height="${h}" viewBox="0 0 ${w} ${h}"`;
   return (
-    `<svg xmlns="http://www.w3.org/2000/svg" width="${round(width)}" height="${round(y)}" ` +
-    `viewBox="0 0 ${round(width)} ${round(y)}">${metadata}<style>${STYLE}</style>` +
-    `<rect width="100%" height="100%" fill="#ffffff"/>${lines.join("")}${body}</svg>\n`
+    `<svg xmlns="http://www.w3.org/2000/svg" ${size}><metadata>${escaped(data.source)}</metadata>` +
+    `<style>${STYLE}</style><rect width="100%" height="100%" fill="#ffffff"/>${lines.join("")}` +
+    `<g transform="translate(0 ${top})">${body}</g></svg>\n`
   );
+}
+
+// Lines of at most so many letters that say what was measured
+function titleOf(letters) {
+  const lines = [`${data.model}: ${about().label}, ${pass().label}`.slice(0, letters), ""];
+  for (const word of `${nameOf([state.layer, state.head])}. ${data.source}`.split(" ")) {
+    if (`${lines.at(-1)} ${word}`.length > letters) lines.push("");
+    lines.push(`${lines.pop()} ${word.slice(0, letters)}`.trim());
+  }
+  return lines;
 }
 
 const isShown = (svg) => svg.getClientRects().length > 0 && svg.hasAttribute("viewBox");
