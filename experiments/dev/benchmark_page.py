@@ -139,12 +139,26 @@ def random_atlas(F: int) -> dict:
     hidden = later_block(blocks)
     mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, torch.nan)
     return {
-        "format": "atlas", "schema_version": 1, "prompt": "random", "seed": 0, "num_frames": F,
-        "num_frame_per_block": 3, "frame_seq_length": 1, "block_sizes": blocks, "num_heads": HEADS,
-        "model": "random", "weights": "unknown", "weights_file": None, "weights_sha256": None,
-        "is_logits": True, "layers": list(range(LAYERS)), "pass_timesteps": timesteps, "pass_steps": list(range(PASSES)),
-        "frame_logits": logits.masked_fill(hidden, torch.nan), "frame_mass": mass,
-    }  # fmt: skip
+        "format": "atlas",
+        "schema_version": 1,
+        "prompt": "random",
+        "seed": 0,
+        "num_frames": F,
+        "num_frame_per_block": 3,
+        "frame_seq_length": 1,
+        "block_sizes": blocks,
+        "num_heads": HEADS,
+        "model": "random",
+        "weights": "unknown",
+        "weights_file": None,
+        "weights_sha256": None,
+        "is_logits": True,
+        "layers": list(range(LAYERS)),
+        "pass_timesteps": timesteps,
+        "pass_steps": list(range(PASSES)),
+        "frame_logits": logits.masked_fill(hidden, torch.nan),
+        "frame_mass": mass,
+    }
 
 
 if __name__ == "__main__":

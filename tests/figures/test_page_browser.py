@@ -73,8 +73,12 @@ def test_the_link_keeps_the_whole_state(page):
     browser = page(link)
     assert browser.js("location.hash.slice(1)") == link
     assert browser.js("[data.layers[state.layer], state.head, state.pass, state.quantity, state.scale]") == [
-        5, 2, 1, "mass", "all",
-    ]  # fmt: skip
+        5,
+        2,
+        1,
+        "mass",
+        "all",
+    ]
     browser.js("choose({ scale: 'head', theme: '', pins: [] })")
     assert "scale" not in browser.js("location.hash") and "pins" not in browser.js("location.hash")
     browser.js("location.hash = 'layer=1&head=1'")
