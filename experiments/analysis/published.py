@@ -36,25 +36,32 @@ class Curve(NamedTuple):
     clipped: np.ndarray  # bool: the figure ends there, the true value lies further out
 
 
-def read_curves(path: str | Path) -> dict[str, Curve]:
-    """Curves by name from a CSV with a column key_frame, a column per curve, and, if any point is cut off by
-    the edge of its figure, a column clipped that names its curves. Raises CacheError for a file that is not
-    there or not this."""
+def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Curve]:
+    """Curves by name from a CSV with a column key_frame and a column per curve.
+
+    Any subset of the frames of 0..num_frames-1 will do: the others are NaN. Frames 0, 1, 2, ... without a gap
+    are all that there are. A column clipped names the curves that the edge of their figure cuts off there.
+    Raises CacheError for a file that is not there or not this.
+    """
     path = _existing(path)
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     try:
+        if not rows or "key_frame" not in rows[0]:
+            columns = ", ".join(map(str, rows[0])) if rows else "no row"
+            raise ValueError(f"it has {columns}")
         frames = [int(row["key_frame"]) for row in rows]
+        whole = sorted(frames) == list(range(len(frames)))
+        length = num_frames if num_frames and not whole else max(frames) + 1
+        if len(set(frames)) < len(frames) or not 0 <= min(frames) <= max(frames) < length:
+            raise ValueError(f"key_frame must count frames of 0..{length - 1}, each once")
         names = [name for name in rows[0] if name not in ("key_frame", "clipped")]
-        if frames != list(range(len(rows))):
-            raise ValueError(f"key_frame counts {frames[:3]}... instead of 0, 1, 2, ...")
-        return {
-            name: Curve(
-                np.array([float(row[name] or "nan") for row in rows]),
-                np.array([name in (row.get("clipped") or "").split() for row in rows]),
-            )
-            for name in names
-        }
+        curves = {name: Curve(np.full(length, np.nan), np.zeros(length, bool)) for name in names}
+        for frame, row in zip(frames, rows, strict=True):
+            for name in names:
+                curves[name].values[frame] = float(row[name] or "nan")
+                curves[name].clipped[frame] = name in (row.get("clipped") or "").split()
+        return curves
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
 
@@ -69,7 +76,7 @@ def curves_for(
     if path is None or not Path(path).is_file():
         why_not = "none was asked for" if path is None else f"{path} not found"
         return {}, f"Not compared with a published curve: {why_not}"
-    curves = read_curves(path)
+    curves = read_curves(path, view.num_frames)
     F = len(next(iter(curves.values())).values)
     reasons = [
         reason

@@ -92,10 +92,19 @@ def test_other_curves(tmp_path):
     (tmp_path / "a.csv").write_text("key_frame,mine\n0,1.5\n1,\n2,-2\n")
     (curve,) = published.read_curves(tmp_path / "a.csv").values()
     np.testing.assert_array_equal(curve.values, [1.5, np.nan, -2])
-    for text in ("frame,mine\n0,1\n", "key_frame,mine\n1,2\n0,1\n", "", "key_frame,mine\n0,high\n"):
+    (tmp_path / "a.csv").write_text("key_frame,mine\n9,0.4\n0,5.1\n3,-3.8\n")  # some frames, as in the README
+    (curve,) = published.read_curves(tmp_path / "a.csv", 21).values()
+    assert len(curve.values) == 21 and np.flatnonzero(np.isfinite(curve.values)).tolist() == [0, 3, 9]
+    for text, why in {
+        "frame,mine\n0,1\n": "it has frame, mine",
+        "key_frame,mine\n1,2\n1,1\n": r"frames of 0\.\.20, each once",
+        "key_frame,mine\n0,1\n21,1\n": r"frames of 0\.\.20, each once",
+        "": "it has no row",
+        "key_frame,mine\n0,high\n": "high",
+    }.items():
         (tmp_path / "b.csv").write_text(text)
-        with pytest.raises(CacheError, match=r"b\.csv is not a table of curves"):
-            published.read_curves(tmp_path / "b.csv")
+        with pytest.raises(CacheError, match=rf"b\.csv is not a table of curves .*{why}"):
+            published.read_curves(tmp_path / "b.csv", 21)
     with pytest.raises(CacheError, match="not found"):
         published.read_curves(tmp_path / "c.csv")
     (tmp_path / "b.csv").write_text("1,2\n3,x\n")

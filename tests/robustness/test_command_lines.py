@@ -337,7 +337,7 @@ def test_bad_input_is_one_line_and_exit_code_2(name, files, monkeypatch, capfd):
 
 
 SHELL = {  # too few or too many words, and one thing that the script behind it refuses
-    "base_and_causal": [["1", "2"], ["x"]],
+    "base_and_causal": [["1", "2", "3"], ["x"]],
     "download_weights": [["a", "b"]],
     "extract_all_layers": [[], ["configs/wan_mini.yaml"], ["{}/none.yaml", "{}/o"]],
     "extract_attention": [[], ["checkpoints/wan-mini", "1", NO_DISK]],
