@@ -14,8 +14,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 
 model="$folder/wan_models/Wan2.1-T2V-1.3B"
 fetch() {      # everything of the base model, one file of Self-Forcing; "$@" are flags of hf
-    hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir "$model" "$@"
-    hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir "$folder" "$@"
+    hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir "$model" "$@" &&
+        hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir "$folder" "$@"
 }
 resume() {     # REPOSITORY FILE FOLDER: hf begins a file anew where it was killed, curl goes on; hf then compares its hash
     local target="$3/$2"
@@ -27,7 +27,9 @@ resume() {     # REPOSITORY FILE FOLDER: hf begins a file anew where it was kill
         { echo "error: $2 did not arrive whole; the same command goes on where it stopped" >&2; exit 1; }
 }
 
-fetch --dry-run --format human
+planned=$(fetch --dry-run --format human 2>&1) ||
+    { echo "error: ${HF_ENDPOINT:-https://huggingface.co} does not answer; look at the network, then run this again" >&2; exit 1; }
+echo "$planned"
 echo "into $folder, where $(df -Ph "$(realpath -e "$folder" 2>/dev/null || echo .)" | awk 'NR == 2 {print $4}') are free"
 if [ -z "$yes" ]; then
     read -r -p "Download? [y/N] " answer || answer=""

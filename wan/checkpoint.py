@@ -27,8 +27,7 @@ from wan.weight_names import StateDict, to_native_names
 
 WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
-DOWNLOAD_HINT = "hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir wan_models/Wan2.1-T2V-1.3B"
-CHECKPOINT_HINT = "hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir ."
+DOWNLOAD_HINT = "bash experiments/download_weights.sh"
 
 
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
@@ -115,7 +114,7 @@ def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Pa
     """The file whose weights a run uses: the Self-Forcing checkpoint, or else the base transformer."""
     if checkpoint_path is None:
         return transformer_file(ckpt_dir)
-    return require_file(checkpoint_path, CHECKPOINT_HINT, "or run the base weights with --no_checkpoint")
+    return require_file(checkpoint_path, DOWNLOAD_HINT, "or run the base weights with --no_checkpoint")
 
 
 def read_transformer_state(ckpt_dir: str | Path) -> StateDict:

@@ -194,12 +194,12 @@ def test_a_script_runs_without_pythonpath(tmp_path):
         (
             run_extraction_figure4,
             ["--checkpoint_path", "no.pt"],
-            "no.pt not found; run: hf download .* with --no_checkpoint",
+            "no.pt not found; run: bash experiments/download_weights.sh.* with --no_checkpoint",
         ),
         (
             run_extraction_figure4,
             ["--ckpt_dir", "nowhere"],
-            "model directory nowhere not found; run: hf download",
+            "model directory nowhere not found; run: bash experiments/download_weights.sh",
         ),
         (run_extraction_figure4, ["--config_path", "no.yaml"], "config no.yaml not found; configs/ holds"),
         (run_extraction_figure4, ["--layer_indices", "1", "8"], "layer 8 is not in 0..7"),

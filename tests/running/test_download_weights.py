@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -167,6 +168,16 @@ def test_a_file_that_is_not_the_released_one_is_replaced(hub, tmp_path):
     target.write_bytes(b"damaged")
     assert download(hub, tmp_path, "--yes", str(tmp_path / "here")).returncode == 0
     assert fetched(tmp_path / "here") == WHOLE
+
+
+def test_without_a_network_it_says_so_in_one_line(hub, tmp_path):
+    with socket.socket() as nobody:  # a port that nobody listens on
+        nobody.bind(("127.0.0.1", 0))
+        hub.server_port = nobody.getsockname()[1]
+        done = download(hub, tmp_path, "--yes", str(tmp_path / "here"))
+    assert done.returncode == 1 and done.stderr.startswith("error: http://127.0.0.1:")
+    assert "does not answer" in done.stderr and done.stderr.count("\n") == 1
+    assert not fetched(tmp_path / "here")
 
 
 def test_the_places_are_those_of_the_default_config():

@@ -159,9 +159,9 @@ def test_what_does_not_fit_is_named(native, spoil, message):
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no_such.pt not found; run: hf download .*--no_checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no_such.pt not found; run: bash experiments/download_weights.sh.*--no_checkpoint"):
         checkpoint.weights_file(tmp_path, tmp_path / "no_such.pt")
-    with pytest.raises(CheckpointError, match=r"model directory .* not found; run: hf download"):
+    with pytest.raises(CheckpointError, match=r"model directory .* not found; run: bash experiments/download_weights.sh"):
         checkpoint.read_model_config(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config.json not found"):
         checkpoint.read_model_config(tmp_path)

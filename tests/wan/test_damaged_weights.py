@@ -71,7 +71,7 @@ BASE, TUNED = ["--no_checkpoint"], ["--checkpoint_path", "sf.pt"]
 @pytest.mark.parametrize(
     ("flags", "spoil", "message"),
     [
-        (BASE, lambda f: shard(f).unlink(), "model-00002.safetensors not found; run: hf download"),
+        (BASE, lambda f: shard(f).unlink(), "model-00002.safetensors not found; run: bash experiments/download_weights.sh"),
         (BASE, lambda f: truncate(shard(f)), "model-00002.safetensors cannot be read: "),
         (BASE, lambda f: other_model(shard(f)), "1 of 150 keys unexpected: unet.conv_in.weight"),
         (BASE, lambda f: shard(f).write_bytes(b""), "model-00002.safetensors cannot be read: "),
@@ -81,7 +81,7 @@ BASE, TUNED = ["--no_checkpoint"], ["--checkpoint_path", "sf.pt"]
             "not an index of shards",
         ),
         (BASE, lambda f: checkpoint.transformer_file(f / "wan").write_text("{"), "is not JSON"),
-        (TUNED, lambda f: (f / "sf.pt").unlink(), "sf.pt not found; run: hf download"),
+        (TUNED, lambda f: (f / "sf.pt").unlink(), "sf.pt not found; run: bash experiments/download_weights.sh"),
         (TUNED, lambda f: truncate(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
         (TUNED, lambda f: code_in_a_pickle(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
         (
@@ -105,7 +105,7 @@ def test_transformers(tmp_path, real, capfd, flags, spoil, message):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: None, f"{native.UMT5_FILE} not found; run: hf download"),
+        (lambda path: None, f"{native.UMT5_FILE} not found; run: bash experiments/download_weights.sh"),
         (
             lambda path: torch.save({"blocks.0.norm1.weight": torch.ones(2)}, path),
             "keys missing: shared.weight.* of another shape",

@@ -78,7 +78,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(native_config()))
     index = {"weight_map": {"head.head.bias": "diffusion_pytorch_model-00002.safetensors"}}
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model-00002.safetensors not found; run: hf download"):
+    with pytest.raises(CheckpointError, match=r"model-00002.safetensors not found; run: bash experiments/download_weights.sh"):
         checkpoint.read_transformer_state(tmp_path)
 
 
@@ -223,5 +223,5 @@ def test_the_vae_is_diffusers_own(tmp_path):
 
 def test_native_files_that_are_not_there(tmp_path):
     for load in (native.load_umt5, native.load_vae):
-        with pytest.raises(CheckpointError, match="pth not found; run: hf download"):
+        with pytest.raises(CheckpointError, match="pth not found; run: bash experiments/download_weights.sh"):
             load(tmp_path, torch.float32)
