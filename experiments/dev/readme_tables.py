@@ -21,7 +21,6 @@ BENCHMARKS = {
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
-    "first": "experiments.dev.benchmark_first_contact",
     "evaluation": "experiments.dev.miniature_tables",
 }
 
