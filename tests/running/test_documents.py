@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from experiments.caches import schema
+from experiments.caches import common, schema
 
 EXTRACTION, NOTEBOOKS = ((ROOT / folder / "README.md").read_text() for folder in ("experiments", "notebooks"))
 SCRIPTS = [
@@ -40,6 +40,20 @@ def test_every_field_is_explained(kind):
     assert (
         f"`{schema.FORMATS[kind].script}`" in EXTRACTION and f"`{schema.FORMATS[kind].notebook}`" in NOTEBOOKS
     )
+
+
+def test_the_changelog_of_the_schema_names_every_field():
+    text = (ROOT / "docs/cache_schema.md").read_text()
+    named = set(re.findall(r"`(\w+)`", text))
+    assert not {name for kind in schema.FORMATS.values() for name in fields(kind.fields)} - named
+    assert f"## {common.SCHEMA_VERSION} (read by {common.READ_BY})" in text
+
+
+def test_the_guide_for_contributors_names_every_room():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "experiments").glob("*/__init__.py")}
+    assert not {room for room in rooms if f"`experiments/{room}/`" not in text}
+    assert len(text.splitlines()) < 80
 
 
 def test_every_figure_and_default_is_explained():
