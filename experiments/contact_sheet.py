@@ -3,6 +3,7 @@
 python experiments/contact_sheet.py sheet.svg --title "Two layers" "Layer 1=layer1/a.svg" "Layer 2=layer2/a.svg"
 """
 
+from functools import partial
 from pathlib import Path
 
 from experiments.caches.errors import CacheError
@@ -27,5 +28,7 @@ def run(argv=None):
     print(save_contact_sheet(args.sheet, {label: Path(file) for label, file in pairs}, args.title))
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()

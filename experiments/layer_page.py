@@ -5,6 +5,7 @@
 docs/page.md says what the page does.
 """
 
+from functools import partial
 from pathlib import Path
 
 from experiments.running.cli import Parser, main
@@ -38,5 +39,7 @@ def run(argv=None):
     print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()

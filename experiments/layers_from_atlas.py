@@ -4,6 +4,7 @@ python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_2
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from experiments.caches.errors import CacheError
@@ -41,5 +42,7 @@ def run(argv=None):
             )
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()

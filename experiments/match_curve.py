@@ -4,6 +4,7 @@ python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_
 """
 
 import argparse
+from functools import partial
 
 from experiments.caches.errors import CacheError
 from experiments.running.cli import Parser, main
@@ -44,5 +45,7 @@ def run(argv=None):
     print(match_lines(match_curves(passes, heads, curves, view.step), passes))
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()

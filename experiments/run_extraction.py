@@ -3,6 +3,8 @@
 python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer_indices 1 5 --steps 0 4
 """
 
+from functools import partial
+
 from experiments.running.cli import config_from, main, run_parser
 from wan.errors import ConfigError
 
@@ -32,5 +34,7 @@ def run(argv=None):
     make_caches(args, config, requests, {args.output_path: cache_builders.inference_cache})
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()

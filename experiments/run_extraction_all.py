@@ -5,6 +5,7 @@ python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --o
 """
 
 import argparse
+from functools import partial
 
 from experiments.running import sweep_plan
 from experiments.running.cli import config_from, main, run_parser
@@ -49,5 +50,7 @@ def run(argv=None):
     sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities)
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()

@@ -43,5 +43,7 @@ def run(argv=None):
     make_caches(args, config, [replace(request, layers=list(layers))], outputs)
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()

@@ -32,5 +32,7 @@ def run(argv=None):
     )
 
 
+command = partial(main, run)
+
 if __name__ == "__main__":
-    main(run)
+    command()
