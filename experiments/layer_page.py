@@ -34,7 +34,7 @@ def run(argv=None):
 
     path = args.output_path or Path(args.cache).with_suffix(".html")
     args.files.reads("the cache", args.cache)
-    args.files.writes("the page", path)
+    args.files.writes("the page", None if args.output_path else path)
     save_page(path, args.cache, max_mb=args.max_mb or MAX_MB, video=args.video)
     print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 

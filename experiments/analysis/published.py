@@ -44,7 +44,7 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
     Raises CacheError for a file that is not there or not this.
     """
     path = _existing(path)
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     try:
         if not rows or "key_frame" not in rows[0]:

@@ -63,7 +63,7 @@ def run(argv=None):
                 name = next(word for word in SHORT_NAMES if word in cache["prompt"])
                 save(args.output_dir / f"self_forcing_dmd_{name}_{F}f.pt", cache)
     for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV, FIGURE4_CSV):
-        text = (args.folder / name).read_text()
+        text = (args.folder / name).read_text(encoding="utf-8")
         with replacing(args.output_dir / name) as file:
             file.write((mark_clipped(text) if name == FIGURE4_CSV else text).encode())
         print(args.output_dir / name)

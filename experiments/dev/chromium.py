@@ -46,11 +46,11 @@ class Browser:
             stderr=subprocess.DEVNULL,
         )
         port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
-        while not (port_file.exists() and port_file.read_text().strip()):
+        while not (port_file.exists() and port_file.read_text(encoding="utf-8").strip()):
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(f"{FOUND} does not start")
             time.sleep(0.05)
-        port = port_file.read_text().split()[0]
+        port = port_file.read_text(encoding="utf-8").split()[0]
         with urlopen(f"http://127.0.0.1:{port}/json") as answer:
             (tab,) = [t for t in json.load(answer) if t["type"] == "page"]
         self.socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=60)

@@ -17,7 +17,7 @@ def host_memory() -> dict[str, int]:
 
     psutil reports file pages and page-locked pages as one number, so the kernel's own table is read.
     """
-    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in STATUS.read_text(encoding="utf-8").splitlines())
     anonymous, shared, resident = (
         int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem", "VmRSS")
     )

@@ -36,7 +36,7 @@ def random_tensors(
 def make_transformer(folder: Path, sizes: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     """config.json, shards and their index, as the original release has them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(vars(sizes)))
+    (folder / "config.json").write_text(json.dumps(vars(sizes)), encoding="utf-8")
     with torch.device("meta"):
         model = CausalWanModel(**vars(sizes))
     parts: list[dict[str, torch.Tensor]] = [{}]
@@ -56,7 +56,7 @@ def make_transformer(folder: Path, sizes: ModelConfig, dtype: torch.dtype, devic
     if parts[-1]:
         write()
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": weight_map})
+        json.dumps({"weight_map": weight_map}), encoding="utf-8"
     )
 
 

@@ -98,7 +98,7 @@ def videos() -> Figure:
 
 def training() -> Figure:
     """Losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
-    log = json.loads((MINI / "training.json").read_text())
+    log = json.loads((MINI / "training.json").read_text(encoding="utf-8"))
     names = {"vae": "VAE", "base": "base", "causal": "causal"}
     first, again = log["vae"], log["vae_resumed"]
     psnr = first["psnr_curve"] + [[first["steps"] + step, *values] for step, *values in again["psnr_curve"]]
@@ -108,7 +108,7 @@ def training() -> Figure:
 
 def moments() -> Figure:
     """Preferences for the first frame while the causal weights are trained."""
-    report = json.loads((MOMENTS / "moments.json").read_text())
+    report = json.loads((MOMENTS / "moments.json").read_text(encoding="utf-8"))
     captured = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
     context = load_cache(MOMENTS / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
     measures = {

@@ -24,7 +24,7 @@ from experiments.extraction.result import Extraction
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.config import MODELS, RunConfig, load_config
-from wan.errors import ConfigError
+from wan.errors import ConfigError, quoted
 from wan.modules.capture import CaptureRequest
 from wan.modules.model import WanModel
 from wan.text2video import TextToVideoPipeline
@@ -79,9 +79,9 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     count, chosen = config.base.num_steps, set()
     for name in names:
         known = {"first": [0], "last": [count - 1], "all": range(count)}
-        step = known.get(name, [int(name)] if name.isdecimal() else [])
+        step = known.get(name, [int(name)] if name.isdecimal() and len(name) < 10 else [])
         if not step or max(step) >= count:
-            raise ConfigError(f"step {name!r} is not first, last, all or in 0..{count - 1}")
+            raise ConfigError(f"step {quoted(name)} is not first, last, all or in 0..{count - 1}")
         chosen.update(step)
     return sorted(chosen)
 

@@ -222,7 +222,7 @@ def amount(nbytes: int) -> str:
 
 def free_host_bytes() -> int:
     """Memory that this process can still take: what Linux calls available, or less where a control group limits it."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     available = next(
         (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), math.inf
     )
@@ -232,8 +232,10 @@ def free_host_bytes() -> int:
 def _group_free(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes up to a control group's limit, with what the kernel can take back from its file pages."""
     try:
-        limit, used = ((root / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        files = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        limit, used = (
+            (root / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current")
+        )
+        files = dict(line.split() for line in (root / "memory.stat").read_text(encoding="utf-8").splitlines())
         return math.inf if limit == "max" else int(limit) - int(used) + int(files["inactive_file"])
     except (OSError, ValueError, KeyError):
         return math.inf

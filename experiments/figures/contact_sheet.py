@@ -44,7 +44,7 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
 
 def _read(path: Path, prefix: str) -> tuple[float, float, str]:
     """Width, height and content of a figure. Ids get a prefix: in one page, those of two figures would be confused."""
-    text = Path(path).read_text()
+    text = Path(path).read_text(encoding="utf-8")
     root = re.search(r'<svg [^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*)</svg>', text, re.DOTALL)
     if root is None:
         raise CacheError(f"{path} is not an SVG figure of this repository")

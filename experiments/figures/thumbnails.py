@@ -4,12 +4,13 @@ import base64
 from io import BytesIO
 from pathlib import Path
 
+from experiments.caches.errors import CacheError
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 
 HEIGHT = 60  # pixels
 
 
-class ThumbnailError(ValueError):
+class ThumbnailError(CacheError):
     """A video that cannot be shown beside a cache."""
 
 

@@ -63,6 +63,7 @@ def _locked(path: Path) -> Iterator[None]:
     file = lock_of(path)
     if file.is_symlink() or (file.exists() and not (file.is_file() and file.stat().st_size <= LOCK_BYTES)):
         raise CacheError(f"{file} is no lock of ours, and would be one; move it away, then run again")
+    was_there = os.path.lexists(file)
     lock = FileLock(file, timeout=0, fallback_to_soft=False, on_acquired=_write_process)
     try:
         lock.acquire()
@@ -77,6 +78,8 @@ def _locked(path: Path) -> Iterator[None]:
         if lock:
             raise CacheError(f"{file} cannot be locked: {error.strerror or error}") from error
     if lock is None:
+        if not was_there:
+            file.unlink(missing_ok=True)  # what was made in vain
         lock = _lease(path, file)
     try:
         yield

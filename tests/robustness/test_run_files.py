@@ -1,0 +1,199 @@
+"""No run writes a file that it reads, or one file twice: derived from the flags of every script, by device and inode."""
+
+import contextlib
+import io
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from helpers import synthetic_caches
+from helpers.forked import exit_code, forked
+
+from experiments import (
+    contact_sheet,
+    extract_attention_wan,
+    layer_page,
+    layers_from_atlas,
+    run_extraction,
+    run_extraction_all,
+    run_extraction_each,
+    run_extraction_figure4,
+)
+from experiments.caches import load_cache, save_cache
+from experiments.caches.errors import CacheError
+from experiments.extraction import causal
+from experiments.running import cli, jobs, run_files, sweep  # noqa: F401  warmed for the forks
+from experiments.running.output_locks import claimed
+
+SHORT = ["--num_frames", "3", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for module, name in ((causal, "load_pipeline"), (causal, "encode_prompts")):
+        monkeypatch.setattr(module, name, lambda *args: pytest.fail("it began"))
+
+
+@pytest.fixture
+def inputs(tmp_path) -> dict[str, Path]:
+    """A file for every flag that names one."""
+    shutil.copy("configs/wan_mini.yaml", tmp_path / "config.yaml")
+    shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", tmp_path / "checkpoint.pt")
+    (tmp_path / "prompts.txt").write_text("a red circle\n", encoding="utf-8")
+    save_cache(tmp_path / "states.pt", synthetic_caches.layer())
+    names = ("config.yaml", "checkpoint.pt", "prompts.txt", "states.pt")
+    flags = ("--config_path", "--checkpoint_path", "--prompts", "--prompt_embeds")
+    return dict(zip(flags, (tmp_path / name for name in names), strict=True))
+
+
+def refused(script, argv) -> str:
+    said = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(said):
+        cli.main(script.run, [str(word) for word in argv])
+    line = said.getvalue()
+    assert ended.value.code == 2 and line.count("\n") == 1 and "is the same file as" in line, (argv, line)
+    return line
+
+
+def test_no_output_is_an_input_by_any_name(inputs, tmp_path):
+    """Every file that is read, under its own name, a symbolic and a hard link, as every file that is written."""
+    tried = 0
+    for script in (run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4):
+        for flag, path in inputs.items():
+            if flag == "--prompts" and script is not run_extraction_all:
+                continue
+            (tmp_path / "soft").unlink(missing_ok=True)
+            (tmp_path / "hard").unlink(missing_ok=True)
+            (tmp_path / "soft").symlink_to(path)
+            os.link(path, tmp_path / "hard")
+            before = path.read_bytes()
+            for name in (path, tmp_path / "soft", tmp_path / "hard", tmp_path / "x" / ".." / path.name):
+                for output in ("--output_path", "--log_file"):
+                    config = [] if flag == "--config_path" else ["--config_path", "configs/wan_mini.yaml"]
+                    refused(script, [*config, *SHORT, flag, path, output, name])
+                    tried += 1
+            assert path.read_bytes() == before
+    assert tried == 104
+
+
+def test_no_output_is_a_file_of_the_model(tmp_path):
+    files = [path for path in Path("checkpoints/wan-mini").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    for path in files[:6]:
+        refused(run_extraction, ["--config_path", "configs/wan_mini.yaml", *SHORT, "--output_path", path])
+
+
+def test_no_file_is_written_twice(tmp_path):
+    out, mini = tmp_path / "o.mp4", ["--config_path", "configs/wan_mini.yaml", *SHORT]
+    for script in (run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4):
+        refused(script, [*mini, "--output_path", out, "--save_video"])
+        refused(script, [*mini, "--output_path", out, "--save_video", out])
+        refused(script, [*mini, "--output_path", out, "--log_file", out])
+        refused(script, [*mini, "--output_path", out, "--log_file", tmp_path / ".o.mp4.lock"])
+    sweeping = [*mini, "--seeds", "1", "--output_dir", tmp_path / "s"]
+    refused(run_extraction_all, [*sweeping, "--log_file", tmp_path / "s/manifest.json"])
+    slug = "a-red-circle-moving-right-over-a-dark-blue-background_s1"
+    refused(run_extraction_all, [*sweeping, "--log_file", tmp_path / f"s/{slug}.pt"])
+    mini = ["--ckpt_dir", "checkpoints/wan-mini", "--num_frames", "5", "--quiet", "--output_dir", tmp_path]
+    refused(
+        extract_attention_wan, [*mini, "--save_video", tmp_path / "v.mp4", "--log_file", tmp_path / "v.mp4"]
+    )
+    assert not os.listdir(tmp_path)
+
+
+def test_what_is_converted_is_kept(tmp_path):
+    save_cache(tmp_path / "layer1.pt", synthetic_caches.atlas())
+    (tmp_path / "a.svg").write_text("<svg/>", encoding="utf-8")
+    before = (tmp_path / "layer1.pt").read_bytes()
+    refused(layer_page, [tmp_path / "layer1.pt", "--output_path", tmp_path / "layer1.pt"])
+    refused(layer_page, [tmp_path, "--output_path", tmp_path / "layer1.pt"])
+    refused(layers_from_atlas, [tmp_path / "layer1.pt", "--output_dir", tmp_path])
+    refused(contact_sheet, [tmp_path / "a.svg", f"A={tmp_path / 'a.svg'}"])
+    assert (tmp_path / "layer1.pt").read_bytes() == before and load_cache(tmp_path / "layer1.pt")
+    assert sorted(os.listdir(tmp_path)) == ["a.svg", "layer1.pt"]
+
+
+def test_every_flag_that_writes_is_known():
+    """The next flag that names an output is in the list, or this fails."""
+    for script in (ROOT / "experiments").glob("*.py"):
+        for line in script.read_text(encoding="utf-8").splitlines():
+            name = line.strip().removeprefix('"').split('"')[0]
+            if name.startswith("--") and any(word in name for word in ("output", "save", "log")):
+                assert name.strip("-") in (*run_files.OUTPUTS, "output_dir"), (script.name, name)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path):
+    """A cache names the hash of its weights: those that were loaded."""
+    files = run_files.RunFiles()
+    (tmp_path / "w.pt").write_bytes(b"one")
+    files.reads("the checkpoint", tmp_path / "w.pt")
+    files.unchanged()
+    (tmp_path / "w2.pt").write_bytes(b"two")
+    os.replace(tmp_path / "w2.pt", tmp_path / "w.pt")
+    with pytest.raises(CacheError, match=r"w.pt was replaced or changed while the run read it"):
+        files.unchanged()
+
+
+def test_a_lock_that_is_a_link_or_a_file_of_somebody(tmp_path):
+    (tmp_path / "precious").write_text("mine " * 100, encoding="utf-8")
+    lock = tmp_path / ".x.pt.lock"
+    for make in (
+        lambda: lock.symlink_to(tmp_path / "precious"),
+        lambda: lock.symlink_to(tmp_path / "nothing"),
+        lambda: os.link(tmp_path / "precious", lock),
+        lambda: os.mkfifo(lock),
+        lambda: lock.mkdir(),
+    ):
+        make()
+        with pytest.raises(CacheError, match="is no lock of ours"), claimed({str(tmp_path / "x.pt"): 0}):
+            pass
+        lock.rmdir() if lock.is_dir() and not lock.is_symlink() else lock.unlink()
+        assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine " * 100
+    os.link(tmp_path / "precious", tmp_path / "other")
+    (tmp_path / "small").write_text("12", encoding="utf-8")
+    os.link(tmp_path / "small", lock)
+    with claimed({str(tmp_path / "x.pt"): 0}):
+        pass
+    assert (tmp_path / "small").read_text(encoding="utf-8") == "12"
+
+
+def test_filelock_neither_follows_nor_truncates_a_link(tmp_path):
+    """What our own check looks for first must hold in the library too: a link can be made in between."""
+    from filelock import FileLock
+
+    (tmp_path / "precious").write_text("mine", encoding="utf-8")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="Too many levels"):
+        FileLock(tmp_path / "lock", timeout=0).acquire()
+    assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine"
+
+
+def test_without_flock_a_lease_expires_by_its_heartbeat(tmp_path, monkeypatch):
+    """On a disk without flock, process ids of other hosts mean nothing: what is not refreshed is taken over."""
+    import filelock._unix as unix
+
+    from experiments.running import output_locks
+
+    def none(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(unix.fcntl, "flock", none)
+    monkeypatch.setattr(output_locks, "LEASE_SECONDS", 1.0)
+    path = str(tmp_path / "x.pt")
+    with claimed({path: 0}):
+        other = forked(exit_code(lambda: cli.main(lambda argv: claimed({path: 0}).__enter__())))
+        assert other.value == 2 and "is being made by another run" in other.said
+    assert os.listdir(tmp_path) == []
+
+    def holding():
+        with claimed({path: 0}):
+            time.sleep(9)
+
+    killed = forked(holding, kill_after=0.5)
+    assert killed.code < 0 and os.listdir(tmp_path) == [".x.pt.lock"]
+    with claimed({path: 0}):
+        pass
