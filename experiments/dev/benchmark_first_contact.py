@@ -70,7 +70,7 @@ def measure(checkout: Path) -> dict:
     block = own_code()
     own = checkout / "outputs" / "own_code.py"  # git ignores that folder
     own.parent.mkdir()
-    own.write_text(block)
+    own.write_text(block, encoding="utf-8")
     for name, command in STEPS.items():
         seconds[name] = timed(command.replace("own_code.py", "outputs/own_code.py"), checkout)
         print(f"{name}: {seconds[name]:.1f} s", flush=True)
