@@ -1,8 +1,11 @@
-"""Numbers are looked at before they are kept: finite, complete, masses that sum to 1, a model that is what it is called."""
+"""Numbers are checked before they are kept: finite, complete, masses that sum to 1, the model that is named."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,81 +15,105 @@ from experiments.caches.value_checks import MASS_TOLERANCE
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest, Pass
-
-FIELD = {
-    "token": "attn_weights",
-    "key": "key_curve",
-    "frame": "frame_logits",
-}  # what a granularity keeps at least
+from wan.modules.capture import CaptureRequest
+from wan.modules.captured_call import CapturedCall, Pass
+from wan.modules.model import WanModel
 
 REMEDY = "try --device cpu or another dtype in the config"
 
 
+@dataclass(frozen=True)
+class Forward:
+    """One forward of the model: which pass it was, its least and largest value, and how to do it again."""
+
+    at: Pass | None
+    low: Tensor
+    high: Tensor
+    again: Callable[[], Tensor]
+
+
 @contextmanager
-def record_layer_ranges(model: nn.Module) -> Iterator[list[tuple]]:
-    """Yield a list that gets, for every layer and the head in every forward: pass, name, module, least and largest value.
+def record_forwards(model: WanModel) -> Iterator[list[Forward]]:
+    """Yield a list that gets every forward of the model while the context lasts.
 
-    The values stay on the device: nothing waits for it until check_outputs reads them, once a block.
+    What is not finite in a layer is not finite in the flow, which alone is looked at. The values stay on the
+    device: nothing waits for it until check_forwards reads them, once a block.
     """
-    outputs: list[tuple] = []
+    flow, forwards = model.flow, []
 
-    def looking_at(name: str):
-        return lambda module, inputs, output: outputs.append(
-            (ATTENTION_WEIGHT_CAPTURE.now, name, module, *output.aminmax())
-        )
+    def recorded(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = flow(x, *args, **kwargs)
+        again = partial(flow, x.clone(), *args, **kwargs)  # the sampler writes over its latents
+        forwards.append(Forward(ATTENTION_WEIGHT_CAPTURE.now, *out.aminmax(), again))
+        return out
 
-    parts = [*((f"layer {layer}", block) for layer, block in enumerate(model.blocks)), ("head", model.head)]
-    hooks = [part.register_forward_hook(looking_at(name)) for name, part in parts]
+    model.__dict__["flow"] = recorded
     try:
-        yield outputs
+        yield forwards
     finally:
-        for hook in hooks:
-            hook.remove()
+        del model.__dict__["flow"]
 
 
-def check_outputs(outputs: list[tuple], latents: Tensor) -> None:
-    """Raise RunError where a layer's output or the latents are not finite, naming the first layer, its block and pass.
+def check_forwards(model: WanModel, forwards: list[Forward], latents: Tensor) -> None:
+    """Raise RunError where a flow or the latents are not finite, naming the first layer, its block and pass.
 
-    outputs are those of record_layer_ranges since the last check, and are taken out of the list.
+    forwards are those of record_forwards since the last check, and are taken out of the list. A pass that went
+    wrong is done again to find the layer: until the next block begins, the KV cache is what it was for all of them.
     """
-    edges = torch.stack(
-        [edge.float() for *_, low, high in outputs for edge in (low, high)] + [*latents.float().aminmax()]
-    )
-    finite = edges.isfinite().view(-1, 2).all(1).tolist()  # the block's one wait for the device
-    seen = list(outputs)
-    outputs.clear()
-    if all(finite):
+    seen = list(forwards)
+    forwards.clear()
+    edges = [edge.float() for forward in seen for edge in (forward.low, forward.high)]
+    finite = torch.stack([*edges, *latents.float().aminmax()]).isfinite().view(-1, 2).all(1).tolist()
+    if all(finite):  # read above: the block's one wait for the device
         return
     if all(finite[:-1]):
-        raise RunError(f"{_pass(seen[-1][0])}: the latents are not finite; {REMEDY}")
-    at, name, module, *_ = seen[finite.index(False)]
-    spoilt = next(
-        (weight for weight, values in module.named_parameters() if not values.isfinite().all()), None
-    )
+        raise RunError(f"{_pass(seen[-1].at)}: the latents are not finite; {REMEDY}")
+    wrong = seen[finite.index(False)]
+    name, module = _first_not_finite(model, wrong)
+    spoilt = next((w for w, values in module.named_parameters() if not values.isfinite().all()), None)
     raise RunError(
-        f"{name}, {_pass(at)}: its output is not finite"
+        f"{name}, {_pass(wrong.at)}: its output is not finite"
         + (f", nor is its weight {spoilt}: get the file of the weights again" if spoilt else f"; {REMEDY}")
     )
 
 
-def check_values(records: Sequence[dict]) -> None:
+def _first_not_finite(model: WanModel, forward: Forward) -> tuple[str, nn.Module]:
+    """The first layer, or the head, whose output is not finite when a forward is done again."""
+    parts = {f"layer {layer}": block for layer, block in enumerate(model.blocks)} | {"head": model.head}
+    found: list[tuple[str, nn.Module]] = []
+
+    def look(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if not found and not is_finite(output):
+            found.append((name, module))
+
+    hooks = [part.register_forward_hook(partial(look, name)) for name, part in parts.items()]
+    announced = nullcontext() if forward.at is None else ATTENTION_WEIGHT_CAPTURE.during(forward.at)
+    try:
+        with announced:
+            forward.again()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else ("the model", model)
+
+
+def check_values(calls: Sequence[CapturedCall]) -> None:
     """Raise RunError for captured numbers that cannot be right, naming layer, block and pass."""
-    for record in records:
-        for name in _tensors(record):
-            heads_differ = name.startswith("frame_") and _heads_differ(record[name])
-            if not heads_differ and not is_finite(record[name]):
-                in_half = record[name].dtype == torch.float16
+    for call in calls:
+        for name, values in call.values.items():
+            heads_differ = name.startswith("frame_") and _heads_differ(values)
+            if not heads_differ and not is_finite(values):
+                in_half = values.dtype == torch.float16
                 raise RunError(
-                    f"{_call(record)}: {name} is not finite"
+                    f"{_call(call)}: {name} is not finite"
                     f"{' in float16; --capture probabilities keeps float32' if in_half else f'; {REMEDY}'}"
                 )
-            is_mass = name.endswith("_mass") or (name == "attn_weights" and not record["is_logits"])
-            if name == "frame_mass" and ("slot_mass" in record or heads_differ):
+            if name == "frame_mass" and ("slot_mass" in call.values or heads_differ):
                 continue  # averages of frames are of no frame
-            off = (record[name].sum(-1, dtype=torch.float32) - 1).abs().max().item() if is_mass else 0
-            if off > MASS_TOLERANCE:
-                raise RunError(f"{_call(record)}: rows of {name} sum to 1 ± {off:.2g}, not to 1")
+            if name.endswith("_mass") or name == "token_probabilities":
+                off = (values.sum(-1, dtype=torch.float32) - 1).abs().max().item()
+                if off > MASS_TOLERANCE:
+                    raise RunError(f"{_call(call)}: rows of {name} sum to 1 ± {off:.2g}, not to 1")
 
 
 def _heads_differ(values: Tensor) -> bool:
@@ -99,43 +126,53 @@ def _heads_differ(values: Tensor) -> bool:
 
 
 def check_complete(
-    records: Sequence[dict],
+    calls: Sequence[CapturedCall],
     requests: Sequence[CaptureRequest],
     num_layers: int,
     num_blocks: int,
     num_passes: int,
 ) -> None:
-    """Raise RunError for a call that was asked for but never reported. num_blocks and num_passes were finished."""
+    """Raise RunError for a call that was asked for but never reported, in the blocks and passes that were done."""
     for request in requests:
-        _check_complete(records, request, num_layers, num_blocks, num_passes)
+        _check_complete(calls, request, num_layers, num_blocks, num_passes)
 
 
 def _check_complete(
-    records: Sequence[dict], request: CaptureRequest, num_layers: int, num_blocks: int, num_passes: int
+    calls: Sequence[CapturedCall], request: CaptureRequest, num_layers: int, num_blocks: int, num_passes: int
 ) -> None:
     blocks = [b for b in (range(num_blocks) if request.blocks is None else request.blocks) if b < num_blocks]
     layers = range(num_layers) if request.layers is None else request.layers
     steps = [s for s in (range(num_passes) if request.steps is None else request.steps) if s < num_passes]
     for kind in request.kinds:
-        name = (
-            "cross_mass" if (kind, request.granularity) == ("cross", "frame") else FIELD[request.granularity]
-        )
-        names = {name} | ({"frame_mass"} if name == "frame_logits" and request.mass else set())
+        names = _asked_for(request, kind)
         fired = {
-            (r["layer"], r["block"], r["step"]) for r in records if r["kind"] == kind and names <= r.keys()
+            (call.site.layer, call["block"], call["step"])
+            for call in calls
+            if call.site.kind == kind and names <= call.values.keys()
         }
         wanted = list(product(layers, blocks, steps))
         missing = [call for call in wanted if call not in fired]
         if missing:
             layer, block, step = missing[0]
             raise RunError(
-                f"layer {layer}, block {block}, step {step}: its {kind}-attention never reported {name}; "
-                f"{len(missing)} of {len(wanted)} calls are missing"
+                f"layer {layer}, block {block}, step {step}: its {kind}-attention never reported "
+                f"{min(names)}; {len(missing)} of {len(wanted)} calls are missing"
             )
 
 
+def _asked_for(request: CaptureRequest, kind: str) -> set[str]:
+    """The values that a call must have."""
+    if request.granularity == "token":
+        return {"token_logits" if request.is_logits else "token_probabilities"}
+    if request.granularity == "key":
+        return {"key_curve"}
+    if kind == "cross":
+        return {"cross_mass"}
+    return {"frame_logits", "frame_mass"} if request.mass else {"frame_logits"}
+
+
 def check_model(config: RunConfig, model_config: ModelConfig) -> None:
-    """Raise ConfigError where a directory holds another model than the one the config, and so the cache, names."""
+    """Raise ConfigError where a directory holds another model than the config, and so the cache, names."""
     named = MODELS.get(config.model)
     if named and (
         different := [
@@ -155,19 +192,12 @@ def is_finite(x: Tensor) -> bool:
     return all(bool(end.isfinite()) for end in x.aminmax())
 
 
-def _tensors(record: dict) -> list[str]:
-    return [name for name, value in record.items() if isinstance(value, Tensor)]
-
-
-def _call(record: dict) -> str:
-    return f"layer {record['layer']}, {_where(record['block'], record['step'], record['timestep'], record['branch'])}"
+def _call(call: CapturedCall) -> str:
+    return f"layer {call.site.layer}, {_pass(call.at)}"
 
 
 def _pass(at: Pass | None) -> str:
-    return "an unannounced pass" if at is None else _where(at.block, at.step, at.timestep, at.branch)
-
-
-def _where(block: int, step: int, timestep: float, branch: str | None) -> str:
-    return f"block {block}, step {step} (t = {timestep:g})" + (
-        ", unconditional branch" if branch == "uncond" else ""
-    )
+    if at is None:
+        return "an unannounced pass"
+    branch = ", unconditional branch" if at.branch == "uncond" else ""
+    return f"block {at.block}, step {at.step} (t = {at.timestep:g}){branch}"

@@ -109,14 +109,14 @@ def capture_guarded(
     with (
         out_of_memory(phase, requests),
         ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as records,
-        checks.record_layer_ranges(model) as outputs,
+        checks.record_forwards(model) as forwards,
         suppress(_StoppedError),
     ):  # innermost: what was captured is kept
         checked = 0
 
         def check(latents: Tensor) -> None:
             nonlocal checked
-            checks.check_outputs(outputs, latents)
+            checks.check_forwards(model, forwards, latents)
             move_to_cpu(records[checked:])
             checks.check_values(records[checked:])
             checked = len(records)

@@ -113,7 +113,7 @@ def test_float16_logits_that_overflow(tmp_path, monkeypatch, capfd):
     spoilt(monkeypatch, "token_matrix", lambda x: x * 1e5)
     said = said_by(run_extraction_figure4, [], tmp_path, capfd, 1)
     assert (
-        "layer 1, block 1, step 0 (t = 1000): attn_weights is not finite in float16; --capture probabilities"
+        "layer 1, block 1, step 0 (t = 1000): token_logits is not finite in float16; --capture probabilities"
         in said
     )
 
@@ -145,12 +145,12 @@ def test_guards_change_no_bit_and_wait_once_a_block(config, monkeypatch):
     embeds = session.texts[config.prompt][0]
     with devices.threads_for(noise, session.model_config):
         bare = session.pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
-    reads, original = [], causal.checks.check_outputs
+    reads, original = [], causal.checks.check_forwards
 
-    def counted(outputs, latents):
-        reads.append(len(outputs))
-        original(outputs, latents)
+    def counted(model, forwards, latents):
+        reads.append(len(forwards))
+        original(model, forwards, latents)
 
-    monkeypatch.setattr(causal.checks, "check_outputs", counted)
+    monkeypatch.setattr(causal.checks, "check_forwards", counted)
     result = causal.extract_next(session, config, ALL)
-    assert torch.equal(result.latents, bare) and reads == [5 * 9, 5 * 9]  # passes of 8 layers and the head
+    assert torch.equal(result.latents, bare) and reads == [5, 5]  # passes
