@@ -94,7 +94,6 @@ class Pipe:
         with Progress(quiet) as observer:
             if self._session is None:
                 self._session = causal.prepare(config, requests, observer=observer)
-            self._session.encode(config)
             run = Run(causal.extract_next(self._session, config, requests, observer))
         for seen in self._seen[-1:]:
             seen.runs.append(run)
@@ -180,7 +179,7 @@ class Seen:
         return self._last().extraction.records
 
     def atlas(self, run: Run | None = None) -> "Atlas":
-        """A run's attention (the last one's where not given): what experiments/run_extraction_all.py writes."""
+        """A run's attention (None: the last one's): what experiments/run_extraction_all.py writes."""
         return Atlas(atlas_cache((run or self._last()).extraction))
 
     def _last(self) -> Run:
@@ -197,7 +196,7 @@ class Seen:
 
 
 class Atlas(Mapping[str, Any]):
-    """Attention of one rollout at frame level, with the fields of its cache: atlas["frame_logits"] is a tensor."""
+    """Attention of one rollout at frame level: atlas["frame_logits"] is a tensor, and so on."""
 
     def __init__(self, cache: Mapping[str, Any]):
         self.cache = AtlasCache.from_dict(cache)
@@ -228,14 +227,16 @@ class Atlas(Mapping[str, Any]):
     def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
         """The profile of every head of a layer over the key frames, seen by the last block's queries."""
         from experiments.analysis.measures import head_statistics
-        from experiments.figures.heads import per_head_grid
+        from experiments.analysis.reports import delta_titles
+        from experiments.figures.heads import head_grid
 
         view = self.view(step, quantity)
         profile = view.frame_profile(layer)
-        return per_head_grid(profile, head_statistics(profile).delta, layer=layer, **view.caption)
+        titles = delta_titles(head_statistics(profile).delta)
+        return head_grid(profile, titles, view.caption, layer=layer, note="Δ = first − middle")
 
     def save(self, path: str | Path) -> Path:
-        """Write the cache that the notebooks open, and the folders above it. Raises CacheError where it cannot."""
+        """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
         save_cache(path, self.cache)
         return Path(path)
 

@@ -47,8 +47,6 @@ LONG_FILES = {
     "experiments/train_mini.py",
 }
 LONG_FUNCTIONS = {
-    "experiments/caches/legacy.py: _inference",
-    "experiments/extraction/bidirectional.py: sample",
     "experiments/train_mini.py: train_causal",
     "experiments/train_mini.py: train_vae",
     "wan/modules/mass_kernel.py: _mass_kernel",

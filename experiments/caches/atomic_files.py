@@ -38,7 +38,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def target_of(path: str | Path) -> Path:
-    """The file that is written under a path: that of a link is its target. Raises OSError for a folder, device or pipe."""
+    """The file that is written under a path; of a link its target. OSError for a folder, device or pipe."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(

@@ -44,7 +44,7 @@ Table = dict[
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """A dict of a file with attributes. It keeps the order of its entries, and those that it does not know."""
+    """A dict of a file with attributes. It keeps the order of its entries, and the unknown ones."""
 
     in_files: ClassVar[Mapping[str, str]] = {}  # attribute: its name in files, where that is an older one
 

@@ -5,7 +5,7 @@ Key and query tokens are frame-major, so a frame is S neighbouring rows or colum
 name "frame attention"; here they are told apart:
 
     mean_logit   mean over the token pairs of (query frame, key frame) of q.k/sqrt(D)
-    mass         sum over the key frame's tokens of the softmax, mean over the query frame's tokens; rows sum to 1
+    mass         softmax summed over the key frame's tokens, mean over the query frame's; rows sum to 1
     mean_prob    mass / S
 """
 
@@ -21,7 +21,10 @@ CHUNK_ELEMENTS = 2**20  # 4 MiB of float32: a chunk is still in the CPU's cache 
 
 
 def _row_chunks(tokens: Tensor, S: int):
-    """(head, query frame, rows [n, Lk] float32, valid until the next one) for every few rows of tokens [H, Lq, Lk]."""
+    """(head, query frame, rows [n, Lk]) for every few rows of tokens [H, Lq, Lk].
+
+    The rows are float32 and valid until the next ones come.
+    """
     H, Lq, Lk = tokens.shape
     if Lq % S or Lk % S:
         raise ValueError(f"{Lq} x {Lk} tokens are not whole frames of {S} tokens")
@@ -36,7 +39,7 @@ def _row_chunks(tokens: Tensor, S: int):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one CPU thread: for operations this small, handing data from core to core takes longer than they do."""
+    """torch on one CPU thread: handing data from core to core takes longer than operations this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,7 +74,7 @@ def token_matrix_to_frames(tokens: Tensor, S: int) -> Tensor:
 
 
 def mass_from_probabilities(probabilities: Tensor, S: int) -> Tensor:
-    """Mass of softmax probabilities [H, Lq, Lk] -> [H, Fq, Fk] float32; rows sum to 1 where all keys are there."""
+    """Mass of softmax probabilities [H, Lq, Lk] -> [H, Fq, Fk] float32; rows over all keys sum to 1."""
     return token_matrix_to_frames(probabilities, S) * S
 
 
@@ -90,7 +93,7 @@ def curves_to_frames(curves: Tensor, S: int) -> Tensor:
 
 
 def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
-    """Pieces (query_frames, key_frames, values [H, Fq, Fk]) -> [H, F, F] float32, NaN where nothing was attended.
+    """Pieces (query_frames, key_frames, values [H, Fq, Fk]) -> [H, F, F] float32, NaN where not attended.
 
     Frame numbers are global, so a sliding window's pieces land where they belong. Further axes of values are
     kept.

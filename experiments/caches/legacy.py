@@ -25,12 +25,13 @@ ALLOWED = [
     nodes.AnyNode, nodes.StringNode, nodes.IntegerNode, nodes.FloatNode, nodes.BooleanNode,
     typing.Any, collections.defaultdict, list, dict, int, str, float, bool,
     np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdU"},
-    *[(part, f"numpy.{core}.multiarray.{name}") for name, part in _NUMPY_PARTS.items() for core in ("core", "_core")],
+    *[(part, f"numpy.core.multiarray.{name}") for name, part in _NUMPY_PARTS.items()],
+    *[(part, f"numpy._core.multiarray.{name}") for name, part in _NUMPY_PARTS.items()],
 ]  # fmt: skip
 
 
 def to_plain(value: Any) -> Any:
-    """Configuration objects and numpy values -> lists, dicts, numbers; numpy arrays -> tensors or lists of text."""
+    """Configuration objects and numpy values -> lists, dicts, numbers; arrays -> tensors or lists of text."""
     if isinstance(value, (ListConfig, DictConfig)):
         return OmegaConf.to_container(value, resolve=False)  # resolving could read this machine's environment
     if isinstance(value, np.ndarray):
@@ -147,7 +148,7 @@ def _layer(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inference(raw: dict[str, Any]) -> dict[str, Any]:
-    """Calls without tags. A layer's calls lie in order, equally many for each block, the first one at t = 1000."""
+    """Calls without tags: a layer's lie in order, equally many for each block, the first one at t = 1000."""
     S, n = int(raw["frame_seq_length"]), int(raw["num_frame_per_block"])
     calls = raw["attention_weights"]
     frames, notes = _true_frames(
@@ -159,34 +160,22 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
         by_layer[int(call["layer_idx"])].append(call)
     tagged = []
     for call in calls:
-        Fq, Fk = (length // S for length in _tokens(call).shape[2:])
         layer = int(call["layer_idx"])
         position = next(i for i, other in enumerate(by_layer[layer]) if other is call)
-        passes, left_over = divmod(len(by_layer[layer]), len(blocks))
-        block, place = (position // max(passes, 1), UNKNOWN_PASS)
-        if (
-            left_over or passes < 1 or blocks[block] != Fq
-        ):  # some calls are not there: only the last block is known
-            block = len(blocks) - 1
-        elif passes > 1:
-            step, clean = position % passes, position % passes == passes - 1
-            place = {"step": step, "timestep": {0: 1000.0, passes - 1: 0.0}.get(step), "is_clean_pass": clean}
+        Fq, Fk = (length // S for length in _tokens(call).shape[2:])
+        block, place = _place(position, len(by_layer[layer]), blocks, Fq)
         queries = block_frames(blocks, block)
         keys, more = _key_frames(call, Fk, queries[-1] + 1)
         notes += [note for note in more if note not in notes]
+        tags = {
+            "layer_idx": layer,
+            "block": block,
+            "query_frames": queries[-Fq:],
+            "key_frames": keys,
+            "is_logits": "attn_logits" in call,
+        }
         shapes = {name: _ints(call[name]) for name in ("q_shape", "k_shape")}
-        tagged.append(
-            call
-            | place
-            | shapes
-            | {
-                "layer_idx": layer,
-                "block": block,
-                "query_frames": queries[-Fq:],
-                "key_frames": keys,
-                "is_logits": "attn_logits" in call,
-            }
-        )
+        tagged.append({**call, **place, **shapes, **tags})
     return {
         "attention_weights": tagged,
         "layer_indices": sorted(by_layer),
@@ -198,6 +187,18 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
         "num_transformer_blocks": int(raw.get("num_transformer_blocks", max(by_layer) + 1)),
         "notes": notes,
     }
+
+
+def _place(position: int, count: int, blocks: list[int], query_frames: int) -> tuple[int, dict[str, Any]]:
+    """Block and pass of one of a layer's count calls; where calls are missing, the last block and no pass."""
+    passes, left_over = divmod(count, len(blocks))
+    block = position // max(passes, 1)
+    if left_over or passes < 1 or blocks[block] != query_frames:
+        return len(blocks) - 1, UNKNOWN_PASS
+    if passes == 1:
+        return block, UNKNOWN_PASS
+    step, last = position % passes, passes - 1
+    return block, {"step": step, "timestep": {0: 1000.0, last: 0.0}.get(step), "is_clean_pass": step == last}
 
 
 def _tokens(entry: Mapping[str, Any]) -> torch.Tensor:

@@ -161,7 +161,7 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
 
 
 def _verified(values: Tensor) -> Tensor:
-    """A tensor that lies on disk, compared with its checksum before it is first reduced. Raises CacheError."""
+    """A tensor on disk, compared with its checksum before it is first reduced. Raises CacheError."""
     try:
         verify(values)
     except UnreadableError as error:

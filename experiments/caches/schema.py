@@ -120,7 +120,7 @@ class LayerCache(Sampling, OnePass, Cache):
         profile: Tensor | None = None,
         uncond: Tensor | None = None,
     ) -> "LayerCache":
-        """From a run's fields and a layer's mean logits [H, F, F]. profile [H, F] is their mean over last_queries."""
+        """From a run's fields and mean logits [H, F, F]; profile [H, F] is their mean over last_queries."""
         all_frames = list(range(matrix.shape[-1]))
         own = {
             "format": "layer",
@@ -171,8 +171,8 @@ class InferenceCall(OnePass, Tokens):
         ):
             if shape[1:3] != [len(seen) * cache.frame_seq_length, cache.num_heads]:
                 raise CacheError(
-                    f"{where}{name} {shape} is not [B, {len(seen)} frames of {cache.frame_seq_length} tokens, "
-                    f"{cache.num_heads} heads, D]"
+                    f"{where}{name} {shape} is not [B, {len(seen)} frames of {cache.frame_seq_length} "
+                    f"tokens, {cache.num_heads} heads, D]"
                 )
 
 
@@ -260,7 +260,7 @@ class AtlasCache(Sampling, Cache):
 
 @dataclass(frozen=True)
 class Format:
-    """A format's dataclass, the script that makes one, the notebook that shows one, and where the script puts it."""
+    """A format's dataclass, the script that makes one, where it puts it, the notebook that shows one."""
 
     cache: type[Cache]
     script: str
@@ -292,7 +292,7 @@ def as_cache(values: Mapping[str, Any]) -> Cache:
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Raise CacheError for the first field of a cache that is missing, of a wrong type or shape, or inconsistent."""
+    """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""
     as_cache(values).validate()
 
 

@@ -53,11 +53,11 @@ def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
 def load_cache(
     path: str | Path, mmap: bool = True, expect: Sequence[str] = (), verify: bool = False
 ) -> dict[str, Any]:
-    """Read a cache of any format and age as a dict with today's fields; tensors stay on disk while mmap is true.
+    """Read a cache of any format and age as a dict with today's fields; with mmap, tensors stay on disk.
 
     Tensors that stay on disk are compared with their checksums when a view first reduces them, or here with
-    verify. expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged, of
-    another format, or with fields that are missing or wrong. Nothing in the file is executed.
+    verify. expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged,
+    of another format, or with fields that are missing or wrong. Nothing in the file is executed.
     """
     path, expect = Path(path), tuple(expect)
     if not path.is_file():
@@ -129,8 +129,8 @@ def _command(path: Path, expect: Sequence[str]) -> str:
     if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
         published = "python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt"
         return (
-            f"python experiments/{FORMATS[kind].script} --layer_index {layer[1]} (without a model: {published} "
-            f"--layers {layer[1]})"
+            f"python experiments/{FORMATS[kind].script} --layer_index {layer[1]} "
+            f"(without a model: {published} --layers {layer[1]})"
         )
     return (
         f"python experiments/{FORMATS[kind].script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"

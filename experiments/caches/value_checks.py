@@ -1,4 +1,4 @@
-"""What types and shapes do not show: numbers that count from 0, frames inside the video, no values where none can be."""
+"""What types and shapes do not show: numbers count from 0, frames are in the video, absent cells are NaN."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key fr
 
 
 def check_counts(values: Mapping[str, Any]) -> None:
-    """Raise CacheError for counts that no video has: lists and masks are made from them before tensors confirm them."""
+    """Raise CacheError for counts that no video has: lists and masks are made from them early."""
     for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
         value = values.get(name)
         if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:

@@ -20,7 +20,7 @@ from wan.safe_load import is_verified
 
 @dataclass(frozen=True)
 class Profiles:
-    """Frame attention of some layers in one pass. Frames are global latent frames; what was not attended is NaN."""
+    """Frame attention of some layers in one pass. Frames are global latent frames; NaN was not attended."""
 
     kind: str  # format of the cache
     model: str
@@ -58,7 +58,7 @@ class Profiles:
         return np.stack([self.frame_matrix(layer) for layer in self.layers])
 
     def key_curve(self, layer: int) -> np.ndarray | None:
-        """[H, Lk] float32, mean over all queries of the last block per key token of key_frames; None where absent.
+        """[H, Lk] float32 per key token of key_frames, mean over the last block's queries; None where absent.
 
         Of a mass it is the mean probability of each token: its sum over a frame is that frame's mass.
         """
@@ -168,7 +168,7 @@ def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
 
 
 def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob") -> Profiles:
-    """View of one captured call alone, whatever its layer, block and pass. CacheError for one that is not there."""
+    """View of one captured call alone, whatever its layer, block and pass. CacheError for an absent one."""
     calls = cache["attention_weights"]
     if not 0 <= index < len(calls):
         raise CacheError(f"call {index} is not in 0..{len(calls) - 1}, the calls of this cache")

@@ -1,4 +1,4 @@
-"""From a config to a cache of the base model: sample all frames at once with guidance, keep frame attention of some steps.
+"""From a config to a cache of the base model: sample all frames at once, keep attention of some steps.
 
 The two branches of guidance, with the prompt and without, stay apart: a layer cache holds both, atlases are
 one each.
@@ -23,7 +23,7 @@ from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.result import Extraction
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
-from wan.config import MODELS, RunConfig, load_config
+from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError, quoted
 from wan.modules.capture import CaptureRequest
 from wan.modules.model import WanModel
@@ -45,13 +45,13 @@ def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
         if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(home / config.ckpt_dir)):
             return path
     raise ConfigError(
-        f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} is in "
-        f"{', '.join(CONFIGS)}; name its settings with --config_path"
+        f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} "
+        f"is in {', '.join(CONFIGS)}; name its settings with --config_path"
     )
 
 
 def as_one_block(config: RunConfig) -> RunConfig:
-    """The settings of a bidirectional run: base weights, base.num_video_frames as one block of latent frames."""
+    """The settings of a bidirectional run: base weights, base.num_video_frames as one block."""
     frames = latent_frames(config.base.num_video_frames)
     return replace(
         config,
@@ -87,7 +87,7 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
 
 
 def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) -> Extraction:
-    """Generate one video with the base weights (see as_one_block) and capture on the way, both branches of guidance.
+    """Generate one video with the base weights (see as_one_block), and capture both branches of guidance.
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
     right.
@@ -102,7 +102,41 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
         Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), observer.quiet
     )
     sha256 = run_in_background(checkpoint.file_sha256, weights_file)
-    common = common_fields(config, model_config, weights_file, dtype, device) | {
+    common = common_fields(config, model_config, weights_file, dtype, device) | _sampling_fields(config)
+    with rollout.out_of_memory("encoding the prompt"):
+        texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
+    (prompt, words), (negative, _) = (texts[text] for text in prompts_of(config))
+    with rollout.out_of_memory("loading the model"):
+        pipeline = load_pipeline(config, model_config, dtype, device)
+    noise, _ = draw_noise(config, model_config, torch.float32, device)
+    observer.log("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, model_config):
+        latents, calls, done = rollout.sample(pipeline, noise, prompt, negative, [request], observer)
+    common["weights_sha256"] = sha256.result()
+    stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
+    if absent := [str(step) for step in request.steps or () if step >= done]:
+        note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "
+        common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
+    return Extraction(
+        config, model_config.num_layers, calls, latents, pipeline.pass_timesteps, words, common, stopped
+    )
+
+
+def load_pipeline(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> TextToVideoPipeline:
+    """The base model's pipeline with the weights of ckpt_dir."""
+    state = checkpoint.read_transformer_state(config.ckpt_dir)
+    model = checkpoint.build_model(
+        WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload
+    )
+    base = config.base
+    return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
+
+
+def _sampling_fields(config: RunConfig) -> dict[str, Any]:
+    """The fields of a cache that say how it was sampled; the causal rollout's settings do not apply."""
+    return {
         "orig_num_frames": config.base.num_video_frames,
         "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
         "guidance_scale": config.base.guidance_scale,
@@ -110,36 +144,7 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
         "num_steps": config.base.num_steps,
         "negative_prompt": config.base.negative_prompt,
         "config": {"height": config.height, "width": config.width},
-    }  # the causal rollout's other settings do not apply
-
-    with rollout.out_of_memory("encoding the prompt"):
-        texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
-    (prompt, words), (negative, _) = (texts[text] for text in prompts_of(config))
-    with rollout.out_of_memory("loading the model"):
-        state = checkpoint.read_transformer_state(config.ckpt_dir)
-        model = checkpoint.build_model(
-            WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload
-        )
-    pipeline = TextToVideoPipeline(
-        model, config.base.shift, config.base.guidance_scale, config.base.num_steps
-    )
-    noise, _ = draw_noise(config, model_config, torch.float32, device)
-    observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    with threads_for(noise, model_config):
-        latents, records, done = rollout.sample(pipeline, noise, prompt, negative, [request], observer)
-    common["weights_sha256"] = sha256.result()
-    stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
-    if absent := [step for step in request.steps if step >= done]:
-        common |= {
-            "partial": True,
-            "notes": [
-                f"partial: the run was stopped after {stopped}; "
-                f"of what was asked for, steps {', '.join(map(str, absent))} are absent"
-            ],
-        }
-    return Extraction(
-        config, model_config.num_layers, records, latents, pipeline.pass_timesteps, words, common, stopped
-    )
+    }
 
 
 def prompts_of(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""A rollout in each cache format: what the format asks of the capture (*_requests), and its dict (*_cache)."""
+"""A rollout in each cache format: what it asks of the capture (*_requests), and its dict (*_cache)."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -33,7 +33,7 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
 
 
 def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
-    """Attention of the last block over all key frames, an entry per layer: tokens, or key curve, logits and mass."""
+    """Attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
     layers = list(dict.fromkeys(run.config.layer_indices))
@@ -74,7 +74,7 @@ def inference_requests(
     steps: Sequence[int] | None = None,
     is_logits: bool = False,
 ) -> list[CaptureRequest]:
-    """Token matrices of the config's layers in chosen blocks and passes: float32 probabilities, or float16 logits.
+    """Token matrices of the config's layers: float32 probabilities, or float16 logits.
 
     blocks None is the last one, and -1 counts from the end; steps None is the config's.
     """
@@ -133,7 +133,7 @@ def atlas_requests(
     rope_bands: bool = False,
     layers: Collection[int] | None = None,
 ) -> list[CaptureRequest]:
-    """Every block and pass of some layers (None: all) at frame granularity; the key curve of the last block."""
+    """Every block and pass of some layers (None: all) by frame; the key curve of the last block."""
     requests = [CaptureRequest(layers=layers, granularity="frame", mass=mass, rope_bands=rope_bands)]
     if key_curve:
         last = [len(config.block_sizes) - 1]
@@ -177,7 +177,7 @@ def _cross_mass(run: Extraction, layer: int, step: int) -> Tensor:
 
 
 def _last_key_curve(run: Extraction, layer: int, step: int) -> Tensor:
-    """Key curve of the last block at its keys' places among all keys: [H, F·S] float16, NaN where not attended."""
+    """Key curve of the last block among all keys: [H, F·S] float16, NaN where not attended."""
     call, S = run.captured("key_curve", layer, step)[0], run.common["frame_seq_length"]
     per_frame = call.values["key_curve"][0].unflatten(-1, (-1, S)).mT  # [H, S, Fk]
     spread = frames.spread_keys(per_frame, call["key_frames"], run.config.num_frames)

@@ -39,7 +39,7 @@ from wan.pipeline import CausalInferencePipeline
 
 @dataclass(frozen=True)
 class Session:
-    """What rollouts of one config share: the model, loaded once, the states of every prompt, and the caches' fields."""
+    """What rollouts of one config share: the model, the embeddings of every prompt, the caches' fields."""
 
     model_config: ModelConfig
     pipeline: CausalInferencePipeline
@@ -49,15 +49,11 @@ class Session:
     device: torch.device
     dtype: torch.dtype
 
-    def encode(self, config: RunConfig) -> None:
-        """Have the states of a config's prompt; the text encoder is loaded where they are new."""
-        self.texts[config.prompt]
-
 
 def extract(
     config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None
 ) -> Extraction:
-    """Generate one video as the config says and capture on the way; fewer blocks of it where the observer asks to stop.
+    """Generate one video as the config says and capture on the way; less where the observer asks to stop.
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
     right.
@@ -72,7 +68,7 @@ def prepare(
     prompts: Sequence[str] | None = None,
     observer: RunObserver | None = None,
 ) -> Session:
-    """Load what rollouts of the config need, for its own prompt or for several. Raises ConfigError for bad input.
+    """Load what rollouts of a config need, for its prompt or for several. ConfigError for bad input.
 
     What that takes is said before anything is loaded, and refused where it does not fit.
     """
@@ -125,7 +121,7 @@ def extract_next(
     requests: Sequence[CaptureRequest],
     observer: RunObserver | None = None,
 ) -> Extraction:
-    """extract() with what is loaded already; config may differ in prompt and seed from the one it was loaded for."""
+    """extract() with what is loaded already; config may have another prompt and seed than at loading."""
     observer = observer or RunObserver()
     prompt_embeds, prompt_tokens = session.texts[config.prompt]
     switches = [
@@ -175,7 +171,7 @@ def run_in_background(function: Callable, *args) -> Future:
 def common_fields(
     config: RunConfig, model_config: ModelConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """The fields that every cache of a run carries, weights_sha256 excepted: that takes as long as reading the file."""
+    """The fields that every cache of a run carries, but for weights_sha256, which takes a while."""
     return {
         "schema_version": 1,  # an atlas with slots says 2
         "read_by": READ_BY,
@@ -195,7 +191,7 @@ def common_fields(
 def load_pipeline(
     config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CausalInferencePipeline:
-    """The causal pipeline with the checkpoint's weights, or the base weights where the config names no checkpoint."""
+    """The causal pipeline with the checkpoint's weights, or the base weights where there is none."""
     if config.checkpoint_path:
         state = checkpoint.read_self_forcing_state(config.checkpoint_path, config.use_ema)
     else:
@@ -227,7 +223,7 @@ def load_pipeline(
 def draw_noise(
     config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """First noise [1, F, C, h, w] and re-noising [steps - 1, 1, F, C, h, w]; drawn on the CPU, the same on every device."""
+    """First noise [1, F, C, h, w] and re-noising [steps - 1, 1, F, C, h, w]; the CPU's on every device."""
     generator = torch.Generator().manual_seed(config.seed)
     shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
     noise = torch.randn(shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Numbers are checked before they are kept: finite, complete, masses that sum to 1, the model that is named."""
+"""Numbers are checked before they are kept: finite, complete, masses that sum to 1, the model named."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -55,10 +55,11 @@ def record_forwards(model: WanModel) -> Iterator[list[Forward]]:
 
 
 def check_forwards(model: WanModel, forwards: list[Forward], latents: Tensor) -> None:
-    """Raise RunError where a flow or the latents are not finite, naming the first layer, its block and pass.
+    """Raise RunError where a flow or the latents are not finite, naming the first layer, block and pass.
 
-    forwards are those of record_forwards since the last check, and are taken out of the list. A pass that went
-    wrong is done again to find the layer: until the next block begins, the KV cache is what it was for all of them.
+    forwards are those of record_forwards since the last check, and are taken out of the list. A pass that
+    went wrong is done again to find the layer: until the next block begins, the KV cache is what it was for
+    all of them.
     """
     seen = list(forwards)
     forwards.clear()
@@ -117,7 +118,7 @@ def check_values(calls: Sequence[CapturedCall]) -> None:
 
 
 def _heads_differ(values: Tensor) -> bool:
-    """Whether some heads see frames that others do not: values [B, H, Fq, Fk] are NaN for all their queries."""
+    """Whether heads see different frames: values [B, H, Fq, Fk] are NaN for all queries of some of them."""
     missing = values.isnan()
     whole = missing.all(2) if values.ndim == 4 else missing
     return (
@@ -132,7 +133,7 @@ def check_complete(
     num_blocks: int,
     num_passes: int,
 ) -> None:
-    """Raise RunError for a call that was asked for but never reported, in the blocks and passes that were done."""
+    """Raise RunError for a call that was asked for, in what was done, but never reported."""
     for request in requests:
         _check_complete(calls, request, num_layers, num_blocks, num_passes)
 

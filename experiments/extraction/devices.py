@@ -12,7 +12,7 @@ from wan.errors import ConfigError
 
 
 def choose_device(name: str, offload: bool = False) -> torch.device:
-    """auto, cpu, cuda or cuda:N -> a device that is there, and that layers can be streamed to where that is wanted."""
+    """auto, cpu, cuda or cuda:N -> a device that is there, and a GPU where layers are streamed to it."""
     if check_device(name) == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

@@ -192,8 +192,8 @@ def amount(nbytes: int) -> str:
 
 
 def free_host_bytes() -> int:
-    """Memory that this process can take: what Linux calls available, or less under a control group's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    """Memory that this process can take: what is available, or less under a control group's limit."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     return int(min([*available, _group_free()]))
 
@@ -201,8 +201,11 @@ def free_host_bytes() -> int:
 def _group_free(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes up to a control group's limit, with what the kernel can take back from its file pages."""
     try:
-        limit, used = ((root / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        files = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        limit, used, stat = (
+            (root / f"memory.{name}").read_text(encoding="utf-8").strip()
+            for name in ("max", "current", "stat")
+        )
+        files = dict(line.split() for line in stat.splitlines())
         return math.inf if limit == "max" else int(limit) - int(used) + int(files["inactive_file"])
     except (OSError, ValueError, KeyError):
         return math.inf
@@ -233,8 +236,9 @@ def check_requests(
     policy = config.policy
     if not policy.keeps_whole_frames and any(request.granularity != "frame" for request in requests):
         raise ConfigError(
-            f"cache_policy {policy.name} keeps slots that are not frames of their own, which token matrices and "
-            "key curves in caches cannot tell; use --granularity frame, or run_extraction_all.py without key_curve"
+            f"cache_policy {policy.name} keeps slots that are not frames of their own, which token matrices "
+            "and key curves in caches cannot tell; use --granularity frame, or run_extraction_all.py without "
+            "key_curve"
         )
     for request in requests:
         try:

@@ -42,7 +42,11 @@ def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[
 
 def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of every slot in every layer, and what the policy keeps beside them."""
-    policy, slots, S = config.policy, cached_frames(config), model.tokens_per_frame(config.height, config.width)
+    policy, slots, S = (
+        config.policy,
+        cached_frames(config),
+        model.tokens_per_frame(config.height, config.width),
+    )
     per_value = (2 * slots + policy.raw_slots(slots)) * dtype.itemsize + 2 * policy.state_frames() * FLOAT
     return model.num_layers * S * model.dim * per_value
 
@@ -69,7 +73,7 @@ def latents(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def capturing(request: CaptureRequest, config: RunConfig, model: ModelConfig, fused: bool) -> int:
-    """What looking at one call takes beside what is kept of it, mean keys included, which stay with the KV cache.
+    """What looking at one call takes beside what is kept of it; mean keys, which stay, are part of it.
 
     fused: a kernel computes the mass and forms no matrix.
     """

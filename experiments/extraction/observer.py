@@ -2,7 +2,7 @@
 
 
 class RunObserver:
-    """Prints and logs nothing. A run ends after its current block, or step of the base model, once stopping is true."""
+    """Prints and logs nothing. A run ends after its current block or step once stopping is true."""
 
     stopping = False
     generating = False  # from the first rollout on: before, nothing is lost by stopping at once

@@ -1,4 +1,4 @@
-"""Prompts to text states, once: remembered by prompt and encoder, or given in a file, so that umT5 need not be loaded.
+"""Prompts to embeddings, once: remembered by prompt and encoder, or given in a file in place of umT5.
 
 A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir
 of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
@@ -36,7 +36,7 @@ def encode_prompts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, PromptStates]:
-    """States and tokens of each prompt; the encoder is freed before this returns, and not loaded where nothing needs it."""
+    """Embeddings and tokens of each prompt; the encoder is loaded only where it is needed, and freed."""
     if config.prompt_embeds:
         if len(prompts) > 1:
             raise ConfigError(
@@ -129,7 +129,7 @@ def needs_encoder(
 
 
 def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
-    """The prompt of a run with --prompt_embeds: the file's own, else the one asked for. ConfigError where they differ."""
+    """The prompt of a run with --prompt_embeds: the file's own, else the one asked for; not both."""
     own = read_torch_file(require_file(config.prompt_embeds, MAKE_ONE)).get("prompt")
     if own is not None and not isinstance(own, str):
         raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
@@ -141,7 +141,7 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
 
 
 def read_states(path: str | Path, model_config: ModelConfig) -> PromptStates:
-    """Text states [1, n, text_dim] of a file, n at most text_len, and their tokens. Raises CheckpointError for any other."""
+    """Embeddings [1, n, text_dim] of a file, n at most text_len, and their tokens. Else CheckpointError."""
     content = read_torch_file(require_file(path, MAKE_ONE))
     states = content.get("prompt_embeds")
     if not isinstance(states, Tensor) or states.dtype not in FLOATS:

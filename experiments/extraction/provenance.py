@@ -1,4 +1,4 @@
-"""What a run's numbers depend on, for its caches: files, settings, versions, device. No path, time or host."""
+"""What a run's numbers depend on: files, settings, versions, device. No path, time or host."""
 
 import os
 import platform

@@ -33,7 +33,7 @@ def roll_out(
     observer: RunObserver,
     prompt_schedule: Sequence[PromptSwitch] = (),
 ) -> tuple[Tensor, list[dict]]:
-    """Generate blocks of sizes frames and capture on the way -> latents [1, F, C, h, w] of the finished blocks, records.
+    """Generate blocks of sizes frames -> latents [1, F, C, h, w] of the finished blocks, captured calls.
 
     Fewer frames than the noise has come back where the observer asked to stop. Raises RunError, naming block,
     pass and layer, for numbers that cannot be right, and for memory that does not suffice.
@@ -72,7 +72,7 @@ def sample(
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
 ) -> tuple[Tensor, list[dict], int]:
-    """The base model's steps -> latents [1, F, C, h, w] of the last finished step, records, and how many were finished.
+    """The base model's steps -> latents [1, F, C, h, w] of the last finished one, captured calls, its number.
 
     Not all are where the observer asked to stop. Raises RunError as roll_out does.
     """
@@ -101,7 +101,7 @@ def sample(
 def capture_guarded(
     model: nn.Module, requests: Sequence[CaptureRequest], phase: Callable[[], str]
 ) -> Iterator[tuple]:
-    """Capture while a sampler runs -> the records, and a check to call with the latents of every finished block or step.
+    """Capture while a sampler runs -> the calls, and a check for the latents of every finished block or step.
 
     The check raises RunError for numbers that cannot be right. phase says what is being done, where memory
     does not suffice. What a _StoppedError leaves is kept.
@@ -126,7 +126,7 @@ def capture_guarded(
 
 @contextmanager
 def out_of_memory(phase, requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
-    """Say what was being done (a text, or a function that gives it) and which flag helps where memory does not suffice."""
+    """Say in which phase (a text, or a function that gives it) memory did not suffice, and what helps."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -142,7 +142,10 @@ def out_of_memory(phase, requests: Sequence[CaptureRequest] = ()) -> Iterator[No
 
 def _advice(what: str, requests: Sequence[CaptureRequest]) -> str:
     if any(request.granularity == "token" for request in requests):
-        return "--granularity frame keeps no token matrices, and fewer --layer_indices keep fewer; else fewer --num_frames"
+        return (
+            "--granularity frame keeps no token matrices, and fewer --layer_indices keep fewer; "
+            "else fewer --num_frames"
+        )
     if any(request.rope_bands for request in requests):
         return "leave out --rope_bands, or take fewer --num_frames"
     if "sampling" in what:

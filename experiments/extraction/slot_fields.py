@@ -1,4 +1,4 @@
-"""What an atlas keeps of slots: which frames and positions they held, and the values of those that are no frames."""
+"""What an atlas keeps of slots: their frames and positions, and the values of those that are no frames."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ NO_SLOT = -9  # in slot_frame, beside -1 an average, -2 zeros, -3 tokens of seve
 
 
 def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
-    """slot_frame, slot_position, slot_tokens [layers, blocks, slots], and slot_logits, slot_mass, tokens_kept.
+    """slot_frame, slot_position, slot_tokens [layers, blocks, slots]; slot_logits, slot_mass, tokens_kept.
 
     Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
     """
@@ -46,7 +46,7 @@ def _padded(values: list[int], length: int, filler: int) -> list[int]:
 
 
 def _rows(run: Extraction, calls: Sequence[CapturedCall], name: str, slots: int) -> Tensor:
-    """Values of every slot for the queries of all blocks [H, F, slots], NaN where there is no slot or no query."""
+    """Values of every slot for the queries of all blocks [H, F, slots]; NaN: no slot, or no query."""
     heads = calls[0].values["frame_logits"].shape[1]
     rows = torch.full((heads, run.config.num_frames, slots), torch.nan)
     for call in calls:

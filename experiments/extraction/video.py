@@ -21,7 +21,7 @@ def decode(extraction: Extraction) -> Tensor:
 
 
 def save_video(extraction: Extraction, path: str | Path) -> None:
-    """Decode the latents and write an mp4 of 16 frames a second, whole or not at all; small ones are enlarged."""
+    """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
     import imageio.v3 as iio  # ffmpeg is needed only here
 
     pixels = decode(extraction)
@@ -35,7 +35,7 @@ def save_video(extraction: Extraction, path: str | Path) -> None:
 
 
 def check_video(config: RunConfig) -> None:
-    """Read the VAE's files, by reference. Raises CheckpointError for a VAE that could not decode what is generated."""
+    """Read the VAE's files, by reference. CheckpointError for a VAE that could not decode the latents."""
     from wan.modules.vae import VAE
 
     VAE.from_pretrained(config.ckpt_dir)
