@@ -1,8 +1,8 @@
 """Fifty small mistakes in wan/ and the caches, one at a time: how many do the tests notice?
 
-    python tests/mutations.py --choose OLDER_TREE         # mistakes that can be made in both -> mutations.json
-    python tests/mutations.py --root OLDER_TREE --label before
-    python tests/mutations.py --label after               # makes them here, and counts which are noticed
+python tests/mutations.py --choose OLDER_TREE         # mistakes that can be made in both -> mutations.json
+python tests/mutations.py --root OLDER_TREE --label before python tests/mutations.py --label after
+# makes them here, and counts which are noticed
 
 A mistake is an expression of a function and what takes its place, so it is found again in a tree whose files
 have moved. Each is made in a copy of the tree. The tests of its package run there, in a fork of one warmed

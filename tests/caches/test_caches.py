@@ -43,20 +43,32 @@ def test_bytes_depend_on_the_content_alone(tmp_path):
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "other" / "a much longer name.pt").read_bytes()
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"seed": "42"}, "seed is '42', not int | none"),
-    ({"prompt": None}, "prompt is None, not str"),
-    ({"num_heads": np.int64(3)}, r"cache\['num_heads'\] is a numpy.int64"),
-    ({"seed": True}, "seed is True"),
-    ({"weights": "other"}, "weights is 'other', not one of base, checkpoint, published"),
-    ({"block_sizes": [3, 3]}, r"block_sizes \[3, 3\] do not add up to num_frames 9"),
-    ({"last_block_query_frames": [6, 7, 9]}, r"last_block_query_frames \[6, 7, 9\] are not increasing frames of 0..8"),
-    ({"full_frame_attention": torch.zeros(3, 9, 8)}, r"float32 \[3, 9, 8\], not f16/f32 \[H=3, F=9, F=9\]"),
-    ({"full_frame_attention": torch.zeros(3, 9, 9)}, "values where the key's block comes after the query's"),
-    ({"last_block_frame_attention": torch.zeros(3, 9).double()}, r"float64 \[3, 9\]"),
-    ({"format": "lyer"}, "format is 'lyer', not one of"),
-    ({"schema_version": 99}, "schema_version 99 is newer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": "42"}, "seed is '42', not int | none"),
+        ({"prompt": None}, "prompt is None, not str"),
+        ({"num_heads": np.int64(3)}, r"cache\['num_heads'\] is a numpy.int64"),
+        ({"seed": True}, "seed is True"),
+        ({"weights": "other"}, "weights is 'other', not one of base, checkpoint, published"),
+        ({"block_sizes": [3, 3]}, r"block_sizes \[3, 3\] do not add up to num_frames 9"),
+        (
+            {"last_block_query_frames": [6, 7, 9]},
+            r"last_block_query_frames \[6, 7, 9\] are not increasing frames of 0..8",
+        ),
+        (
+            {"full_frame_attention": torch.zeros(3, 9, 8)},
+            r"float32 \[3, 9, 8\], not f16/f32 \[H=3, F=9, F=9\]",
+        ),
+        (
+            {"full_frame_attention": torch.zeros(3, 9, 9)},
+            "values where the key's block comes after the query's",
+        ),
+        ({"last_block_frame_attention": torch.zeros(3, 9).double()}, r"float64 \[3, 9\]"),
+        ({"format": "lyer"}, "format is 'lyer', not one of"),
+        ({"schema_version": 99}, "schema_version 99 is newer"),
+    ],
+)
 def test_wrong_fields_are_not_written(tmp_path, change, message):
     with pytest.raises(CacheError, match=message):
         save_cache(tmp_path / "c.pt", synthetic_caches.layer() | change)
@@ -117,7 +129,8 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
 def test_what_cannot_be_read(tmp_path):
     for name, command in {
         "attention_cache_figure4.pt": "run_extraction_figure4.py (",
-        "layer7.pt": "run_extraction_each.py --layer_index 7 (without a model: python experiments/layers_from_atlas.py cache/",
+        "layer7.pt": "run_extraction_each.py --layer_index 7 "
+        "(without a model: python experiments/layers_from_atlas.py cache/",
         "mine.pt": "run_extraction_each.py --output_path cache/mine.pt (",
         "atlas.pt": "run_extraction_all.py (",
         "attention_cache.pt": "run_extraction.py (",

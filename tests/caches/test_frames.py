@@ -1,4 +1,6 @@
-"""Frame reductions against a float64 einsum and the golden captures; frame indices against the golden windows."""
+"""Frame reductions against a float64 einsum and the golden captures;
+frame indices against the golden windows.
+"""
 
 import json
 
@@ -91,7 +93,9 @@ def test_golden_mean_prob(golden):
 
 @pytest.mark.parametrize(("case", "block_sizes"), [("blocks9", [3, 3, 3]), ("indep7", [1, 3, 3])])
 def test_golden_assembly(golden, case, block_sizes):
-    """The calls at t = 1000 of every block put together are the older layer cache, where that was attended."""
+    """The calls at t = 1000 of every block put together are the older layer cache,
+    where that was attended.
+    """
     calls = torch.from_numpy(golden[f"{case}/all_calls_frame_logits"])  # [calls, layers, H, 3, F], NaN-padded
     pieces = []
     for block, size in enumerate(block_sizes):
@@ -117,7 +121,9 @@ def test_windows_keep_global_frames():
 
 
 def test_assembly_of_a_window():
-    """The third block of blocks of two sees the sink 0 and 3..5: value = 10 * query + key in its global place."""
+    """The third block of blocks of two sees the sink 0 and 3..5:
+    value = 10 * query + key in its global place.
+    """
     pieces = [
         (q, k, (10 * torch.tensor(q)[:, None] + torch.tensor(k)).expand(3, len(q), len(k)))
         for q, k in [([0, 1], [0, 1]), ([2, 3], [0, 1, 2, 3]), ([4, 5], [0, 3, 4, 5])]

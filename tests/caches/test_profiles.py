@@ -1,4 +1,6 @@
-"""One view of all formats: the same numbers whatever they were stored as, absent frames absent, honest labels."""
+"""One view of all formats: the same numbers whatever they were stored as, absent frames absent,
+honest labels.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""The base model's scripts, for real, on the miniature: layer caches and atlases of both branches, and bad input."""
+"""The base model's scripts, for real, on the miniature:
+layer caches and atlases of both branches, and bad input.
+"""
 
 import re
 import subprocess
@@ -137,7 +139,10 @@ def test_video_frames(video, latent):
         (["--step", "first", "last"], "a layer cache holds one step, not 2"),
         (["--all_layers", "--layer_index", "1"], "exclude each other"),
         (["--num_steps", "0"], "num_steps is 0, not in 1..10000"),
-        (["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: bash experiments/download_weights.sh"),
+        (
+            ["--ckpt_dir", "nowhere"],
+            "model directory nowhere not found; run: bash experiments/download_weights.sh",
+        ),
         (["--config_path", "no.yaml"], "config no.yaml not found"),
         (["--frames", "21"], "unrecognized arguments: --frames 21"),
         (["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),

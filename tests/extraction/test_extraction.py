@@ -1,4 +1,6 @@
-"""The scripts, for real, on the miniature: what they write, that it is right, and what they say of bad input."""
+"""The scripts, for real, on the miniature:
+what they write, that it is right, and what they say of bad input.
+"""
 
 import re
 import subprocess
@@ -67,7 +69,9 @@ def test_the_figure4_cache(caches):
 
 
 def test_granularities_agree(caches):
-    """Frames from half-precision tokens, from exact means, from the key curve, and from the atlas are the same numbers."""
+    """Frames from half-precision tokens, from exact means, from the key curve,
+    and from the atlas are the same numbers.
+    """
     S, atlas = caches["token"]["frame_seq_length"], caches["atlas"]
     for i, layer in enumerate((1, 5)):
         names = ("token", "key", "frame", "probabilities")

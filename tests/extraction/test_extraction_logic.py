@@ -1,4 +1,5 @@
-"""From captured calls to caches, without a model: blocks, call indices, which calls are asked for, where values land.
+"""From captured calls to caches, without a model:
+blocks, call indices, which calls are asked for, where values land.
 
 Every value of the hand-made calls says where it belongs, so a value in a wrong cell shows.
 """
@@ -29,7 +30,9 @@ def value(layer, step, queries, keys):
 
 
 def hand_made(config, granularity="frame"):
-    """An Extraction of every layer, block and pass; within a block, its calls in an order that nobody may rely on."""
+    """An Extraction of every layer, block and pass;
+    within a block, its calls in an order that nobody may rely on.
+    """
     sizes, records = config.block_sizes, []
     for block in range(len(sizes)):
         of_block = []
@@ -105,7 +108,8 @@ def same(a, b):
     torch.testing.assert_close(a, b, atol=1e-4, rtol=0, equal_nan=True)
 
 
-# -- block structure --------------------------------------------------------------------------------------------------
+# -- block structure
+# --------------------------------------------------------------------------------------------------
 
 
 @CONFIGS
@@ -137,11 +141,14 @@ def test_the_rollout_announces_these_blocks(monkeypatch):
     assert [call["layer_idx"] for call in cache["attention_weights"]] == [1, 5] * 12
 
 
-# -- index mapping ----------------------------------------------------------------------------------------------------
+# -- index mapping
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_call_index_and_layer_are_told_apart():
-    """Every call index belongs to one layer and kind, and asking for it by either name wants the same call."""
+    """Every call index belongs to one layer and kind,
+    and asking for it by either name wants the same call.
+    """
     sites = [Site(layer, kind) for layer in range(LAYERS) for kind in ("self", "cross")]
     assert [call_index(site) for site in sites] == list(range(2 * LAYERS))
     capture = OlderCapture()
@@ -185,7 +192,8 @@ def test_what_each_script_asks_for():
     )
 
 
-# -- cache fields and assembly ----------------------------------------------------------------------------------------
+# -- cache fields and assembly
+# ----------------------------------------------------------------------------------------
 
 
 def only(run, **tags):

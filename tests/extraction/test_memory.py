@@ -1,4 +1,6 @@
-"""What a run is said to need: against what was measured, and that it stops with the right advice before anything is loaded."""
+"""What a run is said to need: against what was measured,
+and that it stops with the right advice before anything is loaded.
+"""
 
 import json
 from dataclasses import replace

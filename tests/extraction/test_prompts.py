@@ -1,4 +1,6 @@
-"""Text states: remembered by all that their bits depend on, or given in a file; the same caches byte for byte."""
+"""Text states: remembered by all that their bits depend on, or given in a file;
+the same caches byte for byte.
+"""
 
 import re
 from dataclasses import replace
@@ -190,7 +192,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, capfd, content
     assert [p.name for p in tmp_path.iterdir()] == ["states.pt"] * (content is not None)
 
 
-# -- where numbers come from -------------------------------------------------------------------------------------------
+# -- where numbers come from
+# -------------------------------------------------------------------------------------------
 
 
 def test_the_sampled_hash_sees_header_chunks_end_and_size(tmp_path):

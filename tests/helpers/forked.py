@@ -40,7 +40,9 @@ def own_bytes() -> int:
 
 
 def forked(function: Callable[[], Any], timeout: float = 60, kill_after: float | None = None) -> Outcome:
-    """Call function in a fork, and kill the fork by SIGKILL after kill_after seconds, or as hung after timeout."""
+    """Call function in a fork, and kill the fork by SIGKILL after kill_after seconds,
+    or as hung after timeout.
+    """
     before, start = own_bytes(), time.monotonic()
     reading, writing = os.pipe()
     child = os.fork()

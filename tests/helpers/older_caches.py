@@ -69,9 +69,14 @@ def older_layer(**more):
         "key_frames",
         "last_block_query_frames",
     )
-    return {k: now[k] for k in keep} | {
-        "full_frame_attention": matrix, "last_block_frame_attention": now["last_block_frame_attention"].half(),
-    } | more  # fmt: skip
+    return (
+        {k: now[k] for k in keep}
+        | {
+            "full_frame_attention": matrix,
+            "last_block_frame_attention": now["last_block_frame_attention"].half(),
+        }
+        | more
+    )
 
 
 def older_inference(blocks, passes, layers=(2, 4), window=None, S=5, H=3):

@@ -11,10 +11,21 @@ PROMPT = "a red circle moving right over a dark blue background"
 def common(kind, F=21, H=12, S=16, blocks=None, **more):
     blocks = blocks or [3] * (F // 3)
     return {
-        "format": kind, "schema_version": 1, "prompt": PROMPT, "seed": 42, "num_frames": F, "num_frame_per_block": 3,
-        "frame_seq_length": S, "block_sizes": blocks, "num_heads": H, "model": "wan-mini", "weights": "checkpoint",
-        "weights_file": "self_forcing.pt", "weights_sha256": "0" * 64, "is_logits": True,
-    } | more  # fmt: skip
+        "format": kind,
+        "schema_version": 1,
+        "prompt": PROMPT,
+        "seed": 42,
+        "num_frames": F,
+        "num_frame_per_block": 3,
+        "frame_seq_length": S,
+        "block_sizes": blocks,
+        "num_heads": H,
+        "model": "wan-mini",
+        "weights": "checkpoint",
+        "weights_file": "self_forcing.pt",
+        "weights_sha256": "0" * 64,
+        "is_logits": True,
+    } | more
 
 
 def pass_of(step=0):
@@ -53,24 +64,48 @@ def figure4(
                 "frame_mass": _spread(mass, keys, F),
             }
             values |= {"key_curve": curves.mean(1)} if granularity == "key" else {}
-        entries.append({
-            "layer_idx": layer, "is_logits": is_logits, "num_frames": F, "frame_seq_length": S, "num_heads": H,
-            "num_query_frames": len(queries), "num_key_frames": len(keys), "last_block_start_frame": queries[0],
-        } | values)  # fmt: skip
-    return cache | pass_of(step) | {
-        "attention_weights": entries, "layer_indices": list(layers), "capture_method": "hook", "query_frames": queries,
-        "key_frames": keys,
-    }  # fmt: skip
+        entries.append(
+            {
+                "layer_idx": layer,
+                "is_logits": is_logits,
+                "num_frames": F,
+                "frame_seq_length": S,
+                "num_heads": H,
+                "num_query_frames": len(queries),
+                "num_key_frames": len(keys),
+                "last_block_start_frame": queries[0],
+            }
+            | values
+        )
+    return (
+        cache
+        | pass_of(step)
+        | {
+            "attention_weights": entries,
+            "layer_indices": list(layers),
+            "capture_method": "hook",
+            "query_frames": queries,
+            "key_frames": keys,
+        }
+    )
 
 
 def layer(N=3, F=9, H=3, S=5, blocks=None):
     cache = common("layer", F, H, S, blocks)
     matrix = frame_matrix(H, cache["block_sizes"], seed=N)
     last = block_frames(cache["block_sizes"], -1)
-    return cache | pass_of() | {
-        "layer_index": N, "full_frame_attention": matrix, "last_block_frame_attention": matrix[:, last].mean(1),
-        "query_frames": list(range(F)), "key_frames": list(range(F)), "last_block_query_frames": last,
-    }  # fmt: skip
+    return (
+        cache
+        | pass_of()
+        | {
+            "layer_index": N,
+            "full_frame_attention": matrix,
+            "last_block_frame_attention": matrix[:, last].mean(1),
+            "query_frames": list(range(F)),
+            "key_frames": list(range(F)),
+            "last_block_query_frames": last,
+        }
+    )
 
 
 def inference(layers=(1, 5), steps=(0,), F=9, H=3, S=5, window=None, is_logits=False):
@@ -90,10 +125,19 @@ def inference(layers=(1, 5), steps=(0,), F=9, H=3, S=5, window=None, is_logits=F
                 if is_logits
                 else {"attn_weights": logits.float().softmax(-1)[None]}
             )
-            calls.append(values | pass_of(step) | {
-                "layer_idx": N, "is_logits": is_logits, "block": block, "query_frames": queries, "key_frames": keys,
-                "q_shape": [1, len(queries) * S, H, 16], "k_shape": [1, len(keys) * S, H, 16],
-            })  # fmt: skip
+            calls.append(
+                values
+                | pass_of(step)
+                | {
+                    "layer_idx": N,
+                    "is_logits": is_logits,
+                    "block": block,
+                    "query_frames": queries,
+                    "key_frames": keys,
+                    "q_shape": [1, len(queries) * S, H, 16],
+                    "k_shape": [1, len(keys) * S, H, 16],
+                }
+            )
     return cache | {"attention_weights": calls, "layer_indices": list(layers), "num_transformer_blocks": 8}
 
 
@@ -106,9 +150,12 @@ def atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5, blocks=None, curve=True
         logits.masked_fill(logits.isnan(), -torch.inf).softmax(-1).masked_fill(logits.isnan(), float("nan"))
     )
     cache |= {
-        "layers": list(layers), "pass_timesteps": [pass_of(s)["timestep"] for s in steps], "pass_steps": list(steps),
-        "frame_logits": logits, "frame_mass": mass,
-    }  # fmt: skip
+        "layers": list(layers),
+        "pass_timesteps": [pass_of(s)["timestep"] for s in steps],
+        "pass_steps": list(steps),
+        "frame_logits": logits,
+        "frame_mass": mass,
+    }
     if curve:  # every token of a frame at the frame's mean, plus a ripple that averages out
         last = block_frames(cache["block_sizes"], -1)
         ripple = torch.linspace(-0.25, 0.25, S).repeat(F)

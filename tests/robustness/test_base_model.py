@@ -1,4 +1,6 @@
-"""The base model's sampler under the same watch: guarded at every step, stopped between steps, room asked for before."""
+"""The base model's sampler under the same watch:
+guarded at every step, stopped between steps, room asked for before.
+"""
 
 import json
 import os
@@ -67,7 +69,8 @@ def test_stopped_after_the_captured_step_the_capture_is_whole(number, tmp_path, 
     note, said = said_by(["--quiet", "--step", "1", "--output_dir", str(tmp_path / "part")], 130, capfd)
     assert note == "stopping after this step; Ctrl-C again stops at once"
     assert said == (
-        f"error: stopped after 3 of 4 steps; saved whole: {path}; to make the rest, run the same command again"
+        f"error: stopped after 3 of 4 steps; saved whole: {path}; "
+        "to make the rest, run the same command again"
     )
     assert path.read_bytes() == (tmp_path / "whole/layer7.pt").read_bytes() and os.listdir(
         tmp_path / "part"
@@ -107,7 +110,9 @@ def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):
 
 
 def test_numbers_are_guarded_at_the_step_where_they_go_wrong(tmp_path, monkeypatch, capfd):
-    """NaN enters at layer 3 in the unconditional branch of step 2, of which nothing is captured; step 3 is never made."""
+    """NaN enters at layer 3 in the unconditional branch of step 2, of which nothing is captured;
+    step 3 is never made.
+    """
     steps, original = [], rollout.capture_guarded
 
     def capture_guarded(model, *more):

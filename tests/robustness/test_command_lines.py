@@ -1,4 +1,6 @@
-"""Every script with every kind of bad input: exit code 2 and one line; --help: 0. In forks of one warmed process."""
+"""Every script with every kind of bad input: exit code 2 and one line; --help: 0.
+In forks of one warmed process.
+"""
 
 import os
 import subprocess

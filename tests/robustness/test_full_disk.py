@@ -1,4 +1,6 @@
-"""A disk of one megabyte: said before the rollout with the bytes needed, and while writing; nothing is left behind."""
+"""A disk of one megabyte: said before the rollout with the bytes needed, and while writing;
+nothing is left behind.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,6 @@
-"""On a GPU: memory that does not suffice at each stage of a run, and equal bits run after run with --deterministic."""
+"""On a GPU: memory that does not suffice at each stage of a run,
+and equal bits run after run with --deterministic.
+"""
 
 import os
 import subprocess
@@ -28,7 +30,9 @@ def at_the_root(monkeypatch):
 
 @pytest.fixture
 def no_more_memory(monkeypatch):
-    """A function that lets a stage of a run begin with every byte taken that this process may have: CUDA itself refuses."""
+    """A function that lets a stage of a run begin with every byte taken that this process may have:
+    CUDA itself refuses.
+    """
     taken = []
 
     def take_all() -> None:
@@ -130,16 +134,20 @@ import sys
 from experiments import extract_attention_wan, run_extraction, run_extraction_all, run_extraction_figure4
 flags, folder = sys.argv[2:], sys.argv[1]
 rollout = ["--deterministic", "--quiet", *flags]
-run_extraction_all.run([*rollout, "--key_curve", "--cross", "--rope_bands", "--output_path", f"{folder}/atlas.pt"])
+everything = ["--key_curve", "--cross", "--rope_bands"]
+run_extraction_all.run([*rollout, *everything, "--output_path", f"{folder}/atlas.pt"])
 run_extraction_figure4.run([*rollout, "--output_path", f"{folder}/figure4.pt"])
 run_extraction.run([*rollout, "--output_path", f"{folder}/inference.pt"])
-extract_attention_wan.run([*rollout, "--num_frames", "21", "--num_steps", "6", "--all_layers", "--output_dir", folder])
+short = ["--num_frames", "21", "--num_steps", "6"]
+extract_attention_wan.run([*rollout, *short, "--all_layers", "--output_dir", folder])
 """
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_deterministic_runs_are_equal_to_the_byte(dtype, tmp_path):
-    """In processes of their own: what one has warmed up, tuned or left in memory is not there for the other."""
+    """In processes of their own: what one has warmed up,
+    tuned or left in memory is not there for the other.
+    """
     made = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,6 @@
-"""SIGKILL at random moments, two runs to one path, leftovers: the old file or the new one, never a mixture."""
+"""SIGKILL at random moments, two runs to one path, leftovers:
+the old file or the new one, never a mixture.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,6 @@
-"""Caches whose fields have the right types and shapes and contradict each other, or hold numbers that cannot be."""
+"""Caches whose fields have the right types and shapes and contradict each other,
+or hold numbers that cannot be.
+"""
 
 import copy
 

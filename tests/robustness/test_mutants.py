@@ -1,4 +1,5 @@
-"""Damaged and hostile caches and checkpoints: read as they were, or refused in one line; no code runs, nothing hangs.
+"""Damaged and hostile caches and checkpoints: read as they were, or refused in one line;
+no code runs, nothing hangs.
 
 Every file is read in a fork of this warmed process, in at most 2 s and 500 MB.
 """
@@ -103,7 +104,8 @@ def summary(read, path):
         return "escaped", f"{type(error).__name__}: {error}"[:500]
 
 
-# -- ways to spoil a file ----------------------------------------------------------------------------------------------
+# -- ways to spoil a file
+# ----------------------------------------------------------------------------------------------
 
 
 def truncated(content: bytes, dice) -> bytes:
@@ -136,7 +138,9 @@ def table_of(values, dice):
 
 
 def respelled(values: dict, dice) -> str:
-    """Change one field in place: dropped, renamed, of another type, dtype or shape, or larger than the file."""
+    """Change one field in place: dropped, renamed, of another type, dtype or shape,
+    or larger than the file.
+    """
     table = table_of(values, dice)
     name = dice.choice(list(table))
     how = dice.choice(("dropped", "renamed", "type", "tensor", "huge", "nested", "code"))
@@ -176,7 +180,9 @@ def respelled(values: dict, dice) -> str:
 
 
 def lying_archive(content_path, target, dice) -> None:
-    """A zip with right checksums whose records are not what its pickle says: other lengths, names, numbers in the pickle."""
+    """A zip with right checksums whose records are not what its pickle says:
+    other lengths, names, numbers in the pickle.
+    """
     how = dice.choice(("shorter", "longer", "missing", "pickle", "compressed", "declared"))
     with zipfile.ZipFile(content_path) as old, zipfile.ZipFile(target, "w") as new:
         data = [info.filename for info in old.infolist() if "/data/" in info.filename]
@@ -205,7 +211,8 @@ def larger_numbers(content: bytes, dice) -> bytes:
     return content[:at] + new + content[at + (2 if content[at] == ord("K") else 3) :]
 
 
-# -- caches --------------------------------------------------------------------------------------------------------------
+# -- caches
+# ------------------------------------------------------------------------------------------------------------
 
 
 def whole_caches() -> dict:
@@ -248,7 +255,8 @@ def test_caches(tmp_path, monkeypatch, capfd):
     assert sum(found.values()) == CACHES
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------------
+# -- checkpoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def spoil_safetensors(content: bytes, dice) -> bytes:
@@ -356,7 +364,9 @@ def test_checkpoints(tmp_path, monkeypatch, capfd):
 
 
 def test_one_bit_of_a_large_record(tmp_path):
-    """A token matrix stays on disk; it is compared with its checksum when it is used, or when that is asked for."""
+    """A token matrix stays on disk; it is compared with its checksum when it is used,
+    or when that is asked for.
+    """
     path = tmp_path / "c.pt"
     torch.save({"large": torch.zeros(EAGER_BYTES // 4 + 1000), "small": torch.zeros(3)}, path)
     content = load_tensors(path)

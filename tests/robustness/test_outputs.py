@@ -1,4 +1,6 @@
-"""Where caches, videos and logs go: links, devices, long names, a process id used twice, pipes that are closed, a full log."""
+"""Where caches, videos and logs go: links, devices, long names, a process id used twice,
+pipes that are closed, a full log.
+"""
 
 import json
 import os
@@ -156,7 +158,8 @@ def test_a_layer_asked_for_twice_is_kept_once(tmp_path):
     assert load_cache(tmp_path / "a.pt")["layer_indices"] == [1]
 
 
-# -- asked to stop ---------------------------------------------------------------------------------------------------------
+# -- asked to stop
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

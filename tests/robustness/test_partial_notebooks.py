@@ -1,4 +1,6 @@
-"""Notebooks on caches of runs that were stopped: they run from top to bottom and show what is absent as absent."""
+"""Notebooks on caches of runs that were stopped:
+they run from top to bottom and show what is absent as absent.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,6 @@
-"""What must hold for any block structure and any numbers: frame reductions, frame indices, assembly, the cache round trip."""
+"""What must hold for any block structure and any numbers:
+frame reductions, frame indices, assembly, the cache round trip.
+"""
 
 import tempfile
 import zlib

@@ -1,4 +1,6 @@
-"""No run writes a file that it reads, or one file twice: derived from the flags of every script, by device and inode."""
+"""No run writes a file that it reads, or one file twice:
+derived from the flags of every script, by device and inode.
+"""
 
 import contextlib
 import io
@@ -60,7 +62,9 @@ def refused(script, argv) -> str:
 
 
 def test_no_output_is_an_input_by_any_name(inputs, tmp_path):
-    """Every file that is read, under its own name, a symbolic and a hard link, as every file that is written."""
+    """Every file that is read, under its own name, a symbolic and a hard link,
+    as every file that is written.
+    """
     tried = 0
     for script in (run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4):
         for flag, path in inputs.items():
@@ -173,7 +177,9 @@ def test_filelock_neither_follows_nor_truncates_a_link(tmp_path):
 
 
 def test_without_flock_a_lease_expires_by_its_heartbeat(tmp_path, monkeypatch):
-    """On a disk without flock, process ids of other hosts mean nothing: what is not refreshed is taken over."""
+    """On a disk without flock, process ids of other hosts mean nothing:
+    what is not refreshed is taken over.
+    """
     import filelock._unix as unix
 
     from experiments.running import output_locks

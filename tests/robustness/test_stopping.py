@@ -65,8 +65,8 @@ def test_an_atlas_stopped_after_three_blocks(tmp_path, monkeypatch, capfd):
         run_extraction_all, ["--cross", "--key_curve", "--output_path", str(tmp_path / "part.pt")], capfd
     )
     assert (
-        f"stopped after 3 of 7 blocks; saved as partial: {tmp_path / 'part.pt'}; to make the rest, run the same"
-        in said
+        f"stopped after 3 of 7 blocks; saved as partial: {tmp_path / 'part.pt'}; "
+        "to make the rest, run the same" in said
     )
     part, whole = (load_cache(tmp_path / name) for name in ("part.pt", "whole.pt"))
     assert (
@@ -124,7 +124,8 @@ def test_after_the_last_block_nothing_is_partial(tmp_path, monkeypatch):
     assert "partial" not in load_cache(tmp_path / "out.pt")
 
 
-# -- sweeps ----------------------------------------------------------------------------------------------------------------
+# -- sweeps
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -266,7 +267,8 @@ def test_two_sweeps_in_one_folder(tmp_path, prompts):
     assert other.value == 2 and "is being made by another run" in other.said
 
 
-# -- what a run says ---------------------------------------------------------------------------------------------------------
+# -- what a run says
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_line_per_block_and_a_log(tmp_path, capfd):
@@ -298,7 +300,8 @@ def test_a_line_per_block_and_a_log(tmp_path, capfd):
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore"),
             [],
-            r"out of GPU memory while rolling out block 0 of 2: CUDA out of memory. Tried 9 GiB.; --granularity frame keeps no",
+            r"out of GPU memory while rolling out block 0 of 2: CUDA out of memory. "
+            r"Tried 9 GiB.; --granularity frame keeps no",
         ),
         (
             torch.OutOfMemoryError("CUDA out of memory."),

@@ -1,4 +1,6 @@
-"""What is printed, where it goes, and in which alphabet never decides what is written; nor does a closed terminal."""
+"""What is printed, where it goes, and in which alphabet never decides what is written;
+nor does a closed terminal.
+"""
 
 import ast
 import io
@@ -37,7 +39,9 @@ def closed_pipe() -> int:
 
 
 def with_streams(script, argv, stdout, stderr=None, encoding="utf-8"):
-    """Run a script in a fork whose descriptors 1 and 2 are what these functions open; None leaves one closed."""
+    """Run a script in a fork whose descriptors 1 and 2 are what these functions open;
+    None leaves one closed.
+    """
 
     def call():
         for number, name, make in ((1, "stdout", stdout), (2, "stderr", stderr or stdout)):
@@ -218,7 +222,8 @@ def test_no_help_waits_for_torch():
     scripts = [name for name in scripts if name not in STILL_SLOW]
     code = (
         "import importlib, sys, time\n"
-        "for name in ('torch', 'transformers', 'diffusers', 'matplotlib', 'numpy'): sys.modules[name] = None\n"
+        "for name in ('torch', 'transformers', 'diffusers', 'matplotlib', 'numpy'):\n"
+        "    sys.modules[name] = None\n"
         f"for name in {scripts!r}:\n"
         "    start = time.perf_counter()\n"
         "    try: importlib.import_module('experiments.' + name).run(['--help'])\n"

@@ -1,4 +1,6 @@
-"""experiments/download_weights.sh against a small server that answers as the hub does: asks, resumes, fetches nothing twice."""
+"""experiments/download_weights.sh against a small server that answers as the hub does:
+asks, resumes, fetches nothing twice.
+"""
 
 import hashlib
 import json
@@ -27,7 +29,9 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub's interface that `hf download` uses: a repository's files, and their bytes from an offset."""
+    """The part of the hub's interface that `hf download` uses:
+    a repository's files, and their bytes from an offset.
+    """
 
     protocol_version = "HTTP/1.1"
 

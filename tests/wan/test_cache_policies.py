@@ -1,4 +1,6 @@
-"""The clean rules of cache policies, on windows, sinks and budgets of any size, against lists of frames in float64."""
+"""The clean rules of cache policies, on windows, sinks and budgets of any size,
+against lists of frames in float64.
+"""
 
 import pytest
 import torch
@@ -58,7 +60,9 @@ class Simulation:
         return torch.randn(BATCH, tokens, HEADS, DIM, generator=self.generator, dtype=torch.float64)
 
     def block(self, size, passes=2):
-        """Run the passes of the next block, the last one clean; yield after each, with what every layer sees."""
+        """Run the passes of the next block, the last one clean;
+        yield after each, with what every layer sees.
+        """
         frames = range(self.start, self.start + size)
         self.start += size
         self.cache.advance(frames, self.text)
@@ -209,15 +213,21 @@ def test_chosen_tokens_are_those_of_a_float64_ranking(recent, reuse_limit):
 
 
 def candidates(layout, item, frames, sink, recent):
-    """(frame, index, position) of the tokens between the sink and the recent frames, the new block appended."""
+    """(frame, index, position) of the tokens between the sink and the recent frames,
+    the new block appended.
+    """
     tokens = []
     for index, slot in enumerate(layout.slots):
         for place in range(S):
             if slot.frame == CHOSEN:
                 at = (index - layout.chosen.slots.start) * S + place
-                tokens.append((
-                    layout.chosen.frames[item, at].item(), layout.chosen.indices[item, at].item(), slot.position,
-                ))  # fmt: skip
+                tokens.append(
+                    (
+                        layout.chosen.frames[item, at].item(),
+                        layout.chosen.indices[item, at].item(),
+                        slot.position,
+                    )
+                )
             else:
                 tokens.append((slot.frame, place, slot.position))
     tokens += [(frame, place, frame) for frame in frames for place in range(S)]

@@ -52,7 +52,9 @@ def test_the_fused_call_is_sdpa_bit_for_bit_on_the_cpu():
 
 @pytest.mark.parametrize("layer", range(MODEL_LAYERS))
 def test_asking_for_a_layer_returns_that_layer(layer):
-    """Perturb the query norm of one layer: with every layer fed the same input, only that layer's logits may change."""
+    """Perturb the query norm of one layer: with every layer fed the same input,
+    only that layer's logits may change.
+    """
     model = tiny_pipeline().model
     x, e = torch.randn(1, 15, 48), torch.randn(1, 1, 6, 48)
     text = model.text_keys_values(torch.randn(1, 4, 24))
@@ -221,7 +223,9 @@ def test_an_idle_hook_keeps_nothing():
 
 
 def test_frame_means_of_the_cache_are_those_of_the_keys(device):
-    """The KV cache settles the means of past frames; clean passes in between and windows must not leave stale ones."""
+    """The KV cache settles the means of past frames;
+    clean passes in between and windows must not leave stale ones.
+    """
     pipeline = tiny_pipeline(device=device, local_attn_size=5, sink_size=1)
     requests = CaptureRequest(granularity="frame", steps=[1, 4]), CaptureRequest(steps=[1, 4])
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
@@ -234,7 +238,9 @@ def test_frame_means_of_the_cache_are_those_of_the_keys(device):
 
 
 def test_captured_logits_are_those_of_generation():
-    """Capturing in another dtype than generating once changed the video; the golden rollout stays golden while watched."""
+    """Capturing in another dtype than generating once changed the video;
+    the golden rollout stays golden while watched.
+    """
     arrays = golden_arrays("causal")
     pipeline = CausalInferencePipeline(golden_model())
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):

@@ -1,4 +1,6 @@
-"""Capture under cache policies: frame and slot values against the definition in float64, choices per layer and item."""
+"""Capture under cache policies: frame and slot values against the definition in float64,
+choices per layer and item.
+"""
 
 from itertools import pairwise
 

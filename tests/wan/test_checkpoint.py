@@ -121,7 +121,8 @@ def test_all_that_does_not_fit_is_reported(native):
     with pytest.raises(CheckpointError) as caught:
         checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, native, "sf.pt")
     assert str(caught.value) == (
-        "sf.pt does not fit the model: 1 of 150 keys missing: head.head.bias; 1 of 150 keys unexpected: lora; "
+        "sf.pt does not fit the model: 1 of 150 keys missing: head.head.bias; "
+        "1 of 150 keys unexpected: lora; "
         f"1 of 150 keys of another shape: head.modulation [3] instead of {[1, 2, GOLDEN_MODEL.dim]}"
     )
 
@@ -159,9 +160,14 @@ def test_what_does_not_fit_is_named(native, spoil, message):
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no_such.pt not found; run: bash experiments/download_weights.sh.*--no_checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no_such.pt not found; run: bash experiments/download_weights.sh.*--no_checkpoint",
+    ):
         checkpoint.weights_file(tmp_path, tmp_path / "no_such.pt")
-    with pytest.raises(CheckpointError, match=r"model directory .* not found; run: bash experiments/download_weights.sh"):
+    with pytest.raises(
+        CheckpointError, match=r"model directory .* not found; run: bash experiments/download_weights.sh"
+    ):
         checkpoint.read_model_config(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config.json not found"):
         checkpoint.read_model_config(tmp_path)

@@ -1,4 +1,6 @@
-"""A native directory and a checkpoint with something wrong, through a script: one line, exit code 2, nothing left behind."""
+"""A native directory and a checkpoint with something wrong, through a script:
+one line, exit code 2, nothing left behind.
+"""
 
 import json
 import re
@@ -21,7 +23,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def real(tmp_path, monkeypatch):
-    """wan/ in the native layout in shards, sf.pt and text states, all small and whole; and the flags of a run of them."""
+    """wan/ in the native layout in shards, sf.pt and text states, all small and whole;
+    and the flags of a run of them.
+    """
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(random_weights, "SHARD_BYTES", 1 << 18)
     random_weights.make_transformer(tmp_path / "wan", GOLDEN_MODEL, torch.bfloat16, CPU)
@@ -71,7 +75,11 @@ BASE, TUNED = ["--no_checkpoint"], ["--checkpoint_path", "sf.pt"]
 @pytest.mark.parametrize(
     ("flags", "spoil", "message"),
     [
-        (BASE, lambda f: shard(f).unlink(), "model-00002.safetensors not found; run: bash experiments/download_weights.sh"),
+        (
+            BASE,
+            lambda f: shard(f).unlink(),
+            "model-00002.safetensors not found; run: bash experiments/download_weights.sh",
+        ),
         (BASE, lambda f: truncate(shard(f)), "model-00002.safetensors cannot be read: "),
         (BASE, lambda f: other_model(shard(f)), "1 of 150 keys unexpected: unet.conv_in.weight"),
         (BASE, lambda f: shard(f).write_bytes(b""), "model-00002.safetensors cannot be read: "),
@@ -81,7 +89,11 @@ BASE, TUNED = ["--no_checkpoint"], ["--checkpoint_path", "sf.pt"]
             "not an index of shards",
         ),
         (BASE, lambda f: checkpoint.transformer_file(f / "wan").write_text("{"), "is not JSON"),
-        (TUNED, lambda f: (f / "sf.pt").unlink(), "sf.pt not found; run: bash experiments/download_weights.sh"),
+        (
+            TUNED,
+            lambda f: (f / "sf.pt").unlink(),
+            "sf.pt not found; run: bash experiments/download_weights.sh",
+        ),
         (TUNED, lambda f: truncate(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
         (TUNED, lambda f: code_in_a_pickle(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
         (

@@ -1,4 +1,6 @@
-"""Cache policies as their public releases run them: 25 runs of eight repositories (tests/golden/README.md)."""
+"""Cache policies as their public releases run them:
+25 runs of eight repositories (tests/golden/README.md).
+"""
 
 import json
 from functools import cache
@@ -75,7 +77,9 @@ def arrays(name: str) -> dict[str, np.ndarray]:
 
 
 class Recorder:
-    """What each call handed to attention: of LAYER the layout and the first value of every slot, of all the choices."""
+    """What each call handed to attention: of LAYER the layout and the first value of every slot,
+    of all the choices.
+    """
 
     def __init__(self, monkeypatch):
         self.layouts: list[KeyLayout] = []

@@ -1,4 +1,5 @@
-"""The parts of a layer against their formulas in float64: on the CPU the PyTorch definitions, on CUDA the fused kernels.
+"""The parts of a layer against their formulas in float64:
+on the CPU the PyTorch definitions, on CUDA the fused kernels.
 
 In bfloat16 the budget is half a unit in the last place of the result plus what float32 arithmetic may add.
 """
@@ -114,7 +115,9 @@ def test_feed_forward(dtype, device):
 
 
 def test_time_turns_once_in_two_pi_frames():
-    """The fastest time frequency is 1 rad a frame, the wave that passes for a sink at frame 0 (21 frames: 3.3 periods)."""
+    """The fastest time frequency is 1 rad a frame, the wave that passes for a sink at frame 0 (21 frames:
+    3.3 periods).
+    """
     turns = RotaryTable(128).freqs_cis(0, torch.arange(7))
     assert turns[:, 0].angle()[1].item() == pytest.approx(1.0) and turns.shape == (7, 22)
     assert RotaryTable(golden_config()["model"]["head_dim"]).axes_dim == (8, 4, 4) and RotaryTable(

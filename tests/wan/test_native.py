@@ -78,11 +78,14 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(native_config()))
     index = {"weight_map": {"head.head.bias": "diffusion_pytorch_model-00002.safetensors"}}
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model-00002.safetensors not found; run: bash experiments/download_weights.sh"):
+    with pytest.raises(
+        CheckpointError, match=r"model-00002.safetensors not found; run: bash experiments/download_weights.sh"
+    ):
         checkpoint.read_transformer_state(tmp_path)
 
 
-# -- umT5 --------------------------------------------------------------------------------------------------------------
+# -- umT5
+# ------------------------------------------------------------------------------------------------------------
 
 
 def random_umt5(config: UMT5Config) -> dict[str, torch.Tensor]:
@@ -108,7 +111,9 @@ def random_umt5(config: UMT5Config) -> dict[str, torch.Tensor]:
 def plain_umt5(
     w: dict[str, torch.Tensor], config: UMT5Config, ids: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The encoder by its definition: pre-norm, T5 attention without scaling, a relative bias in every layer, gated GELU."""
+    """The encoder by its definition: pre-norm, T5 attention without scaling, a relative bias in every layer,
+    gated GELU.
+    """
 
     def norm(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
@@ -188,11 +193,14 @@ def test_umt5_files_that_do_not_fit(tmp_path, spoil, message):
         native.load_umt5(tmp_path, torch.float32, config=SMALL_UMT5)
 
 
-# -- the VAE -----------------------------------------------------------------------------------------------------------
+# -- the VAE
+# ------------------------------------------------------------------------------------------------------------
 
 
 def native_vae_names(vae: AutoencoderKLWan) -> dict[str, str]:
-    """diffusers name -> native name, found by asking diffusers' conversion about every name the release could have."""
+    """diffusers name -> native name, found by asking diffusers' conversion about every name the release
+    could have.
+    """
     tails = [f"residual.{i}.{p}" for i in (0, 2, 3, 6) for p in ("gamma", "weight", "bias")]
     tails += [f"{part}.{p}" for part in ("shortcut", "time_conv", "resample.1") for p in ("weight", "bias")]
     middle = [f"middle.{i}.{t}" for i in (0, 2) for t in tails[:12]]
@@ -223,5 +231,5 @@ def test_the_vae_is_diffusers_own(tmp_path):
 
 def test_native_files_that_are_not_there(tmp_path):
     for load in (native.load_umt5, native.load_vae):
-        with pytest.raises(CheckpointError, match="pth not found; run: bash experiments/download_weights.sh"):
+        with pytest.raises(CheckpointError, match=r"pth not found; run: bash experiments/download_weights.sh"):
             load(tmp_path, torch.float32)

@@ -1,7 +1,7 @@
 """Statistics of an attention call against their definitions in float64, at awkward sizes, on every device.
 
-Error budgets are those asked of the capture: in float32 mean logits within 1e-5 of the largest logit and mass within 1e-6;
-in bfloat16 no worse than twice the error of the same formula in plain PyTorch.
+Error budgets are those asked of the capture: in float32 mean logits within 1e-5 of the largest logit and mass
+within 1e-6; in bfloat16 no worse than twice the error of the same formula in plain PyTorch.
 """
 
 import pytest
@@ -69,7 +69,9 @@ def test_frame_mass(size, device, monkeypatch):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_bfloat16_is_no_worse_than_plain_pytorch(size, device):
-    """Inputs are bfloat16; the reference sees the same rounded inputs, plain PyTorch rounds its products as it does."""
+    """Inputs are bfloat16; the reference sees the same rounded inputs,
+    plain PyTorch rounds its products as it does.
+    """
     q, k, lse, logits, probabilities = call(size, torch.bfloat16, device)
     expected_logits = per_frame(logits, size).mean((3, 5))
     expected_mass = per_frame(probabilities, size).sum(5).mean(3)

@@ -1,4 +1,6 @@
-"""Mean logits by RoPE band: they add up, each band is its own, and they travel from the hook to the notebook's cache."""
+"""Mean logits by RoPE band: they add up, each band is its own,
+and they travel from the hook to the notebook's cache.
+"""
 
 import math
 
@@ -71,7 +73,9 @@ def test_bands_add_up_to_the_mean_logits(size, device):
 
 @pytest.mark.parametrize("band", range(6))
 def test_one_band_in_one_band_out(band):
-    """q and k of one band, rotated as the model does: RoPE keeps it where it is, and only that band is not zero."""
+    """q and k of one band, rotated as the model does:
+    RoPE keeps it where it is, and only that band is not zero.
+    """
     table = RotaryTable(16)
     sizes = list(table.bands.values())
     q, k = q_and_k((16, 6, 2, 4))
@@ -88,7 +92,9 @@ def test_one_band_in_one_band_out(band):
 
 
 def test_a_time_band_turns_with_distance():
-    """The fastest band of q and k that are the same in every frame is a wave of 2 pi frames and nothing else."""
+    """The fastest band of q and k that are the same in every frame is a wave of 2 pi frames and nothing
+    else.
+    """
     table = RotaryTable(16)
     q = torch.ones(1, 1, 1, 16).expand(1, 12, 1, 16)
     turned = rotate(q, *table(range(12), 1, 1, q.device))

@@ -1,4 +1,6 @@
-"""Bidirectional sampling of the base model: against a loop on diffusers' own transformer and solver, and as announced."""
+"""Bidirectional sampling of the base model:
+against a loop on diffusers' own transformer and solver, and as announced.
+"""
 
 import numpy as np
 import pytest
@@ -41,7 +43,9 @@ def test_the_steps_are_those_of_the_native_solver():
 
 
 def test_it_equals_a_loop_on_diffusers(sampled):
-    """WanPipeline's loop, written out, on diffusers' transformer: 50 steps of float32, measured to agree to 3e-5."""
+    """WanPipeline's loop, written out, on diffusers' transformer:
+    50 steps of float32, measured to agree to 3e-5.
+    """
     theirs = diffusers_model()
     native = golden_arrays("weights")
     theirs.load_state_dict(
