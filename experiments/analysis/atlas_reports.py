@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis import head_taxonomy
-from experiments.analysis.head_measures import NO_BANDS, NO_CONTEXT, band_spread
+from experiments.analysis.first_frame_findings import FirstFrame
+from experiments.analysis.head_measures import NO_BANDS, band_spread
 from experiments.analysis.head_taxonomy import Transfer
+from experiments.analysis.label_agreement import LabelAgreement
 from experiments.analysis.measures import DELTA_THRESHOLD
 from experiments.analysis.panels import HeadMap, LabelMap
+from experiments.analysis.reasons import NO_CONTEXT
 
 
 def measure_lines(maps: Sequence[HeadMap]) -> str:
@@ -56,6 +59,54 @@ def confusion_lines(maps: Sequence[LabelMap]) -> str:
             counts = ", ".join(f"{(ours.labels == label).sum()} {name}" for label, name in ours.names.items())
             lines.append(f"  in this cache: {counts}")
     return "\n".join(lines)
+
+
+def first_frame_lines(found: FirstFrame | None, reason: str) -> str:
+    """Two lines: the effect with its placebos, the contrasts of the first frames; or why there are none."""
+    if found is None:
+        return f"First-frame effect: absent, {reason}"
+    s = found.fit.effect[np.isfinite(found.fit.effect)]
+    lines = [
+        f"First-frame effect: mean {s.mean():.2f}, median {np.median(s):.2f} logits; "
+        f"{(s > DELTA_THRESHOLD).sum()} of {s.size} heads above {DELTA_THRESHOLD:g}; "
+        f"{found.above_placebos.sum()} above all of {found.num_placebos} placebo frames"
+    ]
+    c = mean_of_heads(found.contrasts)[:3]
+    if np.isfinite(c).all():
+        lines.append(f"Key-frame contrasts: {', '.join(f'{x:.2f}' for x in c)} for frames 0, 1, 2")
+    else:
+        lines.append("Key-frame contrasts: absent, too few key frames to draw a line through")
+    return "\n".join(lines)
+
+
+def pass_lines(effects: Mapping[str, np.ndarray]) -> str:
+    """Mean effect of every pass, and how well heads of a pass agree with those of the first."""
+    lines = []
+    for name, values in effects.items():
+        first = next(iter(effects.values()))
+        both = np.isfinite(values) & np.isfinite(first)
+        r = np.corrcoef(values[both], first[both])[0, 1] if both.sum() > 1 else float("nan")
+        lines.append(f"{name}: mean {np.nanmean(values):.2f}, r = {r:.2f} with the first pass")
+    return "\n".join(lines)
+
+
+def agreement_lines(found: Sequence[LabelAgreement]) -> str:
+    """Our rule on every view, beside what it must beat."""
+    return (
+        "\n".join(
+            f"{one.name}: {one.share:.1%} agree "
+            f"(95 % of bootstraps over layers: {one.low:.1%} to {one.high:.1%}); "
+            f"majority class {one.majority:.1%}, best single threshold {one.single:.1%}"
+            for one in found
+        )
+        or "No published labels of this model"
+    )
+
+
+def mean_of_heads(values: np.ndarray) -> np.ndarray:
+    """Mean over layers and heads of [layers, heads, n], without NaN; NaN where no head has one."""
+    there = np.isfinite(values).any((0, 1))
+    return np.where(there, np.nanmean(np.where(there, values, 0), (0, 1)), np.nan)
 
 
 def transfer_lines(transfers: Sequence[Transfer]) -> str:

@@ -9,6 +9,7 @@ from experiments.analysis.measures import (
     Wave,
     distance_profile,
     equal_distance_excess,
+    first_frame_effect,
     first_minus_context,
     head_statistics,
     wave,
@@ -25,6 +26,7 @@ class Findings(NamedTuple):
     waves: Wave
     over_context: np.ndarray  # first − context
     excess: np.ndarray | None  # at equal distance
+    effect: np.ndarray | None  # first-frame effect: rows and distances accounted for
     by_distance: np.ndarray | None  # what first − context would be if distance were all that matters
 
 
@@ -39,12 +41,13 @@ def findings(view: Profiles) -> Findings:
     """Of every head of a view of mean logits with context frames."""
     profile, matrix, context = view.profiles(), view.frame_matrices(), view.context_frames
     s = head_statistics(profile)
-    excess = by_distance = None
+    excess = effect = by_distance = None
     if matrix is not None:
         excess = equal_distance_excess(matrix, view.block_sizes)
+        effect = first_frame_effect(matrix, view.block_sizes).effect
         by_distance = first_minus_context(distance_profile(matrix, view.block_sizes), context)
     over_context = first_minus_context(profile, context)
-    return Findings(s.delta, s.max_frame, wave(profile, context), over_context, excess, by_distance)
+    return Findings(s.delta, s.max_frame, wave(profile, context), over_context, excess, effect, by_distance)
 
 
 def places(view: Profiles, panels: Iterable[HeadPanel]) -> list[tuple[HeadPanel, tuple[int, int]]]:

@@ -14,6 +14,7 @@ from experiments.analysis.first_frame import (
     placebo_frames,
 )
 from experiments.analysis.measures import excess_by_distance
+from experiments.analysis.reasons import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_IDENTIFIED
 from experiments.caches.view import Profiles
 
 LAST_PLACEBO = 24  # key frames within what the model was trained on, at any length
@@ -27,7 +28,8 @@ class FirstFrame(NamedTuple):
     fit: FirstFrameEffect
     frames: tuple[int, ...]  # key frames of the placebos
     placebos: np.ndarray  # [layers, heads, frames]
-    contrasts: np.ndarray  # [layers, heads, first]
+    contrasts: np.ndarray  # of frames 0..11, for numbers: [layers, heads, 12]
+    more_contrasts: np.ndarray  # of frames 0..23, for figures: [layers, heads, 24]
     excess: np.ndarray  # at equal distance, by distance: [layers, heads, F]
 
     @property
@@ -56,12 +58,12 @@ def first_frame(view: Profiles | None) -> FirstFrame | None:
     if not np.isfinite(fit.effect).any():
         return None
     frames = placebo_frames(view.block_sizes)
-    first = min(FIRST_CONTRASTS, view.num_frames)
     return FirstFrame(
         fit,
         tuple(frames),
         placebo_effects(matrix, view.block_sizes, frames),
-        key_frame_contrasts(matrix, view.block_sizes, first),
+        key_frame_contrasts(matrix, view.block_sizes),
+        key_frame_contrasts(matrix, view.block_sizes, FIRST_CONTRASTS),
         excess_by_distance(matrix, view.block_sizes),
     )
 
@@ -69,12 +71,12 @@ def first_frame(view: Profiles | None) -> FirstFrame | None:
 def why_no_first_frame(view: Profiles | None) -> str:
     """One line on why first_frame gave nothing."""
     if view is None:
-        return "no mean logits in this cache"
+        return NO_LOGITS
     if not view.context_frames:
-        return "no context: the queries see no earlier block"
+        return NO_CONTEXT
     if len(view.matrix_rows) < view.num_frames:
-        return "no whole frame matrix in this cache"
-    return "its cells do not tell frame 0 from rows and distances"
+        return NO_MATRIX
+    return NOT_IDENTIFIED
 
 
 def log_mass_effect(mass: Profiles | None) -> np.ndarray | None:

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis import head_taxonomy, measures
+from experiments.analysis.first_frame import partial_r_squared
+from experiments.analysis.first_frame_findings import log_mass_effect
 from experiments.analysis.panels import HeadMap, LabelMap
+from experiments.analysis.reasons import NO_CONTEXT, NO_LOGITS, NO_MASS, NO_MATRIX, NOT_IDENTIFIED
 from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles, open_profiles
-
-NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
-
-NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
 
 OTHER_MODEL = "published for another model"
 
@@ -41,19 +40,33 @@ def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMa
 
 LOGIT_MEASURES = (  # name, title, unit, scale, what it needs: any profile, context, or the whole matrix
     ("first_minus_middle", "first − middle", "logits", "diverging", "profile"),
-    ("first_over_middle", "first / middle", "ratio", "ratio", "profile"),
     ("first_minus_context", "first − context", "logits", "diverging", "context"),
     ("equal_distance_excess", "excess at equal distance", "logits", "diverging", "matrix"),
+    ("first_frame_effect", "first-frame effect s", "logits", "diverging", "effect"),
+    ("first_frame_r2", "partial R² of s", "share of variance", "sequential", "effect"),
     ("sign_rate", "positive context logits", "share of cells", "share", "context"),
     ("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", "context"),
     ("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", "context"),
-    ("wave_period", "best-fit period", "frames", "sequential", "context"),
+    ("wave_period", "best-fit period, R² ≥ 0.5", "frames", "sequential", "context"),
 )
 
 MASS_MEASURES = (
     ("first_mass", "mass on first, of all", "share of all", "sequential", "profile"),
     ("first_context_mass", "mass on first, of context", "share of context", "sequential", "context"),
+    ("log_mass_effect", "s of log mass", "log ratio", "diverging", "effect"),
 )
+
+FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")
+
+WHOLE_MATRIX = {  # these use every query frame with context, where a cache has them
+    "equal_distance_excess",
+    "first_frame_effect",
+    "first_frame_r2",
+    "sign_rate",
+    "log_mass_effect",
+}
+
+ALL_QUERIES = "all query frames"
 
 
 def _logit_maps(view: Profiles | None) -> list[HeadMap]:
@@ -67,38 +80,56 @@ def _logit_maps(view: Profiles | None) -> list[HeadMap]:
         s, w = measures.head_statistics(profile), measures.wave(profile, context)
         values = {
             "first_minus_middle": s.delta,
-            "first_over_middle": s.ratio,
             "first_minus_context": measures.first_minus_context(profile, context),
             "sign_rate": head_taxonomy.context_sign_rate(view),
             "wave_amplitude": w.amplitude,
             "wave_r2": w.r2,
-            "wave_period": w.period,
+            "wave_period": w.told_period,
         }
     if view and matrix is not None:
-        values["equal_distance_excess"] = measures.equal_distance_excess(matrix, view.block_sizes)
-    return _as_maps(LOGIT_MEASURES, values, reasons)
+        sizes = view.block_sizes
+        values["equal_distance_excess"] = measures.equal_distance_excess(matrix, sizes)
+        values["first_frame_effect"] = measures.first_frame_effect(matrix, sizes).effect
+        values["first_frame_r2"] = partial_r_squared(matrix, sizes)
+    reasons["effect"] = _effect_reason(reasons["matrix"], values.get("first_frame_effect"))
+    return _as_maps(LOGIT_MEASURES, values, reasons, whole=matrix is not None)
 
 
 def _mass_maps(view: Profiles | None) -> list[HeadMap]:
     reasons = {"profile": "" if view else NO_MASS}
     reasons["context"] = reasons["profile"] or ("" if view and view.context_frames else NO_CONTEXT)
+    effect = log_mass_effect(view)
+    no_matrix = "" if effect is not None else NO_MATRIX
+    reasons["effect"] = _effect_reason(reasons["context"] or no_matrix, effect)
     values: dict[str, np.ndarray] = {}
     if view:
         of_all, of_context = measures.first_frame_mass(view.profiles(), view.context_frames)
         values = {"first_mass": of_all, "first_context_mass": of_context}
-    return _as_maps(MASS_MEASURES, values, reasons)
+    if effect is not None:
+        values["log_mass_effect"] = effect
+    return _as_maps(MASS_MEASURES, values, reasons, whole=effect is not None)
+
+
+def _effect_reason(reason: str, effect: np.ndarray | None) -> str:
+    if reason or effect is None:
+        return reason
+    return "" if np.isfinite(effect).any() else NOT_IDENTIFIED
 
 
 def _as_maps(
     table: Sequence[tuple[str, str, str, str, str]],
     values: Mapping[str, np.ndarray],
     reasons: Mapping[str, str],
+    whole: bool,
 ) -> list[HeadMap]:
-    """Maps of a table's measures; one whose need is not met is None, with the reason."""
-    return [
-        HeadMap(name, title, unit, scale, None if reasons[need] else values[name], reasons[need])
-        for name, title, unit, scale, need in table
-    ]
+    """Maps of a table's measures; one whose need is not met is None, with the reason. whole: of a whole
+    matrix."""
+    maps = []
+    for name, title, unit, scale, need in table:
+        queries = ALL_QUERIES if whole and name in WHOLE_MATRIX else ""
+        shown = None if reasons[need] else values[name]
+        maps.append(HeadMap(name, title, unit, scale, shown, reasons[need], queries))
+    return maps
 
 
 def head_kinds(logits: Profiles | None, thresholds: head_taxonomy.Thresholds) -> np.ndarray | None:

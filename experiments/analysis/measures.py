@@ -36,6 +36,10 @@ DELTA_THRESHOLD = 2.0  # first - middle, in logits, above which earlier work cal
 
 RATIO_THRESHOLD = 1.2  # first / middle, likewise
 
+SMALL_MIDDLE = 0.05  # of max - min: a smaller middle of signed values makes a ratio of its noise
+
+PERIOD_R2 = 0.5  # of the best-fitting sinusoid, below which its period is not told
+
 
 class HeadStatistics(NamedTuple):
     """Per-head statistics, each of the profile's shape without the frame axis; NaN where there is no
@@ -45,7 +49,7 @@ class HeadStatistics(NamedTuple):
     middle: np.ndarray  # mean of A[1 .. F-2]
     last: np.ndarray  # A[F-1]
     delta: np.ndarray  # first - middle
-    ratio: np.ndarray  # first / middle; NaN where middle <= 0
+    ratio: np.ndarray  # first / middle; NaN where either is not above 0, or middle is near 0 in logits
     first_minus_last: np.ndarray
     max_frame: np.ndarray  # int, -1 where nothing was attended
     spread: np.ndarray  # (max - min) / |mean|
@@ -74,11 +78,18 @@ def head_statistics(profile: np.ndarray) -> HeadStatistics:
             middle=middle,
             last=last,
             delta=first - middle,
-            ratio=np.where(middle > 0, first / middle, np.nan),
+            ratio=np.where(_has_ratio(A, first, middle, spread), first / middle, np.nan),
             first_minus_last=first - last,
             max_frame=np.where(attended.any(-1), highest.argmax(-1), -1),
             spread=np.where(attended.any(-1), spread, np.nan) / np.abs(_mean(A)),
         )
+
+
+def _has_ratio(A: np.ndarray, first: np.ndarray, middle: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    """Where first / middle means something: both above 0, and where a profile has values of both signs, as
+    logits do, a middle that is not near 0."""
+    signed = (A < 0).any(-1)
+    return (first > 0) & (middle > 0) & ~(signed & (middle < SMALL_MIDDLE * spread))
 
 
 def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
@@ -154,6 +165,13 @@ class Wave(NamedTuple):
     r2: np.ndarray  # share of the variance around the trend that this sinusoid explains
     period: np.ndarray  # frames, of the best-fitting sinusoid; 2 pi = 6.28 is the fastest of temporal RoPE
     period_r2: np.ndarray  # the same share for it
+    period_inside: np.ndarray  # bool: the best period is not an end of those that were searched
+
+    @property
+    def told_period(self) -> np.ndarray:
+        """The period where it means something: it explains half of the variance, and the search did not end
+        there."""
+        return np.where((self.period_r2 >= PERIOD_R2) & self.period_inside, self.period, np.nan)
 
 
 def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Wave:
@@ -165,7 +183,8 @@ def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None
     frequency."""
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
-        return Wave(*np.full((4, *y.shape[:-1]), np.nan))
+        nothing = np.full(y.shape[:-1], np.nan)
+        return Wave(nothing, nothing, nothing, nothing, np.zeros(nothing.shape, bool))
     if periods is None:
         periods = 2 * np.pi / np.linspace(4 * np.pi / np.ptp(f), 2 * np.pi / 2.5, 400)
     line = np.stack([np.ones_like(f), f], -1)
@@ -182,7 +201,8 @@ def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None
     by_period = np.stack([explained(2 * np.pi / p)[1] for p in periods], -1)
     best = np.where(np.isnan(by_period), -np.inf, by_period).argmax(-1)
     best_r2 = np.take_along_axis(by_period, best[..., None], -1)[..., 0]
-    return Wave(amplitude, r2, np.where(np.isnan(best_r2), np.nan, np.asarray(periods)[best]), best_r2)
+    period = np.where(np.isnan(best_r2), np.nan, np.asarray(periods)[best])
+    return Wave(amplitude, r2, period, best_r2, (best > 0) & (best < len(periods) - 1))
 
 
 def sign_rate(values: np.ndarray) -> np.ndarray:

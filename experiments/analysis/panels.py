@@ -42,6 +42,7 @@ class HeadMap(NamedTuple):
     scale: str  # "diverging" around 0, "ratio" around 1, "share" of 0..1, or "sequential"
     values: np.ndarray | None
     missing_reason: str = ""
+    queries: str = ""  # whose queries it is of, where they are not those of the figure's title
 
 
 class LabelMap(NamedTuple):

@@ -160,6 +160,7 @@ def finding_lines(view: Profiles, panels: Sequence[HeadPanel]) -> str:
             f"{panel.label}, layer {panel.layer}, head {panel.head}: {wave}; "
             f"first − middle {found.delta[at]:+.2f}"
             + ("" if found.excess is None else f", excess at equal distance {found.excess[at]:+.2f}")
+            + ("" if found.effect is None else f", first-frame effect {found.effect[at]:+.2f}")
         )
     return "\n".join([*lines, *_mean_findings(found)])
 
@@ -171,7 +172,7 @@ def _mean_findings(found: Findings) -> list[str]:
         f"All {high.size} heads: first − middle {_mean(found.delta):+.2f} on average, "
         f"above {DELTA_THRESHOLD:g} for {high.sum()}"
     ]
-    if found.excess is None or found.by_distance is None:
+    if found.excess is None or found.by_distance is None or found.effect is None:
         return [
             *lines,
             "Excess at equal distance: absent, it needs every query frame, as an atlas holds them",
@@ -192,6 +193,10 @@ def _mean_findings(found: Findings) -> list[str]:
             f"  of {lonely.sum()} heads above {DELTA_THRESHOLD:g} by the first alone, distance by itself "
             f"gives more than half of it for {by_distance.sum()}"
         )
+    lines.append(
+        f"  first-frame effect s {_mean(found.effect):+.2f} on average, above {DELTA_THRESHOLD:g} for "
+        f"{(found.effect > DELTA_THRESHOLD).sum()}: rows and distances are accounted for"
+    )
     return lines
 
 

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
+    "first": "experiments.dev.first_frame_numbers",
     "evaluation": "experiments.dev.miniature_tables",
 }
 

@@ -1,6 +1,13 @@
 """Arrays -> SVG, PDF, HTML: every drawing function by one name, such as `figures.head_curves(...)`."""
 
-from experiments.figures.atlas import agreement_matrix, head_maps, label_maps
+from experiments.figures.atlas import agreement_matrix, head_maps, label_agreement, label_maps
+from experiments.figures.first_frame import (
+    contrasts_by_frame,
+    distances_and_contrasts,
+    effect_by_pass,
+    placebo_strips,
+    score_against_effect,
+)
 from experiments.figures.heads import head_curves, head_grid, one_head
 from experiments.figures.layer import all_heads, frame_maps
 from experiments.figures.layers import layer_comparison, layer_statistics
@@ -12,16 +19,22 @@ __all__ = [
     "NAMES",
     "agreement_matrix",
     "all_heads",
+    "contrasts_by_frame",
+    "distances_and_contrasts",
+    "effect_by_pass",
     "frame_maps",
     "head_curves",
     "head_grid",
     "head_maps",
+    "label_agreement",
     "label_maps",
     "layer_comparison",
     "layer_statistics",
     "one_head",
+    "placebo_strips",
     "profile_heat_maps",
     "prompt_words",
     "rope_bands",
     "save_svg",
+    "score_against_effect",
 ]

@@ -1,6 +1,7 @@
 """A whole atlas as maps layers × heads: measures, kinds of heads, agreement of labels."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -11,60 +12,67 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from experiments.analysis.label_agreement import LabelAgreement
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.figures.colors import extend_of
-from experiments.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, mark_missing, styled, ticks
+from experiments.figures.colors import color_bar, extend_of
+from experiments.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    label_figure,
+    missing_note,
+    styled,
+    ticks,
+)
 
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": "#E8DFA9"}
 
 
 @styled
-def head_maps(maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str) -> Figure:
-    """A panel per measure. Those in logits around 0 share one scale, to be compared; the others have their
-    own. Scales end at the 2nd and 98th percentile: a few heads of the real model's last layers would leave
-    all others in one colour."""
-    columns = min(5, len(maps))
-    rows = -(-len(maps) // columns)
-    heads = next((m.values.shape[1] for m in maps if m.values is not None), 1)
-    figure, axes = plt.subplots(
-        rows, columns, squeeze=False, figsize=(2.9 * columns, 0.6 + rows * _height(len(layers)))
-    )
-    around_0 = [m.values for m in maps if m.scale == "diverging" and m.values is not None]
-    for axis, panel in zip(axes.flat, maps, strict=False):
-        axis.set_title(panel.title)
-        if panel.values is None or not np.isfinite(panel.values).any():
-            mark_missing(axis, panel.missing_reason or "no head has one")
-            continue
-        cmap, low, high = _range(
-            panel.scale, np.stack(around_0) if panel.scale == "diverging" else panel.values
-        )
-        mesh = axis.pcolormesh(np.ma.masked_invalid(panel.values), cmap=cmap, vmin=low, vmax=high)
-        extend = extend_of(panel.values, low, high)
-        figure.colorbar(mesh, ax=axis, label=panel.unit, extend=extend, aspect=25, pad=0.03)
-        _head_axes(axis, layers, heads)
-    for axis in axes.flat[len(maps) :]:
+def head_maps(
+    maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title: str = "Measures of every head"
+) -> Figure:
+    """A panel per measure; what a cache does not hold is left out, and a note says so.
+
+    Those in logits around 0 share one scale, to be compared; the others have their own. Scales end at the 2nd
+    and 98th percentile: a few heads of the real model's last layers would leave all others in one colour."""
+    shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
+    columns = max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
+    rows = max(1, -(-len(shown) // columns))
+    size = (3.1 * columns, 0.7 + rows * (_height(len(layers)) + 0.15))
+    figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=size)
+    around_0 = [values for m, values in shown if m.scale == "diverging" and m.unit == "logits"]
+    for axis, (panel, values) in zip(axes.flat, shown, strict=False):
+        axis.set_title(panel.title, pad=14 if any(m.queries for m in maps) else None)
+        axis.text(0.5, 1.01, panel.queries, transform=axis.transAxes, ha="center", va="bottom", fontsize=7)
+        shared = np.stack(around_0) if any(values is one for one in around_0) else values
+        cmap, low, high = _range(panel.scale, shared)
+        mesh = axis.pcolormesh(np.ma.masked_invalid(values), cmap=cmap, vmin=low, vmax=high)
+        color_bar(figure, mesh, axis, panel.unit, extend=extend_of(values, low, high), aspect=25, pad=0.03)
+        _head_axes(axis, layers, values.shape[1])
+    for axis in list(axes.flat)[len(shown) :]:
         axis.remove()
-    figure.suptitle(f"Measures of every head, {subtitle}; grey: N/A")
+    missing = [(m.title, m.missing_reason or "no head has one") for m in maps if not _is_shown(m, shown)]
+    label_figure(figure, [], f"{title}, {subtitle}; grey: N/A", note=missing_note(missing))
     return figure
 
 
 @styled
 def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str) -> Figure:
-    """A panel per map of labels; a dot marks a head whose label differs from the one it is compared with."""
-    figure, axes = plt.subplots(
-        1, len(maps), squeeze=False, figsize=(2.7 * len(maps), 0.9 + _height(len(layers)))
-    )
-    heads = next((m.labels.shape[1] for m in maps if m.labels is not None), 1)
+    """A panel per map of labels; a dot marks a head whose label differs from the one it is compared with.
+    What is absent is left out, with a note."""
+    shown = [(m, m.labels) for m in maps if m.labels is not None]
+    size = (max(4.0, 2.7 * len(shown)), 1.1 + _height(len(layers)))
+    figure, axes = plt.subplots(1, max(1, len(shown)), squeeze=False, figsize=size)
     legend: dict[str, Artist] = {}
-    for axis, panel in zip(axes.flat, maps, strict=True):
+    for axis, (panel, labels) in zip(axes.flat, shown, strict=False):
         axis.set_title(panel.title, fontsize=9)
         legend |= {name: Patch(facecolor=COLORS[name], label=name) for name in panel.names.values()}
-        if panel.labels is None:
-            mark_missing(axis, panel.missing_reason)
-            continue
-        values = np.full(panel.labels.shape, np.nan)
+        values = np.full(labels.shape, np.nan)
         for i, label in enumerate(panel.names):
-            values[panel.labels == label] = i
+            values[labels == label] = i
         axis.pcolormesh(
             np.ma.masked_invalid(values),
             cmap=ListedColormap([COLORS[n] for n in panel.names.values()]),
@@ -73,15 +81,16 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
             edgecolors="white",
             linewidth=0.3,
         )
-        _head_axes(axis, layers, heads)
+        _head_axes(axis, layers, labels.shape[1])
         if panel.differs is not None:
             rows, columns = np.nonzero(panel.differs)
             axis.plot(columns + 0.5, rows + 0.5, "o", color="black", markersize=2)
-            legend["differs"] = Line2D(
-                [], [], color="black", marker="o", markersize=3, linestyle="", label="label differs"
-            )
-    figure.suptitle(f"Kinds of heads, {subtitle}")
-    figure.legend(handles=list(legend.values()), loc="outside lower center", ncols=len(legend), frameon=False)
+            dot: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
+            legend["differs"] = Line2D([], [], label="label differs", **dot)
+    for axis in list(axes.flat)[len(shown) :]:
+        axis.remove()
+    note = missing_note([(m.title, m.missing_reason) for m in maps if m.labels is None])
+    label_figure(figure, [], f"Kinds of heads, {subtitle}", legend=legend, note=note)
     return figure
 
 
@@ -109,8 +118,31 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
     axis.set_xticks(np.arange(n) + 0.5, [str(i + 1) for i in range(n)])
     axis.set_yticks(np.arange(n) + 0.5, [f"{i + 1}: {name}" for i, name in enumerate(names)])
     axis.set(ylim=(n, 0))
-    figure.colorbar(mesh, ax=axis, label="share of heads", pad=0.03)
+    color_bar(figure, mesh, axis, "share of heads", pad=0.03)
     axis.set_title(f"Same label: {what}")
+    return figure
+
+
+@styled
+def label_agreement(found: Sequence[LabelAgreement]) -> Figure:
+    """Agreement with published labels, a row for each view with its interval, beside the majority class and
+    the best single threshold."""
+    n = len(found)
+    figure, axis = plt.subplots(figsize=(7.4, 1.3 + 0.33 * n))
+    rows = np.arange(n)
+    share = np.array([one.share for one in found])
+    ends = np.array([[one.share - one.low, one.high - one.share] for one in found]).T
+    axis.errorbar(
+        share, rows, xerr=ends, fmt="o", color=BLUE, markersize=5, label="our rule, 95 % over layers"
+    )
+    axis.plot(
+        [one.single for one in found], rows, "D", color=ORANGE, markersize=4, label="best single threshold"
+    )
+    axis.plot([one.majority for one in found], rows, "s", color="0.5", markersize=4, label="majority class")
+    axis.set_yticks(rows, [one.name for one in found])
+    axis.set(xlabel="Share of heads with the published label", ylim=(n - 0.5, -0.5), xlim=(None, 1))
+    legend = {str(handle.get_label()): handle for handle in axis.get_legend_handles_labels()[0]}
+    label_figure(figure, [], "Kinds of heads: agreement with published labels", legend=legend)
     return figure
 
 
@@ -125,6 +157,10 @@ def _head_axes(axis: Axes, layers: Sequence[int], heads: int) -> None:
     shown_heads, shown = ticks(heads, room=6), ticks(len(layers), room=10)
     axis.set_xticks(shown_heads + 0.5, [str(h) for h in shown_heads])
     axis.set_yticks(shown + 0.5, [str(layers[i]) for i in shown])
+
+
+def _is_shown(one: HeadMap, shown: Sequence[tuple[HeadMap, np.ndarray]]) -> bool:
+    return any(one is other for other, _ in shown)
 
 
 def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:

@@ -1,9 +1,15 @@
-"""Colours of a quantity, and values drawn as one image."""
+"""Colours of a quantity, values drawn as one image, and colour bars. All maps are safe for colour-blind
+readers."""
 
+from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colorbar import Colorbar
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from experiments.figures.style import GREY
@@ -36,3 +42,12 @@ def extend_of(values: np.ndarray, low: float, high: float) -> str:
     """Which ends of a colour bar get an arrow: those that values go beyond."""
     below, above = bool((values < low).any()), bool((values > high).any())
     return {(True, False): "min", (False, True): "max", (True, True): "both"}.get((below, above), "neither")
+
+
+def color_bar(
+    figure: Figure, image: ScalarMappable, axes: Axes | Sequence[Axes], unit: str, **options: Any
+) -> Colorbar:
+    """A colour bar with its unit above it: beside it, it would read as the next panel's label."""
+    bar = figure.colorbar(image, ax=axes, **options)
+    bar.ax.set_title(fill(unit, 12), fontsize=8, loc="left")
+    return bar

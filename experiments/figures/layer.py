@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import offset_copy
 
 from experiments.caches.caption import Caption
-from experiments.figures.colors import color_scale, heat_map
+from experiments.figures.colors import color_bar, color_scale, heat_map
 from experiments.figures.style import (
     GREY,
     LABELS,
@@ -58,7 +58,7 @@ def frame_maps(
     for axis in axes[:: min(4, H)]:
         axis.set_ylabel(f"Query frame ({caption.unit})")
     shrink = min(1, 4 / figure.get_figheight())
-    figure.colorbar(image, ax=axes, label=LABELS[caption.quantity], aspect=30, pad=0.02, shrink=shrink)
+    color_bar(figure, image, axes, LABELS[caption.quantity], aspect=30, pad=0.02, shrink=shrink)
     label_figure(figure, axes, title, legend=grey_legend(matrices), x=f"Key frame ({caption.unit})")
     return figure
 
@@ -74,13 +74,13 @@ def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
         np.arange(F + 1) - 0.5,
         np.arange(H + 1) - 0.5,
         np.ma.masked_invalid(profiles),
-        cmap="viridis",
         edgecolors="face",
         linewidth=0.2,
+        **color_scale(profiles, caption.quantity),
     )
     frame_axis(axis, F, room=25)
     axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=ticks(H, room=20))
-    figure.colorbar(mesh, ax=axis, label=LABELS[caption.quantity], pad=0.02, aspect=30)
+    color_bar(figure, mesh, axis, LABELS[caption.quantity], pad=0.02, aspect=30)
     legend = grey_legend(profiles)
     edge = offset_copy(
         axis.get_xaxis_transform(), figure, y=4, units="points"

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from experiments.analysis.panels import ProfileMap
 from experiments.caches.caption import NOTHING, Caption
-from experiments.figures.colors import color_scale, extend_of, heat_map
+from experiments.figures.colors import color_bar, color_scale, extend_of, heat_map
 from experiments.figures.style import (
     BLUE,
     GREY,
@@ -24,7 +24,7 @@ from experiments.figures.style import (
     grey_legend,
     label_figure,
     mark_frames,
-    mark_missing,
+    missing_note,
     panel_grid,
     styled,
     ticks,
@@ -41,22 +41,20 @@ def profile_heat_maps(
     columns: int | None = None,
     highlighted_frames: Mapping[str, Sequence[int]] = NOTHING,
 ) -> Figure:
-    """A panel per map, a row per head; panels of one quantity share one colour scale."""
-    shown = [p.values for p in panels if p.values is not None]
-    H, F = shown[0].shape if shown else (1, 1)
-    columns = min(columns or (4 if len(panels) <= 12 else 6), len(panels))
+    """A panel per map, a row per head; panels of one quantity share one colour scale. What is absent is left
+    out, with a note."""
+    shown = [(p, p.values) for p in panels if p.values is not None]
+    H, F = shown[0][1].shape if shown else (1, 1)
+    columns = max(1, min(columns or (4 if len(shown) <= 12 else 6), len(shown)))
     width = max(2.0, min(3.4, 0.9 + 0.1 * F), 7.2 / columns)
-    lowest = 0.9 if len(panels) > columns else 1.9  # a lone row holds the colour bar's label
-    figure, axes = panel_grid(len(panels), columns, (width, max(lowest, 0.55 + 0.065 * H)))
+    lowest = 0.9 if len(shown) > columns else 1.9  # a lone row holds its colour bar
+    figure, axes = panel_grid(max(1, len(shown)), columns, (width, max(lowest, 0.55 + 0.065 * H)))
     legend: dict[str, Artist] = {}
-    for i, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
+    for i, (axis, (panel, values)) in enumerate(zip(axes, shown, strict=False)):
         axis.set_title(panel.title, fontsize=9)
         if i % columns == 0:
             axis.set_ylabel("Head")
-        if panel.values is None:
-            mark_missing(axis, panel.missing_reason)
-            continue
-        legend |= grey_legend(panel.values)
+        legend |= grey_legend(values)
         for text, frames in highlighted_frames.items():
             style: dict[str, Any] = {"color": ORANGE, "linewidth": 1, "linestyle": "--"}
             axis.axvline(min(frames) - 0.5, **style)
@@ -64,12 +62,12 @@ def profile_heat_maps(
         axis.set_yticks(ticks(H, room=5))
         axis.set_xticks(ticks(F, room=8))
     by_quantity: dict[str, list[tuple[Axes, np.ndarray]]] = {}
-    for axis, panel in zip(axes, panels, strict=True):
-        if panel.values is not None:
-            by_quantity.setdefault(panel.quantity, []).append((axis, panel.values))
+    for axis, (panel, values) in zip(axes, shown, strict=False):
+        by_quantity.setdefault(panel.quantity, []).append((axis, values))
     for quantity, chosen in by_quantity.items():
         _color(figure, chosen, quantity)
-    label_figure(figure, axes, title, legend=legend)
+    note = missing_note([(p.title, p.missing_reason) for p in panels if p.values is None])
+    label_figure(figure, axes, title, legend=legend, note=note)
     return figure
 
 
@@ -89,7 +87,7 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     left.set(xlabel="Word of the prompt", ylabel="Head")
     left.set_yticks(ticks(H, room=20))
     extend = extend_of(mass, colors["vmin"], colors["vmax"])
-    figure.colorbar(image, ax=left, label=LABELS["mass"], pad=0.02, aspect=25, extend=extend)
+    color_bar(figure, image, left, LABELS["mass"], pad=0.02, aspect=25, extend=extend)
     right.barh(np.arange(H), mass.sum(1), color=BLUE, height=0.8, linewidth=0)
     right.set(xlabel="on the whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5))
     right.xaxis.set_major_locator(MaxNLocator(3))
@@ -126,7 +124,7 @@ def rope_bands(
     )
     below.set_yticks(np.arange(bands), names, fontsize=8)
     below.set_ylim(bands - 0.5, -0.5)
-    figure.colorbar(mesh, ax=below, label=LABELS["mean_logit"], pad=0.02)
+    color_bar(figure, mesh, below, LABELS["mean_logit"], pad=0.02)
     legend = mark_frames(above, total, caption.highlighted_frames)
     for marked in caption.highlighted_frames.values():
         below.axvline(min(marked) - 0.5, color=ORANGE, linestyle="--", linewidth=1.2)
@@ -144,10 +142,11 @@ def _color(figure: Figure, panels: Sequence[tuple[Axes, np.ndarray]], quantity: 
     colors = color_scale(everything, quantity, PERCENTILE)
     for axis, values in panels:
         image = heat_map(axis, values, **colors)
-    figure.colorbar(
+    color_bar(
+        figure,
         image,
-        ax=[axis for axis, _ in panels],
-        label=LABELS[quantity],
+        [axis for axis, _ in panels],
+        LABELS[quantity],
         pad=0.02,
         aspect=30,
         shrink=min(1.0, 3.5 / figure.get_figheight()),

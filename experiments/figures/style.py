@@ -109,18 +109,34 @@ def label_figure(
     y: str = "",
     legend: Mapping[str, Artist] = NO_LEGEND,
     x: str = "Key frame (latent)",
+    note: str = "",
 ) -> None:
-    """Title, x label under the lowest axes, one y label for all, and a legend below everything."""
+    """Title, x label under the lowest axes, one y label for all, and below everything a legend and a note."""
     figure.suptitle(title)
     for axis in axes:
         if axis.xaxis.get_tick_params()["labelbottom"]:
             axis.set_xlabel(x)
     if y:
         figure.supylabel(y, fontsize=9)
-    if legend:
+    if legend or note:
         figure.legend(
-            handles=list(legend.values()), loc="outside lower center", ncols=len(legend), frameon=False
+            handles=list(legend.values()),
+            loc="outside lower center",
+            ncols=max(1, len(legend)),
+            frameon=False,
+            title=note or None,
+            title_fontsize=8,
         )
+
+
+def missing_note(missing: Sequence[tuple[str, str]], width: int = 110) -> str:
+    """What a figure leaves out and why: (title, reason) of each, those of one reason together; "" for
+    nothing."""
+    reasons: dict[str, list[str]] = {}
+    for title, reason in missing:
+        reasons.setdefault(reason, []).append(title)
+    text = "; ".join(f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items())
+    return fill(f"absent: {text}", width) if text else ""
 
 
 def ticks(n: int, room: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.figures.colors import color_bar
 from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
 
 STRIP_FRAMES = 7  # shown of 81, evenly
@@ -71,7 +72,7 @@ def training_checkpoints(
             axis.invert_yaxis()
             axis.grid(False)
         row[1].set_ylabel("Layer")
-        figure.colorbar(mesh, ax=row[1:], label=unit, aspect=20, pad=0.02)
+        color_bar(figure, mesh, list(row[1:]), unit, aspect=20, pad=0.02)
     figure.suptitle(subtitle)
     return figure
 

@@ -1,0 +1,147 @@
+"""The first-frame effect: beside placebos, by distance, contrasts by key frame, over passes, against the
+older score."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.figures.colors import color_bar
+from experiments.figures.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    label_figure,
+    panel_grid,
+    styled,
+    ticks,
+)
+
+PERCENTILE = 98  # of the sizes of effects, where colours end
+
+
+@styled
+def placebo_strips(
+    effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, *, unit: str = "logits"
+) -> Figure:
+    """A strip a head, the strongest effect on top: effect [heads] of frame 0, then placebos [heads, frames];
+    below, the mean over heads by frame."""
+    order = np.argsort(-effect, kind="stable")
+    values = np.concatenate([effect[:, None], placebos], 1)
+    columns = np.concatenate([[0], frames])
+    figure, (strips, means) = plt.subplots(2, 1, sharex=True, height_ratios=[2.6, 1], figsize=(7.4, 5.6))
+    top = max(float(np.nanpercentile(np.abs(values), PERCENTILE)), 1e-9)
+    strips.grid(False)
+    strips.set_facecolor(GREY)
+    edges = np.concatenate([columns - 0.5, [columns[-1] + 0.5]])
+    image = strips.pcolormesh(
+        edges,
+        np.arange(len(order) + 1),
+        np.ma.masked_invalid(values[order]),
+        cmap="RdBu_r",
+        vmin=-top,
+        vmax=top,
+        rasterized=True,
+    )
+    strips.set(ylabel="Heads, by their effect of frame 0", ylim=(len(order), 0))
+    color_bar(figure, image, strips, unit, extend="both", aspect=25, pad=0.02)
+    mean = np.nanmean(values, 0)
+    means.bar(columns[1:], mean[1:], color=BLUE, width=0.8, linewidth=0, label="placebo: another key frame")
+    means.bar([0], mean[:1], color=ORANGE, width=0.8, linewidth=0, label="frame 0")
+    means.axhline(0, color="0.4", linewidth=0.8)
+    means.set(ylabel=f"Mean over heads\n({unit})", xlabel="Key frame (latent)")
+    means.set_xticks(ticks(int(columns[-1]) + 1, room=15))
+    means.legend(fontsize=8, loc="upper right")
+    figure.suptitle(title)
+    return figure
+
+
+@styled
+def distances_and_contrasts(
+    excess: np.ndarray, contrasts: np.ndarray, title: str, *, unit: str = "logits"
+) -> Figure:
+    """Left, excess of frame 0 by distance, heads [heads, F]; right, contrasts by key frame [heads, first].
+    Mean over heads, and the quarter of heads above and below the median."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.2))
+    _mean_and_quartiles(left, np.arange(excess.shape[1]), excess, BLUE)
+    left.axhline(0, color="0.4", linewidth=0.8)
+    left.set(xlabel="Distance (latent frames)", ylabel=f"Excess of frame 0 ({unit})")
+    left.set_title("Against other frames at equal distance")
+    frames = np.arange(contrasts.shape[1])
+    middle = np.nanquantile(contrasts, [0.25, 0.75], axis=0)
+    mean = np.nanmean(contrasts, 0)
+    right.bar(frames, mean, color=[ORANGE if j == 0 else BLUE for j in frames], width=0.75, linewidth=0)
+    right.vlines(frames, *middle, color="0.3", linewidth=0.9)
+    right.axhline(0, color="0.4", linewidth=0.8)
+    right.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xticks=ticks(len(frames), 12))
+    right.set_title("Key frames against the line through 3–11")
+    label_figure(figure, [], f"{title}; mean over heads, half of the heads within the band")
+    return figure
+
+
+@styled
+def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, *, unit: str = "logits") -> Figure:
+    """First-frame effects [heads] of every pass, by its name: a line a head, the mean over heads on top."""
+    values = np.stack([one.ravel() for one in effects.values()])
+    figure, axis = plt.subplots(figsize=(max(5.0, 1.1 * len(values) + 2.5), 3.4))
+    axis.plot(values, color="0.6", linewidth=0.5)
+    axis.plot(np.nanmean(values, 1), "o-", color=DARK, linewidth=1.8, markersize=4, label="mean over heads")
+    axis.axhline(0, color="0.4", linewidth=0.8, linestyle=":")
+    axis.set_xticks(range(len(values)), [name.replace(" (", "\n(") for name in effects])
+    axis.set(ylabel=f"First-frame effect s ({unit})", xlim=(-0.3, len(values) - 0.7))
+    axis.legend(fontsize=8)
+    figure.suptitle(title)
+    return figure
+
+
+@styled
+def score_against_effect(
+    panels: Mapping[str, tuple[np.ndarray, np.ndarray]], title: str, x: str, y: str
+) -> Figure:
+    """A dot a head: one number against another, both [heads], a panel for each name; the line is equality."""
+    figure, axes = panel_grid(len(panels), columns=3, size=(3.0, 2.9))
+    low, high = (f(np.concatenate([np.ravel(v) for pair in panels.values() for v in pair])) for f in _ENDS)
+    for axis, (name, (across, up)) in zip(axes, panels.items(), strict=True):
+        axis.plot([low, high], [low, high], color="0.5", linewidth=0.8, linestyle="--")
+        axis.plot(np.ravel(across), np.ravel(up), "o", color=BLUE, alpha=0.5, markersize=3, markeredgewidth=0)
+        axis.axhline(0, color="0.4", linewidth=0.6)
+        axis.axvline(0, color="0.4", linewidth=0.6)
+        axis.set(title=name, xlim=(low - 0.3, high + 0.3), ylim=(low - 0.3, high + 0.3))
+    axes[0].set_ylabel(y)
+    label_figure(figure, axes, title, x=x)
+    return figure
+
+
+@styled
+def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], title: str, *, unit: str = "logits") -> Figure:
+    """Mean contrasts [first] by key frame, a line for each name; frames of one block share a band."""
+    figure, axis = plt.subplots(figsize=(7.4, 3.0))
+    colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
+    for (name, values), color, marker in zip(contrasts.items(), colors, markers, strict=False):
+        axis.plot(values, marker=marker, color=color, markersize=4, linewidth=1.3, label=name)
+    longest = max(len(values) for values in contrasts.values())
+    for start in range(0, longest, 6):
+        axis.axvspan(start - 0.5, min(start + 2.5, longest - 0.5), color="0.5", alpha=0.08, linewidth=0)
+    axis.axhline(0, color="0.4", linewidth=0.8)
+    axis.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xlim=(-0.5, longest - 0.5))
+    axis.set_xticks(range(longest))
+    axis.legend(fontsize=8)
+    figure.suptitle(title)
+    return figure
+
+
+_ENDS = (np.nanmin, np.nanmax)
+
+
+def _mean_and_quartiles(axis: Axes, x: np.ndarray, values: np.ndarray, color: str) -> None:
+    """Mean over heads of values [heads, n], and a band that holds the middle half of the heads."""
+    there = np.isfinite(values).any(0)
+    low, high = np.nanquantile(values[:, there], [0.25, 0.75], axis=0)
+    axis.fill_between(x[there], low, high, color=color, alpha=0.25, linewidth=0)
+    axis.plot(x[there], np.nanmean(values[:, there], 0), color=color, linewidth=1.5)
