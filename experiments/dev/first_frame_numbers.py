@@ -114,40 +114,46 @@ def draw(views: dict[str, Profiles]) -> dict[str, Figure]:
             "first-frame effect s (logits)",
         ),
         "key_frames_published.svg": first_frame.contrasts_by_frame(
-            lines, f"Key-frame contrasts, mean over 360 heads: {about}"
+            lines, f"Key-frame contrasts, mean over 360 heads: {about}", block=3
         ),
     }
 
 
 def table(report: dict[str, Any]) -> str:
-    """The rows of the README and of docs/first_frame.md."""
+    """The rows of the README and of docs/first_frame.md, and what holds on all atlases."""
     lines = [
         "| mean logits of all heads | first − middle: mean, heads above 2 | s: mean, median, heads above 2 | "
         "largest placebo mean | heads where s exceeds every placebo | contrasts of frames 0, 1, 2 |",
         "|---" * 6 + "|",
     ]
-    for name, one in report["atlases"].items():
-        older, s, placebos = one["first_minus_middle"], one["effect"], one["placebos"]
-        above = f"{placebos['heads_above_all']} of {one['heads']}"
-        if placebos["heads_above_all_to_24"] != placebos["heads_above_all"]:
-            above = f"{placebos['heads_above_all_to_24']} of frames up to 24, {above} of all"
-        lines.append(
-            f"| {name} | {older['mean']:.2f}, {older['heads_above_2']} | {s['mean']:.2f}, {s['median']:.2f}, "
-            f"{s['heads_above_2']} | {placebos['largest_mean']:.2f}, frame {placebos['its_frame']} | {above} | "
-            + ", ".join(f"{c:.2f}" for c in one["contrasts"][:3])
-            + " |"
-        )
-    r = report["correlation_of_s"]
+    lines += [_row(name, one) for name, one in report["atlases"].items()]
+    r, env = report["correlation_of_s"], report["environment"]
+    first = [one["contrasts"][0] for one in report["atlases"].values()]
     paper = "; ".join(
-        f"{label}: "
-        + ", ".join(f"{name.split(',')[0]} r = {v['r']:.3f}, RMS {v['rms']:.2f}" for name, v in by.items())
-        for label, by in report["paper"].items()
+        f"{label} "
+        + ", ".join(
+            f"{name.split(',')[0]} r = {v['r']:.3f}, RMS {v['rms']:.2f}" for name, v in prompts.items()
+        )
+        for label, prompts in report["paper"].items()
     )
-    env = report["environment"]
     return "\n".join(lines) + (
-        f"\n\nHeads keep their s: r = {r['between prompts']:.2f} between the prompts, {r['between lengths']:.2f} between "
-        f"the lengths. The paper's Figure 4 curves, over context frames: {paper} logits. "
-        f"Pass 0, {env['date']}, `{env['git'][:9]}`: `{env['command']}`\n"
+        f"\n\nHeads prefer frame 0, and it alone, by {min(first):.2f} to {max(first):.2f} logits on average, "
+        f"whatever the prompt (r = {r['between prompts']:.2f} over heads) and the length "
+        f"(r = {r['between lengths']:.2f}). The paper's own curves, over context frames, in logits: {paper}. "
+        f"Pass 0 of the published atlases, {env['date']}, `{env['git'][:9]}`: `{env['command']}`\n"
+    )
+
+
+def _row(name: str, one: dict[str, Any]) -> str:
+    older, s, placebos = one["first_minus_middle"], one["effect"], one["placebos"]
+    above = f"{placebos['heads_above_all']} of {one['heads']}"
+    if placebos["heads_above_all_to_24"] != placebos["heads_above_all"]:
+        above = f"{placebos['heads_above_all_to_24']} of frames 1–24, {above} of all"
+    contrasts = ", ".join(f"{c:.2f}" for c in one["contrasts"][:3])
+    return (
+        f"| {name} | {older['mean']:.2f}, {older['heads_above_2']} | "
+        f"{s['mean']:.2f}, {s['median']:.2f}, {s['heads_above_2']} | "
+        f"{placebos['largest_mean']:.2f}, frame {placebos['its_frame']} | {above} | {contrasts} |"
     )
 
 

@@ -27,7 +27,7 @@ MINI, MOMENTS = Path("checkpoints/wan-mini"), Path("cache/wan-mini-training")
 
 STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions shown: the first of each set
 
-SHORT, LONG = (published.FOLDER / f"self_forcing_dmd_eagle_{F}f.pt" for F in (21, 72))
+SHORT = published.FOLDER / "self_forcing_dmd_eagle_21f.pt"
 
 
 def run(argv=None):
@@ -38,10 +38,9 @@ def run(argv=None):
     )
     parser.add_argument("--output_dir", type=Path, default=FOLDER)
     args = parser.parse_args(argv)
-    short, long = open_profiles(load_cache(SHORT)), open_profiles(load_cache(LONG))
+    short = open_profiles(load_cache(SHORT))
     drawn = {
         "figure4_published.svg": figure4(short, published.FOLDER / published.FIGURE4_CSV),
-        "sink_or_wave_published.svg": sink_or_wave(long),
         "kinds_of_heads_published.svg": kinds_of_heads(short),
     }
     if args.mini_cache:
@@ -59,13 +58,6 @@ def figure4(view: Profiles, curves_csv: Path | None) -> Figure:
     curves, _ = published.curves_for(view, curves_csv, published.FIGURE4_MODEL)
     panels = head_choice.choose_heads(view, published.FIGURE4_HEADS).panels
     return heads.head_curves(curve_matching.add_reference(panels, view, curves), view.caption)
-
-
-def sink_or_wave(view: Profiles) -> Figure:
-    """The older score beside the excess at equal distance, on one scale."""
-    wanted = ("first_minus_middle", "equal_distance_excess")
-    maps = [one for one in head_measures.measure_heads(view, None) if one.name in wanted]
-    return atlas.head_maps(maps, view.layers, subtitle=view.caption.subtitle)
 
 
 def kinds_of_heads(view: Profiles) -> Figure:

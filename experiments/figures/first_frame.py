@@ -119,15 +119,17 @@ def score_against_effect(
 
 
 @styled
-def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], title: str, *, unit: str = "logits") -> Figure:
-    """Mean contrasts [first] by key frame, a line for each name; frames of one block share a band."""
+def contrasts_by_frame(
+    contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit: str = "logits"
+) -> Figure:
+    """Mean contrasts [first] by key frame, a line for each name; every other block of frames is shaded."""
     figure, axis = plt.subplots(figsize=(7.4, 3.0))
     colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
     for (name, values), color, marker in zip(contrasts.items(), colors, markers, strict=False):
         axis.plot(values, marker=marker, color=color, markersize=4, linewidth=1.3, label=name)
     longest = max(len(values) for values in contrasts.values())
-    for start in range(0, longest, 6):
-        axis.axvspan(start - 0.5, min(start + 2.5, longest - 0.5), color="0.5", alpha=0.08, linewidth=0)
+    for start in range(0, longest, 2 * block):
+        axis.axvspan(start - 0.5, min(start + block, longest) - 0.5, color="0.5", alpha=0.08, linewidth=0)
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xlim=(-0.5, longest - 0.5))
     axis.set_xticks(range(longest))
