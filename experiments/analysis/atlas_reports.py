@@ -21,7 +21,9 @@ def measure_lines(maps: Sequence[HeadMap]) -> str:
     lines = []
     for m in maps:
         if m.values is None or not np.isfinite(m.values).any():
-            lines.append(f"{m.name}: absent, {m.missing_reason or 'no head has one'}")
+            lines.append(
+                f"{m.name}: {f'absent, {m.missing_reason}' if m.missing_reason else 'N/A for all heads'}"
+            )
             continue
         v = m.values[np.isfinite(m.values)]
         line = f"{m.name} ({m.unit}): mean {v.mean():.2f}, median {np.median(v):.2f}, "

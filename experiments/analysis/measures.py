@@ -36,7 +36,7 @@ DELTA_THRESHOLD = 2.0  # first - middle, in logits, above which earlier work cal
 
 RATIO_THRESHOLD = 1.2  # first / middle, likewise
 
-SMALL_MIDDLE = 0.05  # of max - min: a smaller middle of signed values makes a ratio of its noise
+SMALL_MIDDLE = 0.02  # of max - min: a smaller middle of signed values makes a ratio of its noise
 
 PERIOD_R2 = 0.5  # of the best-fitting sinusoid, below which its period is not told
 

@@ -159,8 +159,8 @@ def finding_lines(view: Profiles, panels: Sequence[HeadPanel]) -> str:
         lines.append(
             f"{panel.label}, layer {panel.layer}, head {panel.head}: {wave}; "
             f"first − middle {found.delta[at]:+.2f}"
-            + ("" if found.excess is None else f", excess at equal distance {found.excess[at]:+.2f}")
             + ("" if found.effect is None else f", first-frame effect {found.effect[at]:+.2f}")
+            + ("" if found.excess is None else f", excess at equal distance {found.excess[at]:+.2f}")
         )
     return "\n".join([*lines, *_mean_findings(found)])
 

@@ -148,7 +148,8 @@ def _row(name: str, one: dict[str, Any]) -> str:
     older, s, placebos = one["first_minus_middle"], one["effect"], one["placebos"]
     above = f"{placebos['heads_above_all']} of {one['heads']}"
     if placebos["heads_above_all_to_24"] != placebos["heads_above_all"]:
-        above = f"{placebos['heads_above_all_to_24']} of frames 1–24, {above} of all"
+        frames = f"{placebos['frames'][0]}–{placebos['frames'][1]}"
+        above = f"{placebos['heads_above_all_to_24']} (frames 1–24), {above} ({frames})"
     contrasts = ", ".join(f"{c:.2f}" for c in one["contrasts"][:3])
     return (
         f"| {name} | {older['mean']:.2f}, {older['heads_above_2']} | "

@@ -124,6 +124,21 @@ def test_wave_of_a_made_up_head():
     assert np.isnan(measures.wave(y, [0, 1, 2, 3]).amplitude).all()
 
 
+def test_a_period_is_told_where_it_explains_something_and_the_search_did_not_end():
+    frames, rng = np.arange(40), np.random.default_rng(0)
+    clear, slow = np.cos(2 * np.pi / 8 * frames), np.cos(2 * np.pi / 24 * frames)
+    w = measures.wave(np.stack([clear, rng.normal(size=40), slow]), range(40))
+    assert w.told_period[0] == pytest.approx(8, abs=0.1)
+    assert np.isnan(w.told_period[1]) and w.period_r2[1] < 0.5 and np.isfinite(w.period[1])
+    assert np.isnan(w.told_period[2]) and w.period_r2[2] > 0.5 and not w.period_inside[2]
+
+
+def test_a_ratio_needs_a_positive_first_and_a_middle_that_is_not_near_0():
+    nan = np.nan
+    A = np.array([[5, 0.1, 0.1, -3], [-1, 2, 2, 2], [5, 2, 2, -3], [0.9, 0.01, 0.01, 0.08]])
+    np.testing.assert_allclose(head_statistics(A).ratio, [nan, nan, 2.5, 90])  # mass has no negative values
+
+
 def test_wave_against_numpy_least_squares():
     rng, context = np.random.default_rng(1), [0, 1, 2, 5, 6, 7, 9, 10, 12]
     y = rng.normal(size=(2, 3, 15))

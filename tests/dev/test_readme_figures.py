@@ -15,7 +15,7 @@ def test_committed_figures_are_up_to_date(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     readme_figures.run(["--output_dir", str(tmp_path)])
     made = sorted(tmp_path.glob("*.svg"))
-    assert len(made) == 3
+    assert len(made) == 2
     for file in made:
         committed = readme_figures.FOLDER / file.name
         assert words(committed) == words(file), (

@@ -82,7 +82,7 @@ def test_what_is_absent_says_so(tmp_path):
         ProfileMap("mass", "mass", None, "why not"),
     ]
     beside = profile_heat_maps(panels, "t")
-    assert "absent: why not" in words(beside, tmp_path)
+    assert "absent: mass: why not" in words(beside, tmp_path)
     assert beside.axes[0].get_xlim() == (-0.5, 20.5)  # the absent panel leaves its neighbour's axis alone
 
 

@@ -19,7 +19,8 @@ def always(layer):
     of_layer = {
         f"layer{layer}_{name}.svg" for name in ("per_head_grid", "frame_maps", "passes", "logits_and_mass")
     }
-    return of_layer | {"profile_strips.svg", "measures.svg", "kinds_of_heads.svg", "stability.svg"}
+    whole = {"profile_strips.svg", "measures.svg", "first_frame.svg", "placebos.svg", "key_frames.svg"}
+    return of_layer | whole | {"kinds_of_heads.svg", "stability.svg"}
 
 
 def run(tmp_path, **parameters):
@@ -48,9 +49,15 @@ def with_words(cache, tokens=("▁a", "▁cine", "matic", "</s>")):
 
 def test_published_data(tmp_path):
     printed = run(tmp_path, CACHE_PATH="../cache/published/self_forcing_dmd_eagle_21f.pt")
-    assert {p.name for p in (tmp_path / "figures").iterdir()} == always(1)
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == always(1) | {"label_agreement.svg"}
+    assert (
+        "First-frame effect: mean 0.64, median 0.42 logits; 23 of 360 heads above 2; "
+        "208 above all of 14 placebo frames\n"
+        "Key-frame contrasts: 0.76, 0.13, 0.23 for frames 0, 1, 2\n"
+    ) in printed
+    assert re.search(r"eagle_21f|this cache, pass 0.*: 90\.0% agree .* majority class 47\.8%", printed)
     assert "One pass in this cache" in printed and "Mass per prompt word: absent in this cache" in printed
-    assert "Shown: layer 1\n" in printed and "absent: no mass in this cache" in " ".join(
+    assert "Shown: layer 1\n" in printed and "absent: attention mass: no mass in this cache" in " ".join(
         words(tmp_path / "figures" / "layer1_logits_and_mass.svg").split()
     )
     assert all(f"Layer {layer} " in words(tmp_path / "figures" / "profile_strips.svg") for layer in range(30))
@@ -71,7 +78,9 @@ def test_own_atlas_with_everything(tmp_path):
     assert {p.name for p in (tmp_path / "figures").iterdir()} == always(5) | {
         "rope_bands_layer5_head2.svg",
         "layer5_prompt_words.svg",
+        "first_frame_passes.svg",
     }
+    assert re.search(r"clean pass \(t = 0\): mean -?\d\.\d\d, r = -?\d\.\d\d with the first pass", printed)
     assert "2 passes in this cache" in printed
     assert "On the whole prompt: 0.080 of the mass, mean over heads" in printed
     assert "  cinematic: 0.040, at most 0.060 (H2)\n" in printed
@@ -90,7 +99,12 @@ def test_mass_alone_and_a_head_that_is_not_there(tmp_path):
     printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), LAYER=77)
     assert "first_minus_middle: absent, no mean logits in this cache" in printed
     assert "first_mass (share of all): mean" in printed
-    assert {p.name for p in (tmp_path / "figures").iterdir()} == always(0) - {"stability.svg"}
+    assert {p.name for p in (tmp_path / "figures").iterdir()} == always(0) - {
+        "stability.svg",
+        "placebos.svg",
+        "key_frames.svg",
+    }
+    assert "First-frame effect: absent, no mean logits in this cache" in printed
     assert "Note: layer 77 not in this cache, which has layers 0–1, 5; shown: layer 0" in printed
 
 
@@ -111,7 +125,7 @@ def test_measures_keep_noise_apart():
         for c in (cache, spoiled)
     )
     changed = {name for name in maps if not np.allclose(maps[name], after[name], equal_nan=True)}
-    assert changed == {"first_minus_middle", "first_over_middle"}
+    assert changed == {"first_minus_middle"}
     assert all(values.shape == (3, 3) for values in maps.values())
 
 
