@@ -23,7 +23,7 @@ STEPS = {  # what the user does -> command, in the checkout
     "quickstart": "bash experiments/quickstart.sh",
     "own code": "source .venv/bin/activate; python own_code.py",
     "page": "source .venv/bin/activate; python experiments/layer_page.py cache/atlas.pt "
-    "--output_path outputs/atlas.html",
+    "--video outputs/wan-mini.mp4 --output_path outputs/atlas.html",
 }
 WORDS = {
     "clone": "clone",

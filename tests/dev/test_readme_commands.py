@@ -37,6 +37,17 @@ def test_commands_come_after_the_activation_they_need():
     assert bare and min(bare) > activated
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_links_and_scripts_of_a_document_lead_somewhere(path):
+    text = path.read_text()
+    links = [
+        link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text) if not (path.parent / link).exists()
+    ]
+    written = re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    scripts = re.findall(r"(?:bash|python) ((?:experiments|tests)/\S+\.(?:sh|py))", written)
+    assert not links and not [script for script in scripts if not (ROOT / script).exists()]
+
+
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """A clone of what is committed, with the environment that runs this test as its own."""
