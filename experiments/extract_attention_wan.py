@@ -23,7 +23,7 @@ OF_SAMPLING = {
 
 
 def parser() -> Parser:
-    p = Parser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(description=__doc__.splitlines()[0])
     p.add_argument(
         "--ckpt_dir", help="directory of the base model in diffusers layout; its sizes choose the settings"
     )

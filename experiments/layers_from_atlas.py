@@ -3,7 +3,6 @@
 python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt --layers 20
 """
 
-import argparse
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +11,7 @@ from experiments.running.cli import Parser, main
 
 
 def run(argv=None):
-    parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("atlas", help="an atlas cache")
     parser.add_argument("--layers", type=int, nargs="+", help="counted from 0; every layer where not given")
     parser.add_argument("--step", type=int, help="which pass; the first of the atlas where not given")

@@ -3,7 +3,6 @@
 python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_eagle_21f.pt
 """
 
-import argparse
 from functools import partial
 
 from experiments.caches.errors import CacheError
@@ -11,9 +10,7 @@ from experiments.running.cli import Parser, main
 
 
 def run(argv=None):
-    parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--cache_path",
         default="cache/atlas.pt",

@@ -5,7 +5,6 @@
 A layer that was done by the same notebook, cache and code is not done again, if its figures are still there.
 """
 
-import argparse
 import os
 from pathlib import Path
 
@@ -16,9 +15,7 @@ FOLDER = Path("notebooks")
 
 
 def run(argv=None):
-    parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("notebook", help=f"one of {', '.join(NOTEBOOKS)}")
     parser.add_argument("cache", type=Path, help="a cache of many layers, or a folder of layerN.pt")
     parser.add_argument("layers", nargs="+", help="numbers from 0, ranges such as 0-29, or all")

@@ -66,9 +66,7 @@ def below(small: dict) -> str:
 
 
 def run(argv=None):
-    parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="the GPU to measure")
     parser.add_argument(
         "--folder", help="where the files go, 55 GB at a time; a temporary folder where not given"

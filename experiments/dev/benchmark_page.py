@@ -54,9 +54,7 @@ def table(report: dict) -> str:
 
 
 def run(argv=None):
-    parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--frames", type=int, nargs="+", default=FRAMES, help="latent frames, in blocks of 3")
     parser.add_argument("--repeats", type=int, default=21, help="redraws of each kind; their median counts")
     parser.add_argument("--output_path", help="write the numbers as JSON")

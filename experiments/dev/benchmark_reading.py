@@ -39,9 +39,7 @@ def table(report: dict) -> str:
 def run(argv=None):
     from wan.config import MODELS, RunConfig
 
-    parser = Parser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(description=__doc__.splitlines()[0])
     real = RunConfig()
     sizes = MODELS[real.model]
     defaults = {

@@ -72,6 +72,14 @@ def count(text: str) -> int:
     return number
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the default of a flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default is None or action.default is False
+        return action.help if says_nothing else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that says what is wrong in one line.
 
@@ -81,7 +89,7 @@ class Parser(argparse.ArgumentParser):
     LIMITED: ClassVar = {int: whole_number, float: finite_number}
 
     def __init__(self, **options: Any):
-        super().__init__(**options)
+        super().__init__(formatter_class=Help, **options)
         self.add_argument("--debug", action="store_true", help="also print the traceback of an error")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -106,10 +114,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_parser(description: str, output_path: str | None) -> Parser:
     """Flags that all extractions have; output_path is the default place of the cache."""
-    parser = Parser(
-        description=description.strip().splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser(description=description.strip().splitlines()[0])
     flag = parser.add_argument
     both = argparse.BooleanOptionalAction
     flag(
