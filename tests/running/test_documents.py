@@ -77,3 +77,9 @@ def test_headings_are_in_both_languages_and_links_lead_somewhere(text):
     )
     for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
         assert (ROOT / "notebooks" / target).is_file()
+
+
+def test_help_names_defaults_that_there_are():
+    said = " ".join(run_parser("Words.", None).format_help().split())
+    assert "default: None" not in said and "default: False" not in said
+    assert "(default: configs/self_forcing_dmd.yaml)" in said
