@@ -2,8 +2,8 @@
 
     python experiments/dev/readme_tables.py [README.md docs/policies.md ...]
 
-A table stands between "<!-- table: FILE.json -->" and "<!-- end of table -->". The first word of the file's
-name says which benchmark wrote it: capture_h200.json is of benchmark_capture. Each benchmark has a function
+A table stands between "<!-- table: FILE.json -->" and "<!-- end of table -->". The first words of the file's
+name say which benchmark wrote it: capture_h200.json is of benchmark_capture. Each benchmark has a function
 table(report).
 """
 
@@ -21,15 +21,23 @@ BENCHMARKS = {
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
-    "first": "experiments.dev.first_frame_numbers",
+    "first_frame": "experiments.dev.first_frame_numbers",
     "evaluation": "experiments.dev.miniature_tables",
 }
 
 
 def table(path: Path) -> str:
     """The rows of one benchmark and what they were measured on. KeyError for what is not its report."""
-    benchmark = import_module(BENCHMARKS[path.stem.partition("_")[0]])
+    benchmark = import_module(BENCHMARKS[benchmark_of(path)])
     return benchmark.table(json.loads(path.read_text(encoding="utf-8")))
+
+
+def benchmark_of(path: Path) -> str:
+    """The name of the benchmark that wrote a report: the first words of the file's name."""
+    found = [name for name in BENCHMARKS if f"{path.stem}_".startswith(f"{name}_")]
+    if not found:
+        raise KeyError(f"no benchmark writes {path.name}")
+    return max(found, key=len)
 
 
 def fill(text: str, root: Path = ROOT) -> str:

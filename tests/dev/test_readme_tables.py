@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT
 
-from experiments.dev.readme_tables import BENCHMARKS, MARKED, documents, fill
+from experiments.dev.readme_tables import BENCHMARKS, MARKED, benchmark_of, documents, fill
 
 README = (ROOT / "README.md").read_text()
 
@@ -18,7 +18,7 @@ def test_no_number_in_a_table_is_typed(path):
 
 def test_every_benchmark_has_its_table():
     named = {name for path in documents() for _, name, _ in MARKED.findall(path.read_text())}
-    assert {name.split("/")[-1].removesuffix(".json").partition("_")[0] for name in named} == set(BENCHMARKS)
+    assert {benchmark_of(ROOT / name) for name in named} == set(BENCHMARKS)
 
 
 MOVED = {  # scripts that the commands recorded in older JSON name: history keeps its text

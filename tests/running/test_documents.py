@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT
 
 from experiments.caches import common, schema
+from experiments.running.cli import run_parser
 
 EXTRACTION, NOTEBOOKS = ((ROOT / folder / "README.md").read_text() for folder in ("experiments", "notebooks"))
 SCRIPTS = [
