@@ -1,5 +1,7 @@
 """Tables of what the miniature's videos show (experiments/evaluate_mini.py)."""
 
+from collections.abc import Sequence
+
 from experiments.dev.tables import markdown, measured_on
 
 SOURCES = {
@@ -19,7 +21,10 @@ def table(report: dict) -> str:
         f"{vae['psnr_first_second']:.1f}, last {vae['psnr_last_second']:.1f}."
     )
     below = f"{psnr} {measured_on(report['environment'])}"
-    return f"{of_captions(report['captions'])}\n\n{of_the_past(report['past'])}\n\n{below}"
+    tables = [of_captions(report["captions"]), of_the_past(report["past"])]
+    if "long" in report:  # older reports have none
+        tables.append(of_long_videos(report["long"]))
+    return "\n\n".join([*tables, below])
 
 
 def of_captions(captions: dict) -> str:
@@ -27,9 +32,12 @@ def of_captions(captions: dict) -> str:
     rows = []
     for name, part in captions.items():
         for source, words in SOURCES.items():
-            answers = part["shares"][source]
-            shown = [answers[q] for q in ("color", "shape", "background", "direction", OWN_QUESTION[name])]
-            rows.append((f"{part['count']} captions, {name}: {words}", *(f"{x:.0%}" for x in shown)))
+            if source not in part["shares"]:
+                continue  # evaluated with --no-base
+            sure = part.get("intervals", {}).get(source, {})  # older reports have none
+            questions = ("color", "shape", "background", "direction", OWN_QUESTION[name])
+            cells = [percent(part["shares"][source][q], sure.get(q)) for q in questions]
+            rows.append((f"{part['count']} captions, {name}: {words}", *cells))
     return markdown(header, rows)
 
 
@@ -39,7 +47,34 @@ def of_the_past(past: list[dict]) -> str:
         *("hide", "come back", "in their colour", "as their shape", "all of it"),
     )
     questions = ("hides", "comes_back", "same_color", "same_shape", "same")
-    return markdown(header, [(window(row), *(f"{row[q]:.0%}" for q in questions)) for row in past])
+    rows = [
+        (window(row), *(percent(row[q], row.get("intervals", {}).get(q)) for q in questions)) for row in past
+    ]
+    return markdown(header, rows)
+
+
+def of_long_videos(sets: dict) -> str:
+    """A minute of each set through the VAE: dB at both ends, and the seconds that are right of those that
+    can be judged."""
+    first = next(iter(sets.values()))
+    header = (
+        f"{first['count']} videos of {first['seconds']} s of each set, through the VAE",
+        *("first second", "last second", "right, rendered", "right, through the VAE"),
+    )
+    rows = [
+        (
+            name,
+            *(f"{part['psnr'][end]:.1f} dB" for end in ("first_second", "last_second")),
+            *(percent(part[source]["right"]) for source in ("rendered", "vae")),
+        )
+        for name, part in sets.items()
+    ]
+    return markdown(header, rows)
+
+
+def percent(share: float, interval: Sequence[float] | None = None) -> str:
+    """67%, or 67% (47-82) with a 95 % interval."""
+    return f"{share:.0%}" + (f" ({100 * interval[0]:.0f}-{100 * interval[1]:.0f})" if interval else "")
 
 
 def window(row: dict) -> str:

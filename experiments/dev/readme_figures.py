@@ -19,6 +19,7 @@ from experiments.caches.view import Profiles, open_profiles
 from experiments.figures import atlas, heads, style
 from experiments.figures import training as training_figures
 from experiments.figures.training import training_curves, video_strips
+from experiments.miniature.checkpoint_analysis import read_report
 from experiments.running.cli import Parser, main
 
 FOLDER = Path("notebooks/figures")
@@ -70,16 +71,19 @@ def kinds_of_heads(view: Profiles) -> Figure:
 def videos() -> Figure:
     """Strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
     # Torch models, for this figure only.
-    from experiments.evaluate_mini import FRAMES, SETS, SIDE, Miniature, render, scenes
+    from experiments.miniature.evaluation import rendered
+    from experiments.miniature.frozen import SETS, held_out_scenes
+    from experiments.miniature.generation import Miniature
+    from experiments.miniature.recipe import FRAMES
     from wan.config import load_config
 
     mini = Miniature(load_config("configs/wan_mini.yaml"))
     chosen: list[str] = []
     rows: dict[str, list] = {"rendered": [], "causal": [], "base": []}
     for name, count in STRIPS.items():
-        some = scenes(SETS[name], count)
+        some = held_out_scenes(SETS[name], count)
         captions = [scene.caption for scene in some]
-        rows["rendered"] += [render(scene, FRAMES, SIDE) / 2 + 0.5 for scene in some]
+        rows["rendered"] += rendered(some, FRAMES)
         rows["causal"] += mini.causal(captions)
         rows["base"] += mini.base(captions)
         chosen += captions
@@ -92,27 +96,28 @@ def training() -> Figure:
     """Losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
     log = json.loads((MINI / "training.json").read_text(encoding="utf-8"))
     names = {"vae": "VAE", "base": "base", "causal": "causal"}
-    first, again = log["vae"], log["vae_resumed"]
-    psnr = first["psnr_curve"] + [[first["steps"] + step, *values] for step, *values in again["psnr_curve"]]
+    first, again = log["vae"], log.get("vae_resumed")  # the first recipe had a second run of the VAE
+    second = again["psnr_curve"] if again else []
+    psnr = first["psnr_curve"] + [[first["steps"] + step, *values] for step, *values in second]
     losses = {label: log[stage]["loss_curve"] for stage, label in names.items()}
-    return training_curves(losses, psnr, resumed=first["steps"])
+    return training_curves(losses, psnr, resumed=first["steps"] if again else None)
 
 
 def moments() -> Figure:
     """Preferences for the first frame while the causal weights are trained."""
-    report = json.loads((MOMENTS / "moments.json").read_text(encoding="utf-8"))
+    report = read_report(MOMENTS / "moments.json")
     captured = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
     context = load_cache(MOMENTS / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
     measures = {
         "Excess of frame 0 at equal distance": ("logits", 0, "equal_distance_excess"),
         "Mass on frame 0, of the context's": ("share", 1 / sum(context), "first_context_mass"),
     }
-    first_pass = [moment["first pass"] for moment in report["moments"]]
+    first_pass = [moment["first pass"] for moment in report["training_checkpoints"]]
     values = {
         title: (unit, neutral, np.array([means[name] for means in first_pass]))
         for title, (unit, neutral, name) in measures.items()
     }
-    steps, count = [moment["step"] for moment in report["moments"]], len(report["captions"])
+    steps, count = [moment["step"] for moment in report["training_checkpoints"]], len(report["captions"])
     subtitle = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {count} captions"
     return training_figures.training_checkpoints(steps, values, captured, subtitle)
 

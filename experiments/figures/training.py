@@ -16,7 +16,9 @@ STRIP_FRAMES = 7  # shown of 81, evenly
 
 
 @styled
-def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[float]], resumed: int) -> Figure:
+def training_curves(
+    losses: Mapping[str, Sequence], psnr: Sequence[Sequence[float]], resumed: int | None
+) -> Figure:
     """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all,
     first, last second]; resumed is the step at which the VAE's second run begins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
@@ -34,7 +36,8 @@ def training_curves(losses: Mapping[str, Sequence], psnr: Sequence[Sequence[floa
         curves, (DARK, BLUE, ORANGE), ("81 frames", "first second", "last second"), strict=True
     ):
         right.plot(steps, values, "o-", markersize=3, color=color, label=name)
-    right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
+    if resumed is not None:
+        right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
     right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
     right.legend(loc="lower right")
     return figure

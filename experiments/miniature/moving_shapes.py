@@ -1,8 +1,9 @@
-"""Synthetic captioned videos: shapes that move at constant speed over a background and bounce off the borders.
+"""Synthetic captioned videos: shapes that move at constant speed over a background and bounce off the
+borders.
 
-Four kinds of scenes: one shape; one shape past a small landmark that stays where it is; two shapes whose paths cross; a
-shape that goes behind a wall and comes back. Lengths are in frame sides (0 is left or top, 1 is right or bottom), speeds
-in sides per second.
+Four kinds of scenes: one shape; one shape past a small landmark that stays where it is; two shapes whose
+paths cross; a shape that goes behind a wall and comes back. Lengths are in frame sides (0 is left or top,
+1 is right or bottom), speeds in sides per second.
 """
 
 from __future__ import annotations
@@ -19,18 +20,35 @@ from torch import Tensor
 
 FPS = 16
 COLORS = {
-    "red": (0.90, 0.12, 0.12), "green": (0.10, 0.75, 0.20), "blue": (0.15, 0.30, 0.95), "yellow": (0.95, 0.88, 0.15),
-    "orange": (0.98, 0.55, 0.10), "purple": (0.60, 0.15, 0.80), "cyan": (0.10, 0.85, 0.90), "white": (0.97, 0.97, 0.97),
-}  # fmt: skip
+    "red": (0.90, 0.12, 0.12),
+    "green": (0.10, 0.75, 0.20),
+    "blue": (0.15, 0.30, 0.95),
+    "yellow": (0.95, 0.88, 0.15),
+    "orange": (0.98, 0.55, 0.10),
+    "purple": (0.60, 0.15, 0.80),
+    "cyan": (0.10, 0.85, 0.90),
+    "white": (0.97, 0.97, 0.97),
+}
 BACKGROUNDS = {
-    "dark blue": (0.04, 0.06, 0.30), "dark green": (0.03, 0.25, 0.07), "dark red": (0.30, 0.03, 0.05),
-    "dark gray": (0.18, 0.18, 0.18), "light blue": (0.62, 0.78, 0.98), "light green": (0.68, 0.93, 0.68),
-    "light yellow": (0.98, 0.95, 0.70), "light gray": (0.78, 0.78, 0.78),
-}  # fmt: skip
+    "dark blue": (0.04, 0.06, 0.30),
+    "dark green": (0.03, 0.25, 0.07),
+    "dark red": (0.30, 0.03, 0.05),
+    "dark gray": (0.18, 0.18, 0.18),
+    "light blue": (0.62, 0.78, 0.98),
+    "light green": (0.68, 0.93, 0.68),
+    "light yellow": (0.98, 0.95, 0.70),
+    "light gray": (0.78, 0.78, 0.78),
+}
 DIRECTIONS = {  # unit steps (x right, y down)
-    "right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1),
-    "up and right": (1, -1), "up and left": (-1, -1), "down and right": (1, 1), "down and left": (-1, 1),
-}  # fmt: skip
+    "right": (1, 0),
+    "left": (-1, 0),
+    "up": (0, -1),
+    "down": (0, 1),
+    "up and right": (1, -1),
+    "up and left": (-1, -1),
+    "down and right": (1, 1),
+    "down and left": (-1, 1),
+}
 SHAPES = ("circle", "square", "triangle", "diamond", "cross")
 CORNERS = {
     "top left": (0.13, 0.13),
@@ -85,8 +103,9 @@ class Landmark:
 class Scene:
     """Movers, the later ones in front, over a background of one colour.
 
-    A landmark is behind the movers. A wall (its colour) is in front of them and covers the side that the first mover goes to.
-    With `unnamed_color` the caption does not say the first mover's colour: only the past of the video does.
+    A landmark is behind the movers. A wall (its colour) is in front of them and covers the side that the
+    first mover goes to. With `unnamed_color` the caption does not say the first mover's colour: only the
+    past of the video does.
     """
 
     movers: tuple[Mover, ...]
@@ -124,7 +143,7 @@ def _a(noun: str) -> str:
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
-# -- sampling ------------------------------------------------------------------------------------------------------------
+# -- sampling ----------------------------------------------------------------------------------------------
 
 
 def combinations(held_out: bool) -> list[tuple[str, str, str, str]]:
@@ -135,7 +154,8 @@ def combinations(held_out: bool) -> list[tuple[str, str, str, str]]:
 
 
 def sample_scenes(seed: int, held_out: bool = False, kinds: Iterable[str] = KINDS) -> Iterator[Scene]:
-    """Endless random scenes of these kinds; the same seed gives the same ones. Every mover is from one side of the split."""
+    """Endless random scenes of these kinds; the same seed gives the same ones. Every mover is from one
+    side of the split."""
     rng, grid, kinds = random.Random(seed), combinations(held_out), tuple(kinds)
     samplers = {"single": _single, "landmark": _with_landmark, "crossing": _crossing, "wall": _behind_wall}
     while True:
@@ -199,7 +219,7 @@ def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
     return scene if hidden[0] == 0 and hidden.max() == 1 and back.max() == 0 else None
 
 
-# -- pictures ------------------------------------------------------------------------------------------------------------
+# -- pictures ----------------------------------------------------------------------------------------------
 
 
 def positions(scene: Scene, frames: int) -> Tensor:
@@ -268,7 +288,8 @@ def render_table(table: Tensor, frames: int, size: int) -> Tensor:
 
 
 def coverage(centre: Tensor, radius: Tensor, kind: Tensor, size: int) -> Tensor:
-    """How much of each pixel an outline covers: centre [..., 2], radius and number [...] -> [..., H, W], anti-aliased."""
+    """How much of each pixel an outline covers: centre [..., 2], radius and number [...] -> [..., H, W],
+    anti-aliased."""
     axis = (torch.arange(size, device=centre.device) + 0.5) / size
     x = axis - centre[..., 0, None, None]  # [..., 1, W]
     y = axis[:, None] - centre[..., 1, None, None]  # [..., H, 1]
@@ -285,7 +306,8 @@ def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -
 
 
 def _signed_distance(x: Tensor, y: Tensor, radius: Tensor, kind: Tensor) -> Tensor:
-    """Distance to the outline of the shape numbered `kind`, negative inside; [..., H, W]. The last two are walls."""
+    """Distance to the outline of the shape numbered `kind`, negative inside; [..., H, W]. The last two are
+    walls."""
     ax, ay = x.abs(), y.abs()
     long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
     outlines = (

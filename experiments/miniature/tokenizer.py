@@ -1,6 +1,8 @@
-"""The miniature's tokenizer: a unigram model laid out like umT5's (pad 0, </s> 1, byte fallback), without training.
+"""The miniature's tokenizer: a unigram model laid out like umT5's (pad 0, </s> 1, byte fallback), without
+training.
 
-Caption words are pieces of their own; other English falls into letter groups, and anything else into UTF-8 bytes.
+Caption words are pieces of their own; other English falls into letter groups, and anything else into UTF-8
+bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, CORNERS, DI
 SPECIAL = ("<pad>", "</s>", "<s>", "<unk>")
 WORD_START = "▁"
 WORDS = (
-    "a an the of in on and over with moving background fast slow small large big behind in front wall landmark two at to "
-    "is it from through bright dark light black gray scene video shape object camera sky"
+    "a an the of in on and over with moving background fast slow small large big behind in front wall "
+    "landmark two at to is it from through bright dark light black gray scene video shape object camera "
+    "sky"
 )
 LETTER_GROUPS = (
-    "ing ed er es ly al le re en in on an at or ar ic is it st th he nd nt ent ion tion ation ough igh ight ou ow ew "
-    "ea ee oo ai ay oy ch sh ck ng nk ll ss tt pp ff mm rr un de dis con pro pre com ment ness ful less able ive ous "
-    "ary ity ust ast est ist ound ing's all ell ill ine ate ite ure ture ain ace age ake ame ant ang ast ave ber ble "
-    "can cap cl col com day der dra eag fe fl for gh gle gr ha ho ill im jes ju kle la li lo lu man ma me mo mu na ne "
-    "no nu per pl po qu ra ri ro ru sc se si sk sl sm so sp str su ta te ter ti to tr tu ty va ve vi wa we wi wo ye"
+    "ing ed er es ly al le re en in on an at or ar ic is it st th he nd nt ent ion tion ation ough igh "
+    "ight ou ow ew ea ee oo ai ay oy ch sh ck ng nk ll ss tt pp ff mm rr un de dis con pro pre com ment "
+    "ness ful less able ive ous ary ity ust ast est ist ound ing's all ell ill ine ate ite ure ture ain "
+    "ace age ake ame ant ang ast ave ber ble can cap cl col com day der dra eag fe fl for gh gle gr ha ho "
+    "ill im jes ju kle la li lo lu man ma me mo mu na ne no nu per pl po qu ra ri ro ru sc se si sk sl sm "
+    "so sp str su ta te ter ti to tr tu ty va ve vi wa we wi wo ye"
 )
 
 

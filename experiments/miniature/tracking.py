@@ -1,7 +1,8 @@
 """What a video of moving shapes shows, measured: background, colour, outline and direction of what moves.
 
-Nothing is taken from the caption but where a wall and a landmark would be, which are left out of sight; with two movers, also
-their colours, to tell them apart. Videos are [F, 3, H, W] in 0..1, places in frame sides.
+Nothing is taken from the caption but where a wall and a landmark would be, which are left out of sight;
+with two movers, also their colours, to tell them apart. Videos are [F, 3, H, W] in 0..1, places in frame
+sides.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Track:
     centre: Tensor  # [F, 2] (x, y)
     area: Tensor  # [F], share of the picture
     color: Tensor  # [F, 3], NaN where nothing is seen
-    likeness: Tensor  # [F, shapes]: overlap (soft intersection over union) with each outline at the same place and area
+    likeness: Tensor  # [F, shapes]: soft intersection over union with each outline at its place and area
 
     @property
     def seen(self) -> Tensor:
@@ -59,7 +60,8 @@ class Track:
 
     @property
     def direction(self) -> str | None:
-        """The nearest direction of its path at the start, before anything bounces; None where it does not move."""
+        """The nearest direction of its path at the start, before anything bounces; None where it does not
+        move."""
         seconds = torch.arange(len(self.area)) / FPS
         early = self.seen & (seconds <= STRAIGHT)
         if early.sum() < 4:
@@ -103,8 +105,12 @@ def track(video: Tensor, sight: Tensor) -> Track:
     ground = background(video, sight)
     difference = video - ground[:, None, None]
     core = _shrunk((difference.norm(dim=1) > DIFFERS) & sight)  # [F, H, W]
-    color = torch.stack([frame[:, mask].median(1).values if mask.any() else torch.full((3,), torch.nan)
-                         for frame, mask in zip(video, core, strict=True)])  # fmt: skip
+    color = torch.stack(
+        [
+            frame[:, mask].median(1).values if mask.any() else torch.full((3,), torch.nan)
+            for frame, mask in zip(video, core, strict=True)
+        ]
+    )
     axis = color.nanmedian(0).values - ground  # from the background's colour to the shape's
     alpha = ((difference * axis[:, None, None]).sum(1) / axis.square().sum()).clamp(0, 1)
     return _measure((alpha * _grown(core) * sight).nan_to_num(), color)
@@ -116,8 +122,10 @@ def track_colors(video: Tensor, names: list[str]) -> list[Track]:
     palette = torch.stack([background(video, everywhere), *(torch.tensor(COLORS[name]) for name in names)])
     owner = (video[:, None] - palette[:, :, None, None]).norm(dim=2).argmin(1)  # [F, H, W]
     owned = (owner == i for i in range(1, len(palette)))
-    return [_measure((mine & _grown(_shrunk(mine))).float(), palette[i].expand(len(video), 3))
-            for i, mine in enumerate(owned, 1)]  # fmt: skip
+    return [
+        _measure((mine & _grown(_shrunk(mine))).float(), palette[i].expand(len(video), 3))
+        for i, mine in enumerate(owned, 1)
+    ]
 
 
 def _shrunk(mask: Tensor) -> Tensor:
@@ -160,7 +168,7 @@ def _outline(number: int) -> tuple[float, float]:
     return alpha.mean().item() / radius**2, ((alpha * rows[:, None]).sum() / alpha.sum()).item() / radius
 
 
-# -- judgements ----------------------------------------------------------------------------------------------------------
+# -- judgements --------------------------------------------------------------------------------------------
 
 
 def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
@@ -196,8 +204,13 @@ def _judge_return(shape: Track) -> dict[str, bool]:
     hid = bool((shape.area < 0.15 * start).any())
     same_color = back and shape.color_name(first) == shape.color_name(last)
     same_shape = back and shape.shape_name(first) == shape.shape_name(last)
-    return {"hides": hid, "comes_back": hid and back, "same_color": same_color, "same_shape": same_shape,
-            "same": hid and same_color and same_shape}  # fmt: skip
+    return {
+        "hides": hid,
+        "comes_back": hid and back,
+        "same_color": same_color,
+        "same_shape": same_shape,
+        "same": hid and same_color and same_shape,
+    }
 
 
 def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:

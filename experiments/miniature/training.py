@@ -1,46 +1,60 @@
-"""A training loop that ends on time: float32 masters behind bf16 weights, their moving average, CUDA graphs."""
+"""A training loop that can be killed: float32 masters behind bf16 weights, their moving average, CUDA
+graphs, exact resume."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import compress
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3  # eager calls before a CUDA graph is captured, as PyTorch asks
+from experiments.caches.atomic_files import replacing
+from experiments.caches.errors import CacheError, StoppedError
+
+GRAPH_WARM_UP = 3  # eager calls before a CUDA graph is captured, as PyTorch asks
+LR_WARM_UP = 200  # steps
+SAVE_SECONDS = 60.0
+AVERAGE_DECAY = 0.999
 
 
-class Clock:
-    """The time a stage has, from now on."""
+class Schedule:
+    """How far a stage has come: by its steps or, where its time ends first, by its minutes.
 
-    def __init__(self, minutes: float):
-        self.begin, self.budget = time.monotonic(), 60 * minutes
+    Seconds count over all runs of the stage. With steps alone (minutes None) nothing depends on a clock.
+    """
+
+    def __init__(self, steps: int, minutes: float | None = None):
+        self.total_steps, self.budget = steps, None if minutes is None else 60 * minutes
+        self.begin, self.earlier_seconds, self.step = time.monotonic(), 0.0, 0
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.begin
+        return self.earlier_seconds + time.monotonic() - self.begin
 
     @property
     def progress(self) -> float:
-        return self.seconds / self.budget
+        """0 at the start, 1 at the end."""
+        by_time = 0.0 if self.budget is None else self.seconds / self.budget
+        return min(1.0, max(self.step / self.total_steps, by_time))
 
 
 class Trainer:
-    """Working weights in bf16 (float32 on a CPU), float32 masters under AdamW, and their moving average as modules.
+    """Working weights (bf16 on a GPU), float32 masters under AdamW, and their moving average as modules.
 
-    Models this small leave a GPU waiting for Python, so each kind of step runs as one CUDA graph after its first calls.
-    Parameters that do not require gradients stay as they are.
+    Models this small leave a GPU waiting for Python, so each kind of step runs as one CUDA graph after its
+    first calls. Parameters that do not require gradients stay as they are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], peak_lr: float, clock: Clock, ema_decay: float = 0.999):
-        self.ema = [deepcopy(m).float().requires_grad_(False) for m in modules]
+    def __init__(self, modules: Sequence[nn.Module], peak_lr: float, schedule: Schedule, dtype: torch.dtype):
+        self.averaged_modules = [deepcopy(m).float().requires_grad_(False) for m in modules]
         trained = [p.requires_grad for m in modules for p in m.parameters()]
         self.params = list(compress((p for m in modules for p in m.parameters()), trained))
-        self.averages = list(compress((p for m in self.ema for p in m.parameters()), trained))
+        self.averages = list(compress((p for m in self.averaged_modules for p in m.parameters()), trained))
         self.masters = [p.detach().float().clone() for p in self.params]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
@@ -56,33 +70,38 @@ class Trainer:
             capturable=self.on_gpu,
         )
         for m in modules:
-            m.to(torch.bfloat16 if self.on_gpu else torch.float32)
-        self.peak_lr, self.ema_decay, self.clock = peak_lr, ema_decay, clock
-        self.steps, self.curve = 0, []
+            m.to(dtype)
+        self.peak_lr, self.schedule, self.curve = peak_lr, schedule, []
+        self.notes: dict[str, list] = {}  # what a stage measures on the way
         self.calls: dict[str, int] = {}
         self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def step(self, kind: str, loss: Callable[[], Tensor]) -> None:
-        """One update along the gradient of loss(), which draws its own data; steps of a kind have the same shapes.
+    @property
+    def steps(self) -> int:
+        return self.schedule.step
 
-        The learning rate warms up over 200 steps and falls to zero by a cosine over the time given.
+    def step(self, kind: str, loss: Callable[[], Tensor]) -> None:
+        """One update along the gradient of loss(), which draws its own data. Steps of a kind have the same
+        shapes.
+
+        The learning rate warms up over 200 steps and falls to zero by a cosine.
         """
-        decayed = self.peak_lr * 0.5 * (1 + math.cos(math.pi * min(self.clock.progress, 1)))
-        self.lr.fill_(decayed * min(1, (self.steps + 1) / 200))
+        decayed = self.peak_lr * 0.5 * (1 + math.cos(math.pi * self.schedule.progress))
+        self.lr.fill_(decayed * min(1, (self.steps + 1) / LR_WARM_UP))
         value = self._run(kind, loss)
-        decay = min(self.ema_decay, (1 + self.steps) / (10 + self.steps))
+        decay = min(AVERAGE_DECAY, (1 + self.steps) / (10 + self.steps))
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, self.masters, 1 - decay)
         if self.steps % 100 == 0:
-            self.curve.append([self.steps, round(self.clock.seconds, 1), round(value.item(), 5)])
-        self.steps += 1
+            self.curve.append([self.steps, round(self.schedule.seconds, 1), round(value.item(), 5)])
+        self.schedule.step += 1
 
     def _run(self, kind: str, loss: Callable[[], Tensor]) -> Tensor:
         """The update, eager or replayed; the loss before it."""
         calls = self.calls[kind] = self.calls.get(kind, 0) + 1
         if not self.on_gpu:
             return self._update(loss)
-        if calls <= WARM_UP:
+        if calls <= GRAPH_WARM_UP:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -110,27 +129,97 @@ class Trainer:
             torch._foreach_copy_(self.params, self.masters)
         return value.detach()
 
-    def loop(self, save: Callable[[], None]) -> Iterator[int]:
-        """Step numbers until the time is over, at least one; save() is called every minute and at the end."""
-        saved = self.clock.seconds
-        while self.clock.progress < 1 or not self.steps:
-            yield self.steps
-            if self.clock.seconds - saved > 60:
-                save()
-                saved = self.clock.seconds
-        save()
+    # -- stopping and going on ------------------------------------------------------------------------------
+
+    def train(
+        self,
+        state_file: Path,
+        resume: bool,
+        one_step: Callable[[int], None],
+        save_weights: Callable[[], None],
+    ) -> None:
+        """Call one_step(step) to the stage's end, at least once, then save_weights().
+
+        The state is saved every minute and on Ctrl-C, and removed at the end. Raises StoppedError on Ctrl-C.
+        """
+        if resume:
+            self.load_state(state_file)
+        saved = time.monotonic()
+        try:
+            while self.schedule.progress < 1 or not self.steps:
+                one_step(self.steps)
+                if time.monotonic() - saved > SAVE_SECONDS:
+                    self.save_state(state_file)
+                    saved = time.monotonic()
+        except KeyboardInterrupt:
+            self.save_state(state_file)
+            raise StoppedError(
+                f"stopped at step {self.steps}; the same command with --resume goes on from there"
+            ) from None
+        save_weights()
+        state_file.unlink(missing_ok=True)
+
+    def save_state(self, path: Path) -> None:
+        """Everything that later steps depend on: weights, moments, the random numbers to come."""
+        state = {
+            "step": self.steps,
+            "total_steps": self.schedule.total_steps,
+            "seconds": self.schedule.seconds,
+            "curve": self.curve,
+            "notes": self.notes,
+            "masters": self.masters,
+            "averages": self.averages,
+            "optimizer": self.optimizer.state_dict()["state"],
+            "random": torch.get_rng_state(),
+            "gpu_random": torch.cuda.get_rng_state(self.lr.device) if self.on_gpu else None,
+        }
+        with replacing(path) as file:
+            torch.save(state, file)
+
+    def load_state(self, path: Path) -> None:
+        """Go on where save_state was called. Raises CacheError where the file is of another training."""
+        if not path.is_file():
+            raise CacheError(f"{path} not found, so nothing can be resumed; leave --resume out")
+        try:
+            state = torch.load(path, weights_only=True, map_location=self.lr.device)
+            if state["total_steps"] != self.schedule.total_steps:
+                raise CacheError(
+                    f"{path} is of a stage of {state['total_steps']} steps, not "
+                    f"{self.schedule.total_steps}; give --steps {state['total_steps']}"
+                )
+            optimizer = self.optimizer.state_dict() | {"state": state["optimizer"]}
+            with torch.no_grad():
+                for name, tensors in {"masters": self.masters, "averages": self.averages}.items():
+                    torch._foreach_copy_(tensors, state[name])
+                torch._foreach_copy_(self.params, self.masters)
+            self.optimizer.load_state_dict(optimizer)
+            self.optimizer.param_groups[0]["lr"] = self.lr  # loading copied the tensor that step() fills
+            torch.set_rng_state(state["random"].cpu())
+            if self.on_gpu:
+                torch.cuda.set_rng_state(state["gpu_random"].cpu(), self.lr.device)
+        except CacheError:
+            raise
+        except Exception as error:  # whatever a damaged file makes torch raise
+            raise CacheError(
+                f"{path} is no state of this stage ({type(error).__name__}); remove it"
+            ) from error
+        self.schedule.step, self.schedule.earlier_seconds = state["step"], state["seconds"]
+        self.curve, self.notes = state["curve"], state["notes"]
+
+    # -- results --------------------------------------------------------------------------------------------
 
     def averaged(self) -> list[nn.Module]:
         """Copies of the modules with averaged weights in bf16, as they are written."""
-        return [deepcopy(m).to(torch.bfloat16) for m in self.ema]
+        return [deepcopy(m).to(torch.bfloat16) for m in self.averaged_modules]
 
     def numbers(self) -> dict:
         """What a log says of the training; the curve holds [step, seconds, loss]."""
         last = [loss for *_, loss in self.curve[-10:]]
         return {
             "steps": self.steps,
-            "seconds": round(self.clock.seconds, 1),
+            "seconds": round(self.schedule.seconds, 1),
             "parameters": sum(p.numel() for p in self.params),
             "loss_mean_of_last_10": round(sum(last) / len(last), 5),
             "loss_curve": self.curve,
+            **self.notes,
         }

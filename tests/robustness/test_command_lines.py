@@ -19,7 +19,7 @@ from experiments import (
     layer_page,
     layers_from_atlas,
     match_curve,
-    measure_moments,
+    measure_checkpoints,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
@@ -59,7 +59,7 @@ OTHERS = {
         layer_page,
         layers_from_atlas,
         match_curve,
-        measure_moments,
+        measure_checkpoints,
         readme_figures,
         readme_tables,
         run_notebooks,
@@ -79,8 +79,8 @@ def files(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     (tmp_path / "marked.md").write_text("<!-- table: text.txt -->\n<!-- end of table -->\n")
-    (tmp_path / "moments").mkdir()
-    (tmp_path / "moments/step_1.pt").write_bytes(b"")
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/step_1.pt").write_bytes(b"")
     return tmp_path
 
 
@@ -236,6 +236,10 @@ CASES |= {
     "evaluate_mini": [
         ["--no_such_flag"],
         ["--captions", "x"],
+        ["--captions", "-1"],
+        ["--pasts", "0"],
+        ["--clips", "0"],
+        ["--long_videos", "99999999999999999999"],
         ["--config_path", "{}/none.yaml"],
         ["--config_path", "{}/text.txt"],
         ["--ckpt_dir", "{}/none"],
@@ -250,7 +254,7 @@ CASES |= {
         ["{}/atlas.pt", "--output_path", f"{NO_DISK}/page.html"],
         ["{}/atlas.pt", "--output_path", "{}/folder"],
     ],
-    "measure_moments": [
+    "measure_checkpoints": [
         ["--no_such_flag"],
         [],
         ["{}/none"],
@@ -258,9 +262,10 @@ CASES |= {
         ["{}/text.txt"],
         ["{}/folder", "--steps", "x"],
         ["{}/folder", "--captions", "x"],
-        ["{}/moments", "--config_path", "{}/none.yaml"],
-        ["{}/moments", "--output_path", f"{NO_DISK}/out.json"],
-        ["{}/moments", "--steps", "9"],
+        ["{}/training", "--config_path", "{}/none.yaml"],
+        ["{}/training", "--output_path", f"{NO_DISK}/out.json"],
+        ["{}/training", "--steps", "9"],
+        ["{}/training", "--captions", "0"],
     ],
     "readme_tables": [
         ["--no_such_flag"],
@@ -300,6 +305,13 @@ CASES |= {
         ["--stage", "vae", "--output_dir", NO_DISK],
         ["--stage", "vae", "--output_dir", "{}/text.txt"],
         ["--stage", "vae", "--batch", "0"],
+        ["--stage", "vae", "--steps", "0"],
+        ["--stage", "vae", "--steps", "99999999999999999999"],
+        ["--stage", "vae", "--minutes", "nan"],
+        ["--stage", "vae", "--seed", str(2**70)],
+        ["--stage", "vae", "--kinds", "x"],
+        ["--stage", "vae", "--clips", "1", "--steps", "1", "--output_dir", "{}/folder", "--resume"],
+        ["--stage", "vae", "--training_checkpoints", NO_DISK],
         ["--stage", "vae", "--log", f"{NO_DISK}/log.json"],
     ],
 }

@@ -1,4 +1,4 @@
-"""Moments of causal training: the committed numbers come out again, and the heads are theirs."""
+"""Training checkpoints of the causal stage: the committed numbers come out again, and the heads are theirs."""
 
 import json
 import re
@@ -8,43 +8,45 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from experiments import measure_moments
+from experiments import measure_checkpoints
 from experiments.caches import load_cache
 from experiments.dev import readme_figures
 from experiments.figures import style
+from experiments.miniature.checkpoint_analysis import read_report
+from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.running import cli
 
-MOMENTS = json.loads((ROOT / "cache/wan-mini-training/moments.json").read_text())
-LAST = MOMENTS["moments"][-1]["step"]
+REPORT = read_report(ROOT / "cache/wan-mini-training/moments.json")
+LAST = REPORT["training_checkpoints"][-1]["step"]
 
 
 def words(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
-def test_the_last_moment_is_the_shipped_checkpoint_and_measures_the_same(tmp_path, monkeypatch, capsys):
+def test_the_last_checkpoint_is_the_shipped_checkpoint_and_measures_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", tmp_path / f"step_{LAST:05d}.pt")
-    out = tmp_path / "out" / "moments.json"
-    measure_moments.run([str(tmp_path), "--device", "cpu", "--steps", str(LAST), "--output_path", str(out)])
+    out = tmp_path / "out" / "checkpoints.json"
+    measure_checkpoints.run([str(tmp_path), "--device", "cpu", "--steps", str(LAST), "--output_path", str(out)])
     report = json.loads(out.read_text())
-    assert report["captions"] == MOMENTS["captions"]
+    assert report["captions"] == REPORT["captions"]
     for name in ("first pass", "clean pass"):
-        for measure, values in report["moments"][0][
+        for measure, values in report["training_checkpoints"][0][
             name
         ].items():  # rounded to 4 places; 1e-4 between CPU and GPU
-            np.testing.assert_allclose(values, MOMENTS["moments"][-1][name][measure], atol=5e-4, rtol=0)
+            np.testing.assert_allclose(values, REPORT["training_checkpoints"][-1][name][measure], atol=5e-4, rtol=0)
     ours, theirs = (
         load_cache(folder / f"step_{LAST:05d}.pt")
         for folder in (out.parent, ROOT / "cache/wan-mini-training")
     )
-    assert theirs["prompt"] == MOMENTS["captions"][0] and theirs["weights"] == "checkpoint"
+    assert theirs["prompt"] == REPORT["captions"][0] and theirs["weights"] == "checkpoint"
     np.testing.assert_allclose(
         ours["frame_logits"], theirs["frame_logits"], atol=5e-3, rtol=0
     )  # 1.3e-3 between CPU and GPU
 
 
-def test_atlases_of_three_moments_are_there_and_differ():
+def test_atlases_of_three_checkpoints_are_there_and_differ():
     atlases = [load_cache(path) for path in sorted((ROOT / "cache/wan-mini-training").glob("step_*.pt"))]
     assert len(atlases) == 3 and len({atlas["weights_sha256"] for atlas in atlases}) == 3
     assert {"frame_logits", "frame_mass"} <= atlases[0].keys()
@@ -59,11 +61,9 @@ def test_figures_of_the_training_are_up_to_date(name, tmp_path, monkeypatch):
 
 
 def test_the_videos_shown_are_the_first_of_each_set():
-    from experiments.evaluate_mini import SETS, scenes
-
     shown = " ".join(words((ROOT / "notebooks/figures/videos_mini.svg").read_text()))
     for name, count in readme_figures.STRIPS.items():
-        assert all(scene.caption in shown for scene in scenes(SETS[name], count))
+        assert all(scene.caption in shown for scene in held_out_scenes(SETS[name], count))
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_the_videos_shown_are_the_first_of_each_set():
 def test_bad_input(arguments, said, tmp_path, capfd):
     (tmp_path / "step_00001.pt").write_bytes(b"")
     with pytest.raises(SystemExit) as ended:
-        cli.main(measure_moments.run, [str(tmp_path) if a == "FOLDER" else a for a in arguments])
+        cli.main(measure_checkpoints.run, [str(tmp_path) if a == "FOLDER" else a for a in arguments])
     assert ended.value.code == 2 and said in capfd.readouterr().err

@@ -1,0 +1,80 @@
+"""Does a preference for the first frame form in training, when, and in which heads? Atlases of training
+checkpoints.
+
+    python experiments/train_mini.py --stage causal --training_checkpoints outputs/training
+    python experiments/measure_checkpoints.py outputs/training --steps 0 500 9000
+
+Every checkpoint is rolled out on the same held-out captions and seeds, and measured as
+notebooks/layer_atlas.ipynb does, mean over the captions. The atlas of the first caption is kept for the
+steps asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from experiments.caches import save_cache
+from experiments.caches.atomic_files import replacing, require_writable
+from experiments.extraction.devices import choose_device
+from experiments.extraction.provenance import environment
+from experiments.miniature.checkpoint_analysis import REPORT, kept_weights, measure
+from experiments.miniature.frozen import held_out_scenes
+from experiments.miniature.moving_shapes import KINDS
+from experiments.running.cli import Parser, main
+from wan.config import load_config
+from wan.errors import ConfigError
+
+NOTABLE = 0.25  # logits, of a preference at equal distance that is counted in what is printed
+MOST_CAPTIONS = 1000
+
+
+def parser() -> Parser:
+    flags = Parser(description=__doc__.splitlines()[0])
+    flags.add_argument("folder", type=Path, help="step_*.pt of train_mini.py --training_checkpoints")
+    flags.add_argument("--config_path", default="configs/wan_mini.yaml")
+    flags.add_argument("--ckpt_dir", help="directory of another miniature")
+    flags.add_argument("--captions", type=int, default=4)
+    flags.add_argument("--steps", type=int, nargs="*", default=[], help="whose atlas is kept beside the JSON")
+    flags.add_argument("--device", default="auto")
+    flags.add_argument("--output_path", type=Path, default=REPORT)
+    return flags
+
+
+def run(argv=None):
+    args = parser().parse_args(argv)
+    files = kept_weights(args.folder)
+    if missing := sorted(set(args.steps) - set(files)):
+        raise ConfigError(f"{args.folder} has no step_*.pt of step {missing[0]}; it has {sorted(files)}")
+    if not 1 <= args.captions <= MOST_CAPTIONS:
+        raise ConfigError(f"--captions must be in 1..{MOST_CAPTIONS}, not {args.captions}")
+    require_writable(args.output_path)
+    overrides = {"ckpt_dir": args.ckpt_dir} if args.ckpt_dir else {}
+    config = load_config(args.config_path, overrides | {"device": args.device, "dtype": "float32"})
+    captions = [scene.caption for scene in held_out_scenes(KINDS, args.captions)]
+    measured = []
+    for numbers, atlas in measure(config, files, captions):
+        measured.append(numbers)
+        say(numbers)
+        if numbers["step"] in args.steps:
+            save_cache(args.output_path.with_name(files[numbers["step"]].name), atlas)
+    about = {"environment": environment(choose_device(args.device)), "captions": captions}
+    with replacing(args.output_path) as file:
+        file.write(json.dumps(about | {"training_checkpoints": measured}).encode() + b"\n")
+    print(args.output_path)
+
+
+def say(numbers: dict) -> None:
+    """One line: how many heads prefer or avoid frame 0."""
+    excess = np.array(numbers["first pass"]["equal_distance_excess"])
+    below, above = (excess < -NOTABLE).sum(), (excess > NOTABLE).sum()
+    print(
+        f"step {numbers['step']}: excess at equal distance, mean {excess.mean():.2f}; of {excess.size} heads "
+        f"{below} are below {-NOTABLE} and {above} above {NOTABLE}"
+    )
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,243 @@
+"""What the miniature's videos show of held-out captions, how sure that is, and what its past is good for.
+
+Every video is the one that the extraction scripts make of that prompt and seed. tracking.py and
+long_tracking.py judge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.caches.atomic_files import replacing
+from experiments.caches.frames import one_thread
+from experiments.miniature.autoencoder import psnr, receptive_field, vae_quality
+from experiments.miniature.frozen import SETS, hashes, held_out_scenes
+from experiments.miniature.generation import Miniature
+from experiments.miniature.long_tracking import judge_seconds
+from experiments.miniature.moving_shapes import FPS, Scene, render
+from experiments.miniature.recipe import FRAMES, SIDE
+from experiments.miniature.tracking import judge
+from wan import checkpoint
+from wan.config import RunConfig
+
+PASTS = ((-1, 0), (9, 0), (6, 3), (6, 0), (3, 0))  # frames of local_attn_size and sink_size; a block has 3
+NORMAL_95 = 1.959964  # standard deviations of a 95 % interval
+LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
+
+Answers = list[dict[str, bool]]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much is measured."""
+
+    captions: int = 96  # of each set
+    pasts: int = 96  # captions of the table of pasts
+    clips: int = 96  # of 81 frames, for the VAE's PSNR
+    long_videos: int = 4  # of a minute, of each set
+    base: bool = True  # the base weights too
+
+
+class Parts:
+    """Measurements that are done, in a file beside the result, so that a killed evaluation goes on."""
+
+    def __init__(self, path: Path, settings: dict):
+        self.path = path
+        self.key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        self.done: dict[str, Any] = {}
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            self.done = kept["done"] if kept["key"] == self.key else {}
+        except (OSError, ValueError, KeyError, TypeError):  # none, or of another evaluation
+            pass
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What was measured under this name before, or is now."""
+        if name not in self.done:
+            self.done[name] = measure()
+            with replacing(self.path) as file:
+                file.write(json.dumps({"key": self.key, "done": self.done}).encode())
+        return self.done[name]
+
+
+def evaluate(config: RunConfig, counts: Counts, partial: Path) -> dict:
+    """All of it, as plain numbers. Parts that are done are kept in `partial`, which is removed at the end."""
+    weights = weight_hashes(Path(config.ckpt_dir))
+    frozen, mini = hashes(), Miniature(config)
+    parts = Parts(
+        partial, {"weights": weights, "frozen": frozen, "counts": vars(counts), "device": str(mini.device)}
+    )
+    report = {
+        "weights": weights,
+        "frozen": frozen,
+        "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips)),
+        "captions": {name: caption_set(mini, name, counts, parts) for name in SETS},
+        "past": pasts(mini, counts, parts),
+        "long": {name: long_set(mini, name, counts.long_videos, parts) for name in SETS},
+    }
+    partial.unlink(missing_ok=True)
+    return report
+
+
+def weight_hashes(folder: Path) -> dict[str, str]:
+    """Path below the checkpoint's folder -> SHA-256."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".pt"))
+    return {path.relative_to(folder).as_posix(): checkpoint.file_sha256(path) for path in files}
+
+
+# -- shares ------------------------------------------------------------------------------------------------
+
+
+def shares(answers: Answers) -> dict[str, float]:
+    """For each question, the share of the videos it was asked of that answer yes."""
+    return {q: round(sum(said) / len(said), 3) for q, said in _by_question(answers).items()}
+
+
+def intervals(answers: Answers) -> dict[str, list[float]]:
+    """For each question, the 95 % Wilson interval of that share."""
+    return {
+        q: [round(bound, 3) for bound in wilson(sum(said), len(said))]
+        for q, said in _by_question(answers).items()
+    }
+
+
+def wilson(yes: int, asked: int) -> tuple[float, float]:
+    """The 95 % score interval of a proportion (Wilson 1927)."""
+    z2 = NORMAL_95**2
+    middle = (yes + z2 / 2) / (asked + z2)
+    half = NORMAL_95 / (asked + z2) * sqrt(yes * (asked - yes) / asked + z2 / 4)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _by_question(answers: Answers) -> dict[str, list[bool]]:
+    questions = dict.fromkeys(q for one in answers for q in one)
+    return {q: [one[q] for one in answers if q in one] for q in questions}
+
+
+# -- what is measured --------------------------------------------------------------------------------------
+
+
+def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
+    """PSNR on held-out clips, how far the decoder sees back, seconds per latent frame decoded."""
+    vae = mini.vae.vae
+    sizes = {"clips": clips, "receptive_field": receptive_field(vae.config)}
+    return sizes | vae_quality(vae, mini.device, clips) | decoding_times(mini)
+
+
+def decoding_times(mini: Miniature, frames: int = 21, repeats: int = 5) -> dict[str, float]:
+    """Seconds per latent frame on one thread, best of some: as this repository decodes, and frame by frame
+    as diffusers."""
+    latents = torch.randn(1, frames, 16, SIDE // 8, SIDE // 8, device=mini.device)
+    ways = {
+        "decode_seconds_per_latent_frame": lambda: mini.vae.decode(latents).cpu(),
+        "diffusers_seconds_per_latent_frame": lambda: mini.vae.vae.decode(
+            latents.transpose(1, 2)
+        ).sample.cpu(),
+    }
+    best = {}
+    with one_thread(), torch.no_grad():
+        for name, way in ways.items():
+            times = []
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                way()
+                times.append(time.perf_counter() - begin)
+            best[name] = round(min(times) / frames, 5)
+    return best
+
+
+def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts) -> dict:
+    """Shares of one set: rendered, through the VAE, causal, base."""
+    chosen = held_out_scenes(SETS[name], counts.captions)
+    prompts = [scene.caption for scene in chosen]
+    sources: dict[str, Callable[[], Iterable[Tensor]]] = {
+        "rendered": lambda: rendered(chosen, FRAMES),
+        "vae": lambda: mini.reconstructed(rendered(chosen, FRAMES)),
+        "causal": lambda: mini.causal(prompts),
+    }
+    if counts.base:
+        sources["base"] = lambda: mini.base(prompts)
+    answers = {
+        source: parts.get(f"{name}, {source}", lambda make=make: judged(make(), chosen))
+        for source, make in sources.items()
+    }
+    models = [source for source in answers if source in ("causal", "base")]
+    return {
+        "count": len(chosen),
+        "shares": {source: shares(each) for source, each in answers.items()},
+        "intervals": {source: intervals(each) for source, each in answers.items()},
+        "each": [
+            {"caption": prompt, "seed": i} | {model: answers[model][i] for model in models}
+            for i, prompt in enumerate(prompts)
+        ],
+    }
+
+
+def pasts(mini: Miniature, counts: Counts, parts: Parts) -> list[dict]:
+    """What comes back from behind a wall, by what of the past a block sees."""
+    chosen = held_out_scenes(SETS["behind a wall"], counts.pasts)
+    prompts, rows = [scene.caption for scene in chosen], []
+    whole_past = parts.done["behind a wall, causal"]  # the first captions of that set
+    for size, sink in PASTS:
+
+        def measure(size: int = size, sink: int = sink) -> Answers:
+            if size < 0 and len(chosen) <= len(whole_past):
+                return whole_past[: len(chosen)]
+            return judged(mini.causal(prompts, size, sink), chosen)
+
+        answers = parts.get(f"past {size} {sink}", measure)
+        window = {"local_attn_size": size, "sink_size": sink, "count": len(chosen)}
+        rows.append(window | shares(answers) | {"intervals": intervals(answers)})
+    return rows
+
+
+def long_set(mini: Miniature, name: str, count: int, parts: Parts) -> dict:
+    """A minute of rendered scenes and what the VAE keeps of it: PSNR and the tracker's shares."""
+    chosen = held_out_scenes(SETS[name], count)
+    each = [
+        parts.get(f"long {name} {i}", lambda scene=scene: long_video(mini, scene))
+        for i, scene in enumerate(chosen)
+    ]
+    numbers = {key: [one[key] for one in each] for key in (each[0] if each else ())}
+    means = {
+        key: {q: round(sum(v[q] for v in values) / count, 3) for q in values[0]}
+        for key, values in numbers.items()
+    }
+    return {"count": count, "seconds": LONG_SECONDS, "shares_from_second": SETTLED} | means
+
+
+def long_video(mini: Miniature, scene: Scene) -> dict[str, dict[str, float]]:
+    """One scene: dB of its first and last second through the VAE, shares of what is rendered and what
+    comes out."""
+    video = render(scene, LONG_SECONDS * FPS + 1, SIDE) / 2 + 0.5
+    out = next(mini.reconstructed([video]))
+    squared = (out - video).square().mean((1, 2, 3))
+    seconds = {"first_second": squared[None, :FPS], "last_second": squared[None, -FPS:]}
+    return {
+        "psnr": {name: psnr(errors).item() for name, errors in seconds.items()},
+        "rendered": judge_seconds(video, scene).shares(SETTLED),
+        "vae": judge_seconds(out, scene).shares(SETTLED),
+    }
+
+
+def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
+    """Videos [frames, 3, H, W] in 0..1."""
+    return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]
+
+
+def judged(videos: Iterable[Tensor], of: Sequence[Scene]) -> Answers:
+    """What each video shows of its scene; several are judged at a time where there are several threads."""
+    workers = torch.get_num_threads()
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(judge, videos, of))

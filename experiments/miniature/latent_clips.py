@@ -1,0 +1,55 @@
+"""What the transformer stages train on: latents of rendered clips with their captions, noise, text states."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+from transformers import UMT5EncoderModel
+
+from experiments.miniature.autoencoder import encode_scenes
+from experiments.miniature.moving_shapes import sample_scenes
+from experiments.miniature.recipe import CAPTION_DROPOUT, StageRun
+from experiments.miniature.tokenizer import build_tokenizer
+
+
+class LatentClips:
+    """Normalised latents [N, C, F, h, w] of random scenes and their captions, made once and kept on the
+    device."""
+
+    def __init__(self, run: StageRun, seed: int):
+        device, recipe = run.device, run.recipe
+        vae = AutoencoderKLWan.from_pretrained(run.output_dir / "vae").to(device, run.dtype)
+        mean, std = (
+            torch.tensor(statistic, device=device).view(1, -1, 1, 1, 1)
+            for statistic in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        scenes = list(itertools.islice(sample_scenes(seed, kinds=recipe.kinds), recipe.clips))
+        self.latents = ((encode_scenes(vae, scenes, device) - mean) / std).to(run.dtype)
+        captions = ["", *(scene.caption for scene in scenes)]  # row 0 is the empty one
+        tokens = build_tokenizer()(captions, padding=True, return_tensors="pt")
+        self.ids, self.mask = tokens.input_ids.to(device), tokens.attention_mask.to(device)
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Random latents with token ids and mask [B, n]; some captions are empty, for guidance."""
+        chosen = torch.randint(len(self.latents), (size,), device=self.latents.device)
+        row = torch.where(torch.rand(size, device=chosen.device) < CAPTION_DROPOUT, 0, chosen + 1)
+        return self.latents[chosen], self.ids[row], self.mask[row]
+
+
+def encode_text(encoder: UMT5EncoderModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """umT5 states [B, n, text_dim], zero beyond each caption's end."""
+    return encoder(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None].to(encoder.dtype)
+
+
+def draw(timesteps: Tensor, *shape: int) -> Tensor:
+    """Random entries of a table of timesteps."""
+    return timesteps[torch.randint(len(timesteps), shape, device=timesteps.device)]
+
+
+def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+    """x_t of the flow path, in the dtype of x0; sigma broadcasts from the left."""
+    sigma = sigma.view(*sigma.shape, *[1] * (x0.ndim - sigma.ndim))
+    return ((1 - sigma) * x0 + sigma * noise).to(x0.dtype)

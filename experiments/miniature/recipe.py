@@ -1,0 +1,77 @@
+"""What the miniature is made of, and the table of its training stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from wan.config import ModelConfig
+
+SIDE, FRAMES = 64, 81  # pixels, video frames
+MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
+VAE = {"base_dim": 16, "decoder_base_dim": 8, "z_dim": 16, "num_res_blocks": 1, "dim_mult": [1, 2, 4, 4]}
+TEXT = {
+    "d_model": MODEL.text_dim,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
+SHIFT = 5.0
+SAMPLER_STEPS = (1000, 750, 500, 250)  # of the few-step sampler, before warping
+CAPTION_DROPOUT = 0.1
+KL_WEIGHT = 1e-4
+SHORT_CLIPS, LONG_CLIPS = (
+    (5, 17),
+    (17, 33, FRAMES, 129),
+)  # video frames; the VAE's, which must see beyond its past
+HELD_OUT_SEED = 1_000_003
+
+# Drawn evenly, so two that cross and what hides behind a wall are two thirds: they are the hard ones.
+HARD_KINDS = ("single", "landmark", "crossing", "crossing", "wall", "wall")
+
+# Steps of causal training whose weights --training_checkpoints keeps; the last step is kept too.
+KEPT_STEPS = (0, 100, 250, 500, 1000, 2000, 4000, 8000)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One stage: its steps, what a step sees, and what the stage starts from."""
+
+    steps: int
+    lr: float  # at its peak
+    batch: int  # clips of 81 frames per step
+    clips: int = 16384  # different clips
+    kinds: tuple[str, ...] = HARD_KINDS  # of scenes
+    needs: tuple[str, ...] = ()  # files and folders of earlier stages
+
+
+RECIPES = {
+    "vae": Recipe(12000, 1e-3, 4),
+    "base": Recipe(24000, 1e-3, 128, 32768, needs=("vae",)),
+    "causal": Recipe(16000, 6e-4, 64, 32768, needs=("vae", "transformer", "text_encoder")),
+}
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A stage as it is run here: where its files are, on what, and for how long at most."""
+
+    stage: str
+    recipe: Recipe
+    output_dir: Path
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+    minutes: float | None = None
+    resume: bool = False
+    compile: bool = False
+    training_checkpoints: Path | None = None
+
+    @property
+    def state_file(self) -> Path:
+        """Everything that a stopped training needs to go on."""
+        return self.output_dir / f"{self.stage}.resume.pt"

@@ -1,0 +1,146 @@
+"""Shares with intervals, an evaluation that goes on where it was killed, what is frozen, and the tracker
+of long videos."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.miniature import evaluation, frozen
+from experiments.miniature.evaluation import Parts, intervals, shares, wilson
+from experiments.miniature.long_tracking import judge_seconds
+from experiments.miniature.moving_shapes import FPS, Mover, Scene, render
+
+MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
+SCENE = Scene((MOVER,), "dark blue")
+HIDING = Scene((replace(MOVER, radius=0.12, speed=0.28, x=0.2),), "dark blue", wall="white")
+TWO = Scene(
+    (
+        replace(MOVER, radius=0.12, x=0.2, y=0.3, speed=0.2),
+        Mover("circle", "yellow", "left", x=0.8, y=0.34, radius=0.12, speed=0.2),
+    ),
+    "dark blue",
+)
+LONG = 20  # seconds
+
+
+def video_of(scene: Scene, seconds: int = LONG) -> torch.Tensor:
+    """[frames, 3, 64, 64] in 0..1."""
+    return render(scene, seconds * FPS, 64) / 2 + 0.5
+
+
+# -- shares ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("yes", "asked", "low", "high"),  # from the table in Newcombe 1998 (doi 10.1002/sim.4780170808), method 3
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_intervals_are_the_published_ones(yes, asked, low, high):
+    assert wilson(yes, asked) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_shares_are_of_the_videos_that_were_asked():
+    answers = [{"color": True, "shape": False}, {"shape": True}, {"color": False, "shape": True}]
+    assert shares(answers) == {"color": 0.5, "shape": 0.667}
+    low, high = intervals(answers)["shape"]
+    assert low < 0.667 < high
+
+
+# -- resume ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_not_measured_again(tmp_path):
+    settings, path = {"weights": "a"}, tmp_path / "evaluation.json.partial"
+    assert Parts(path, settings).get("one", lambda: [{"color": True}]) == [{"color": True}]
+    again = Parts(path, settings)
+    assert again.get("one", lambda: pytest.fail("measured again")) == [{"color": True}]
+    assert Parts(path, {"weights": "b"}).get("one", lambda: "of other weights") == "of other weights"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"key": 1}', bytes(range(256))])
+def test_a_damaged_partial_file_is_made_anew(tmp_path, content):
+    path = tmp_path / "evaluation.json.partial"
+    path.write_bytes(content)
+    assert Parts(path, {}).get("one", lambda: 1) == 1
+    assert json.loads(path.read_text())["done"] == {"one": 1}
+
+
+# -- what is frozen ----------------------------------------------------------------------------------------
+
+
+def test_held_out_scenes_are_the_same_whatever_is_asked_for():
+    kinds = frozen.SETS["two that cross"]
+    assert frozen.held_out_scenes(kinds, 8)[:3] == frozen.held_out_scenes(kinds, 3)
+
+
+def test_a_changed_tracker_changes_its_hash(tmp_path, monkeypatch):
+    before = frozen.hashes()
+    assert set(before) == {*frozen.CODE, *(f"scenes, {name}" for name in frozen.SETS)}
+    for name in frozen.CODE:
+        (tmp_path / name).write_text("changed")
+    monkeypatch.setattr(frozen, "__file__", str(tmp_path / "frozen.py"))
+    after = frozen.hashes()
+    assert {name for name in before if before[name] != after[name]} == set(frozen.CODE)
+
+
+# -- long videos -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scene", [SCENE, HIDING, TWO], ids=["one", "wall", "two"])
+def test_every_second_of_what_is_rendered_is_right(scene):
+    seconds = judge_seconds(video_of(scene), scene)
+    assert len(seconds.right) == LONG and seconds.background.all()
+    assert (seconds.right == seconds.visible).all()
+    assert seconds.visible.float().mean() > 0.5
+
+
+def test_a_shape_that_hides_again_and_again_is_neither_right_nor_wrong_meanwhile():
+    seconds = judge_seconds(video_of(HIDING), HIDING)
+    hidden = (~seconds.visible).long()
+    assert (hidden.diff() == 1).sum() >= 2 and seconds.shares()["right"] == 1.0
+
+
+def test_the_second_from_which_a_video_is_wrong_is_found():
+    good, at = video_of(SCENE), 8
+    for other, wrong in (
+        (replace(SCENE, movers=(replace(MOVER, color="green"),)), "color"),
+        (replace(SCENE, movers=(replace(MOVER, shape="circle"),)), "shape"),
+        (replace(SCENE, background="dark gray"), "background"),
+    ):
+        seconds = judge_seconds(torch.cat([good[: at * FPS], video_of(other)[at * FPS :]]), SCENE)
+        answers = {q: getattr(seconds, q) for q in ("color", "shape", "background")}
+        assert all(answer[:at].all() for answer in answers.values())
+        assert [q for q, answer in answers.items() if not answer[at:].any()] == [wrong]
+
+
+def test_a_shape_that_never_comes_back_is_not_visible():
+    video = video_of(HIDING)
+    seconds = judge_seconds(video, HIDING)
+    first = int((~seconds.visible).nonzero()[0]) + 1
+    gone = torch.cat([video[: first * FPS], video[first * FPS - 1 :][:1].expand(8 * FPS, -1, -1, -1)])
+    assert not judge_seconds(gone, HIDING).visible[first:].any()
+
+
+def test_a_colour_that_is_not_said_is_that_of_the_first_second():
+    scene = replace(HIDING, unnamed_color=True)
+    other = replace(scene, movers=(replace(HIDING.movers[0], color="yellow"),))
+    assert judge_seconds(video_of(other), scene).shares()["color"] == 1.0
+    later = torch.cat([video_of(scene)[: 8 * FPS], video_of(other)[8 * FPS :]])
+    seconds = judge_seconds(later, scene)
+    assert seconds.color[:8].any() and not seconds.color[8:].any()
+
+
+def test_an_empty_video_is_never_right():
+    empty = video_of(SCENE, 1)[:1, :, :1, :1].expand(3 * FPS, 3, 64, 64)
+    shown = judge_seconds(empty, SCENE).shares()
+    assert shown == {"visible": 0.0, "background": 1.0, "color": 0.0, "shape": 0.0, "right": 0.0}
+
+
+def test_several_threads_judge_alike(monkeypatch):
+    scenes = frozen.held_out_scenes(("single",), 3)
+    videos = evaluation.rendered(scenes, 33)
+    alone = evaluation.judged(videos, scenes)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert evaluation.judged(iter(videos), scenes) == alone
