@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.dev import miniature_tables
 from experiments.miniature import evaluation, frozen
 from experiments.miniature.evaluation import Parts, intervals, shares, wilson
 from experiments.miniature.long_tracking import judge_seconds
@@ -144,3 +145,34 @@ def test_several_threads_judge_alike(monkeypatch):
     alone = evaluation.judged(videos, scenes)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert evaluation.judged(iter(videos), scenes) == alone
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def test_tables_show_intervals_and_long_videos_where_there_are_any():
+    answers = dict.fromkeys(("color", "shape", "background", "direction", "crossing"), 0.5)
+    report = {
+        "environment": dict.fromkeys(("device", "torch", "date", "git", "command"), "x"),
+        "vae": {"clips": 2, "psnr": 30.0, "psnr_first_second": 30.0, "psnr_last_second": 30.0},
+        "captions": {"two that cross": {"count": 4, "shares": {"causal": answers}}},
+        "past": [
+            {"local_attn_size": -1, "sink_size": 0, "count": 4}
+            | dict.fromkeys(("hides", "comes_back", "same_color", "same_shape", "same"), 0.5)
+        ],
+    }
+    assert "| 4 captions, two that cross: causal, 4 steps | 50% | 50% |" in miniature_tables.table(report)
+    report["captions"]["two that cross"]["intervals"] = {"causal": dict.fromkeys(answers, wilson(2, 4))}
+    seconds = {"first_second": 34.84, "last_second": 34.61}
+    report["long"] = {
+        "one shape": {
+            "count": 4,
+            "seconds": 60,
+            "psnr": seconds,
+            "rendered": {"right": 1.0},
+            "vae": {"right": 0.93},
+        }
+    }
+    table = miniature_tables.table(report)
+    assert "| 50% (15-85) | 50% (15-85) |" in table
+    assert "| one shape | 34.8 dB | 34.6 dB | 100% | 93% |" in table

@@ -1,4 +1,4 @@
-"""Training checkpoints of the causal stage: the committed numbers come out again, and the heads are theirs."""
+"""Training checkpoints of the causal stage: the committed numbers come out again, the figures are theirs."""
 
 import json
 import re
@@ -28,14 +28,18 @@ def test_the_last_checkpoint_is_the_shipped_checkpoint_and_measures_the_same(tmp
     monkeypatch.chdir(ROOT)
     shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", tmp_path / f"step_{LAST:05d}.pt")
     out = tmp_path / "out" / "checkpoints.json"
-    measure_checkpoints.run([str(tmp_path), "--device", "cpu", "--steps", str(LAST), "--output_path", str(out)])
+    measure_checkpoints.run(
+        [str(tmp_path), "--device", "cpu", "--steps", str(LAST), "--output_path", str(out)]
+    )
     report = json.loads(out.read_text())
     assert report["captions"] == REPORT["captions"]
     for name in ("first pass", "clean pass"):
         for measure, values in report["training_checkpoints"][0][
             name
         ].items():  # rounded to 4 places; 1e-4 between CPU and GPU
-            np.testing.assert_allclose(values, REPORT["training_checkpoints"][-1][name][measure], atol=5e-4, rtol=0)
+            np.testing.assert_allclose(
+                values, REPORT["training_checkpoints"][-1][name][measure], atol=5e-4, rtol=0
+            )
     ours, theirs = (
         load_cache(folder / f"step_{LAST:05d}.pt")
         for folder in (out.parent, ROOT / "cache/wan-mini-training")
