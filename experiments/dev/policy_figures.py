@@ -1,0 +1,72 @@
+"""Pictures and the table of docs/policies.md, from rollouts of the miniature.
+
+    python experiments/dev/policy_figures.py
+
+A picture for each policy of configs/policies, and how far the latents of each release's variant are from
+those of the clean rule: root mean square of the difference over that of the clean latents, same noise, all
+frames."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.running.cli import Parser, main
+
+NUM_FRAMES = 30
+RELEASED: list[dict[str, Any]] = [
+    {"name": "window", "window": 12, "sink": 3, "released": "longlive"},
+    {"name": "window", "window": 12, "sink": 6, "released": "longlive"},
+    {"name": "relative", "window": 6, "sink": 0, "released": "infinity_rope"},
+    {"name": "relative", "window": 6, "sink": 1, "released": "infinity_rope"},
+    {"name": "deep_sink", "window": 12, "sink": 6, "released": "deep_forcing"},
+    {"name": "participative", "window": 12, "sink": 4, "budget": 9, "recent": 3, "released": "deep_forcing"},
+    {"name": "ema_sink", "window": 9, "sink": 3, "released": "reward_forcing"},
+    {"name": "two_memories", "window": 12, "sink": 3, "released": "memrope"},
+]
+
+
+def run(argv=None) -> None:
+    parser = Parser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("--config_path", default="configs/wan_mini.yaml")
+    parser.add_argument("--output_dir", default="docs/policies", help="where the SVGs and released.json go")
+    args = parser.parse_args(argv)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw(args.config_path, folder)
+    compare(args.config_path, folder / "released.json")
+
+
+def draw(config_path: str, folder: Path) -> None:
+    from experiments.analysis.slots import slots_of
+    from experiments.extraction.policy_atlas import policy_atlas
+    from experiments.figures.policies import slot_map
+    from experiments.figures.style import save_svg
+    from wan.text_files import read_yaml
+
+    for path in sorted(Path("configs/policies").glob("*.yaml")):
+        settings = read_yaml(path)
+        if settings["name"] == "per_head":
+            continue
+        frames, positions = slots_of(policy_atlas(config_path, settings, NUM_FRAMES), layer=2)
+        title = ", ".join([settings["name"], *(f"{k} {v}" for k, v in settings.items() if k != "name")])
+        print(save_svg(slot_map(frames, positions, NUM_FRAMES, title), folder / f"{path.stem}.svg"))
+
+
+def compare(config_path: str, path: Path) -> None:
+    from experiments.dev.tables import save_report
+    from experiments.extraction.policy_atlas import policy_latents
+    from experiments.extraction.provenance import environment
+
+    rows = []
+    for settings in RELEASED:
+        clean = {name: value for name, value in settings.items() if name != "released"}
+        here, there = (policy_latents(config_path, each, NUM_FRAMES) for each in (clean, settings))
+        distance = ((there - here).square().mean() / here.square().mean()).sqrt().item()
+        rows.append({"policy": settings, "distance": round(distance, 3)})
+        print(json.dumps(rows[-1]))
+    report = {"model": "wan-mini", "num_frames": NUM_FRAMES, "environment": environment(here.device)}
+    save_report(report | {"rows": rows}, path)
+
+
+if __name__ == "__main__":
+    main(run)
