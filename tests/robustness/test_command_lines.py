@@ -34,6 +34,7 @@ from experiments.dev import (
     benchmark_policies,
     benchmark_reading,
     build_published,
+    policy_figures,
     readme_figures,
     readme_tables,
 )
@@ -60,6 +61,7 @@ OTHERS = {
         layers_from_atlas,
         match_curve,
         measure_checkpoints,
+        policy_figures,
         readme_figures,
         readme_tables,
         run_notebooks,
@@ -155,6 +157,7 @@ CASES |= {
         ["--config_path", "{}/text.txt"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
+    "policy_figures": [["--no_such_flag"], ["--config_path", "{}/none.yaml", "--output_dir", "{}/out"]],
     "benchmark_policies": [
         ["--no_such_flag"],
         [*MINI, "--repeats", "0"],

@@ -1,0 +1,51 @@
+"""An atlas under each kind of policy: what it says of slots, and that it can be saved and read."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments.analysis.slots import slot_mass, slots_of, survival
+from experiments.caches import load_cache, save_cache
+from experiments.extraction.policy_atlas import policy_atlas
+from experiments.figures.policies import last_block_attention, slot_map, survival_map
+
+CONFIG = ROOT / "configs/wan_mini.yaml"
+POLICIES = [
+    {"name": "window", "window": 6, "sink": 1},
+    {"name": "deep_sink", "window": 6, "sink": 2},
+    {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
+    {"name": "two_memories", "window": 6, "sink": 1},
+    {"name": "memory_bank", "window": 6, "sink": 1, "bank": 2, "interval": 1},
+]
+
+
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
+def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    made = policy_atlas(CONFIG, settings, 12)
+    save_cache(tmp_path / "atlas.pt", made)
+    atlas = load_cache(tmp_path / "atlas.pt")
+    frames, positions = slots_of(atlas, layer=1)
+    mass = slot_mass(atlas, layer=1, step=0)
+    np.testing.assert_allclose(mass.sum(1), 1, atol=1e-5)
+    assert frames.shape == positions.shape and len(frames) == 4 and mass.shape[1] == (frames[-1] != -9).sum()
+    assert list(frames[-1][frames[-1] != -9][-3:]) == [9, 10, 11]
+    assert atlas["schema_version"] == (1 if settings["name"] == "window" else 2)
+    assert ("slot_mass" in atlas) == (settings["name"] not in ("window", "deep_sink"))
+    if settings["name"] == "deep_sink":
+        assert positions[-1].tolist() == list(range(6, 12))
+        assert torch.isfinite(atlas["frame_logits"][:, :, :, 9, [0, 1, 8, 9, 10, 11]]).all()
+    if settings["name"] == "participative":
+        tokens = atlas["tokens_kept"].sum(2)
+        assert (tokens[:, -1] == 5 * atlas["frame_seq_length"]).all()
+    kept = survival(atlas)
+    assert kept.shape == (8, 12) and (kept[:, -3:] == 1).all() and 0 <= kept.min() < 1
+    count = mass.shape[1]
+    for figure in (
+        slot_map(frames, positions, 12, "slots"),
+        last_block_attention(mass, frames[-1][:count], positions[-1][:count], "attention"),
+        survival_map(kept, "survival"),
+    ):
+        figure.canvas.draw()
+        assert figure.axes[0].get_title()

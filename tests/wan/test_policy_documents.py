@@ -1,0 +1,38 @@
+"""What the documents say of policies: the example that is added, the table, the measured distances."""
+
+import json
+import re
+
+from conftest import ROOT, golden_model
+
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.cache_policies import POLICIES
+from wan.pipeline import CausalInferencePipeline
+
+
+def test_the_policy_of_the_contributors_page_runs():
+    import torch
+
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    source = re.search(r"```python\n(@dataclass\nclass EveryOther.*?)```", text, re.S)[1]
+    names: dict = {}
+    header = "from dataclasses import dataclass\nfrom wan.modules.policies.base import WindowedPolicy\n"
+    exec(header + source, names)
+    policy = names["EveryOther"](window=8, sink=1)
+    policy.check([3])
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy)
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], steps=[0], granularity="frame") as calls:
+        pipeline.inference(torch.randn(1, 15, 16, 2, 4), prompt_embeds=torch.randn(1, 32, 64))
+    assert calls[-1]["key_frames"] == [0, 4, 6, 8, 10, 12, 13, 14]
+
+
+def test_the_page_has_every_policy_and_the_measured_distances():
+    page = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in POLICIES)
+    for row in json.loads((ROOT / "docs/policies/released.json").read_text())["rows"]:
+        policy = row["policy"]
+        extra = f", N {policy['budget']}, R {policy['recent']}" if "budget" in policy else ""
+        where = f"{policy['name']} {policy['window']}/{policy['sink']}{extra}, {policy['released']}"
+        assert f"| {where} | {row['distance']:.3f} |" in page
+    for picture in re.findall(r"\]\((policies/\w+\.svg)\)", page):
+        assert (ROOT / "docs" / picture).stat().st_size < 100_000
