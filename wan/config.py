@@ -21,6 +21,7 @@ from wan.limits import (
     MAX_TEXT,
     SEED_BITS,
 )
+from wan.reference_prompts import REFERENCE_PROMPTS
 from wan.text_files import read_yaml
 
 if TYPE_CHECKING:
@@ -167,6 +168,9 @@ class RunConfig:
     layer_indices: list[int] = field(default_factory=lambda: [1, 5])
     layer_index: int = 3
     step: int = 0  # which pass is extracted; 0 is t = 1000
+
+    interventions: list[Any] = field(default_factory=list)  # docs/interventions.md; none
+    reference_prompts: list[str] = field(default_factory=lambda: list(REFERENCE_PROMPTS))  # of mean ablation
 
     base: BaseSampling = field(default_factory=BaseSampling)
 

@@ -77,7 +77,7 @@ class CausalInferencePipeline:
         on_pass: Callable[[], None] | None = None,
         on_block: Callable[[int, Tensor], None] | None = None,
         prompt_schedule: Sequence[PromptSwitch] = (),
-        probe: Callable[[int, Callable[[], Tensor]], None] | None = None,
+        probe: Callable[[int, Callable[..., Tensor]], None] | None = None,
     ):
         """Generate as many frames as noise [B, F, C, h, w] has -> video or None, latents [B, G + F, C, h, w].
 
@@ -85,7 +85,8 @@ class CausalInferencePipeline:
         between steps, else generator draws it. initial_latent [B, G, C, h, w] is a given beginning, and must
         fill whole blocks. on_pass is called after each forward, on_block with the block and its latents when
         it is finished. probe is called before each generated block with its number and a function that
-        denoises it -> x0 [B, n, C, h, w], as often as wanted, without a trace in the rollout.
+        denoises it, from other noise [B, n, C, h, w] where that is given -> x0, as often as wanted, without
+        a trace in the rollout.
         """
         given, blocks = self._blocks(noise, initial_latent)
         check_schedule(prompt_schedule, blocks, self.cache_policy)
@@ -120,8 +121,8 @@ class CausalInferencePipeline:
             shape = (latents.shape[0], len(frames), *latents.shape[2:])
             return torch.randn(shape, generator=generator, dtype=latents.dtype, device=latents.device)
 
-        def denoise(block: int, frames: range) -> Tensor:
-            x = latents[:, frames.start : frames.stop]
+        def denoise(block: int, frames: range, x: Tensor | None = None) -> Tensor:
+            x = latents[:, frames.start : frames.stop] if x is None else x
             for step, sigma in enumerate(self.sigmas):
                 x0 = flow_to_x0(predict_flow(x, self._pass(block, frames, step)), x, sigma)
                 if step + 1 < len(self.timesteps):
@@ -157,6 +158,8 @@ class CausalInferencePipeline:
     def plan(self, num_frames: int, given: int = 0) -> RolloutPlan:
         """What a rollout of num_frames frames after given ones is going to do."""
         config, policy = self.model.config, self.cache_policy
+        if policy.name == "per_head" and ACTIVE_EDITS.active:
+            raise ConfigError("edits do not know cache_policy per_head; edit a rollout under another policy")
         sizes = block_sizes(given + num_frames, self.num_frame_per_block, self.independent_first_frame)
         whole_frames = policy.name in ("window", "relative", "deep_sink")  # of others: all that may be there
         window = getattr(policy, "window", -1) if whole_frames else -1

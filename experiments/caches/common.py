@@ -64,6 +64,7 @@ class Cache(Fields):
     fingerprint: str | None = None  # of the settings of a sweep
     partial: bool | None = None  # stopped after blocks_done blocks, or before some steps of the base model
     blocks_done: int | None = None
+    interventions: dict[str, Any] | None = None  # edits, the same in words, and a hash: the run was edited
     notes: Annotated[list[str] | None, "str [notes]"] = None  # such as a guess about an older file
 
     @property

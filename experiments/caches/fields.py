@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.caches.errors import CacheError
 from wan.errors import quoted
 
-TENSORS = {"f16": torch.float16, "f32": torch.float32, "i32": torch.int32}
+TENSORS = {"f16": torch.float16, "f32": torch.float32, "i32": torch.int32, "mask": torch.bool}
 
 PLAIN: dict[str, tuple[type, ...]] = {
     "str": (str,),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 
 from experiments.caches.common import SCHEMA_VERSION, Cache, OnePass, PassTag, Sampling, Tokens
+from experiments.caches.effects_schema import CausalAtlasCache, EffectsCache
 from experiments.caches.errors import CacheError
 from experiments.caches.fields import Table
 from experiments.caches.value_checks import (
@@ -214,6 +215,7 @@ class AtlasCache(Sampling, Cache):
     pass_is_clean: Annotated[list[bool] | None, "bool [P]"] = None  # t == 0 where absent
     frame_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
     frame_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
+    attended: Annotated[Tensor | None, "mask [N, P, H, F, F]"] = None  # False: an intervention left it out
     key_curve: Annotated[Tensor | None, "f16/f32 [N, P, H, L]"] = None
     cross_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, tokens]"] = None
     cross_tokens: Annotated[list[str] | None, "str [tokens]"] = None
@@ -280,6 +282,8 @@ FORMATS = {
     "layer": Format(LayerCache, "run_extraction_each.py", "extract_all_attention.ipynb", "layer3.pt"),
     "inference": Format(InferenceCache, "run_extraction.py", "plot_figure4.ipynb", "attention_cache.pt"),
     "atlas": Format(AtlasCache, "run_extraction_all.py", "layer_atlas.ipynb", "atlas.pt"),
+    "effects": Format(EffectsCache, "run_intervention.py", "interventions.ipynb", "effects.pt"),
+    "causal_atlas": Format(CausalAtlasCache, "run_causal_atlas.py", "interventions.ipynb", "causal_atlas.pt"),
 }
 
 

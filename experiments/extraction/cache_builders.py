@@ -158,6 +158,8 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
     for name in ("frame_mass", "frame_logits_by_band"):
         if name in run.quantities:
             atlas[name] = run.frame_matrices(name, layers, steps)
+    if "attended" in run.quantities:
+        atlas["attended"] = run.stack(partial(_attended, run), layers, steps)
     if "frame_logits_by_band" in atlas:
         atlas["rope_bands"] = list(RotaryTable(run.records[0].q_shape[-1]).bands)
     if "key_curve" in run.quantities:
@@ -166,6 +168,16 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
         atlas["cross_mass"] = run.stack(partial(_cross_mass, run), layers, steps)
         atlas["cross_tokens"] = run.prompt_tokens
     return atlas
+
+
+def _attended(run: Extraction, layer: int, step: int) -> Tensor:
+    """Which frames each head attended to, bool [H, F, F]: False where there was none, or an edit left it out."""
+    calls = run.captured("frame_logits", layer, step)
+    pieces = [
+        (call["query_frames"], call["key_frames"], (~call.values["frame_logits"][0].isnan()).float())
+        for call in calls
+    ]
+    return frames.assemble(pieces, run.config.num_frames) == 1
 
 
 def _cross_mass(run: Extraction, layer: int, step: int) -> Tensor:

@@ -18,6 +18,8 @@ from torch import Tensor
 from experiments.caches.common import READ_BY
 from experiments.extraction import checks
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
+from experiments.extraction.edit_files import edits_of, record_of
+from experiments.extraction.interventions import edited
 from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import (
@@ -48,6 +50,21 @@ class Session:
     sha256: Future  # of the weights file: hashed while models load and the video is made
     device: torch.device
     dtype: torch.dtype
+
+    def rollout(self, config: RunConfig, **kwargs: Any) -> Tensor:
+        """Latents [1, F, C, h, w] of a config's prompt and seed, with nobody looking."""
+        prompt_embeds, _ = self.texts[config.prompt]
+        noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
+        with threads_for(noise, self.model_config):
+            _, latents = self.pipeline.inference(
+                noise, prompt_embeds=prompt_embeds, renoise=renoise, **kwargs
+            )
+        return latents
+
+    def with_weights(self, config: RunConfig) -> "Session":
+        """The same with the weights that another config names."""
+        pipeline = load_pipeline(config, self.model_config, self.dtype, self.device)
+        return replace(self, pipeline=pipeline)
 
 
 def extract(
@@ -129,7 +146,8 @@ def extract_next(
     ]
     noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    with threads_for(noise, session.model_config):
+    edits = edits_of(config.interventions, "config")
+    with threads_for(noise, session.model_config), edited(session, config, edits):
         latents, records = roll_out(
             session.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer, switches
         )
@@ -138,6 +156,8 @@ def extract_next(
         | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": session.sha256.result()},
         "",
     )
+    if edits:
+        common |= {"interventions": record_of(edits)}
     if latents.shape[1] < config.num_frames:
         ends = [0, *accumulate(config.block_sizes)]
         common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from experiments.extraction import edit_files
 from experiments.running import run_files
 from experiments.running.entry import fail, main, parsed
 from experiments.running.policy_flags import add_policy_flags, policy_overrides
 from wan.config import DTYPES, RunConfig, check_seed, load_config
 from wan.errors import ConfigError, one_line, quoted, require_text
 from wan.limits import MAX_COUNT
+from wan.modules.interventions import PASSES
 
 __all__ = [
     "Parser",
@@ -152,9 +154,18 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     )
     add_policy_flags(parser)
     flag("--prompt_embeds", metavar="FILE", help="a .pt of text states, in place of umT5")
+    add_edit_flags(parser)
     add_memory_flags(parser)
     add_run_flags(parser)
     return parser
+
+
+def add_edit_flags(parser: Parser) -> None:
+    """What a run changes inside attention: docs/interventions.md."""
+    flag = parser.add_argument
+    flag("--interventions", metavar="FILE", help="a YAML of edits, in place of the config's")
+    flag("--ablate_heads", metavar="FILE.csv", help="layers x heads, 1 drops a head; with --ablate_passes")
+    flag("--ablate_passes", choices=PASSES, help="in which passes --ablate_heads drops them; no default")
 
 
 def add_memory_flags(parser: Parser) -> None:
@@ -205,7 +216,25 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
     for seed in getattr(args, "seeds", None) or ():
         check_seed(seed)
-    return config
+    return with_edits(args, config)
+
+
+def with_edits(args: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """A config with the interventions that flags name, after its own have been checked."""
+    path, heads, passes = (
+        getattr(args, name, None) for name in ("interventions", "ablate_heads", "ablate_passes")
+    )
+    if (heads is None) != (passes is None):
+        raise ConfigError("--ablate_heads and --ablate_passes (denoise, clean or all) go together")
+    edits = (
+        edit_files.read_edits(path) if path else edit_files.edits_of(config.interventions, args.config_path)
+    )
+    if heads:
+        from wan.checkpoint import read_model_config  # with torch: not for a --help
+
+        sizes = read_model_config(config.ckpt_dir)
+        edits += edit_files.read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
+    return replace(config, interventions=[edit.to_dict() for edit in edits])
 
 
 def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:

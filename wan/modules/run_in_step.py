@@ -7,6 +7,7 @@ and stops in it until the next is asked for. Each has its own announced pass, ca
 from collections.abc import Callable
 from threading import Semaphore, Thread
 
+import torch
 from torch import Tensor
 
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
@@ -55,7 +56,7 @@ class RunInStep:
         if self._found is None or self._found[0] != place:
             self._wanted, self._found = place, None
             if self._thread is None:
-                self._thread = Thread(target=self._run, daemon=True)
+                self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
                 self._state = (ATTENTION_WEIGHT_CAPTURE.fresh_state(), [self])
                 self._let_run(start=True)
             elif self._thread.is_alive():
@@ -86,7 +87,8 @@ class RunInStep:
             raise _Cancelled
         return z
 
-    def _run(self) -> None:
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # a new thread has its own count, and other counts other bits
         try:
             self._rollout()
         except _Cancelled:

@@ -1,0 +1,65 @@
+"""Edits of a rollout with what they need: means of a reference set, and runs in step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from experiments.extraction.reference_means import reference_means
+from wan.config import RunConfig
+from wan.modules.edits import Edits, intervene
+from wan.modules.head_outputs import HeadOutputs, record_head_outputs
+from wan.modules.interventions import Ablate, Edit, Patch, Source
+from wan.modules.run_in_step import RunInStep
+
+if TYPE_CHECKING:
+    from experiments.extraction.causal import Session
+
+
+@contextmanager
+def edited(session: "Session", config: RunConfig, edits: Sequence[Edit]) -> Iterator[Edits | None]:
+    """Make edits while a rollout of config runs, with the means and the runs in step that they need."""
+    if not edits:
+        yield None
+        return
+    session.pipeline.plan(config.num_frames).check(edits)
+    with ExitStack() as stack:
+        data = dict(_data_of(session, config, edits, stack))
+        yield stack.enter_context(intervene(*edits, data=data))
+
+
+def _data_of(
+    session: "Session", config: RunConfig, edits: Sequence[Edit], stack: ExitStack
+) -> Iterator[tuple[Edit, object]]:
+    runs: dict[Source, RunInStep] = {}
+    own: HeadOutputs | None = None
+    for edit in edits:
+        source = edit.source if isinstance(edit, (Ablate, Patch)) else None
+        if isinstance(source, Source):
+            if source not in runs:
+                runs[source] = stack.enter_context(run_of(session, config, source))
+            yield edit, runs[source]
+        elif isinstance(edit, Ablate) and edit.how == "frame_mean":
+            own = own or _own_means(session, config)
+            yield edit, own
+        elif isinstance(edit, Ablate) and edit.how == "mean":
+            yield edit, reference_means(session, config, source)
+
+
+def _own_means(session: "Session", config: RunConfig) -> HeadOutputs:
+    with record_head_outputs() as outputs:
+        session.rollout(config)
+    return outputs
+
+
+def run_of(session: "Session", config: RunConfig, source: Source) -> RunInStep:
+    """The run in step that a source names."""
+    other = replace(
+        config,
+        prompt=config.prompt if source.prompt is None else source.prompt,
+        seed=config.seed if source.seed is None else source.seed,
+    )
+    if source.weights is not None:
+        path = None if source.weights == "base" else source.weights
+        session = session.with_weights(replace(other, checkpoint_path=path))
+    return RunInStep(lambda: session.rollout(other))

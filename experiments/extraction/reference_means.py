@@ -1,0 +1,69 @@
+"""Mean outputs of heads over a reference set of unedited runs, made once and kept in cache/reference_means."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from experiments.caches.atomic_files import replacing
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.modules.head_outputs import Key, ReferenceMeans, record_head_outputs
+from wan.safe_load import UnreadableError, load_tensors
+
+if TYPE_CHECKING:
+    from experiments.extraction.causal import Session
+
+FOLDER = Path("cache/reference_means")
+SEEDS = (0, 1)
+
+
+def reference_means(session: "Session", config: RunConfig, path: object = None) -> ReferenceMeans:
+    """The means of config's model over its reference_prompts and two seeds; from a file where one is named."""
+    if isinstance(path, (str, Path)):
+        return ReferenceMeans(_read(Path(path)))
+    kept = FOLDER / f"{_name(session, config)}.pt"
+    if kept.is_file():
+        return ReferenceMeans(_read(kept))
+    runs = []
+    for prompt in config.reference_prompts:
+        for seed in SEEDS:
+            one = replace(config, prompt=prompt, seed=seed)
+            with record_head_outputs() as outputs:
+                session.rollout(one)
+            runs.append(outputs)
+    means = ReferenceMeans.over(runs)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(kept) as file:
+        torch.save({"|".join(map(str, key)): values for key, values in means.values.items()}, file)
+    return means
+
+
+def _name(session: "Session", config: RunConfig) -> str:
+    """16 digits of the hash of what the means depend on."""
+    said = {
+        "weights": session.sha256.result(),
+        "dtype": str(session.dtype),
+        "prompts": list(config.reference_prompts),
+        "seeds": SEEDS,
+        "config": session.common["config"],
+        "blocks": config.block_sizes,
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> Mapping[Key, Tensor]:
+    try:
+        values = load_tensors(path, False)
+        keys = {name: name.split("|") for name in values}
+        return {
+            (kind, int(layer), int(step), branch): values[name]
+            for name, (kind, layer, step, branch) in keys.items()
+        }
+    except (OSError, UnreadableError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None

@@ -1,0 +1,35 @@
+"""The direct effect of one edit on every head, layer or frame: a causal atlas. It goes on where it stopped.
+
+    python experiments/run_causal_atlas.py --config_path configs/wan_mini.yaml --prompts FILE --seeds 0 1
+    python experiments/run_causal_atlas.py --each head --edit edit.yaml --output_dir cache/causal_atlas
+
+Without --edit every head's output is replaced by its mean over a reference set, in the denoising passes.
+docs/interventions.md says what the numbers are.
+"""
+
+from experiments.running import sweep_plan
+from experiments.running.cli import config_from, count, main, run_parser
+from wan.errors import ConfigError
+
+EACH = ("head", "layer", "frame")
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, None)
+    parser.add_argument("--each", choices=EACH, default="head", help="what is edited, one after the other")
+    parser.add_argument("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
+    parser.add_argument("--batch", type=count, default=8, help="runs that are made together")
+    sweep_plan.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.output_dir = args.output_dir or "cache/causal_atlas"
+    config = config_from(args)
+    if config.interventions:
+        raise ConfigError("a causal atlas makes its own edits: name one by --edit, and no interventions")
+
+    from experiments.studies.causal_atlas_job import make_atlas  # after the flags: a --help needs no torch
+
+    make_atlas(args, list(sweep_plan.plan(args, config).values()))
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,231 @@
+"""A causal atlas: the direct effect of the same edit on every head, layer or frame, made in resumable pieces.
+
+A work item is one prompt, seed and layer, named by the hash of its settings: items/HASH.json. The index says
+which are done; the atlas is made of them when all are.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.caches.atomic_files import replacing
+from experiments.extraction.causal import Session
+from experiments.running.sweep import NOT_SETTINGS
+from experiments.studies import direct_effects
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.modules.edit_dicts import fingerprint
+from wan.modules.interventions import Edit, KeySelection, Move
+
+EACH = ("head", "layer", "frame")
+
+RunIndex = tuple[str, int]  # prompt and seed
+
+
+@dataclass(frozen=True)
+class Item:
+    """One piece of an atlas; layer is None where frames are edited in all layers."""
+
+    config: RunConfig
+    layer: int | None
+    settings: str  # of everything else that its numbers depend on
+
+    @property
+    def name(self) -> str:
+        said = json.dumps([self.settings, self.config.prompt, self.config.seed, self.layer])
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is edited, of which runs, and where the pieces lie."""
+
+    folder: Path
+    edit: Edit
+    each: str
+    configs: Sequence[RunConfig]
+    num_layers: int
+    num_heads: int
+    weights_sha256: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.each not in EACH:
+            raise ConfigError(f"--each {self.each} is not one of {', '.join(EACH)}")
+        if self.edit.kind != "self":
+            raise ConfigError("a causal atlas is of self-attention: its edit takes frames, not tokens")
+        if self.edit.passes == "clean":
+            raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
+        if self.each == "frame" and not isinstance(self.edit, (KeySelection, Move)):
+            raise ConfigError("--each frame needs an edit of frames: knockout, bias or move")
+
+    @property
+    def layers(self) -> list[int | None]:
+        if self.each == "frame":
+            return [None]
+        return list(range(self.num_layers)) if self.edit.layers is None else list(self.edit.layers)
+
+    @property
+    def settings(self) -> str:
+        """Everything but prompt, seed and layer that numbers depend on, as JSON."""
+        config = {name: value for name, value in asdict(self.configs[0]).items() if name not in NOT_SETTINGS}
+        config |= {
+            "edit": fingerprint([self.edit]),
+            "each": self.each,
+            "weights": self.weights_sha256,
+            "run_dtype": self.dtype,
+        }
+        return json.dumps(config, sort_keys=True, default=str)
+
+    def items(self) -> Iterator[Item]:
+        settings = self.settings
+        for config in self.configs:
+            for layer in self.layers:
+                yield Item(config, layer, settings)
+
+    def path(self, item: Item) -> Path:
+        return self.folder / "items" / f"{item.name}.json"
+
+    def read(self, item: Item) -> dict[str, Any] | None:
+        """An item's numbers, or None where it is not done; what cannot be read is made again."""
+        try:
+            return json.loads(self.path(item).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def write_index(self) -> None:
+        """index.json: what the study is, and of each item its name, prompt, seed, layer and whether it is done."""
+        done = {path.stem for path in (self.folder / "items").glob("*.json")}
+        rows = [
+            [item.name, item.config.prompt, item.config.seed, item.layer, item.name in done]
+            for item in self.items()
+        ]
+        index = {"edit": self.edit.to_dict(), "each": self.each, "settings": json.loads(self.settings)}
+        with replacing(self.folder / "index.json") as file:
+            file.write(json.dumps(index | {"items": rows}, ensure_ascii=False, indent=1).encode() + b"\n")
+
+
+def run(
+    study: Study, session: Session, batch: int, say: Callable[[str], None], stopping: Callable[[], bool]
+) -> bool:
+    """Make what is not done yet, up to batch runs at a time -> whether all is done."""
+    (study.folder / "items").mkdir(parents=True, exist_ok=True)
+    session.pipeline.plan(study.configs[0].num_frames).check([study.edit])
+    waiting: dict[RunIndex, list[int | None]] = {}
+    total = 0
+    by_config = {(c.prompt, c.seed): c for c in study.configs}
+    for item in study.items():
+        total += 1
+        if not study.path(item).is_file():
+            waiting.setdefault((item.config.prompt, item.config.seed), []).append(item.layer)
+    left = sum(map(len, waiting.values()))
+    say(f"{total - left} of {total} items are done")
+    groups: dict[tuple[int | None, ...], list[RunConfig]] = {}
+    for key, layers in waiting.items():  # runs that wait for the same layers go together
+        groups.setdefault(tuple(layers), []).append(by_config[key])
+    for layers, configs in groups.items():
+        for start in range(0, len(configs), batch):
+            runs = direct_effects.begin(session, configs[start : start + batch])
+            floors = direct_effects.floor(runs)
+            for layer in layers:
+                _save(study, runs, layer, floors, direct_effects.measure(runs, dict(_edits(study, layer))))
+                left -= len(runs.configs)
+                say(f"{total - left} of {total} items are done")
+                study.write_index()
+                if stopping():
+                    return left == 0
+    study.write_index()
+    return True
+
+
+def units(study: Study) -> list[int]:
+    """What an item has a row for: heads, frames, or the one layer."""
+    if study.each == "head":
+        return list(range(study.num_heads)) if study.edit.heads is None else list(study.edit.heads)
+    return list(range(study.configs[0].num_frames)) if study.each == "frame" else [0]
+
+
+def _edits(study: Study, layer: int | None) -> Iterator[tuple[tuple[str, int], Callable[[int], Edit | None]]]:
+    """By ("effect" or "frame_control", unit), the edit of each block."""
+    by_frames = isinstance(study.edit, (KeySelection, Move)) and study.each != "frame"
+    for unit in units(study):
+        edit = study.edit if layer is None else replace(study.edit, layers=(layer,))
+        if study.each == "head":
+            edit = replace(edit, heads=(unit,))
+        elif study.each == "frame":
+            edit = replace(edit, frames=(unit,))
+        yield ("effect", unit), lambda block, edit=edit: edit
+        if by_frames and study.edit.frames not in (("past",), ("own",)):
+            salt = f"{layer} {unit}"
+            control = direct_effects.on_a_random_frame(edit, study.configs[0].block_sizes, salt)
+            yield ("frame_control", unit), control
+
+
+def _save(
+    study: Study,
+    runs: direct_effects.Runs,
+    layer: int | None,
+    floors: torch.Tensor,
+    found: Mapping[tuple[str, int], torch.Tensor],
+) -> None:
+    settings = study.settings
+    for row, config in enumerate(runs.configs):
+        values: dict[str, Any] = {
+            "prompt": config.prompt,
+            "seed": config.seed,
+            "layer": layer,
+            "floor": floors[row].tolist(),
+            "between_seeds": runs.between_seeds[row].tolist(),
+        }
+        for kind in dict.fromkeys(kind for kind, _ in found):
+            values[kind] = [found[kind, unit][row].tolist() for unit in units(study)]
+        if layer is not None:
+            norms = [
+                x[row].mean(0) for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)
+            ]
+            values["norm"] = (
+                torch.stack(norms).mean(0)[units(study) if study.each == "head" else ...].tolist()
+            )
+        with replacing(study.path(Item(config, layer, settings))) as file:
+            file.write(json.dumps(values).encode() + b"\n")
+
+
+def merged(study: Study) -> dict[str, Any]:
+    """The tensors of a causal atlas, from the items: effects [R, N, U, F] of R runs and the like."""
+    rows = [study.read(item) for item in study.items()]
+    if missing := sum(row is None for row in rows):
+        raise ConfigError(f"{missing} of {len(rows)} items are missing; run the same command again")
+    done = [row for row in rows if row is not None]
+    shape = (len(study.configs), len(study.layers))
+
+    def stacked(name: str) -> torch.Tensor:
+        values = torch.tensor([row[name] for row in done], dtype=torch.float64)
+        return values.view(*shape, *values.shape[1:]).float()
+
+    atlas = {"effects": stacked("effect"), "floor": stacked("floor")[:, 0]}
+    atlas["between_seeds"] = stacked("between_seeds")[:, 0]
+    if "frame_control" in done[0]:
+        atlas["frame_control"] = stacked("frame_control")
+    if study.each == "head":
+        atlas["head_control"] = _of_another_head(atlas["effects"])
+        atlas["head_norms"] = stacked("norm")
+    return atlas
+
+
+def _of_another_head(effects: torch.Tensor) -> torch.Tensor:
+    """For every head the effect of another one of its layer, drawn at random: [R, N, H, F] -> the same."""
+    heads = effects.shape[2]
+    if heads < 2:
+        return torch.full_like(effects, torch.nan)
+    control = torch.empty_like(effects)
+    for layer in range(effects.shape[1]):
+        for head in range(heads):
+            other = random.Random(f"{layer} {head}").choice([n for n in range(heads) if n != head])
+            control[:, layer, head] = effects[:, layer, other]
+    return control

@@ -1,0 +1,80 @@
+"""From flags to a causal atlas: pieces are made until asked to stop, the cache when all are there."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.caches import save_cache
+from experiments.caches.errors import StoppedError
+from experiments.extraction import causal
+from experiments.extraction.edit_files import read_edits, record_of
+from experiments.running.jobs import deterministic
+from experiments.running.output_locks import claimed
+from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.studies import causal_atlas
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.modules.interventions import Ablate, Edit
+
+ATLAS = "causal_atlas.pt"
+
+
+def the_edit(path: str | None) -> Edit:
+    """The one edit of a file; the default is mean ablation."""
+    if path is None:
+        return Ablate("mean", passes="denoise")
+    edits = read_edits(path)
+    if len(edits) != 1:
+        raise ConfigError(f"{path} holds {len(edits)} interventions; a causal atlas is of one")
+    return edits[0]
+
+
+def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
+    """Make what is not done yet of an atlas, and the atlas when all is. Raises StoppedError after Ctrl-C."""
+    edit, folder = the_edit(args.edit), Path(args.output_dir)
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        claimed({str(folder / ATLAS): 0}),
+        stopping_when_asked(watch, "layer"),
+        deterministic(args.deterministic),
+    ):
+        prompts = list(dict.fromkeys(config.prompt for config in configs))
+        session = causal.prepare(configs[0], [], prompts, watch)
+        study = causal_atlas.Study(
+            folder,
+            edit,
+            args.each,
+            configs,
+            session.model_config.num_layers,
+            session.model_config.num_heads,
+            session.sha256.result(),
+            str(session.dtype),
+        )
+        start = time.monotonic()
+        if not causal_atlas.run(study, session, args.batch, watch.print, lambda: watch.stopping):
+            raise StoppedError("stopped; what is done will not be made again: run the same command to go on")
+        save_cache(folder / ATLAS, atlas_cache(study, session))
+        watch.print(
+            f"{folder / ATLAS}: {edit}, each {args.each}: {time.monotonic() - start:.1f} s, {memory()}"
+        )
+
+
+def atlas_cache(study: causal_atlas.Study, session: causal.Session) -> dict:
+    """The cache of a finished study."""
+    first = study.configs[0]
+    return {
+        **session.common,
+        "format": "causal_atlas",
+        "prompt": first.prompt,
+        "seed": None,
+        "weights_sha256": study.weights_sha256,
+        "is_logits": False,
+        "interventions": record_of([study.edit]),
+        "prompts": [config.prompt for config in study.configs],
+        "seeds": [config.seed for config in study.configs],
+        "each": study.each,
+        "layers": [layer or 0 for layer in study.layers],
+        "units": causal_atlas.units(study),
+        **causal_atlas.merged(study),
+    }

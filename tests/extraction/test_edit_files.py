@@ -1,0 +1,91 @@
+"""Interventions in YAML and CSV, friendly and hostile; flags that name them."""
+
+import pytest
+
+from experiments.extraction.edit_files import read_ablated_heads, read_edits, record_of, to_yaml
+from experiments.running.cli import config_from, run_parser
+from wan.errors import ConfigError
+from wan.modules.interventions import Ablate, Bias, Knockout, Patch, Source
+
+EDITS = [
+    Knockout(frames="first", layers=[5], heads=[10], passes="denoise"),
+    Bias(-0.5, tokens=[1, 3], passes="all"),
+    Patch("kv", Source("雪の朝", 3), frames=[0, "sink"], passes="clean"),
+]
+
+
+def written(tmp_path, text, name="edits.yaml"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_yaml_and_back(tmp_path):
+    path = written(tmp_path, to_yaml(EDITS))
+    assert read_edits(path) == EDITS
+    bare = "- {edit: ablate, how: zero, layers: 3, heads: [0, 2], passes: denoise}"
+    assert read_edits(written(tmp_path, bare)) == [Ablate("zero", layers=[3], heads=[0, 2], passes="denoise")]
+    said = record_of(EDITS)
+    assert len(said["hash"]) == 16 and said["words"].startswith("knock out the first frame: layer 5")
+
+
+HOSTILE = {
+    "interventions are a list": "edit: knockout\n".replace("edit", "interventions"),
+    "may hold the key interventions": "edit: knockout\nframes: first\n",
+    "intervention 2: edit 'cut' is not one": "- {edit: bias, b: 1, frames: 0, passes: all}\n- {edit: cut}\n",
+    "intervention 1: knockout: passes is missing and has no default": "- {edit: knockout, frames: 0}\n",
+    "passes 'no' is not one of|passes False is not": "- {edit: knockout, frames: 0, passes: no}\n",
+    "heads 'a' are not whole numbers": "- {edit: ablate, how: zero, heads: a, passes: all}\n",
+    "b inf is not a finite number": "- {edit: bias, b: .inf, frames: 0, passes: all}\n",
+    "'x' is not an edit": "- x\n",
+    "not a YAML file of interventions": "- {edit: [",
+    "not a YAML file of interventions: could not determine": "- !!python/object/apply:os.system [echo]\n",
+    "cannot be read|not a YAML": b"\xff\xfe\x00\x01",
+    "holds no intervention": "[]\n",
+    "at most 1000 are read": "- a\n" * 1001,
+    "has 2097152 bytes": "#" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_a_hostile_yaml_is_one_line(tmp_path, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        read_edits(written(tmp_path, HOSTILE[message]))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_a_csv_of_heads_to_drop(tmp_path):
+    path = written(tmp_path, "0,1,0\n0,0,0\n1, 1,0\n", "heads.csv")
+    assert read_ablated_heads(path, 3, 3, "denoise") == [
+        Ablate("zero", layers=[0], heads=[1], passes="denoise"),
+        Ablate("zero", layers=[2], heads=[0, 1], passes="denoise"),
+    ]
+    for message, text in {
+        "is 3 x 3; this model has 4 layers x 3 heads": "0,1,0\n0,0,0\n1,1,0\n",
+        "is 4 x 2 or 3; this model": "0,1\n0,0,0\n1,1,0\n0,0,0\n",
+        "is 0 x 0; this model": "",
+        "layer 1, head 2: '2' is not 0 or 1": "0,1,0\n0,0,2\n1,1,0\n0,0,0\n",
+        "drops no head": "0,0,0\n" * 4,
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            read_ablated_heads(written(tmp_path, text, "heads.csv"), 4, 3, "all")
+    with pytest.raises(ConfigError, match="not found"):
+        read_ablated_heads(tmp_path / "none.csv", 4, 3, "all")
+
+
+def test_flags_name_edits_and_replace_those_of_the_config(tmp_path):
+    parser = run_parser("a script", "cache/x.pt")
+    mini = ["--config_path", "configs/wan_mini.yaml"]
+    file = str(written(tmp_path, to_yaml(EDITS)))
+    rows = ["0,0,0,0,0,0,0,0,0,0,0,0"] * 7 + ["1,0,0,0,0,0,0,0,0,0,0,0"]
+    heads = str(written(tmp_path, "\n".join(rows), "heads.csv"))
+    config = config_from(parser.parse_args([*mini, "--interventions", file]))
+    assert config.interventions == [edit.to_dict() for edit in EDITS]
+    both = ["--ablate_heads", heads, "--ablate_passes", "clean"]
+    assert config_from(parser.parse_args([*mini, *both])).interventions == [
+        {"edit": "ablate", "how": "zero", "layers": 7, "heads": 0, "passes": "clean"}
+    ]
+    for wrong in (both[:2], both[2:]):
+        with pytest.raises(ConfigError, match="go together"):
+            config_from(parser.parse_args([*mini, *wrong]))
+    assert config_from(parser.parse_args(mini)).interventions == []

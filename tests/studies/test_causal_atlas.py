@@ -1,0 +1,114 @@
+"""Direct effects against whole edited rollouts; pieces that are resumed give the same atlas."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.caches import load_cache, save_cache
+from experiments.extraction import causal
+from experiments.studies import causal_atlas, direct_effects
+from experiments.studies.causal_atlas_job import atlas_cache
+from wan.config import load_config
+from wan.errors import ConfigError
+from wan.modules.edits import intervene
+from wan.modules.interventions import Ablate, Knockout
+
+PROMPTS = (
+    "a red circle moving right over a dark blue background",
+    "a cyan square moving up over a gray background",
+)
+EDIT = Knockout(frames="first", layers=[1, 3], heads=[0, 5], passes="denoise")
+FRAMES = 9
+
+
+@pytest.fixture(scope="module")
+def configs():
+    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES})
+    return [replace(config, prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def session(configs):
+    return causal.prepare(configs[0], [], PROMPTS)
+
+
+def study(folder, session, configs, edit=EDIT, each="head"):
+    sizes = session.model_config
+    counts = sizes.num_layers, sizes.num_heads
+    return causal_atlas.Study(
+        folder, edit, each, configs, *counts, session.sha256.result(), str(session.dtype)
+    )
+
+
+def make(one, session, batch=2, stop_after=99):
+    made = []
+    done = causal_atlas.run(one, session, batch, made.append, lambda: len(made) > stop_after)
+    return done, made
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, session, configs):
+    one = study(tmp_path_factory.mktemp("atlas"), session, configs)
+    assert make(one, session)[0]
+    return one
+
+
+def test_a_direct_effect_is_the_change_of_a_rollout_edited_in_that_block_alone(finished, session, configs):
+    atlas = causal_atlas.merged(finished)
+    assert atlas["effects"].shape == (2, 2, 2, FRAMES) and atlas["effects"][..., :3].isnan().all()
+    with torch.no_grad():
+        for row, config in enumerate(configs):
+            base = session.rollout(config)
+            other = session.rollout(replace(config, seed=config.seed + direct_effects.ANOTHER_SEED))
+            between = direct_effects.distance(base, other)[0]
+            with intervene(replace(EDIT, layers=(3,), heads=(5,), blocks=(2,))):
+                edited = session.rollout(config)
+            expected = direct_effects.distance(base, edited)[0] / between
+            torch.testing.assert_close(atlas["between_seeds"][row].double(), between, atol=1e-3, rtol=0)
+            torch.testing.assert_close(
+                atlas["effects"][row, 1, 1, 6:].double(), expected[6:], atol=1e-4, rtol=1e-2
+            )
+    assert atlas["floor"].max() < 1e-3 < atlas["effects"][..., 3:].max()
+
+
+def test_controls_are_other_frames_and_other_heads(finished):
+    atlas = causal_atlas.merged(finished)
+    assert torch.equal(atlas["head_control"].nan_to_num(), atlas["effects"].flip(2).nan_to_num())
+    control = atlas["frame_control"]
+    assert torch.equal(control.isnan(), atlas["effects"].isnan())
+    assert not torch.isclose(control, atlas["effects"]).any()
+    assert atlas["head_norms"].shape == (2, 2, 2) and (atlas["head_norms"] > 0).all()
+
+
+def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, session, configs):
+    again = study(tmp_path, session, configs)
+    assert make(again, session, stop_after=1)[0] is False
+    first = {path.name: path.read_bytes() for path in (tmp_path / "items").iterdir()}
+    assert len(first) == 2 and '"items"' in (tmp_path / "index.json").read_text()
+    assert make(again, session)[0]
+    for path in (finished.folder / "items").iterdir():
+        assert (tmp_path / "items" / path.name).read_bytes() == path.read_bytes()
+    assert make(again, session)[1] == ["4 of 4 items are done"]
+    other = study(tmp_path, session, configs, replace(EDIT, frames=("past",)))
+    assert not {item.name for item in other.items()} & {item.name for item in again.items()}
+    with pytest.raises(ConfigError, match="4 of 4 items are missing"):
+        causal_atlas.merged(other)
+
+
+def test_the_cache_keeps_to_its_schema(finished, session, tmp_path):
+    save_cache(tmp_path / "causal_atlas.pt", atlas_cache(finished, session))
+    cache = load_cache(tmp_path / "causal_atlas.pt", expect=("causal_atlas",))
+    assert cache["interventions"]["words"] == str(EDIT) and cache["units"] == [0, 5]
+    assert cache["prompts"] == list(PROMPTS) and cache["each"] == "head"
+
+
+def test_what_has_no_direct_effect_is_refused(tmp_path, session, configs):
+    for message, edit, each in (
+        ("a clean pass has no direct effect", replace(EDIT, passes="clean"), "head"),
+        ("its edit takes frames, not tokens", Knockout(tokens=[0], passes="denoise"), "head"),
+        ("needs an edit of frames", Ablate("zero", passes="denoise"), "frame"),
+        ("is not one of head, layer, frame", EDIT, "token"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            study(tmp_path, session, configs, edit, each)
