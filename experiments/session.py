@@ -88,7 +88,7 @@ class Pipe:
         """
         if self.config.prompt_embeds:
             prompt = with_given_prompt(self.config, prompt)
-        given = {"prompt": prompt, "seed": seed}
+        given: dict[str, Any] = {"prompt": prompt, "seed": seed}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
         requests = self._seen[-1].requests if self._seen else []
         with Progress(quiet) as observer:

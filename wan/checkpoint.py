@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -171,8 +171,11 @@ def _strip_wrappers(name: str) -> str:
     return name
 
 
+Model = TypeVar("Model", bound=WanModel)
+
+
 def build_model(
-    model_class: type[WanModel],
+    model_class: type[Model],
     config: ModelConfig,
     state: StateDict,
     source: str | Path,
@@ -180,7 +183,7 @@ def build_model(
     device: torch.device | str = "cpu",
     offload: bool = False,
     **kwargs,
-) -> WanModel:
+) -> Model:
     """A model of the given sizes with the given weights, for inference. Its parameters are never held twice.
 
     offload keeps the layers' weights on the host and streams them (wan/modules/offload.py). Raises
@@ -252,7 +255,7 @@ def sampled_sha256(path: str | Path) -> str:
 
 
 def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Name, bytes and sampled_sha256 of the files that a run read, in order of their names; of an index its shards.
+    """Name, bytes and sampled_sha256 of the files that a run read, ordered by name; of an index its shards.
 
     Raises CheckpointError for one that is not there.
     """

@@ -5,9 +5,8 @@ is a tensor, "int [Fq]" a list, "|" stands between alternatives. A field with th
 A letter is a length; one without a meaning of its own takes the first length it meets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -63,8 +62,8 @@ class Fields:
         for name, value in values.items():
             attribute = attributes.get(name, name)
             if attribute in nested and isinstance(value, list):
-                kind = nested[attribute]
-                value = [kind.from_dict(v) if isinstance(v, Mapping) else v for v in value]
+                entry = nested[attribute]
+                value = [entry.from_dict(v) if isinstance(v, Mapping) else v for v in value]
             made.__dict__[attribute] = value
         return made
 
@@ -89,10 +88,14 @@ class Fields:
         }
 
 
-@cache
+_known: dict[str, dict[str, type[Fields]]] = {}  # of _nested, by the name of a class
+
+
 def _nested(cls: type[Fields]) -> dict[str, type[Fields]]:
     """Attributes that are lists of objects, with the type of these."""
-    found = {}
+    if cls.__qualname__ in _known:
+        return _known[cls.__qualname__]
+    found = _known.setdefault(cls.__qualname__, {})
     for name, hint in get_type_hints(cls).items():
         for option in (hint, *get_args(hint)):  # list[X], or list[X] | None
             for kind in get_args(option):
@@ -158,7 +161,7 @@ def _sizes(values: Mapping[str, Any], outer: Mapping[str, int]) -> dict[str, int
     sizes = {k: n for k, n in outer.items() if k in (*LENGTHS_OF, *LENGTHS_FROM)}
     sizes |= {k: values[name] for k, name in LENGTHS_OF.items() if type(values.get(name)) is int}
     lists = {k: values.get(name) for k, name in LENGTHS_FROM.items()}
-    sizes |= {k: len(v) for k, v in lists.items() if hasattr(v, "__len__")}
+    sizes |= {k: len(v) for k, v in lists.items() if isinstance(v, Sized)}
     tokens = {"L": "F", "Lq": "Fq", "Lk": "Fk"}
     return sizes | {k: sizes[f] * sizes["S"] for k, f in tokens.items() if f in sizes and "S" in sizes}
 

@@ -18,7 +18,10 @@ from wan.blocks import block_frames, block_sizes, later_block
 from wan.errors import ConfigError
 
 # All that weights_only loading may build beside tensors: omegaconf's containers and scalars, and numpy's.
-_NUMPY_PARTS = {"_reconstruct": np._core.multiarray._reconstruct, "scalar": np._core.multiarray.scalar}
+_NUMPY_PARTS = {  # what numpy names when it is pickled
+    "_reconstruct": np.array(0).__reduce__()[0],
+    "scalar": np.float64(0).__reduce__()[0],
+}
 
 ALLOWED = [
     ListConfig, DictConfig, base.ContainerMetadata, base.Metadata,
@@ -56,7 +59,7 @@ def modernise(raw: dict[str, Any]) -> dict[str, Any]:
         kind, convert = "figure4", _figure4
     else:
         raise ValueError(f"not an attention cache, its keys are {', '.join(map(str, raw))}")
-    unrecorded = {
+    unrecorded: dict[str, Any] = {
         "prompt": "",
         "seed": None,
         "model": "unknown",

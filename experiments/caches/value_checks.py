@@ -93,15 +93,15 @@ def check_absent(name: str, matrices: Tensor, block_sizes: list[int], done: int)
 
 def check_values(values: Mapping[str, Tensor | None], where: str = "") -> None:
     """Raise CacheError for values that are infinite, and for rows of frame_mass that do not sum to 1."""
-    values = {name: tensor for name, tensor in values.items() if tensor is not None and is_verified(tensor)}
-    for name, tensor in values.items():
+    there = {name: tensor for name, tensor in values.items() if tensor is not None and is_verified(tensor)}
+    for name, tensor in there.items():
         if tensor.isinf().any():
             raise CacheError(f"{where}{name} has values that are infinite; absent is NaN")
     for name in ("frame_mass", "slot_mass"):
-        if (mass := values.get(name)) is None:
+        if (mass := there.get(name)) is None:
             continue
         rows = mass.float()
-        there = ~rows.isnan().all(-1)
-        off = (rows.nan_to_num().sum(-1) - 1)[there].abs()
+        attended = ~rows.isnan().all(-1)
+        off = (rows.nan_to_num().sum(-1) - 1)[attended].abs()
         if (rows < 0).any() or (off > MASS_TOLERANCE).any():
             raise CacheError(f"{where}rows of {name} do not sum to 1")

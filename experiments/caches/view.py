@@ -55,7 +55,8 @@ class Profiles:
         """[layers, H, F, F] float32: frame_matrix of all layers, None where a query frame is not there."""
         if len(self.matrix_rows) < self.num_frames:
             return None
-        return np.stack([self.frame_matrix(layer) for layer in self.layers])
+        found = [self.frame_matrix(layer) for layer in self.layers]
+        return np.stack([matrix for matrix in found if matrix is not None])
 
     def key_curve(self, layer: int) -> np.ndarray | None:
         """[H, Lk] float32 per key token of key_frames, mean over the last block's queries; None where absent.

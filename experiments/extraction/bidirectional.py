@@ -76,7 +76,8 @@ def choose_layer(config: RunConfig, layer: int | None) -> int:
 
 def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     """first, last, all or numbers -> increasing steps of the sampler."""
-    count, chosen = config.base.num_steps, set()
+    count = config.base.num_steps
+    chosen: set[int] = set()
     for name in names:
         known = {"first": [0], "last": [count - 1], "all": range(count)}
         step = known.get(name, [int(name)] if name.isdecimal() and len(name) < 10 else [])

@@ -1,8 +1,9 @@
 """A rollout in each cache format: what it asks of the capture (*_requests), and its dict (*_cache)."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +25,16 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
         raise ConfigError(
             f"--capture probabilities needs --granularity token, not {granularity}; its mass is in every one"
         )
-    chosen = {"layers": config.layer_indices, "blocks": [len(config.block_sizes) - 1], "steps": [config.step]}
+    frame = CaptureRequest(
+        layers=config.layer_indices,
+        blocks=[len(config.block_sizes) - 1],
+        steps=[config.step],
+        granularity="frame",
+    )
     if granularity == "token":
         dtype = torch.float16 if is_logits else torch.float32
-        return [CaptureRequest(granularity="token", is_logits=is_logits, token_dtype=dtype, **chosen)]
-    frame = CaptureRequest(granularity="frame", **chosen)
-    return [frame] if granularity == "frame" else [CaptureRequest(granularity="key", **chosen), frame]
+        return [replace(frame, granularity="token", is_logits=is_logits, token_dtype=dtype)]
+    return [frame] if granularity == "frame" else [replace(frame, granularity="key"), frame]
 
 
 def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
@@ -111,7 +116,9 @@ def inference_cache(run: Extraction) -> dict[str, Any]:
     return {**run.common, **own}
 
 
-def layer_requests(config: RunConfig, granularity: str = "frame") -> list[CaptureRequest]:
+def layer_requests(
+    config: RunConfig, granularity: Literal["token", "frame"] = "frame"
+) -> list[CaptureRequest]:
     """All blocks of one layer in the chosen pass; token granularity gives the same numbers the long way."""
     return [
         CaptureRequest(layers=[config.layer_index], steps=[config.step], granularity=granularity, mass=False)

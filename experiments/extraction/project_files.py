@@ -33,7 +33,8 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"{source} is no config, its path, or a directory of weights; configs: {known}")
     config = load_config(path, given)
     named = {name: getattr(config, name) for name in PATHS if getattr(config, name) is not None}
-    return replace(config, **{name: str(_below_home(Path(value))) for name, value in named.items()})
+    found: dict[str, Any] = {name: str(_below_home(Path(value))) for name, value in named.items()}
+    return replace(config, **found)
 
 
 def _below_home(path: Path) -> Path:

@@ -45,16 +45,18 @@ def encode_prompts(
         states, tokens = read_states(config.prompt_embeds, model_config)
         return dict.fromkeys(prompts, (states.to(device, dtype), tokens))
     where = encoding_device(config, device)
-    known, encoder = {}, None
+    known: dict[str, PromptStates] = {}
+    encoder: TextEncoder | None = None
     paths = states_files(config, prompts, model_config, dtype, where)
     for prompt, path in zip(prompts, paths, strict=True):
-        known[prompt] = _remembered(path, model_config, dtype)
-        if known[prompt] is None:
+        found = _remembered(path, model_config, dtype)
+        if found is None:
             encoder = encoder or TextEncoder.from_pretrained(
                 config.ckpt_dir, model_config.text_len, dtype, where
             )
-            known[prompt] = encoder([prompt]), encoder.words(prompt)
-            _remember(path, prompt, *known[prompt])
+            found = encoder([prompt]), encoder.words(prompt)
+            _remember(path, prompt, *found)
+        known[prompt] = found
     if encoder is not None and where.type == "cuda":
         del encoder
         torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
@@ -130,7 +132,7 @@ def needs_encoder(
 
 def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     """The prompt of a run with --prompt_embeds: the file's own, else the one asked for; not both."""
-    own = read_torch_file(require_file(config.prompt_embeds, MAKE_ONE)).get("prompt")
+    own = read_torch_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
     if own is not None and not isinstance(own, str):
         raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
     if prompt is not None and own is not None and prompt != own:

@@ -1,10 +1,10 @@
 """Both samplers, observed: numbers checked, stopped between blocks or steps, out of memory explained."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.caches.errors import RunError
 from experiments.extraction import checks
@@ -12,6 +12,8 @@ from experiments.extraction.observer import RunObserver
 from wan.blocks import block_ranges
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest, move_to_cpu
+from wan.modules.captured_call import CapturedCall
+from wan.modules.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 from wan.text2video import TextToVideoPipeline
@@ -32,13 +34,14 @@ def roll_out(
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
     prompt_schedule: Sequence[PromptSwitch] = (),
-) -> tuple[Tensor, list[dict]]:
+) -> tuple[Tensor, list[CapturedCall]]:
     """Generate blocks of sizes frames -> latents [1, F, C, h, w] of the finished blocks, captured calls.
 
     Fewer frames than the noise has come back where the observer asked to stop. Raises RunError, naming block,
     pass and layer, for numbers that cannot be right, and for memory that does not suffice.
     """
-    frames, finished = block_ranges(list(sizes)), []
+    frames = block_ranges(list(sizes))
+    finished: list[Tensor] = []
 
     def on_block(block: int, latents: Tensor) -> None:
         check(latents)
@@ -71,7 +74,7 @@ def sample(
     negative: Tensor,
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
-) -> tuple[Tensor, list[dict], int]:
+) -> tuple[Tensor, list[CapturedCall], int]:
     """The base model's steps -> latents [1, F, C, h, w] of the last finished one, captured calls, its number.
 
     Not all are where the observer asked to stop. Raises RunError as roll_out does.
@@ -99,7 +102,7 @@ def sample(
 
 @contextmanager
 def capture_guarded(
-    model: nn.Module, requests: Sequence[CaptureRequest], phase: Callable[[], str]
+    model: WanModel, requests: Sequence[CaptureRequest], phase: Callable[[], str]
 ) -> Iterator[tuple]:
     """Capture while a sampler runs -> the calls, and a check for the latents of every finished block or step.
 
@@ -108,7 +111,7 @@ def capture_guarded(
     """
     with (
         out_of_memory(phase, requests),
-        ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as records,
+        _capture(requests) as records,
         checks.record_forwards(model) as forwards,
         suppress(_StoppedError),
     ):  # innermost: what was captured is kept
@@ -124,8 +127,12 @@ def capture_guarded(
         yield records, check
 
 
+def _capture(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
+    return ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
+
+
 @contextmanager
-def out_of_memory(phase, requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
+def out_of_memory(phase: str | Callable[[], str], requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
     """Say in which phase (a text, or a function that gives it) memory did not suffice, and what helps."""
     try:
         yield

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import CapturedCall, Pass, Site
+from wan.modules.captured_call import CapturedCall, Kind, Pass, Site
 from wan.modules.key_layout import KeyLayout
+
+NAMES: dict[Kind, str] = {"self": "attn1", "cross": "attn2"}  # of a block's modules in diffusers
 
 
 class CapturingProcessor:
@@ -29,7 +31,7 @@ class CapturingProcessor:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -42,8 +44,9 @@ class CapturingProcessor:
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))  # [B, L, H, D]
         if rotary_emb is not None:
             q, k = rotate(q, *rotary_emb), rotate(k, *rotary_emb)
-        own_keys = at is not None and self.site.kind == "self"
-        layout = KeyLayout.of_frames(at.query_frames, k.shape[1]) if own_keys else None
+        layout = None
+        if at is not None and self.site.kind == "self":
+            layout = KeyLayout.of_frames(at.query_frames, k.shape[1])
         out = attention(q, k, v, self.site, attention_mask, layout).flatten(2).type_as(q)  # [B, Lq, dim]
         for module in attn.to_out:  # a projection, and dropout
             out = module(out)
@@ -59,9 +62,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @contextmanager
 def capture_diffusers(
-    transformer: nn.Module, *requests: CaptureRequest, **fields: Any
+    transformer: Any, *requests: CaptureRequest, **fields: Any
 ) -> Iterator[list[CapturedCall]]:
-    """Capture the calls of diffusers' WanTransformer3DModel; requests or fields are those of CaptureRequest.
+    """Capture the calls of a diffusers.WanTransformer3DModel; requests or fields are those of CaptureRequest.
 
     Yields the list of calls. The transformer's own processors come back when the context ends. Raises
     ConfigError for an image-to-video model, and ValueError for a layer that the model does not have.
@@ -72,7 +75,7 @@ def capture_diffusers(
     modules = {
         Site(layer, kind): getattr(block, name)
         for layer, block in enumerate(transformer.blocks)
-        for kind, name in (("self", "attn1"), ("cross", "attn2"))
+        for kind, name in NAMES.items()
     }
     if any(attn.add_k_proj is not None for attn in modules.values()):
         raise ConfigError("an image-to-video model attends to image tokens too, which are not captured")
