@@ -14,7 +14,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan.checkpoint import DOWNLOAD_HINT, StateDict, read_torch_file, report_keys, require_file
+from wan.checkpoint import DOWNLOAD_HINT, read_torch_file, report_keys, require_file
+from wan.weight_names import StateDict
 
 UMT5_FILE, VAE_FILE, TOKENIZER_DIR = "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth", "google/umt5-xxl"
 

@@ -101,8 +101,9 @@ class CausalInferencePipeline:
             ACTIVE_EDITS.check(self.plan(noise.shape[1], given))
 
         latents = torch.cat([noise.new_empty(noise.shape[0], given, *noise.shape[2:]), noise], 1)
+        batch, num_frames, _, height, width = latents.shape
         kv_cache = self.model.new_kv_cache(
-            noise.shape[0], latents.shape[1], *noise.shape[3:], self.cache_policy, self.num_frame_per_block
+            batch, num_frames, height, width, self.cache_policy, self.num_frame_per_block
         )
         text = self.model.text_keys_values(prompt_embeds)
 
@@ -218,7 +219,7 @@ class CausalInferencePipeline:
                 f"initial_latent of {given} frames does not fill whole blocks {sizes}; "
                 f"it may have {ends[:-1]} frames"
             )
-        if given and initial_latent[:, 0].shape != noise[:, 0].shape:
+        if initial_latent is not None and given and initial_latent[:, 0].shape != noise[:, 0].shape:
             raise ConfigError(
                 f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} "
                 "differ in more than their frames"

@@ -91,7 +91,7 @@ def _check_mapped(waiting: _Waiting, storage: torch.UntypedStorage) -> None:
         if (device, inode) == before[:2] and size < record.start + record.size:
             raise UnreadableError(f"{path} was cut off after it was opened; make or get it again")
     content = torch.empty(0, dtype=torch.uint8).set_(storage)
-    if crc32(memoryview(content.numpy())) != record.crc:
+    if crc32(content.numpy().data) != record.crc:
         raise UnreadableError(f"{path}: its record {named(record.name)} is damaged (checksum)")
 
 
@@ -170,9 +170,10 @@ def _records_of(
     by_start = {record.start: record for record in records if record.is_storage and record.size}
     for first in by_start.values() if storages else ():
         base = storages[0].data_ptr() - first.start
-        found = [by_start.get(storage.data_ptr() - base) for storage in storages]
-        if all(r and r.size == s.nbytes() for r, s in zip(found, storages, strict=True)):
-            return list(zip(storages, found, strict=True))
+        found = [(storage, by_start.get(storage.data_ptr() - base)) for storage in storages]
+        pairs = [(s, record) for s, record in found if record and record.size == s.nbytes()]
+        if len(pairs) == len(storages):
+            return pairs
     if storages:
         raise UnreadableError("it declares a tensor of another length than its record")
     return []

@@ -134,8 +134,8 @@ def head_correlation(
     generator = np.random.default_rng(seed)
     drawn = [
         rho(
-            generator.integers(num_prompts, size=num_prompts),
-            generator.integers(num_layers, size=num_layers),
+            generator.integers(num_prompts, size=(num_prompts,)),
+            generator.integers(num_layers, size=(num_layers,)),
         )
         for _ in range(draws)
     ]

@@ -54,7 +54,8 @@ class Browser:
         with urlopen(f"http://127.0.0.1:{port}/json") as answer:
             (tab,) = [t for t in json.load(answer) if t["type"] == "page"]
         self.socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=60)
-        self.count, self.events = 0, []
+        self.count = 0
+        self.events: list[dict] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
 

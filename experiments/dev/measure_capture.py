@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -59,8 +59,8 @@ class Rollout:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        capture = ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
-        with capture as calls, devices.threads_for(self.noise, self.pipeline.model.config):
+        with ExitStack() as stack, devices.threads_for(self.noise, self.pipeline.model.config):
+            calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(*requests)) if requests else []
             latents = self.pipeline.inference(
                 self.noise, prompt_embeds=self.prompt_embeds, renoise=self.renoise
             )[1]

@@ -168,7 +168,7 @@ def small_model(folder: Path, device: torch.device) -> dict:
     make_transformer(folder, sizes, torch.float32, device)
     make_text_encoder(folder, torch.bfloat16, device)
     tuned = replace(config, checkpoint_path=str(folder / "self_forcing_dmd.pt"))
-    make_checkpoint(Path(tuned.checkpoint_path), sizes, torch.float32, device)
+    make_checkpoint(folder / "self_forcing_dmd.pt", sizes, torch.float32, device)
     streamed = replace(config, offload=True)
     with torch.device("meta"):
         vae = AutoencoderKLWan()  # released in float32; not made here

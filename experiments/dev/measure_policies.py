@@ -5,6 +5,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,8 +17,8 @@ from wan.modules.cache_policies import CachePolicy, make_policy
 from wan.modules.capture import CaptureRequest
 from wan.pipeline import CausalInferencePipeline
 
-WINDOW = {"name": "window", "sink": 3}
-PAIRS = [  # a policy, and the window of the size that it sees
+WINDOW: dict[str, Any] = {"name": "window", "sink": 3}
+PAIRS: list[tuple[dict[str, Any], int]] = [  # a policy, and the window of the size that it sees
     ({"name": "relative", "window": 12, "sink": 3}, 12),
     ({"name": "deep_sink", "window": 21, "sink": 10}, 21),
     ({"name": "participative", "window": 21, "sink": 10, "budget": 16, "recent": 4}, 21),
@@ -75,7 +76,7 @@ class Bench:
             peak = (torch.cuda.max_memory_allocated(device) - before) / MIB
         shape = self.rollout.noise.shape
         with torch.device("meta"):
-            cache = model.new_kv_cache(1, 10**6, *shape[3:], policy)
+            cache: Any = model.new_kv_cache(1, 10**6, shape[3], shape[4], policy)
         held = sum(b.nbytes for buffers in (cache.keys, cache.values, cache.raw_keys) for b in buffers)
         return {"peak_mib": round(peak, 1), "cache_mib": round(held / MIB, 1)}
 

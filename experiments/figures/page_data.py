@@ -153,6 +153,7 @@ def _measures(
     for layer in layers:
         pair = logits.get(layer), mass.get(layer)
         view = pair[0] or pair[1]
+        assert view is not None
         if id(view) not in measured:  # an atlas has one view for all of its layers
             measured[id(view)] = (
                 head_measures.measure_heads(*pair),
@@ -185,9 +186,10 @@ def _matrices(
         coded[name] = None
         F = by_layer[layers[0]].num_frames
         found = [by_layer[layer].frame_matrix(layer) for layer in layers]
-        if any(matrix is None or matrix.shape[1] < F for matrix in found):
+        whole = [matrix for matrix in found if matrix is not None and matrix.shape[1] == F]
+        if len(whole) < len(layers):
             continue
-        values = np.stack(found).reshape(len(layers), -1, F * F).astype(np.float64)  # [N, H, F F]
+        values = np.stack(whole).reshape(len(layers), -1, F * F).astype(np.float64)  # [N, H, F F]
         cells = np.isfinite(values).any((0, 1))
         if cells.any():
             coded[name] = {"cells": np.flatnonzero(cells).tolist()}

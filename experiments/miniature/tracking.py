@@ -8,6 +8,7 @@ sides.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,10 +75,10 @@ class Track:
             name: (velocity[0] * x + velocity[1] * y).item() / math.hypot(x, y)
             for name, (x, y) in DIRECTIONS.items()
         }
-        return max(cosines, key=cosines.get)
+        return max(cosines, key=lambda name: cosines[name])
 
 
-def nearest(rgb: Tensor, names: dict[str, tuple[float, ...]]) -> str:
+def nearest(rgb: Tensor, names: Mapping[str, tuple[float, ...]]) -> str:
     return min(names, key=lambda name: math.dist(rgb.tolist(), names[name]))
 
 

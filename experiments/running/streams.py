@@ -50,7 +50,7 @@ def unfailing_streams() -> Iterator[None]:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    sys.stdout, sys.stderr = (Unfailing(stream or null) for stream in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (Unfailing(stream or null) for stream in before)
     try:
         yield
     finally:

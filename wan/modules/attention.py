@@ -43,7 +43,7 @@ def attention(
     if mask is None:
         out, lse = attention_with_lse(*heads_first)  # [B, H, Lq, D], [B, H, Lq]
     else:
-        out, lse = masked_attention_with_lse(*heads_first, mask)
+        out, lse = masked_attention_with_lse(heads_first[0], heads_first[1], heads_first[2], mask)
     if site is not None and ATTENTION_WEIGHT_CAPTURE.active:
         ATTENTION_WEIGHT_CAPTURE.observe(site, q, k, lse, layout, mask)
     return out.transpose(1, 2)  # [B, Lq, H, D]

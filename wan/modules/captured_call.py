@@ -76,8 +76,10 @@ def _of_pass(name: str) -> Callable[[CapturedCall], Any]:
 
 
 def _key_frames(call: CapturedCall) -> list[int] | None:
-    if call.layout is None or call.layout.is_plain:
-        return call.layout and list(call.layout.frames)
+    if call.layout is None:
+        return None
+    if call.layout.is_plain:
+        return list(call.layout.frames)
     return list(segments_of(call.layout).columns)
 
 

@@ -5,7 +5,7 @@ RoPE are computed in float32 whatever the dtype of the weights, and stored in th
 """
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,10 @@ class FeedForward(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if not fused_kernels(x) or x.dtype == torch.float32:  # its tanh is not good enough for float32
             return super().forward(x)
-        widen, _, narrow = self  # cuBLAS applies the GELU while it stores: the widest tensor is touched once
+        widen, narrow = (
+            cast(nn.Linear, self[0]),
+            self[2],
+        )  # cuBLAS applies the GELU while it stores: the widest tensor is touched once
         hidden = torch._addmm_activation(widen.bias, x.flatten(0, 1), widen.weight.t(), use_gelu=True)
         return narrow(hidden).unflatten(0, x.shape[:2])
 

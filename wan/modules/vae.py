@@ -25,6 +25,8 @@ class VAE(nn.Module):
     def __init__(self, vae: AutoencoderKLWan):
         super().__init__()
         self.vae = vae
+        self.latents_mean: Tensor  # [C, 1, 1, 1]
+        self.latents_std: Tensor
         for name in ("latents_mean", "latents_std"):
             values = torch.tensor(getattr(vae.config, name), dtype=torch.float32)
             if values.shape != (vae.config.z_dim,) or not values.isfinite().all():

@@ -148,7 +148,8 @@ class CachePolicy:
 
     def recache(self, cache: "KVCache", frames: range) -> None:
         """Make the slots of frames, whose keys one forward is about to compute, the whole cache."""
-        kept = min(self.sink, len(cache.slots)) if getattr(self, "global_sink", False) else 0
+        sink = getattr(self, "sink", 0) if getattr(self, "global_sink", False) else 0
+        kept = min(sink, len(cache.slots))
         self.start(cache)
         del cache.slots[kept:]
         cache.append(frames, own=len(frames) - kept)
