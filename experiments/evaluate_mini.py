@@ -13,12 +13,8 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from experiments.caches.atomic_files import replacing, require_writable
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
-from experiments.miniature.evaluation import Counts, evaluate
+from experiments.miniature.recipe import Counts
 from experiments.running.cli import Parser, main
-from wan.config import load_config
 from wan.errors import ConfigError
 
 MOST = 10_000  # of anything that is counted
@@ -50,6 +46,16 @@ def run(argv=None):
     for name, value in vars(counts).items():
         if not 1 <= value <= MOST and name != "base":
             raise ConfigError(f"--{name} must be in 1..{MOST}, not {value}")
+
+    from experiments.caches.atomic_files import (
+        replacing,
+        require_writable,
+    )  # after the flags: no torch for --help
+    from experiments.extraction.devices import choose_device
+    from experiments.extraction.provenance import environment
+    from experiments.miniature.evaluation import evaluate
+    from wan.config import load_config
+
     paths = {}
     if args.ckpt_dir:
         checkpoint = f"{args.ckpt_dir}/self_forcing_mini.pt"

@@ -1,5 +1,4 @@
-"""Does a preference for the first frame form in training, when, and in which heads? Atlases of training
-checkpoints.
+"""When does a preference for the first frame form in training, and in which heads? Atlases of checkpoints.
 
     python experiments/train_mini.py --stage causal --training_checkpoints outputs/training
     python experiments/measure_checkpoints.py outputs/training --steps 0 500 9000
@@ -13,18 +12,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
-import numpy as np
-
-from experiments.caches import save_cache
-from experiments.caches.atomic_files import replacing, require_writable
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
-from experiments.miniature.checkpoint_analysis import REPORT, kept_weights, measure
-from experiments.miniature.frozen import held_out_scenes
-from experiments.miniature.moving_shapes import KINDS
+from experiments.miniature.recipe import CHECKPOINT_REPORT
 from experiments.running.cli import Parser, main
-from wan.config import load_config
 from wan.errors import ConfigError
 
 NOTABLE = 0.25  # logits, of a preference at equal distance that is counted in what is printed
@@ -39,12 +30,22 @@ def parser() -> Parser:
     flags.add_argument("--captions", type=int, default=4)
     flags.add_argument("--steps", type=int, nargs="*", default=[], help="whose atlas is kept beside the JSON")
     flags.add_argument("--device", default="auto")
-    flags.add_argument("--output_path", type=Path, default=REPORT)
+    flags.add_argument("--output_path", type=Path, default=CHECKPOINT_REPORT)
     return flags
 
 
 def run(argv=None):
     args = parser().parse_args(argv)
+
+    from experiments.caches import save_cache  # after the flags: a --help needs no torch
+    from experiments.caches.atomic_files import replacing, require_writable
+    from experiments.extraction.devices import choose_device
+    from experiments.extraction.provenance import environment
+    from experiments.miniature.checkpoint_analysis import kept_weights, measure
+    from experiments.miniature.frozen import held_out_scenes
+    from experiments.miniature.moving_shapes import KINDS
+    from wan.config import load_config
+
     files = kept_weights(args.folder)
     if missing := sorted(set(args.steps) - set(files)):
         raise ConfigError(f"{args.folder} has no step_*.pt of step {missing[0]}; it has {sorted(files)}")
@@ -68,10 +69,10 @@ def run(argv=None):
 
 def say(numbers: dict) -> None:
     """One line: how many heads prefer or avoid frame 0."""
-    excess = np.array(numbers["first pass"]["equal_distance_excess"])
-    below, above = (excess < -NOTABLE).sum(), (excess > NOTABLE).sum()
+    excess = [value for layer in numbers["first pass"]["equal_distance_excess"] for value in layer]
+    below, above = sum(value < -NOTABLE for value in excess), sum(value > NOTABLE for value in excess)
     print(
-        f"step {numbers['step']}: excess at equal distance, mean {excess.mean():.2f}; of {excess.size} heads "
+        f"step {numbers['step']}: excess at equal distance, mean {fmean(excess):.2f}; of {len(excess)} heads "
         f"{below} are below {-NOTABLE} and {above} above {NOTABLE}"
     )
 

@@ -1,5 +1,4 @@
-"""Train the miniature Wan2.1 of checkpoints/wan-mini in three stages, each starting from the files of the
-one before.
+"""Train the miniature of checkpoints/wan-mini in three stages, each from the files of the one before.
 
     python experiments/train_mini.py --stage vae --minutes 10       # AutoencoderKLWan, videos of 64 x 64
     python experiments/train_mini.py --stage base --minutes 15      # bidirectional WanModel and its umT5
@@ -18,17 +17,7 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-from diffusers.utils import logging as diffusers_logging
-
-from experiments.caches.atomic_files import require_writable
-from experiments.extraction.devices import choose_device, choose_dtype
-from experiments.extraction.provenance import device_name
-from experiments.miniature.checkpoint_files import LOG, log_stage
-from experiments.miniature.frozen import hashes
-from experiments.miniature.moving_shapes import KINDS
-from experiments.miniature.recipe import RECIPES, Recipe, StageRun
-from experiments.miniature.stages import STAGES
+from experiments.miniature.recipe import HARD_KINDS, LOG, RECIPES, StageRun
 from experiments.running.cli import Parser, main
 from wan.config import DTYPES
 from wan.errors import ConfigError
@@ -37,9 +26,9 @@ LIMITS = {"steps": 10**7, "batch": 4096, "clips": 10**6, "minutes": 10**5, "lr":
 
 
 def parser() -> Parser:
-    flags = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__.splitlines()[0])
     add = flags.add_argument
-    add("--stage", required=True, choices=STAGES)
+    add("--stage", required=True, choices=RECIPES)
     add("--steps", type=int, help="of the stage; the recipe's where left out")
     add("--minutes", type=float, help="at most, of all runs of the stage together; the data is not counted")
     add("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
@@ -51,7 +40,10 @@ def parser() -> Parser:
     add("--batch", type=int, help="clips of 81 frames per step")
     add("--clips", type=int, help="different clips to train on")
     add(
-        "--kinds", nargs="+", choices=KINDS, help="of scenes; one that is named twice is drawn twice as often"
+        "--kinds",
+        nargs="+",
+        choices=sorted(set(HARD_KINDS)),
+        help="of scenes; one that is named twice is drawn twice as often",
     )
     add(
         "--training_checkpoints",
@@ -61,7 +53,7 @@ def parser() -> Parser:
     )
     add("--moments", dest="training_checkpoints", type=Path, help=argparse.SUPPRESS)  # its older name
     add("--resume", action="store_true", help="go on where this stage was stopped")
-    add("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")
     return flags
 
 
@@ -76,10 +68,15 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     given = {name: v for name in ("steps", "lr", "batch", "clips") if (v := getattr(args, name)) is not None}
     if args.kinds:
         given["kinds"] = tuple(args.kinds)
-    recipe: Recipe = replace(RECIPES[args.stage], **given)
+    recipe = replace(RECIPES[args.stage], **given)
     missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
     if missing:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
+    from experiments.extraction.devices import (
+        choose_device,
+        choose_dtype,
+    )  # after the flags: --help needs no torch
+
     device = choose_device(args.device)
     return StageRun(
         args.stage,
@@ -90,7 +87,7 @@ def stage_run(args: argparse.Namespace) -> StageRun:
         args.seed,
         args.minutes,
         args.resume,
-        args.compile,
+        device.type == "cuda" if args.compile is None else args.compile,
         args.training_checkpoints,
     )
 
@@ -98,6 +95,16 @@ def stage_run(args: argparse.Namespace) -> StageRun:
 def run(argv=None):
     args = parser().parse_args(argv)
     stage = stage_run(args)
+
+    import torch
+    from diffusers.utils import logging as diffusers_logging
+
+    from experiments.caches.atomic_files import require_writable
+    from experiments.extraction.provenance import device_name
+    from experiments.miniature.checkpoint_files import log_stage
+    from experiments.miniature.frozen import hashes
+    from experiments.miniature.stages import STAGES
+
     log = args.log or args.output_dir / LOG
     for path in (stage.state_file, log):
         require_writable(path)

@@ -15,7 +15,6 @@ from experiments.extraction import cache_builders, causal
 from wan.config import RunConfig
 
 MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")
-REPORT = Path("cache/wan-mini-training/moments.json")
 
 
 def kept_weights(folder: Path) -> dict[int, Path]:

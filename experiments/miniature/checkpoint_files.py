@@ -18,7 +18,6 @@ from wan.weight_names import to_diffusers_names
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CAUSAL = "self_forcing_mini.pt"
-LOG = "training.json"
 
 
 def save_transformer(native: dict[str, Tensor], folder: Path) -> None:

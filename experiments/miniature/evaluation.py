@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.generation import Miniature
 from experiments.miniature.long_tracking import judge_seconds
 from experiments.miniature.moving_shapes import FPS, Scene, render
-from experiments.miniature.recipe import FRAMES, SIDE
+from experiments.miniature.recipe import FRAMES, SIDE, Counts
 from experiments.miniature.tracking import judge
 from wan import checkpoint
 from wan.config import RunConfig
@@ -36,17 +35,6 @@ NORMAL_95 = 1.959964  # standard deviations of a 95 % interval
 LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
 
 Answers = list[dict[str, bool]]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How much is measured."""
-
-    captions: int = 96  # of each set
-    pasts: int = 96  # captions of the table of pasts
-    clips: int = 96  # of 81 frames, for the VAE's PSNR
-    long_videos: int = 4  # of a minute, of each set
-    base: bool = True  # the base weights too
 
 
 class Parts:

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from experiments.miniature.moving_shapes import Scene, sample_scenes
-from experiments.miniature.recipe import HELD_OUT_SEED
+from experiments.miniature.recipe import HELD_OUT_SEED, Counts
 
 SETS = {"one shape": ("single", "landmark"), "two that cross": ("crossing",), "behind a wall": ("wall",)}
-CAPTIONS = 96  # of each set
 CODE = ("moving_shapes.py", "tracking.py", "long_tracking.py")
 
 
@@ -25,7 +24,9 @@ def hashes() -> dict[str, str]:
     """SHA-256 of the code of scenes and tracker, and of each set's first 96 scenes with their captions."""
     code = {name: (Path(__file__).with_name(name)).read_bytes() for name in CODE}
     scenes = {
-        f"scenes, {name}": "\n".join(f"{s.caption}: {s}" for s in held_out_scenes(kinds, CAPTIONS)).encode()
+        f"scenes, {name}": "\n".join(
+            f"{s.caption}: {s}" for s in held_out_scenes(kinds, Counts.captions)
+        ).encode()
         for name, kinds in SETS.items()
     }
     return {name: hashlib.sha256(content).hexdigest() for name, content in (code | scenes).items()}

@@ -1,13 +1,15 @@
-"""What the miniature is made of, and the table of its training stages."""
+"""What the miniature is made of, the table of its training stages, how much of it is measured. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from wan.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 SIDE, FRAMES = 64, 81  # pixels, video frames
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
@@ -29,6 +31,8 @@ SHORT_CLIPS, LONG_CLIPS = (
     (17, 33, FRAMES, 129),
 )  # video frames; the VAE's, which must see beyond its past
 HELD_OUT_SEED = 1_000_003
+LOG = "training.json"  # in the checkpoint's folder: the numbers of every stage
+CHECKPOINT_REPORT = Path("cache/wan-mini-training/moments.json")  # of measure_checkpoints.py
 
 # Drawn evenly, so two that cross and what hides behind a wall are two thirds: they are the hard ones.
 HARD_KINDS = ("single", "landmark", "crossing", "crossing", "wall", "wall")
@@ -75,3 +79,14 @@ class StageRun:
     def state_file(self) -> Path:
         """Everything that a stopped training needs to go on."""
         return self.output_dir / f"{self.stage}.resume.pt"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much evaluate_mini.py measures."""
+
+    captions: int = 96  # of each set
+    pasts: int = 96  # captions of the table of pasts
+    clips: int = 96  # of 81 frames, for the VAE's PSNR
+    long_videos: int = 4  # of a minute, of each set
+    base: bool = True  # the base weights too

@@ -31,7 +31,7 @@ def video_of(scene: Scene, seconds: int = LONG) -> torch.Tensor:
     return render(scene, seconds * FPS, 64) / 2 + 0.5
 
 
-# -- shares ------------------------------------------------------------------------------------------------
+# -- shares --
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_shares_are_of_the_videos_that_were_asked():
     assert low < 0.667 < high
 
 
-# -- resume ------------------------------------------------------------------------------------------------
+# -- resume --
 
 
 def test_what_is_done_is_not_measured_again(tmp_path):
@@ -68,7 +68,7 @@ def test_a_damaged_partial_file_is_made_anew(tmp_path, content):
     assert json.loads(path.read_text())["done"] == {"one": 1}
 
 
-# -- what is frozen ----------------------------------------------------------------------------------------
+# -- what is frozen --
 
 
 def test_held_out_scenes_are_the_same_whatever_is_asked_for():
@@ -86,7 +86,7 @@ def test_a_changed_tracker_changes_its_hash(tmp_path, monkeypatch):
     assert {name for name in before if before[name] != after[name]} == set(frozen.CODE)
 
 
-# -- long videos -------------------------------------------------------------------------------------------
+# -- long videos --
 
 
 @pytest.mark.parametrize("scene", [SCENE, HIDING, TWO], ids=["one", "wall", "two"])
@@ -147,7 +147,7 @@ def test_several_threads_judge_alike(monkeypatch):
     assert evaluation.judged(iter(videos), scenes) == alone
 
 
-# -- tables -----------------------------------------------------------------------------------------------------
+# -- tables --
 
 
 def test_tables_show_intervals_and_long_videos_where_there_are_any():

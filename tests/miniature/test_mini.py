@@ -10,8 +10,8 @@ from conftest import ROOT
 
 from experiments.extraction import causal
 from experiments.miniature import evaluation
-from experiments.miniature.evaluation import Counts
 from experiments.miniature.moving_shapes import sample_scenes
+from experiments.miniature.recipe import Counts
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
 from wan.modules.text_encoder import TextEncoder, clean_prompt

@@ -207,19 +207,14 @@ def opens_without_encoding(path: Path) -> list[int]:
 def test_text_is_utf_8_by_name():
     """LC_ALL=C and PYTHONUTF8=0 change nothing: no file is opened in the machine's own alphabet."""
     paths = [*(ROOT / "wan").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
-    paths = [path for path in paths if path.stem not in STILL_SLOW]
     wrong = {str(path.relative_to(ROOT)): lines for path in paths if (lines := opens_without_encoding(path))}
     assert not wrong
-
-
-STILL_SLOW = ("train_mini", "evaluate_mini", "measure_moments")  # they import what they train with
 
 
 def test_no_help_waits_for_torch():
     """Every script prints its flags without torch, in one process: an import of it fails there."""
     files = sorted((ROOT / "experiments").glob("*.py"))
     scripts = [file.stem for file in files if "__main__" in file.read_text(encoding="utf-8")]
-    scripts = [name for name in scripts if name not in STILL_SLOW]
     code = (
         "import importlib, sys, time\n"
         "for name in ('torch', 'transformers', 'diffusers', 'matplotlib', 'numpy'):\n"
