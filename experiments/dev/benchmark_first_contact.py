@@ -39,8 +39,9 @@ def table(report: dict) -> str:
     disk = {"clone": gb(report["clone_bytes"]), "install": gb(report["venv_bytes"])}
     rows = [(WORDS[name], f"{took:.0f} s", disk.get(name, "")) for name, took in report["seconds"].items()]
     rows.append(("all of it", f"{sum(report['seconds'].values()) / 60:.1f} min", ""))
-    env = report["environment"]
-    return f"{markdown(('first contact', 'time', 'disk'), rows)}\n\n{measured_on(env)}"
+    busy = f"{report['cores']} cores with {report['load']:.0f} processes that wanted them"
+    header = ("first contact", "time", "disk")
+    return f"{markdown(header, rows)}\n\nOn {busy}; {measured_on(report['environment'])}"
 
 
 def run(argv=None):
@@ -81,6 +82,8 @@ def measure(checkout: Path) -> dict:
         "seconds": seconds,
         "clone_bytes": cloned,
         "venv_bytes": size_of(checkout / ".venv"),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[1],  # mean over five minutes
         "own_code_lines": len(block.strip().splitlines()),
         "environment": environment(torch.device("cpu")),
     }
