@@ -1,4 +1,6 @@
-"""Cache policies: what a block may look at. Which keys and values stay, where they stand, what changes after a block.
+"""Cache policies: what a block may look at.
+
+Which keys and values stay, where they stand, what changes after a block.
 
 Frame: global latent index. Slot: place in the cache. Position: temporal RoPE index of a slot's keys. A policy
 is one class of wan/modules/policies; CONTRIBUTING.md shows one being added. Rules and sources:
@@ -38,7 +40,10 @@ __all__ = ["POLICIES", "CachePolicy", "WindowedPolicy", "make_policy", "of_windo
 
 
 def make_policy(name: str, **chosen: Any) -> CachePolicy:
-    """A policy by its name in configs, with its fields. Raises ConfigError for what it does not have or cannot do."""
+    """A policy by its name in configs, with its fields.
+
+    Raises ConfigError for what it does not have or cannot do.
+    """
     if name not in POLICIES:
         raise ConfigError(f"cache_policy {name!r} is not one of {', '.join(POLICIES)}")
     policy = POLICIES[name]

@@ -40,7 +40,10 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        """num_heads of each layer. rope gives the tables [n·S, 1, D] of n temporal positions; some policies need it."""
+        """num_heads of each layer.
+
+        rope gives the tables [n·S, 1, D] of n temporal positions; some policies need it.
+        """
         self.num_frames, self.tokens_per_frame, self.rope = num_frames, tokens_per_frame, rope
         self.capacity = policy.capacity(num_frames, block_size)
         self.slots: list[Slot] = []
@@ -81,7 +84,7 @@ class KVCache:
         """Temporal positions of the newest block's keys."""
         return self.policy.key_positions(self)
 
-    # -- the rollout ----------------------------------------------------------------------------------------------
+    # -- the rollout -----------------------------------------------------------------------------------------
 
     def advance(
         self,
@@ -144,7 +147,7 @@ class KVCache:
         end = (len(self.slots) if stop is None else stop) * self.tokens_per_frame
         return self.keys[layer][:, :end], self.values[layer][:, :end]
 
-    # -- what policies do -----------------------------------------------------------------------------------------
+    # -- what policies do ------------------------------------------------------------------------------------
 
     def tokens(self, start: int, stop: int) -> slice:
         """The tokens of slots start..stop - 1 in a buffer."""
@@ -211,7 +214,7 @@ class KVCache:
         while self.slots and self.slots[-1].frame == EMPTY:
             self.slots.pop()
 
-    # -- what others see ------------------------------------------------------------------------------------------
+    # -- what others see -------------------------------------------------------------------------------------
 
     def publish(self) -> None:
         """Make the layouts of the calls to come."""

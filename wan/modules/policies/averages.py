@@ -28,7 +28,9 @@ def check_weight(policy: str, name: str, weight: float) -> None:
 
 @dataclass
 class EmaSink(WindowedPolicy):
-    """A sink that takes in what leaves: sink = alpha sink + (1 - alpha) evicted, slot by slot. Reward Forcing.
+    """A sink that takes in what leaves: sink = alpha sink + (1 - alpha) evicted, slot by slot.
+
+    Reward Forcing.
 
     The i-th frame that leaves goes to sink slot i modulo S. As released, the first slots are overwritten
     where the frames that leave are not as many as the sink, and block 0 sees unwritten sink slots as zeros.

@@ -52,7 +52,7 @@ class CachePolicy:
         """Frames that a call sees at most; None without a limit."""
         return None
 
-    # -- checks ---------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
@@ -69,7 +69,7 @@ class CachePolicy:
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"name": self.name, **chosen}
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def capacity(self, num_frames: int, block_size: int) -> int:
         """Slots of a cache for num_frames frames in blocks of at most block_size."""
@@ -83,7 +83,7 @@ class CachePolicy:
         """Frames of keys and values that the policy holds beside the cache."""
         return 0
 
-    # -- a block --------------------------------------------------------------------------------------------------
+    # -- a block ---------------------------------------------------------------------------------------------
 
     def start(self, cache: "KVCache") -> None:
         """Begin a video."""
@@ -136,7 +136,7 @@ class CachePolicy:
         """The tokens that one layer has chosen."""
         return None
 
-    # -- prompt switches ------------------------------------------------------------------------------------------
+    # -- prompt switches -------------------------------------------------------------------------------------
 
     def flush(self, cache: "KVCache") -> None:
         """Forget the past but for the sink and the last two frames."""

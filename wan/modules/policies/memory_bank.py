@@ -73,7 +73,7 @@ class MemoryBank(WindowedPolicy):
         self.start(cache)
         super().flush(cache)
 
-    # -- the bank -------------------------------------------------------------------------------------------------
+    # -- the bank --------------------------------------------------------------------------------------------
 
     def _remember(self, cache: "KVCache") -> None:
         """Take the first frame of the last block into the bank."""

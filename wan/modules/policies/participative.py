@@ -79,7 +79,7 @@ class Participative(WindowedPolicy):
     def raw_slots(self, capacity: int) -> int:
         return min(self.sink, capacity) if self.source else capacity
 
-    # -- a block --------------------------------------------------------------------------------------------------
+    # -- a block ---------------------------------------------------------------------------------------------
 
     def start(self, cache: "KVCache") -> None:
         self._chosen: list[ChosenTokens | None] = [None] * cache.num_layers
@@ -132,7 +132,7 @@ class Participative(WindowedPolicy):
     def layer_tokens(self, layer: int) -> ChosenTokens | None:
         return self._chosen[layer]
 
-    # -- the choice -----------------------------------------------------------------------------------------------
+    # -- the choice ------------------------------------------------------------------------------------------
 
     def _compress(self, cache: "KVCache", layer: int) -> None:
         """Choose tokens and close up: sink, chosen, recent."""
@@ -196,7 +196,10 @@ class _QuerySums:
         self._last: Tensor | None = None
 
     def add(self, sums: Tensor, keeps: bool, frames: int) -> None:
-        """Take those of one pass. keeps: the pass before it is not the same block's, or counts all the same."""
+        """Take those of one pass.
+
+        keeps: the pass before it is not the same block's, or counts all the same.
+        """
         if keeps and self._last is not None:
             past = [self._last] if self._past is None else [self._past, self._last]
             self._past = torch.cat(past, 1)[:, -frames:]

@@ -50,7 +50,9 @@ class LongLiveSink:
 
 @dataclass
 class Window(LongLiveSink, WindowedPolicy):
-    """The first S and the newest W - S frames stay, at their own positions. Self-Forcing; LongLive, arXiv 2509.22622.
+    """The first S and the newest W - S frames stay, at their own positions.
+
+    Self-Forcing; LongLive, arXiv 2509.22622.
 
     With global_sink the sink outlives a recache. With a stride (in a class of per_head) only every stride-th
     frame of the past stays.
@@ -83,7 +85,9 @@ class Window(LongLiveSink, WindowedPolicy):
 
 @dataclass
 class Relative(LongLiveSink, WindowedPolicy):
-    """The frames of a window, their keys at 0..n-1 and the queries at the last of them. Infinity-RoPE, LongLive.
+    """The frames of a window, their keys at 0..n-1 and the queries at the last of them.
+
+    Infinity-RoPE, LongLive.
 
     As Infinity-RoPE releases it, queries stand at their frames until those reach W, and slot 0 is never
     rotated: frame 0's key was stored rotated, and without a sink another one stands there without RoPE.
