@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "experiments.figures": {"wan", "experiments.caches", "experiments.analysis"},
 }
 NO_MODELS = ("experiments.analysis", "experiments.figures")  # of wan they know these modules alone
-WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors"}
+WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.limits", "wan.text_files"}
 
 TYPED_BY_USERS = {
     *("run_extraction.py", "run_extraction_all.py", "run_extraction_each.py", "run_extraction_figure4.py"),

@@ -8,21 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan.blocks import block_ranges, block_sizes, check_window, latent_frames
-from wan.errors import ConfigError, quoted, reason_of, require_text
+from wan.errors import ConfigError, quoted, reason_of
 from wan.limits import (
     MAX_DENOISING_STEPS,
     MAX_FRAMES,
     MAX_LAYERS,
     MAX_NAME,
-    MAX_PATH,
     MAX_SCALE,
     MAX_SIDE,
-    MAX_STEPS,
     MAX_TEXT,
-    SEED_BITS,
 )
 from wan.reference_prompts import REFERENCE_PROMPTS
 from wan.text_files import read_yaml
+from wan.validation import (
+    check_device,
+    check_number,
+    check_sampling,
+    check_seed,
+    check_shift,
+    check_texts,
+    check_types,
+)
 
 if TYPE_CHECKING:
     from wan.modules.policies.base import CachePolicy
@@ -78,38 +84,6 @@ MODELS = {
 }
 
 
-def check_number(name: str, value: float, low: float, high: float) -> None:
-    """Raise ConfigError for a number that is not in low..high, as nan never is."""
-    if not low <= value <= high:
-        raise ConfigError(f"{name} is {quoted(value)}, not in {low:g}..{high:g}")
-
-
-def check_sampling(shift: float, num_steps: int) -> None:
-    """A sampler takes at least one step, and its shift of noise levels keeps them between 0 and 1."""
-    check_number("num_steps", num_steps, 1, MAX_STEPS)
-    check_shift("shift", shift)
-
-
-def check_shift(name: str, shift: float) -> None:
-    """A shift s of noise levels, sigma -> s sigma / (1 + (s - 1) sigma), is above 0 and finite."""
-    if not 0 < shift <= MAX_SCALE:
-        raise ConfigError(f"{name} must be above 0 and at most {MAX_SCALE:g}, not {quoted(shift)}; try 5.0")
-
-
-def check_device(name: str) -> str:
-    """auto, cpu, cuda or cuda:N. Raises ConfigError for any other device, such as those without all operations."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
-        raise ConfigError(f"device {quoted(name)} is not one of auto, cpu, cuda, cuda:N")
-    return name
-
-
-def check_seed(seed: int) -> int:
-    """Raise ConfigError for a seed beyond 64 bits."""
-    if not -(2 ** (SEED_BITS - 1)) <= seed < 2 ** (SEED_BITS - 1):
-        raise ConfigError(f"seed {quoted(seed)} does not fit {SEED_BITS} bits; try 0")
-    return seed
-
-
 # Of https://github.com/Wan-Video/Wan2.1, wan/configs/shared_config.py: what a video should not look like.
 WAN_NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
@@ -130,9 +104,10 @@ class BaseSampling:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no sampling can have."""
+        check_types(self)
         check_sampling(self.shift, self.num_steps)
         check_number("guidance_scale", self.guidance_scale, -MAX_SCALE, MAX_SCALE)
-        _check_texts(negative_prompt=(self.negative_prompt, MAX_TEXT))
+        check_texts(negative_prompt=(self.negative_prompt, MAX_TEXT))
         check_number("num_frames", self.num_video_frames, 1, 4 * MAX_FRAMES - 3)
         latent_frames(self.num_video_frames)
         check_number("base.layer_index", self.layer_index, 0, MAX_LAYERS - 1)
@@ -183,9 +158,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no run can have, before anything is loaded for one."""
+        check_types(self)
         paths = ("ckpt_dir", "checkpoint_path", "prompt_embeds", "embeds_dir")
-        _check_texts(model=(self.model, MAX_NAME), prompt=(self.prompt, MAX_TEXT))
-        _check_texts(**{name: (getattr(self, name), None) for name in paths})
+        check_texts(model=(self.model, MAX_NAME), prompt=(self.prompt, MAX_TEXT))
+        check_texts(**{name: (getattr(self, name), None) for name in paths})
         check_number("num_frames", self.num_frames, 1, MAX_FRAMES)
         for name in ("height", "width"):
             check_number(name, getattr(self, name), 1, MAX_SIDE)
@@ -263,18 +239,6 @@ class RunConfig:
     def num_passes(self) -> int:
         """Denoising steps and the clean pass."""
         return len(self.denoising_step_list) + 1
-
-
-def _check_texts(**texts: tuple[str | None, int | None]) -> None:
-    """Raise ConfigError for texts that are no UTF-8 or too long, and for empty ones that name a file (limit None)."""
-    for name, (text, limit) in texts.items():
-        if text is None:
-            continue
-        require_text(text, name)
-        if limit is None and not text.strip():
-            raise ConfigError(f"{name} is empty; give a path, or null where nothing is meant")
-        if len(text) > (limit or MAX_PATH):
-            raise ConfigError(f"{name} has {len(text)} characters, at most {limit or MAX_PATH} are read")
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:

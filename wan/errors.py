@@ -92,6 +92,8 @@ def library_reads(what: object, error: type[OneLineError] = ConfigError, remedy:
     except (OneLineError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as problem:  # a panic of a library in Rust is no Exception
+        if isinstance(problem, RuntimeError) and "memory" in str(problem):
+            raise  # torch's allocators: the file is not to blame
         raise error(
             f"{what} cannot be read: {reason_of(problem)}{f'; {remedy}' if remedy else ''}"
         ) from problem

@@ -7,13 +7,13 @@ import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
-from wan.config import check_sampling
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.captured_call import Pass
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import TextKeysValues, WanModel
 from wan.modules.rollout_plan import BlockKeys, RolloutPlan
+from wan.validation import check_sampling
 
 SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 

@@ -2,6 +2,7 @@
 heads."""
 
 import csv
+import io
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 from experiments.caches import load_cache
 from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles, open_profiles
+from wan.limits import MAX_COUNT
+from wan.text_files import read_text
 
 FOLDER = Path("cache/published")
 
@@ -44,13 +47,14 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
     Raises CacheError for a file that is not there or not this.
     """
     path = _existing(path)
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
     try:
+        rows = list(csv.DictReader(io.StringIO(read_text(path, error=CacheError), newline="")))
         if not rows or "key_frame" not in rows[0]:
             columns = ", ".join(map(str, rows[0])) if rows else "no row"
             raise ValueError(f"it has {columns}")
         frames = [int(row["key_frame"]) for row in rows]
+        if max(frames) >= MAX_COUNT:
+            raise ValueError(f"key_frame {max(frames)} is beyond any video")
         whole = sorted(frames) == list(range(len(frames)))
         length = num_frames if num_frames and not whole else max(frames) + 1
         if len(set(frames)) < len(frames) or not 0 <= min(frames) <= max(frames) < length:
@@ -62,7 +66,9 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
                 curves[name].values[frame] = float(row[name] or "nan")
                 curves[name].clipped[frame] = name in (row.get("clipped") or "").split()
         return curves
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except CacheError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, csv.Error) as error:
         raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
 
 

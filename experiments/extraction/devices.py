@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from experiments.caches import frames
-from wan.config import DTYPES, ModelConfig, check_device
+from wan.config import DTYPES, ModelConfig
 from wan.errors import ConfigError
+from wan.validation import check_device
 
 
 def choose_device(name: str, offload: bool = False) -> torch.device:

@@ -12,10 +12,11 @@ from experiments.extraction import edit_files
 from experiments.running import run_files
 from experiments.running.entry import fail, main, parsed
 from experiments.running.policy_flags import add_policy_flags, policy_overrides
-from wan.config import DTYPES, RunConfig, check_seed, load_config
+from wan.config import DTYPES, RunConfig, load_config
 from wan.errors import ConfigError, one_line, quoted, require_text
 from wan.limits import MAX_COUNT
 from wan.modules.interventions import PASSES
+from wan.validation import check_seed
 
 __all__ = [
     "Parser",

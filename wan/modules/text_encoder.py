@@ -124,5 +124,6 @@ class TextEncoder(nn.Module):
     def forward(self, prompts: Sequence[str]) -> Tensor:
         """States [B, text_len, text_dim]; rows past a prompt's end are zero."""
         ids, mask = (x.to(self.encoder.device) for x in self.tokenize(prompts))
-        states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        with library_reads("the text encoder's config", CheckpointError, "get it again"):
+            states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         return states * mask[..., None].to(states.dtype)

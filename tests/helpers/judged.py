@@ -1,0 +1,116 @@
+"""Readers held to the rules: what was read, or refused in one line; nothing else, nothing slow, no code that ran.
+
+Counts go into docs/benchmarks/robustness.json when ROBUSTNESS=full.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT
+
+from helpers.forked import FULL, forked
+from wan.errors import OneLineError
+
+SECONDS, BYTES = 2.0, 500 << 20  # that a reader may take of a small file
+HUNG = 10.0  # seconds
+AT_ONCE = 8  # mutants read in one fork
+REPORT = ROOT / "docs/benchmarks/robustness.json"
+
+Read = Callable[[Path], Any]
+
+
+def outcome(read: Read, path: Path) -> tuple[str, Any, float]:
+    """read or refused, with its line; or escaped, which must not be; and the seconds."""
+    start = time.monotonic()
+    try:
+        kind, value = "read", read(path)
+    except OneLineError as error:
+        kind, value = "refused", str(error)
+    except BaseException as error:
+        kind, value = "escaped", f"{type(error).__name__}: {error}"[:500]
+    return kind, value, time.monotonic() - start
+
+
+@dataclass
+class Judge:
+    """Counts what happened to the mutants of one class of files."""
+
+    what: str  # the row of the table
+    seed: int
+    inside: int = 0  # mutants inside valid structure
+    bytewise: int = 0
+    found: Counter = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+
+    def read_all(self, read: Read, mutants: Sequence[tuple[Path, str, bool]]) -> list[Any]:
+        """Read mutants, given with how they were made and whether inside valid structure -> what each reader returned."""
+        paths = [path for path, _, _ in mutants]
+        done = forked(lambda: [outcome(read, path) for path in paths], timeout=HUNG * 2)
+        alone = done.code or not isinstance(done.value, list) or done.more_bytes > BYTES
+        results = []
+        for number, (path, how, inside) in enumerate(mutants):
+            self.inside += inside
+            self.bytewise += not inside
+            if alone:
+                one = forked(lambda path=path: outcome(read, path), timeout=HUNG)
+                kind, value, seconds = one.value if one.code == 0 and one.value else ("ended", one.code, HUNG)
+                if one.more_bytes > BYTES:
+                    kind = "large"
+            else:
+                kind, value, seconds = done.value[number]
+            self._judge(kind, value, seconds, how)
+            results.append(value if kind == "read" else None)
+        return results
+
+    def _judge(self, kind: str, value: Any, seconds: float, how: str) -> None:
+        if seconds >= SECONDS and kind in ("read", "refused"):
+            kind = "slow" if seconds < HUNG else "hung"
+        if kind == "refused" and ("\n" in value or not value.isprintable() or len(value) > 1100):
+            kind = "unreadable"
+        if os.path.exists("ran-code"):
+            kind = "ran code"
+        self.found[kind] += 1
+        self.slowest = max(self.slowest, seconds)
+        if kind not in ("read", "refused"):
+            self.wrong.append(f"{how}: {kind} {str(value)[:300]}")
+
+    def close(self) -> str:
+        """Fail where a rule was broken; else the line for the screen. In the full run the row is kept."""
+        record(
+            self.what,
+            tried=sum(self.found.values()),
+            inside=self.inside,
+            seed=self.seed,
+            refused=self.found["refused"],
+            read=self.found["read"],
+            tracebacks=self.found["escaped"],
+            hangs=self.found["hung"] + self.found["ended"],
+            lost=0,
+            slowest=round(self.slowest, 2),
+        )
+        assert not self.wrong, f"{len(self.wrong)} of {self.what}\n" + "\n".join(self.wrong[:20])
+        return f"{self.what}: {sum(self.found.values())} mutants, {dict(self.found)}, {self.slowest:.2f} s at most"
+
+
+def record(what: str, **row: Any) -> None:
+    """Keep a row of the table, in the full run alone."""
+    if not FULL:
+        return
+    REPORT.touch()
+    with REPORT.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        text = file.read()
+        report = json.loads(text) if text else {"rows": {}}
+        report["rows"][what] = row
+        report["date"] = time.strftime("%Y-%m-%d")
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,64 @@
+"""What single values of a config may be; each function raises ConfigError, with the remedy, for any other."""
+
+import re
+from dataclasses import fields
+from typing import Any
+
+from wan.errors import ConfigError, quoted, require_text
+from wan.limits import MAX_PATH, MAX_SCALE, MAX_STEPS, SEED_BITS
+
+
+def check_number(name: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError for a number that is not in low..high, as nan never is."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {quoted(value)}, not in {low:g}..{high:g}")
+
+
+def check_sampling(shift: float, num_steps: int) -> None:
+    """A sampler takes at least one step, and its shift of noise levels keeps them between 0 and 1."""
+    check_number("num_steps", num_steps, 1, MAX_STEPS)
+    check_shift("shift", shift)
+
+
+def check_shift(name: str, shift: float) -> None:
+    """A shift s of noise levels, sigma -> s sigma / (1 + (s - 1) sigma), is above 0 and finite."""
+    if not 0 < shift <= MAX_SCALE:
+        raise ConfigError(f"{name} must be above 0 and at most {MAX_SCALE:g}, not {quoted(shift)}; try 5.0")
+
+
+def check_device(name: str) -> str:
+    """auto, cpu, cuda or cuda:N. Raises ConfigError for any other device, such as those without all operations."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"device {quoted(name)} is not one of auto, cpu, cuda, cuda:N")
+    return name
+
+
+def check_seed(seed: int) -> int:
+    """Raise ConfigError for a seed beyond 64 bits."""
+    if not -(2 ** (SEED_BITS - 1)) <= seed < 2 ** (SEED_BITS - 1):
+        raise ConfigError(f"seed {quoted(seed)} does not fit {SEED_BITS} bits; try 0")
+    return seed
+
+
+def check_types(config: Any) -> None:
+    """Raise ConfigError for a field of another type than is declared; a whole number will do for a float."""
+    wider = {float: (float, int), str | None: (str, type(None)), list[int]: (list, tuple)}
+    for declared in fields(config):
+        value, allowed = getattr(config, declared.name), wider.get(declared.type, (declared.type,))
+        plain = all(isinstance(kind, type) for kind in allowed)
+        if declared.type in (str, int, float, bool, *wider) and plain and type(value) not in allowed:
+            raise ConfigError(f"{declared.name} is {quoted(value)}, not a {declared.type}")
+        if declared.type == list[int] and not all(type(item) is int for item in value):
+            raise ConfigError(f"{declared.name} is {quoted(value)}, not a list of whole numbers")
+
+
+def check_texts(**texts: tuple[str | None, int | None]) -> None:
+    """Raise ConfigError for texts that are no UTF-8 or too long, and for empty ones that name a file (limit None)."""
+    for name, (text, limit) in texts.items():
+        if text is None:
+            continue
+        require_text(text, name)
+        if limit is None and not text.strip():
+            raise ConfigError(f"{name} is empty; give a path, or null where nothing is meant")
+        if len(text) > (limit or MAX_PATH):
+            raise ConfigError(f"{name} has {len(text)} characters, at most {limit or MAX_PATH} are read")
