@@ -1,0 +1,206 @@
+"""Every flag of every script with values that nobody meant: exit code 0 or 2, one line, at once; derived from the parsers.
+
+Scripts stop where their work would begin: what is fuzzed is how a command line and its config are read.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import time
+from functools import cache
+from importlib import import_module
+
+import pytest
+from conftest import ROOT
+from helpers.forked import FULL, tell
+from helpers.judged import HUNG, record
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from experiments.running import cli, entry, jobs, sweep
+
+NAMES = (
+    "run_extraction",
+    "run_extraction_all",
+    "run_extraction_each",
+    "run_extraction_figure4",
+    "extract_attention_wan",
+    "layer_page",
+    "layers_from_atlas",
+    "match_curve",
+    "contact_sheet",
+)
+SEED = 50
+EXAMPLES = 400 if FULL else 12
+START = {  # what makes a command line whole, so that more than the parser is reached
+    "extract_attention_wan": ["--ckpt_dir", "checkpoints/wan-mini"],
+    "layer_page": ["cache/published/self_forcing_dmd_castle_72f.pt"],
+    "layers_from_atlas": ["cache/published/self_forcing_dmd_castle_72f.pt"],
+    "match_curve": ["--cache_path", "cache/published/self_forcing_dmd_castle_72f.pt"],
+    "contact_sheet": ["sheet.svg", "A=docs/no.svg"],
+}
+counted: dict[str, list] = {}
+
+
+class BeganError(Exception):
+    """The work would begin here."""
+
+
+def begins(*args, **more):
+    raise BeganError
+
+
+@cache
+def actions(name: str) -> list[argparse.Action]:
+    """The flags of a script, from its own parser."""
+    found: list[argparse.Action] = []
+
+    class Seen(Exception):
+        pass
+
+    def parse_args(self, args=None, namespace=None):
+        found.extend(self._actions)
+        raise Seen
+
+    before, cli.Parser.parse_args = cli.Parser.parse_args, parse_args
+    try:
+        with contextlib.suppress(Seen):
+            import_module(f"experiments.{name}").run([])
+    finally:
+        cli.Parser.parse_args = before
+    return [action for action in found if action.option_strings and action.dest != "help"]
+
+
+NUMBERS = st.sampled_from(
+    [
+        "0",
+        "-1",
+        "1",
+        "3",
+        "5",
+        "21",
+        "99",
+        "1e9",
+        "nan",
+        "inf",
+        "-inf",
+        "1_0",
+        "٣",
+        " 7",
+        "0x10",
+        "+5",
+        "-0",
+        "",
+    ]
+) | st.integers(-(10**40), 10**40).map(str)
+WORDS = (
+    st.text(max_size=12)
+    | st.sampled_from(
+        [
+            "/dev/null",
+            "/proc/self/mem",
+            ".",
+            "..",
+            "/",
+            "configs/wan_mini.yaml",
+            "a\nb",
+            "\x1b[31m",
+            "~",
+            "a" * 300,
+        ]
+    )
+    | st.sampled_from(
+        ["README.md", "cache/published/self_forcing_dmd_castle_72f.pt", "checkpoints/wan-mini", "cuda:99"]
+    )
+)
+
+
+@st.composite
+def command_line(draw, name: str) -> list[str]:
+    words = list(START.get(name, ["--config_path", "configs/wan_mini.yaml"]))
+    for action in draw(st.lists(st.sampled_from(actions(name)), min_size=1, max_size=4)):
+        words.append(draw(st.sampled_from(action.option_strings)))
+        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+            continue
+        values = (
+            st.sampled_from([str(choice) for choice in action.choices]) if action.choices else NUMBERS | WORDS
+        )
+        count = draw(st.integers(0, 3)) if action.nargs in ("+", "*", "?") else 1
+        words += [draw(values | NUMBERS | WORDS) for _ in range(count)]
+    return words
+
+
+def said(script, words) -> tuple[int, str, float]:
+    lines, start = io.StringIO(), time.monotonic()
+    with contextlib.redirect_stderr(lines), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            cli.main(script.run, words)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code or 0
+    return code, lines.getvalue(), time.monotonic() - start
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags(name, tmp_path, monkeypatch, capfd):
+    """No traceback, no flood, no file: whatever is given, a script begins its work or says in one line why not."""
+    monkeypatch.chdir(tmp_path)
+    for entry_of_root in ("configs", "checkpoints", "cache", "README.md", "docs"):
+        (tmp_path / entry_of_root).symlink_to(ROOT / entry_of_root)
+    monkeypatch.setattr(jobs, "run_watched", begins)
+    monkeypatch.setattr(sweep, "run_sweep", begins)
+    monkeypatch.setattr("experiments.caches.store.save_cache", begins)
+    monkeypatch.setattr("experiments.figures.html_page.save_page", begins)
+    monkeypatch.setattr("experiments.running.output_locks.claimed", begins)
+    explained = entry.explained
+    monkeypatch.setattr(
+        entry, "explained", lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)
+    )
+    script, found = (
+        import_module(f"experiments.{name}"),
+        {"refused": 0, "began": 0, "slowest": 0.0, "flags": set()},
+    )
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(command_line(name))
+    def fuzz(words):
+        code, line, seconds = said(script, words)
+        lines = [text for text in line.splitlines() if not text.startswith("warning: ")]
+        assert seconds < HUNG, words
+        assert code in (0, 2), (words, code, line[-500:])
+        if code:
+            assert "--debug" in words or (len(lines) == 1 and lines[0].startswith("error: ")), (
+                words,
+                line[-500:],
+            )
+            assert "unexpected" not in line and len(line) < 1500, (words, line[-500:])
+        found["refused" if code else "began"] += 1
+        found["slowest"] = max(found["slowest"], seconds)
+        found["flags"] |= {word for word in words if word.startswith("--")}
+
+    fuzz()
+    left = {path.name for path in tmp_path.iterdir()} - {
+        "configs",
+        "checkpoints",
+        "cache",
+        "README.md",
+        "docs",
+    }
+    assert not left and not os.system(
+        f"cd {ROOT} && git diff --quiet -- configs checkpoints cache README.md docs/page.md"
+    )
+    tried = found["refused"] + found["began"]
+    flags = len({action.dest for action in actions(name)})
+    record(f"flags of {name}", tried=tried, inside=tried, seed=0, refused=found["refused"], read=found["began"],
+           tracebacks=0, hangs=0, lost=0, slowest=round(found["slowest"], 2))  # fmt: skip
+    tell(
+        capfd,
+        f"{name}: {tried} command lines over {flags} flags: {found['refused']} refused, {found['began']} began",
+    )
