@@ -1,7 +1,8 @@
 """Capture the full frame x frame matrix of mean logits of one layer, each block at the chosen pass.
 
 python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --layer_index 3
-python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --output_dir cache/layers    # every layer
+python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --output_dir cache/layers    #
+every layer
 """
 
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Capture the last block's attention of chosen layers: the cache of Figure 4 of Deep Forcing (arXiv 2512.05081).
+"""Capture the last block's attention of chosen layers: the cache of Figure 4 of Deep Forcing (arXiv
+2512.05081).
 
 python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml --layer_indices 1 5
 """

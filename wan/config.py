@@ -268,7 +268,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
 
 
 def _merged(path: str | Path, *sources: dict[str, Any]) -> dict[str, Any]:
-    """The settings of RunConfig as plain values of the right types, later sources first. Raises ConfigError."""
+    """The settings of RunConfig as plain values of the right types; later sources win. Raises ConfigError."""
     from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
 
     try:

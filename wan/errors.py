@@ -10,7 +10,9 @@ LINE = 1000  # characters of a message; the remedy stands at its end
 
 
 def one_line(message: object) -> str:
-    """A message without line breaks, control characters and halves of characters; a long one loses its middle."""
+    """A message without line breaks, control characters and halves of characters; a long one loses its
+    middle.
+    """
     text = str(message)
     if len(text) > LINE:
         text = f"{text[: LINE - 300]} ... {text[-290:]}"
@@ -57,7 +59,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def require_text(value: str, name: str) -> str:
-    """A text that UTF-8 can hold. Raises ConfigError for halves of characters, which other bytes give, and NUL."""
+    """A text that UTF-8 can hold. Raises ConfigError for halves of characters, which other bytes give, and
+    NUL.
+    """
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,6 +1,7 @@
 """The most of everything that can be counted: checked before anything is made from the number.
 
-Each limit lies far beyond any model or video of today, and low enough that a wrong number cannot fill the memory.
+Each limit lies far beyond any model or video of today, and low enough that a wrong number cannot fill the
+memory.
 """
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40

@@ -1,7 +1,9 @@
 """torch.load for files that may be damaged or hostile: nothing runs, and no size is believed unchecked.
 
-A .pt is a zip of a pickle and one record per storage (wan/zip_records.py). weights_only keeps the pickle from running code.
-Here the archive's structure is checked always, records up to EAGER_BYTES are compared with their checksums on opening, and
+A .pt is a zip of a pickle and one record per storage (wan/zip_records.py). weights_only keeps the pickle from
+running code.
+Here the archive's structure is checked always, records up to EAGER_BYTES are compared with their checksums on
+opening, and
 larger ones, which stay on disk until they are used, by verify().
 """
 
@@ -41,8 +43,10 @@ _waiting: dict[int, _Waiting] = {}  # by the storage's address
 def load_tensors(path: str | Path, mmap: bool = True, verify_all: bool = False) -> Any:
     """What torch.save wrote: tensors in plain containers, and what torch.serialization.safe_globals allows.
 
-    Tensors stay on disk while mmap is true and the file's format (that of torch 1.6 and later) allows. Where they do, those
-    of more than EAGER_BYTES are not compared with their checksums unless verify_all is true; verify() does so. Raises
+    Tensors stay on disk while mmap is true and the file's format (that of torch 1.6 and later) allows. Where
+    they do, those
+    of more than EAGER_BYTES are not compared with their checksums unless verify_all is true; verify() does
+    so. Raises
     UnreadableError for any other file, one that is damaged, or one that declares more than it holds.
     """
     path = Path(path)
@@ -62,7 +66,7 @@ def load_tensors(path: str | Path, mmap: bool = True, verify_all: bool = False) 
 
 
 def verify(*tensors: Tensor) -> None:
-    """Compare mapped tensors with their checksums, once; others are verified already. Raises UnreadableError."""
+    """Compare mapped tensors with their checksums, once; others are verified. Raises UnreadableError."""
     for tensor in tensors:
         if waiting := _waiting_of(tensor):
             _check_mapped(waiting, tensor.untyped_storage())
@@ -84,7 +88,9 @@ def _waiting_of(tensor: Tensor) -> _Waiting | None:
 
 
 def _check_mapped(waiting: _Waiting, storage: torch.UntypedStorage) -> None:
-    """Compare a mapped storage with its checksum. Reading past the end of a file that was cut off would end the process."""
+    """Compare a mapped storage with its checksum. Reading past the end of a file that was cut off would end
+    the process.
+    """
     _, record, path, before = waiting
     with suppress(OSError):  # a file that was replaced or removed stays whole where it is mapped
         device, inode, size, _ = _state_of(path)

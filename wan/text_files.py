@@ -1,4 +1,6 @@
-"""Text, JSON and YAML of bounded size, UTF-8 by name whatever the locale; any other file is refused in one line."""
+"""Text, JSON and YAML of bounded size, UTF-8 by name whatever the locale; any other file is refused in one
+line.
+"""
 
 import json
 import os

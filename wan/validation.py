@@ -27,7 +27,9 @@ def check_shift(name: str, shift: float) -> None:
 
 
 def check_device(name: str) -> str:
-    """auto, cpu, cuda or cuda:N. Raises ConfigError for any other device, such as those without all operations."""
+    """auto, cpu, cuda or cuda:N. Raises ConfigError for any other device, such as those without all
+    operations.
+    """
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise ConfigError(f"device {quoted(name)} is not one of auto, cpu, cuda, cuda:N")
     return name
@@ -53,7 +55,9 @@ def check_types(config: Any) -> None:
 
 
 def check_texts(**texts: tuple[str | None, int | None]) -> None:
-    """Raise ConfigError for texts that are no UTF-8 or too long, and for empty ones that name a file (limit None)."""
+    """Raise ConfigError for texts that are no UTF-8 or too long, and for empty ones that name a file (limit
+    None).
+    """
     for name, (text, limit) in texts.items():
         if text is None:
             continue

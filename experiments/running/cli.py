@@ -1,4 +1,6 @@
-"""What the extraction scripts share on the command line: flags that override a config, one line for bad input, exit codes."""
+"""What the extraction scripts share on the command line: flags that override a config, one line for bad
+input, exit codes.
+"""
 
 import argparse
 import math
@@ -86,7 +88,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """argparse that says what is wrong in one line.
 
-    Numbers have limits, words are text, and no file that is written is one that is read (args.files knows them).
+    Numbers have limits, words are text, and no file that is written is one that is read (args.files knows
+    them).
     """
 
     LIMITED: ClassVar = {int: whole_number, float: finite_number}

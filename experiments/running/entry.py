@@ -66,7 +66,9 @@ def _kept(error: BaseException) -> str:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, end a script as Ctrl-C does: what it began is cleaned up."""
+    """SIGTERM, and SIGHUP of a terminal that is closed, end a script as Ctrl-C does: what it began is cleaned
+    up.
+    """
     if current_thread() is not main_thread():
         yield
         return

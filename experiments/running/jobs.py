@@ -1,4 +1,6 @@
-"""From a request to files, safely: outputs claimed, the rollout watched, what is complete saved, also when stopped."""
+"""From a request to files, safely: outputs claimed, the rollout watched, what is complete saved, also when
+stopped.
+"""
 
 import argparse
 import os
@@ -28,7 +30,8 @@ from wan.modules.capture import CaptureRequest
 def make_base_caches(
     args: argparse.Namespace, config: RunConfig, layer: int | None, steps: Sequence[int]
 ) -> list[str]:
-    """Sample one video -> a cache of a layer at one step, or (None) atlases of all layers at steps -> the paths.
+    """Sample one video -> a cache of a layer at one step, or (None) atlases of all layers at steps -> the
+    paths.
 
     Raises what run_watched raises.
     """
@@ -86,7 +89,8 @@ def run_watched(
 ) -> None:
     """make() -> a cache of at most each bytes for every path, arranged by its function.
 
-    Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for what goes
+    Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for
+    what goes
     wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
     """
     videos = videos_of(args, outputs)
@@ -110,7 +114,9 @@ def run_watched(
 def name_files(
     args: argparse.Namespace, config: RunConfig, outputs: Iterable[str], videos: Iterable[str]
 ) -> None:
-    """Tell args.files all that a run reads and writes. Raises CacheError, before anything starts, for an overlap."""
+    """Tell args.files all that a run reads and writes. Raises CacheError, before anything starts, for an
+    overlap.
+    """
     files: RunFiles = args.files
     files.reads("the model's", config.ckpt_dir)
     files.reads("the checkpoint", config.checkpoint_path)

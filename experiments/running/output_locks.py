@@ -1,7 +1,9 @@
 """Outputs are claimed before a run: one run per path, nothing replaced that should stay, room on the disk.
 
-A claim is a lock file beside the output, .NAME.lock, held by filelock: by flock where the disk has it, which ends with the
-process, however that ends; else by a lease with a heartbeat, which expires, because another host's process ids mean nothing.
+A claim is a lock file beside the output, .NAME.lock, held by filelock: by flock where the disk has it, which
+ends with the
+process, however that ends; else by a lease with a heartbeat, which expires, because another host's process
+ids mean nothing.
 """
 
 import os
@@ -25,7 +27,8 @@ LEASE_SECONDS = 30.0  # without a heartbeat, after which a lease is another run'
 def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     """Hold outputs, given with the bytes each will take, while a run makes them.
 
-    Raises CacheError, before hours of work, where one cannot be written, is there and may not be replaced, is being
+    Raises CacheError, before hours of work, where one cannot be written, is there and may not be replaced, is
+    being
     made by another run, or does not fit on its disk.
     """
     for path in paths:
@@ -57,7 +60,9 @@ def require_space(folder: Path, sizes: Mapping[str, int]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside a path. Raises CacheError where another run holds it, or where something else lies there."""
+    """Hold the lock beside a path. Raises CacheError where another run holds it, or where something else lies
+    there.
+    """
     from filelock import FileLock, Timeout  # here: a --help needs no locks
 
     file = lock_of(path)

@@ -33,7 +33,9 @@ def policy_overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def policy_settings(name: str) -> dict[Any, Any]:
-    """Settings of a policy from a YAML file, from configs/policies by its stem, or by the policy's name alone."""
+    """Settings of a policy from a YAML file, from configs/policies by its stem, or by the policy's name
+    alone.
+    """
     for path in (Path(name), FOLDER / f"{name}.yaml"):
         if path.is_file():
             return read_yaml(path)

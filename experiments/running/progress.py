@@ -1,4 +1,6 @@
-"""What a run says while it goes on: a line per block, a JSON line per event; and whether it was asked to stop."""
+"""What a run says while it goes on: a line per block, a JSON line per event; and whether it was asked to
+stop.
+"""
 
 import errno
 import json
@@ -73,7 +75,9 @@ class Progress(RunObserver):
 
 
 def open_log(path: str | Path) -> TextIO:
-    """A regular file to append lines to. Raises CacheError for a pipe, which could wait for ever, and for a device."""
+    """A regular file to append lines to. Raises CacheError for a pipe, which could wait for ever, and for a
+    device.
+    """
     if Path(path).suffix == ".pt":
         raise CacheError(f"--log_file {path} has the name of a cache; give it another, such as log.jsonl")
     try:
@@ -92,7 +96,8 @@ def open_log(path: str | Path) -> TextIO:
 def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[None]:
     """Ctrl-C, SIGTERM and a terminal that closes (SIGHUP) let the current block, or step, finish.
 
-    A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main thread
+    A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main
+    thread
     nothing is changed: signals do not arrive there.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,8 @@
-"""Every file that a run reads and writes, by what it is: device and inode, links followed. Any overlap is refused.
+"""Every file that a run reads and writes, by what it is: device and inode, links followed. Any overlap is
+refused.
 
-A script's flags say most of them (of_arguments); what follows from a config or a folder is added before anything starts.
+A script's flags say most of them (of_arguments); what follows from a config or a folder is added before
+anything starts.
 """
 
 import argparse
@@ -36,7 +38,9 @@ def identity(path: str | Path) -> Identity | None:
 
 
 class RunFiles:
-    """The files of one run. reads() and writes() raise CacheError for a file that would be both, or written twice."""
+    """The files of one run. reads() and writes() raise CacheError for a file that would be both, or written
+    twice.
+    """
 
     def __init__(self) -> None:
         self._read: dict[Identity, str] = {}
@@ -70,7 +74,9 @@ class RunFiles:
                     self._refuse(name, file, f"{' '.join(self._written[key])}, which this run writes too")
 
     def unchanged(self) -> None:
-        """Raise CacheError where a file that the run reads was replaced or changed since: its cache would name another."""
+        """Raise CacheError where a file that the run reads was replaced or changed since: its cache would
+        name another.
+        """
         for file, (what, before) in self._states.items():
             try:
                 same = _state_of(file) == before
@@ -110,7 +116,9 @@ def _files_of(path: str | Path) -> Iterator[Path]:
 
 
 def of_arguments(args: argparse.Namespace) -> RunFiles:
-    """The files that a command line names: what exists and is no output is read. Raises CacheError for an overlap."""
+    """The files that a command line names: what exists and is no output is read. Raises CacheError for an
+    overlap.
+    """
     files = RunFiles()
     for name, value in _texts(vars(args)):
         if name not in OUTPUTS:

@@ -1,4 +1,6 @@
-"""What a run prints never decides what it writes: a terminal that is gone, a full disk or a small alphabet change nothing."""
+"""What a run prints never decides what it writes: a terminal that is gone, a full disk or a small alphabet
+change nothing.
+"""
 
 import os
 import sys
@@ -10,7 +12,9 @@ GONE = (OSError, ValueError)  # a closed pipe, a full disk; a file that is close
 
 
 class Unfailing:
-    """A text stream that drops what cannot be written, and writes characters that it does not have as escapes."""
+    """A text stream that drops what cannot be written, and writes characters that it does not have as
+    escapes.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -40,7 +44,7 @@ class Unfailing:
 
 @contextmanager
 def unfailing_streams() -> Iterator[None]:
-    """Make stdout and stderr unfailing. Where one is closed, the null device takes its place and its number."""
+    """Make stdout and stderr unfailing. The null device takes the place, and number, of one that is closed."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -1,7 +1,10 @@
-"""Many prompts and seeds with a model loaded once: an atlas each, a manifest beside them, and no work done twice.
+"""Many prompts and seeds with a model loaded once: an atlas each, a manifest beside them, and no work done
+twice.
 
-A sweep that was killed goes on when the same command runs again: a file that is whole, and made with the same settings,
-is left as it is. What was made with other settings is never mixed in: one fingerprint, which the manifest and every cache
+A sweep that was killed goes on when the same command runs again: a file that is whole, and made with the same
+settings,
+is left as it is. What was made with other settings is never mixed in: one fingerprint, which the manifest and
+every cache
 carry, says which they are.
 """
 
@@ -34,7 +37,8 @@ from wan.errors import quoted
 from wan.modules.capture import CaptureRequest
 from wan.text_files import read_json
 
-# These do not change an atlas, or only as another machine does; files stand in it with what they hold, not by their paths.
+# These do not change an atlas, or only as another machine does; files stand in it with what they hold, not by
+# their paths.
 NOT_SETTINGS = (
     "prompt", "seed", "device", "layer_indices", "layer_index", "step", "base", "offload", "t5_cpu", "dtype",
     "embeds_dir", "ckpt_dir", "checkpoint_path", "prompt_embeds",
@@ -44,7 +48,9 @@ OTHERWISE = "choose another --output_dir, or make everything again with --overwr
 
 
 def settings_of(config: RunConfig, quantities: Mapping[str, bool]) -> dict[str, Any]:
-    """All that the caches of a sweep have in common: what the config says, what is captured, and what the files hold."""
+    """All that the caches of a sweep have in common: what the config says, what is captured, and what the
+    files hold.
+    """
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     dtype = devices.choose_dtype(config.dtype, devices.choose_device(config.device, config.offload))
     settings = {name: value for name, value in asdict(config).items() if name not in NOT_SETTINGS}
@@ -79,7 +85,7 @@ class Sweep:
         return sum(state == "done" for state in self.states.values())
 
     def look(self, overwrite: bool) -> list[str]:
-        """See what is there -> the paths that are to be made. Raises CacheError for caches of other settings."""
+        """See what is there -> the paths to be made. Raises CacheError for caches of other settings."""
         if not overwrite:
             self._require_same_settings()
         for path, run in self.runs.items():
@@ -134,9 +140,11 @@ def run_sweep(
     build: BuildCache,
     quantities: Mapping[str, bool],
 ) -> None:
-    """Make every cache of a sweep that is not there yet; quantities says which optional fields each must (not) have.
+    """Make every cache of a sweep that is not there yet; quantities says which optional fields each must
+    (not) have.
 
-    Raises CacheError where the folder holds caches of other settings or another sweep is at it, RunError at the end
+    Raises CacheError where the folder holds caches of other settings or another sweep is at it, RunError at
+    the end
     where runs failed, and StoppedError after Ctrl-C.
     """
     runs = plan(args, config)

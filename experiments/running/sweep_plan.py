@@ -1,4 +1,6 @@
-"""Which runs a sweep has: prompts of a file, seeds of the command line, and the name of every cache. No model is needed."""
+"""Which runs a sweep has: prompts of a file, seeds of the command line, and the name of every cache. No model
+is needed.
+"""
 
 import argparse
 import hashlib
@@ -59,7 +61,9 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
-    """Prompt -> name for files; where two would share one, or it is cut, a few digits of a hash tell them apart."""
+    """Prompt -> name for files; where two would share one, or it is cut, a few digits of a hash tell them
+    apart.
+    """
     slugs: dict[str, str] = {}
     taken: set[str] = set()
     for prompt in prompts:

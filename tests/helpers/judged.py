@@ -1,4 +1,5 @@
-"""Readers held to the rules: what was read, or refused in one line; nothing else, nothing slow, no code that ran.
+"""Readers held to the rules: what was read, or refused in one line; nothing else, nothing slow, no code that
+ran.
 
 Counts go into docs/benchmarks/robustness.json when ROBUSTNESS=full.
 """
@@ -51,7 +52,9 @@ class Judge:
     slowest: float = 0.0
 
     def read_all(self, read: Read, mutants: Sequence[tuple[Path, str, bool]]) -> list[Any]:
-        """Read mutants, given with how they were made and whether inside valid structure -> what each reader returned."""
+        """Read mutants, given with how they were made and whether inside valid structure -> what each reader
+        returned.
+        """
         paths = [path for path, _, _ in mutants]
         done = forked(lambda: [outcome(read, path) for path in paths], timeout=HUNG * 2)
         alone = done.code or not isinstance(done.value, list) or done.more_bytes > BYTES
@@ -97,7 +100,8 @@ class Judge:
             slowest=round(self.slowest, 2),
         )
         assert not self.wrong, f"{len(self.wrong)} of {self.what}\n" + "\n".join(self.wrong[:20])
-        return f"{self.what}: {sum(self.found.values())} mutants, {dict(self.found)}, {self.slowest:.2f} s at most"
+        count = sum(self.found.values())
+        return f"{self.what}: {count} mutants, {dict(self.found)}, {self.slowest:.2f} s at most"
 
 
 def record(what: str, **row: Any) -> None:

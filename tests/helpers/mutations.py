@@ -1,4 +1,6 @@
-"""Ways to spoil a file: its bytes, and inside its structure: what an archive, a header, a table or a tree of values says."""
+"""Ways to spoil a file: its bytes, and inside its structure: what an archive, a header, a table or a tree of
+values says.
+"""
 
 import copy
 import json
@@ -70,7 +72,7 @@ def table_of(values, dice):
 
 
 def respelled(values: dict, dice) -> str:
-    """Change one field in place: dropped, renamed, of another type, dtype or shape, or larger than the file."""
+    """Change one field in place: dropped, renamed, of another type, dtype or shape, or larger than a file."""
     table = table_of(values, dice)
     name = dice.choice(list(table))
     how = dice.choice(("dropped", "renamed", "type", "tensor", "huge", "nested", "code"))
@@ -110,7 +112,9 @@ def respelled(values: dict, dice) -> str:
 
 
 def lying_archive(content_path, target, dice) -> None:
-    """A zip with right checksums whose records are not what its pickle says: other lengths, names, numbers in the pickle."""
+    """A zip with right checksums whose records are not what its pickle says: other lengths, names, numbers in
+    the pickle.
+    """
     how = dice.choice(("shorter", "longer", "missing", "pickle", "compressed", "declared"))
     with zipfile.ZipFile(content_path) as old, zipfile.ZipFile(target, "w") as new:
         data = [info.filename for info in old.infolist() if "/data/" in info.filename]
@@ -186,13 +190,15 @@ def spoil_state(state: dict, dice) -> None:
     )
 
 
-# -- trees of plain values: JSON and YAML ----------------------------------------------------------------------------------
+# -- trees of plain values: JSON and YAML
+# ----------------------------------------------------------------------------------
 
 HUGE_NUMBER = "HUGE NUMBER"  # written as a number of 5000 digits
 VALUES = [
     *(value for value in TYPES if not isinstance(value, (bytes, tuple))),
     -(10**30), 10**6, 10**9, "\ud800", "\x1b[31m\n", "x" * 100_000, "../../etc/passwd", ".", "/", "a\nb",
-    [[]] * 50, [1] * 5000, {"a": {"b": {"c": [None]}}}, "${oc.env:HOME}", "???", HUGE_NUMBER, "cuda:0", "auto",
+    [[]] * 50, [1] * 5000, {"a": {"b": {"c": [None]}}}, "${oc.env:HOME}", "???",
+    HUGE_NUMBER, "cuda:0", "auto",
 ]  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Every flag of every script with values that nobody meant: exit code 0 or 2, one line, at once; derived from the parsers.
+"""Every flag of every script with values that nobody meant: exit code 0 or 2, one line, at once; derived from
+the parsers.
 
 Scripts stop where their work would begin: what is fuzzed is how a command line and its config are read.
 """
@@ -144,7 +145,9 @@ def said(script, words) -> tuple[int, str, float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_flags(name, tmp_path, monkeypatch, capfd):
-    """No traceback, no flood, no file: whatever is given, a script begins its work or says in one line why not."""
+    """No traceback, no flood, no file: whatever is given, a script begins its work or says in one line why
+    not.
+    """
     monkeypatch.chdir(tmp_path)
     for entry_of_root in ("configs", "checkpoints", "cache", "README.md", "docs"):
         (tmp_path / entry_of_root).symlink_to(ROOT / entry_of_root)
@@ -198,9 +201,10 @@ def test_flags(name, tmp_path, monkeypatch, capfd):
     )
     tried = found["refused"] + found["began"]
     flags = len({action.dest for action in actions(name)})
-    record(f"flags of {name}", tried=tried, inside=tried, seed=0, refused=found["refused"], read=found["began"],
-           tracebacks=0, hangs=0, lost=0, slowest=round(found["slowest"], 2))  # fmt: skip
+    record(f"flags of {name}", tried=tried, inside=tried, seed=0, refused=found["refused"],
+           read=found["began"], tracebacks=0, hangs=0, lost=0, slowest=round(found["slowest"], 2))  # fmt: skip
     tell(
         capfd,
-        f"{name}: {tried} command lines over {flags} flags: {found['refused']} refused, {found['began']} began",
+        f"{name}: {tried} command lines over {flags} flags: {found['refused']} refused, "
+        f"{found['began']} began",
     )

@@ -1,4 +1,6 @@
-"""Every other kind of file that a run reads, damaged and hostile: configs, tokenizers, encoders, prompts, states, curves."""
+"""Every other kind of file that a run reads, damaged and hostile: configs, tokenizers, encoders, prompts,
+states, curves.
+"""
 
 import json
 import os
@@ -112,7 +114,9 @@ def test_a_file_of_a_model(name, folders, capfd):
 
 
 def each_mutant(what, seed, read, whole, spoil, tmp_path, suffix, tries=TRIES):
-    """Read mutants of one text file; spoil gives bytes, how they were made, and whether inside valid structure."""
+    """Read mutants of one text file; spoil gives bytes, how they were made, and whether inside valid
+    structure.
+    """
     dice, judge = random.Random(seed), Judge(what, seed)
     (tmp_path / f"whole{suffix}").write_bytes(whole)
     assert read(tmp_path / f"whole{suffix}")
@@ -128,10 +132,22 @@ def each_mutant(what, seed, read, whole, spoil, tmp_path, suffix, tries=TRIES):
 
 
 YAML = [
-    b"a: &a [x]\nprompt: *a\n", b"prompt: !!python/object/apply:os.system ['touch ran-code']\n", b"height: 8\nheight: 9\n",
-    b"- 1\n", b"prompt: ${oc.env:HOME}\n", b"height: 0x_\n", b"? {a: b}\n: c\n", b"%YAML 9\n---\n", b"prompt: 2020-02-30\n",
-    b"seed: 0o7_7__\n", b"prompt: \"\\ud800\"\n", b"\xff\xfe", b"!!binary '%'", b"prompt: !!set {a}\n", b"---\na: 1\n---\nb: 2\n",
-]  # fmt: skip
+    b"a: &a [x]\nprompt: *a\n",
+    b"prompt: !!python/object/apply:os.system ['touch ran-code']\n",
+    b"height: 8\nheight: 9\n",
+    b"- 1\n",
+    b"prompt: ${oc.env:HOME}\n",
+    b"height: 0x_\n",
+    b"? {a: b}\n: c\n",
+    b"%YAML 9\n---\n",
+    b"prompt: 2020-02-30\n",
+    b"seed: 0o7_7__\n",
+    b'prompt: "\\ud800"\n',
+    b"\xff\xfe",
+    b"!!binary '%'",
+    b"prompt: !!set {a}\n",
+    b"---\na: 1\n---\nb: 2\n",
+]
 
 
 POLICIES = [

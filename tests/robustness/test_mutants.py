@@ -1,4 +1,5 @@
-"""Damaged and hostile caches and checkpoints: read as they were, or refused in one line; no code runs, nothing hangs.
+"""Damaged and hostile caches and checkpoints: read as they were, or refused in one line; no code runs,
+nothing hangs.
 
 Files are read in forks of this warmed process, each in at most 2 s and 500 MB (helpers/judged.py).
 """
@@ -151,7 +152,9 @@ def test_sharded_weights(tmp_path, monkeypatch, capfd):
 
 
 def test_one_bit_of_a_large_record(tmp_path):
-    """A token matrix stays on disk; it is compared with its checksum when it is used, or when that is asked for."""
+    """A token matrix stays on disk; it is compared with its checksum when it is used, or when that is asked
+    for.
+    """
     path = tmp_path / "c.pt"
     torch.save({"large": torch.zeros(EAGER_BYTES // 4 + 1000), "small": torch.zeros(3)}, path)
     content = load_tensors(path)

@@ -231,5 +231,7 @@ def test_the_vae_is_diffusers_own(tmp_path):
 
 def test_native_files_that_are_not_there(tmp_path):
     for load in (native.load_umt5, native.load_vae):
-        with pytest.raises(CheckpointError, match=r"pth not found; run: bash experiments/download_weights.sh"):
+        with pytest.raises(
+            CheckpointError, match=r"pth not found; run: bash experiments/download_weights.sh"
+        ):
             load(tmp_path, torch.float32)
