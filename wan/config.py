@@ -176,6 +176,11 @@ class RunConfig:
             raise ConfigError(f"dtype {quoted(self.dtype)} is not one of {', '.join(DTYPES)}")
 
     def _check_policy(self) -> None:
+        schedule = [] if self.prompt_schedule is None else self.prompt_schedule
+        if not isinstance(schedule, list) or not all(isinstance(switch, dict) for switch in schedule):
+            raise ConfigError(
+                f"prompt_schedule is {quoted(schedule)}, not a list of switches of a frame and a prompt"
+            )
         if self.cache_policy is not None and (self.local_attn_size != -1 or self.sink_size):
             raise ConfigError(
                 f"local_attn_size {self.local_attn_size} and sink_size {self.sink_size} mean cache_policy "
@@ -290,4 +295,8 @@ def _literal(value: Any) -> Any:
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
         return {name: _literal(inner) for name, inner in value.items()}
+    if isinstance(value, list) and len(value) > MAX_LAYERS:
+        raise ConfigError(
+            f"a list of {len(value)} values, such as {quoted(value[:3])}; at most {MAX_LAYERS} are read"
+        )
     return [_literal(inner) for inner in value] if isinstance(value, list) else value

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from wan.errors import ConfigError
+from wan.errors import ConfigError, quoted
 from wan.modules.policies.base import CachePolicy
 
 How = Literal["keep", "recache", "flush", "cut"]
@@ -40,7 +40,7 @@ def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     frame, prompt = settings.get("frame"), settings.get("prompt")
     if type(frame) is not int or not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(
-            f"prompt_schedule: a switch needs a frame (a whole number) and a prompt, not {dict(settings)}"
+            f"prompt_schedule: a switch needs a frame (a whole number) and a prompt, not {quoted(dict(settings))}"
         )
     return PromptSwitch(frame, prompt, settings.get("how", "keep"))
 

@@ -65,6 +65,8 @@ class RunFiles:
             if not path:
                 continue
             target = Path(os.path.realpath(path))
+            if target.is_dir():
+                raise CacheError(f"{what} {path} cannot be written: it is a folder; name a file")
             for name, file in ((what, path), (f"the lock of {what}", lock_of(target))):
                 if (key := identity(file)) is None:
                     continue

@@ -89,7 +89,7 @@ def _check_type(name: str, field: str, value: Any, default: Any) -> None:
 
 def read_policy(settings: Mapping[str, Any]) -> CachePolicy:
     """A policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}."""
-    if "name" not in settings:
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
         raise ConfigError(f"cache_policy needs a name, one of {', '.join(POLICIES)}")
     return make_policy(**{str(key): value for key, value in settings.items()})
 
