@@ -20,6 +20,7 @@ from experiments import (
     layers_from_atlas,
     match_curve,
     measure_checkpoints,
+    run_causal_atlas,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
@@ -30,10 +31,13 @@ from experiments import (
 from experiments.caches import save_cache
 from experiments.dev import (
     benchmark_capture,
+    benchmark_first_contact,
     benchmark_memory,
+    benchmark_page,
     benchmark_policies,
     benchmark_reading,
     build_published,
+    first_frame_numbers,
     policy_figures,
     readme_figures,
     readme_tables,
@@ -49,6 +53,10 @@ ROLLOUTS = {
 OTHERS = {
     script.__name__.split(".")[-1]: script
     for script in (
+        benchmark_first_contact,
+        benchmark_page,
+        first_frame_numbers,
+        run_causal_atlas,
         benchmark_capture,
         benchmark_reading,
         benchmark_memory,
@@ -269,6 +277,17 @@ CASES |= {
         ["{}/training", "--output_path", f"{NO_DISK}/out.json"],
         ["{}/training", "--steps", "9"],
         ["{}/training", "--captions", "0"],
+    ],
+    "benchmark_first_contact": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
+    "benchmark_page": [["--no_such_flag"], ["--frames", "4"], ["--frames", "x"], ["--repeats", "x"]],
+    "first_frame_numbers": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
+    "run_causal_atlas": [
+        ["--no_such_flag"],
+        ["--each", "token"],
+        ["--batch", "0"],
+        ["--edit", "{}/none.yaml", *MINI],
+        ["--edit", "{}/text.txt", *MINI],
+        ["--config_path", "{}/none.yaml"],
     ],
     "readme_tables": [
         ["--no_such_flag"],

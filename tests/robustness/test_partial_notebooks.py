@@ -2,7 +2,6 @@
 they run from top to bottom and show what is absent as absent.
 """
 
-import asyncio
 import os
 import re
 import signal
@@ -11,15 +10,12 @@ import time
 import pytest
 from conftest import ROOT
 from helpers import executed
-from papermill.iorw import load_notebook_node
-from papermill.parameterize import parameterize_notebook
 
 from experiments import (
     extract_attention_wan,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
-    run_notebooks,
 )
 from experiments.caches import load_cache
 from experiments.running import cli
@@ -69,7 +65,7 @@ def shown(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
             [*MINI, "--num_steps", "6", "--all_layers", "--step", "0", "2", "5", "--output_dir", str(folder)],
         )
         assert all(load_cache(path)["partial"] for path in folder.glob("*.pt"))
-        return asyncio.run(run_all(folder))
+        return run_all(folder)
 
 
 def stop(script, flags) -> None:
@@ -78,21 +74,14 @@ def stop(script, flags) -> None:
     assert ended.value.code == 130
 
 
-async def run_all(folder) -> dict[str, tuple[str, dict[str, bytes]]]:
+def run_all(folder) -> dict[str, tuple[str, dict[str, bytes]]]:
     results = {}
-    async with run_notebooks.kernel() as (manager, client):
-        for name, (notebook, parameters, _) in NOTEBOOKS.items():
-            values = {
-                key: str(folder / value) if key.endswith("PATH") else value
-                for key, value in parameters.items()
-            }
-            source = load_notebook_node(str(executed.NOTEBOOKS / notebook))
-            filled = parameterize_notebook(source, values | {"SAVE_DIR": str(folder / name / "figures")})
-            await run_notebooks.execute(filled, manager, client)
-            printed = "".join(
-                output.get("text", "") for cell in filled.cells for output in cell.get("outputs", [])
-            )
-            results[name] = printed, executed.figures(folder / name)
+    for name, (notebook, parameters, _) in NOTEBOOKS.items():
+        values = {
+            key: str(folder / value) if key.endswith("PATH") else value for key, value in parameters.items()
+        }
+        printed = executed.run(notebook, folder / name, **values)
+        results[name] = printed, executed.figures(folder / name)
     return results
 
 
