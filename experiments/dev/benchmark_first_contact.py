@@ -25,22 +25,18 @@ STEPS = {  # what the user does -> command, in the checkout
     "page": "source .venv/bin/activate; python experiments/layer_page.py cache/atlas.pt "
     "--video outputs/wan-mini.mp4 --output_path outputs/atlas.html",
 }
-WORDS = {
-    "clone": "clone",
-    "install": "install into `.venv`, once",
-    "quickstart": "the quickstart",
-    "own code": "the block of “In your own code”",
-    "page": "the page of the quickstart's atlas",
-}
 
 
 def table(report: dict) -> str:
-    """Seconds and disk by step."""
-    disk = {"clone": gb(report["clone_bytes"]), "install": gb(report["venv_bytes"])}
-    rows = [(WORDS[name], f"{took:.0f} s", disk.get(name, "")) for name, took in report["seconds"].items()]
-    rows.append(("all of it", f"{sum(report['seconds'].values()) / 60:.1f} min", ""))
+    """Seconds by step, and disk."""
+    seconds, disk = report["seconds"], (report["clone_bytes"], report["venv_bytes"])
+    header = ("", "clone", "install, once", "quickstart", "“In your own code”", "the page", "all of it")
+    times = [f"{took:.0f} s" for took in seconds.values()]
+    rows = [
+        ("time", *times, f"{sum(seconds.values()) / 60:.1f} min"),
+        ("disk", *map(gb, disk), "", "", "", gb(sum(disk))),
+    ]
     busy = f"{report['cores']} cores with {report['load']:.0f} processes that wanted them"
-    header = ("first contact", "time", "disk")
     return f"{markdown(header, rows)}\n\nOn {busy}; {measured_on(report['environment'])}"
 
 

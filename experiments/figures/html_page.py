@@ -17,7 +17,7 @@ from experiments.caches import load_cache
 from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles, open_passes
-from experiments.figures.page_data import QUANTITIES, Passes, fit, to_json
+from experiments.figures.page_data import QUANTITIES, Passes, fit, size_of, to_json
 from experiments.figures.thumbnails import ThumbnailError, thumbnails
 
 PARTS = Path(__file__).with_name("page")
@@ -71,10 +71,10 @@ def save_page(
     passes, there = open_passes_of(source)
     frames, notes = _video_frames(Path(source), video, next(iter(next(iter(passes[0].values())).values())))
     page = _template()
-    room = int(max_mb * 1e6) - len(page.encode()) - len(to_json(frames))
+    room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     data = fit(passes, there if layers is None else layers, room, notes) | {"thumbnails": frames}
     with replacing(path) as file:
-        file.write(page.replace("DATA_GOES_HERE", _in_script(to_json(data)), 1).encode())
+        file.write(page.replace("DATA_GOES_HERE", to_json(data), 1).encode())
     return Path(path)
 
 
@@ -134,8 +134,3 @@ def _drawing_style() -> str:
 
 def _part(name: str) -> str:
     return (PARTS / name).read_text(encoding="utf-8")
-
-
-def _in_script(json_text: str) -> str:
-    """JSON that no browser takes for the end of its script element, or for markup."""
-    return json_text.replace("<", "\\u003c")

@@ -37,7 +37,9 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
     Raises CacheError where those alone do not fit.
     """
     data = _describe(passes, layers) | {"passes": [_pass_data(views, layers) for views in passes]}
-    base = len(to_json(data)) + 300 * (1 + len(notes))  # room for notes
+    base = (
+        size_of(data) + size_of([words(note, LONGEST["note"]) for note in notes]) + 300
+    )  # for one more note
     if base > max_bytes:
         raise CacheError(
             f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB, "
@@ -45,7 +47,7 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
         )
     for cell_bytes in (2, 1):
         matrices = [_matrices(views, layers, cell_bytes) for views in passes]
-        sizes = [len(to_json(one)) for one in matrices]
+        sizes = [size_of(one) for one in matrices]
         if base + sum(sizes) <= max_bytes:
             break
     kept = _evenly(sizes, max_bytes - base)
@@ -60,8 +62,14 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
 
 
 def to_json(data: Any) -> str:
-    """Compact JSON; a NaN or an infinity in it would be an error."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """Compact JSON that no browser takes for markup; a NaN or an infinity in it would be an error."""
+    found = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return found.replace("<", "\\u003c")
+
+
+def size_of(data: Any) -> int:
+    """Bytes of the JSON."""
+    return len(to_json(data).encode())
 
 
 def words(text: object, longest: int) -> str:

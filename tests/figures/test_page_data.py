@@ -207,6 +207,8 @@ def test_hostile_words(tmp_path):
     assert len(data["notes"]) == page_data.MOST_NOTES and len(data["source"]) <= 600
     assert page_data.words("a\u202eb\ud800c\x07", 10) == "a\ufffdb\ufffdc\ufffd"
     page.encode("utf-8")
+    assert page_data.to_json({"a": "</script>é"}) == '{"a":"\\u003c/script>é"}'
+    assert page_data.size_of("<é") == 10
 
 
 def test_thumbnails(tmp_path):
