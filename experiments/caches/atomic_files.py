@@ -66,10 +66,13 @@ def require_writable(path: str | Path) -> None:
         raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def tensor_bytes(value: Any) -> int:
-    """Bytes that a cache, or what is in it, takes in a file; a little too many."""
+def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
+    """Bytes that a cache, or what is in it, takes in a file; a little too many. One tensor counts once."""
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size() + 512
+        new = value.data_ptr() not in seen
+        seen.add(value.data_ptr())
+        return value.numel() * value.element_size() * new + 512
     if isinstance(value, Mapping):
-        return MARGIN * ("format" in value) + sum(map(tensor_bytes, value.values()))
-    return sum(map(tensor_bytes, value)) if isinstance(value, list) else 16
+        return MARGIN * ("format" in value) + sum(tensor_bytes(inner, seen) for inner in value.values())
+    return sum(tensor_bytes(inner, seen) for inner in value) if isinstance(value, list) else 16

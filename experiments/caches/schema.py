@@ -7,7 +7,7 @@ format.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -49,6 +49,21 @@ class Figure4Layer(Tokens):
     key_curve: Annotated[Tensor | None, "f16/f32 [H, Lk]"] = None
     frame_logits: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
     frame_mass: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The entry of a dict; attn_weights that are attn_logits under another name are left out."""
+        logits, weights = (values.get(name) for name in ("attn_logits", "attn_weights"))
+        if isinstance(logits, Tensor) and isinstance(weights, Tensor) and _one_tensor(logits, weights):
+            values = {name: value for name, value in values.items() if name != "attn_weights"}
+        return super().from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dict of a file: logits under both names that older notebooks read, one tensor."""
+        values = super().to_dict()
+        if "attn_logits" in values and "attn_weights" not in values:
+            values["attn_weights"] = values["attn_logits"]
+        return values
 
     @staticmethod
     def repeated(
@@ -95,6 +110,8 @@ class Figure4Cache(OnePass, Cache):
                 if getattr(entry, name) != said:
                     raise CacheError(f"{where}{name} is {getattr(entry, name)}, and the cache says {said}")
             check_block(where, self.block_sizes, None, **frames)
+            if entry.token_logits is not None and entry.token_probabilities is not None:
+                raise CacheError(f"{where}attn_weights is another tensor than attn_logits")
             check_values({"frame_logits": entry.frame_logits, "frame_mass": entry.frame_mass}, where)
 
 
@@ -298,6 +315,10 @@ def as_cache(values: Mapping[str, Any]) -> Cache:
 def check(values: Mapping[str, Any]) -> None:
     """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""
     as_cache(values).validate()
+
+
+def _one_tensor(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype)
 
 
 def _named(entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:

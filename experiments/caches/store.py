@@ -95,22 +95,25 @@ def load_cache(
     return raw
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, kept: dict[int, Tensor] | None = None) -> Any:
     """A copy of a dict's structure whose bytes depend on its content alone; tensors are kept, not copied.
 
     Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
-    string used twice: interning makes them one. Raises CacheError for what is neither tensor nor plain value.
+    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for what
+    is neither tensor nor plain value.
     """
+    kept = {} if kept is None else kept  # by the id of a tensor: what is written for it
     if isinstance(value, Tensor):
-        value = value.detach()
-        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        return (
-            value.contiguous() if value.device.type == "cpu" and whole else value.cpu().clone().contiguous()
-        )
+        if id(value) not in kept:
+            kept[id(value)] = _whole(value.detach())
+        return kept[id(value)]
     if isinstance(value, Mapping):
-        return {_plain(key, f"a key of {where}"): _plain(v, f"{where}[{key!r}]") for key, v in value.items()}
+        keys = [_plain(key, f"a key of {where}") for key in value]
+        return {
+            key: _plain(v, f"{where}[{key!r}]", kept) for key, v in zip(keys, value.values(), strict=True)
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]
     if type(value) is str:
         return sys.intern(value)
     if value is None or type(value) in (bool, int, float):
@@ -119,6 +122,12 @@ def _plain(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__module__}.{type(value).__name__}; "
         "only tensors and plain Python values are stored"
     )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A contiguous tensor on the CPU with a storage of its own, a copy only where it is none."""
+    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor.contiguous() if tensor.device.type == "cpu" and own else tensor.cpu().clone().contiguous()
 
 
 def _command(path: Path, expect: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError
+from experiments.caches.schema import Figure4Layer
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
@@ -99,6 +100,27 @@ def test_wrong_entries(tmp_path):
         save_cache(tmp_path / "c.pt", synthetic_caches.figure4(S=5, H=3) | {"layer_indices": [1]})
     with pytest.raises(CacheError, match="not a list of dicts"):
         save_cache(tmp_path / "c.pt", synthetic_caches.figure4(S=5, H=3) | {"attention_weights": 3})
+
+
+def test_logits_of_figure4_have_both_names_and_one_storage(tmp_path):
+    """Older notebooks read attn_logits, or attn_weights: a default cache opens in both, not a byte larger."""
+    entry = Figure4Layer.from_dict(synthetic_caches.figure4(S=5, H=3)["attention_weights"][0]).to_dict()
+    assert entry["attn_weights"] is entry["attn_logits"]
+    one = synthetic_caches.figure4(layers=(1,), S=5, H=3)
+    save_cache(tmp_path / "one.pt", one)
+    save_cache(tmp_path / "both.pt", one | {"attention_weights": [entry]})
+    sizes = [(tmp_path / name).stat().st_size for name in ("one.pt", "both.pt")]
+    assert 0 <= sizes[1] - sizes[0] < 1000 < entry["attn_logits"].numel() * 2
+    for mmap in (True, False):
+        (read,) = load_cache(tmp_path / "both.pt", mmap=mmap)["attention_weights"]
+        assert read["attn_weights"].data_ptr() == read["attn_logits"].data_ptr()
+        assert torch.equal(read["attn_weights"], entry["attn_logits"])
+    assert (
+        load_cache(tmp_path / "one.pt")["attention_weights"][0].keys() == one["attention_weights"][0].keys()
+    )
+    with pytest.raises(CacheError, match=r"attention_weights\[0\].attn_weights is another tensor"):
+        other = entry | {"attn_weights": entry["attn_logits"] + 1}
+        save_cache(tmp_path / "c.pt", one | {"attention_weights": [other]})
 
 
 def test_unwritable_paths_leave_nothing(tmp_path):
