@@ -5,19 +5,20 @@ layers, P passes. experiments/caches/fields.py says how a field is declared, com
 format.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from experiments.caches.common import SCHEMA_VERSION, Cache, OnePass, PassTag, Sampling, Tokens
+from experiments.caches.common import SCHEMA_VERSION, Cache, OnePass, PassTag, Sampling
 from experiments.caches.effects_schema import CausalAtlasCache, EffectsCache
 from experiments.caches.errors import CacheError
 from experiments.caches.fields import Table
+from experiments.caches.token_schema import Figure4Cache, InferenceCache
 from experiments.caches.value_checks import (
     check_absent,
-    check_block,
+    check_any_of,
     check_frames,
     check_numbers,
     check_once,
@@ -34,85 +35,6 @@ __all__ = [
     "LayerCache",
     "check",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure4Layer(Tokens):
-    """One layer of a figure4 cache. What it says again of its cache comes from repeated()."""
-
-    num_frames: int
-    frame_seq_length: int
-    num_heads: int
-    num_query_frames: int
-    num_key_frames: int
-    last_block_start_frame: int
-    key_curve: Annotated[Tensor | None, "f16/f32 [H, Lk]"] = None
-    frame_logits: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
-    frame_mass: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The entry of a dict; attn_weights that are attn_logits under another name are left out."""
-        logits, weights = (values.get(name) for name in ("attn_logits", "attn_weights"))
-        if isinstance(logits, Tensor) and isinstance(weights, Tensor) and _one_tensor(logits, weights):
-            values = {name: value for name, value in values.items() if name != "attn_weights"}
-        return super().from_dict(values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The dict of a file: logits under both names that older notebooks read, one tensor."""
-        values = super().to_dict()
-        if "attn_logits" in values and "attn_weights" not in values:
-            values["attn_weights"] = values["attn_logits"]
-        return values
-
-    @staticmethod
-    def repeated(
-        num_frames: int,
-        frame_seq_length: int,
-        num_heads: int,
-        query_frames: Sequence[int],
-        key_frames: Sequence[int],
-    ) -> dict[str, int]:
-        """The fields that follow from those of the cache."""
-        return {
-            "num_frames": num_frames,
-            "frame_seq_length": frame_seq_length,
-            "num_heads": num_heads,
-            "num_query_frames": len(query_frames),
-            "num_key_frames": len(key_frames),
-            "last_block_start_frame": query_frames[0],
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure4Cache(OnePass, Cache):
-    """The last block's attention of some layers, in one pass."""
-
-    in_files: ClassVar[Mapping[str, str]] = {"entries": "attention_weights"}
-    any_of: ClassVar = ("attn_logits", "attn_weights", "key_curve", "frame_logits", "frame_mass")
-
-    entries: list[Figure4Layer]  # attention_weights in files
-    layer_indices: Annotated[list[int], "int [N]"]
-    capture_method: str
-    query_frames: Annotated[list[int], "int [Fq]"]
-    key_frames: Annotated[list[int], "int [Fk]"]
-
-    def _check(self) -> None:
-        super()._check()
-        frames = {"query_frames": self.query_frames, "key_frames": self.key_frames}
-        self._check_pass()
-        check_frames(frames, self.num_frames)
-        _check_entries(self.entries, self.layer_indices, self.any_of)
-        for where, entry in _named(self.entries):
-            for name, said in entry.repeated(
-                self.num_frames, self.frame_seq_length, self.num_heads, **frames
-            ).items():
-                if getattr(entry, name) != said:
-                    raise CacheError(f"{where}{name} is {getattr(entry, name)}, and the cache says {said}")
-            check_block(where, self.block_sizes, None, **frames)
-            if entry.token_logits is not None and entry.token_probabilities is not None:
-                raise CacheError(f"{where}attn_weights is another tensor than attn_logits")
-            check_values({"frame_logits": entry.frame_logits, "frame_mass": entry.frame_mass}, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,60 +89,6 @@ class LayerCache(Sampling, OnePass, Cache):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceCall(OnePass, Tokens):
-    """One captured call of an inference cache."""
-
-    block: int | None
-    query_frames: Annotated[list[int], "int [Fq]"]
-    key_frames: Annotated[list[int], "int [Fk]"]
-    q_shape: Annotated[list[int], "int [four]"]
-    k_shape: Annotated[list[int], "int [four]"]
-
-    def check(self, cache: "InferenceCache", where: str) -> None:
-        """Raise CacheError where a call's numbers are not those of its cache and its block."""
-        self._check_pass(where)
-        check_numbers({"block": self.block}, where)
-        frames = {"query_frames": self.query_frames, "key_frames": self.key_frames}
-        check_frames(frames, cache.num_frames, where)
-        check_block(where, cache.block_sizes, self.block, **frames)
-        for name, shape, seen in (
-            ("q_shape", self.q_shape, self.query_frames),
-            ("k_shape", self.k_shape, self.key_frames),
-        ):
-            if shape[1:3] != [len(seen) * cache.frame_seq_length, cache.num_heads]:
-                raise CacheError(
-                    f"{where}{name} {shape} is not [B, {len(seen)} frames of {cache.frame_seq_length} "
-                    f"tokens, {cache.num_heads} heads, D]"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceCache(Cache):
-    """Captured calls in the order of the rollout, as token matrices."""
-
-    in_files: ClassVar[Mapping[str, str]] = {"entries": "attention_weights"}
-    any_of: ClassVar = ("attn_logits", "attn_weights")
-
-    entries: list[InferenceCall]  # attention_weights in files
-    layer_indices: Annotated[list[int], "int [N]"]
-    num_transformer_blocks: int
-
-    def last_calls(self) -> list[InferenceCall]:
-        """The calls of the last block that was captured."""
-        block = max(call.block or 0 for call in self.entries)
-        return [call for call in self.entries if (call.block or 0) == block]
-
-    def passes(self) -> list[PassTag]:
-        return list(dict.fromkeys(call.tag for call in self.last_calls()))
-
-    def _check(self) -> None:
-        super()._check()
-        _check_entries(self.entries, self.layer_indices, self.any_of)
-        for where, call in _named(self.entries):
-            call.check(self, where)
-
-
-@dataclass(frozen=True, kw_only=True)
 class AtlasCache(Sampling, Cache):
     """A whole rollout at frame level."""
 
@@ -262,7 +130,7 @@ class AtlasCache(Sampling, Cache):
 
     def _check(self) -> None:
         super()._check()
-        _check_any_of(self.to_dict(), self.any_of)
+        check_any_of(self.to_dict(), self.any_of)
         passes = {"pass_steps": self.pass_steps}
         numbers = {"layers": self.layers, "pass_timesteps": self.pass_timesteps}
         check_numbers(numbers | (passes if self.pass_steps is not None else {}))
@@ -315,28 +183,3 @@ def as_cache(values: Mapping[str, Any]) -> Cache:
 def check(values: Mapping[str, Any]) -> None:
     """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""
     as_cache(values).validate()
-
-
-def _one_tensor(a: Tensor, b: Tensor) -> bool:
-    return (a.data_ptr(), a.shape, a.dtype) == (b.data_ptr(), b.shape, b.dtype)
-
-
-def _named(entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Every entry of attention_weights with the beginning of a message about it."""
-    return ((f"attention_weights[{i}].", entry) for i, entry in enumerate(entries))
-
-
-def _check_any_of(values: Mapping[str, Any], names: Sequence[str], where: str = "") -> None:
-    if not any(name in values for name in names):
-        raise CacheError(f"{where}none of {', '.join(names)} is there")
-
-
-def _check_entries(entries: Sequence[Tokens], layers: list[int], any_of: Sequence[str]) -> None:
-    """Every entry holds values of a layer that is announced, and every layer has one."""
-    check_numbers({"layer_indices": layers})
-    for where, entry in _named(entries):
-        _check_any_of(entry.to_dict(), any_of, where)
-        check_numbers({"layer_idx": entry.layer}, where)
-    found = {entry.layer for entry in entries}
-    if found != set(layers):
-        raise CacheError(f"layer_indices {layers} are not the layers of attention_weights, {sorted(found)}")

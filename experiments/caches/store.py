@@ -99,8 +99,8 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor] | None = None) -> Any
     """A copy of a dict's structure whose bytes depend on its content alone; tensors are kept, not copied.
 
     Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
-    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for what
-    is neither tensor nor plain value.
+    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for
+    what is neither tensor nor plain value.
     """
     kept = {} if kept is None else kept  # by the id of a tensor: what is written for it
     if isinstance(value, Tensor):
@@ -108,9 +108,9 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor] | None = None) -> Any
             kept[id(value)] = _whole(value.detach())
         return kept[id(value)]
     if isinstance(value, Mapping):
-        keys = [_plain(key, f"a key of {where}") for key in value]
         return {
-            key: _plain(v, f"{where}[{key!r}]", kept) for key, v in zip(keys, value.values(), strict=True)
+            _plain(key, f"a key of {where}"): _plain(inner, f"{where}[{key!r}]", kept)
+            for key, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]

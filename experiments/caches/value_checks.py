@@ -51,6 +51,12 @@ def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
             raise CacheError(f"{where}{name} is {describe(value)}; it counts from 0")
 
 
+def check_any_of(values: Mapping[str, Any], names: Sequence[str], where: str = "") -> None:
+    """Raise CacheError where none of some fields is there."""
+    if not any(name in values for name in names):
+        raise CacheError(f"{where}none of {', '.join(names)} is there")
+
+
 def check_once(values: Mapping[str, list[int] | None]) -> None:
     """Raise CacheError where a list names one layer or pass twice."""
     for name, numbers in values.items():

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from experiments.caches import frames
 from experiments.caches.errors import RunError
-from experiments.caches.schema import Figure4Layer, InferenceCall, LayerCache
+from experiments.caches.schema import LayerCache
+from experiments.caches.token_schema import Figure4Layer, InferenceCall
 from experiments.extraction.result import Extraction
 from experiments.extraction.slot_fields import slot_fields
 from wan.config import RunConfig
@@ -178,7 +179,7 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
 
 
 def _attended(run: Extraction, layer: int, step: int) -> Tensor:
-    """Which frames each head attended to, bool [H, F, F]: False where there was none, or an edit left it out."""
+    """Which frames each head attended to, bool [H, F, F]; False where an edit left one out, too."""
     calls = run.captured("frame_logits", layer, step)
     pieces = [
         (call["query_frames"], call["key_frames"], (~call.values["frame_logits"][0].isnan()).float())

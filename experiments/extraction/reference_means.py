@@ -1,4 +1,4 @@
-"""Mean outputs of heads over a reference set of unedited runs, made once and kept in cache/reference_means."""
+"""Mean outputs of heads over a reference set of unedited runs, made once, in cache/reference_means."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ SEEDS = (0, 1)
 
 
 def reference_means(session: "Session", config: RunConfig, path: object = None) -> ReferenceMeans:
-    """The means of config's model over its reference_prompts and two seeds; from a file where one is named."""
+    """The means of a config's model over its reference_prompts and two seeds, or those of a named file."""
     if isinstance(path, (str, Path)):
         return ReferenceMeans(_read(Path(path)))
     kept = FOLDER / f"{_name(session, config)}.pt"

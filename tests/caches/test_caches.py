@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError
-from experiments.caches.schema import Figure4Layer
+from experiments.caches.token_schema import Figure4Layer
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
