@@ -5,7 +5,7 @@
 
 Every checkpoint is rolled out on the same held-out captions and seeds, and measured as
 notebooks/layer_atlas.ipynb does, mean over the captions. The atlas of the first caption is kept for the
-steps asked for.
+steps asked for, its first and its clean pass.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def run(argv=None):
 
     from experiments.caches import save_cache  # after the flags: a --help needs no torch
     from experiments.caches.atomic_files import replacing, require_writable
+    from experiments.caches.convert import select_passes
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
     from experiments.miniature.checkpoint_analysis import kept_weights, measure
@@ -60,7 +61,8 @@ def run(argv=None):
         measured.append(numbers)
         say(numbers)
         if numbers["step"] in args.steps:
-            save_cache(args.output_path.with_name(files[numbers["step"]].name), atlas)
+            ends = select_passes(atlas, [0, len(atlas["pass_timesteps"]) - 1])  # the passes that are measured
+            save_cache(args.output_path.with_name(files[numbers["step"]].name), ends)
     about = {"environment": environment(choose_device(args.device)), "captions": captions}
     with replacing(args.output_path) as file:
         file.write(json.dumps(about | {"training_checkpoints": measured}).encode() + b"\n")

@@ -1,11 +1,12 @@
-"""From one cache format to another: layers taken out of an atlas."""
+"""From one cache format to another: layers or passes taken out of an atlas."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from experiments.caches.common import Cache, PassTag, Sampling
+from experiments.caches.errors import CacheError
 from experiments.caches.schema import AtlasCache, LayerCache
 from experiments.caches.view import open_profiles
 from wan.blocks import block_frames
@@ -16,6 +17,22 @@ def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
     i = atlas["layers"].index(layer)
     by_layer = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N" in declared]
     return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}
+
+
+def select_passes(atlas: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
+    """An atlas of some of an atlas's passes, given by their steps (0 is the noisiest). Raises CacheError."""
+    stored = list(atlas.get("pass_steps") or range(len(atlas["pass_timesteps"])))
+    clean = atlas.get("pass_is_clean") or [float(t) == 0 for t in atlas["pass_timesteps"]]
+    if absent := [step for step in steps if step not in stored]:
+        raise CacheError(f"pass {absent[0]} is not in this cache; it has {', '.join(map(str, stored))}")
+    rows = [stored.index(step) for step in steps]
+    by_pass = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N, P" in declared]
+    return dict(atlas) | {
+        **{name: atlas[name][:, rows].clone() for name in by_pass if name in atlas},
+        "pass_timesteps": [float(atlas["pass_timesteps"][row]) for row in rows],
+        "pass_steps": list(steps),
+        "pass_is_clean": [bool(clean[row]) for row in rows],
+    }
 
 
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:

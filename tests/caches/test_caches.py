@@ -11,9 +11,11 @@ from helpers import synthetic_caches
 from helpers.older_caches import MAKERS, older_figure4, older_inference, older_layer, same
 from omegaconf import OmegaConf
 
-from experiments.caches import load_cache, save_cache
+from experiments.caches import load_cache, save_cache, schema
+from experiments.caches.convert import select_passes
 from experiments.caches.errors import CacheError
 from experiments.caches.token_schema import Figure4Layer
+from experiments.caches.view import open_profiles
 
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
@@ -328,3 +330,17 @@ def test_numpy_1_names(tmp_path):
 def test_before_zip_files(tmp_path):
     torch.save(older_layer(), tmp_path / "c.pt", _use_new_zipfile_serialization=False)
     assert load_cache(tmp_path / "c.pt")["format"] == "layer"
+
+
+def test_passes_are_taken_out_of_an_atlas():
+    atlas = synthetic_caches.atlas()
+    first, *_, last = atlas.get("pass_steps") or range(len(atlas["pass_timesteps"]))
+    ends = select_passes(atlas, [last, first])
+    schema.check(ends)
+    assert ends["pass_steps"] == [last, first]
+    for step in (last, first):
+        ours, theirs = open_profiles(ends, step), open_profiles(atlas, step)
+        assert (ours.timestep, ours.is_clean_pass) == (theirs.timestep, theirs.is_clean_pass)
+        np.testing.assert_array_equal(ours.profiles(), theirs.profiles())
+    with pytest.raises(CacheError, match="pass 77 is not in this cache"):
+        select_passes(atlas, [77])

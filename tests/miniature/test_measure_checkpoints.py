@@ -54,6 +54,7 @@ def test_atlases_of_three_checkpoints_are_there_and_differ():
     atlases = [load_cache(path) for path in sorted((ROOT / "cache/wan-mini-training").glob("step_*.pt"))]
     assert len(atlases) == 3 and len({atlas["weights_sha256"] for atlas in atlases}) == 3
     assert {"frame_logits", "frame_mass"} <= atlases[0].keys()
+    assert all(atlas["pass_steps"] == [0, 4] and atlas["pass_is_clean"] == [False, True] for atlas in atlases)
 
 
 @pytest.mark.parametrize("name", ["training", "moments"])
