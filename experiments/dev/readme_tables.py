@@ -22,6 +22,7 @@ BENCHMARKS = {
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
     "first_frame": "experiments.dev.first_frame_numbers",
+    "checkpoints": "experiments.dev.first_frame_training",
     "evaluation": "experiments.dev.miniature_tables",
 }
 

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
-from experiments.dev import first_frame_numbers
+from experiments.dev import first_frame_numbers, first_frame_training
 from experiments.figures import style
 
 
@@ -42,3 +42,9 @@ def test_the_figures_are_drawn_again(views, tmp_path):
         committed = ROOT / first_frame_numbers.FIGURES / name
         assert words(style.save_svg(figure, tmp_path / name)) == words(committed)
         assert committed.stat().st_size < 300_000
+
+
+def test_the_checkpoints_are_measured_again(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    committed = json.loads((ROOT / first_frame_training.OUTPUT).read_text())["checkpoints"]
+    assert first_frame_training.checkpoints() == committed
