@@ -1,12 +1,17 @@
 """Which heads and layers of a view a notebook shows: those asked for, or what stands in for them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.panels import HeadPanel
+from experiments.analysis.published import FIGURE4_HEADS, FIGURE4_MODEL
+from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles
+
+Heads = tuple[tuple[int, int, str], ...]  # layer, head, label
 
 
 class HeadChoice(NamedTuple):
@@ -14,6 +19,22 @@ class HeadChoice(NamedTuple):
 
     panels: list[HeadPanel]
     missing: list[tuple[int, int, str]]
+
+
+def heads_of(view: Profiles, heads: Sequence[tuple[int, int, str]] | str, count: int = 2) -> Heads:
+    """The heads asked for; of "auto" the paper's where the model is the paper's, else those with the largest
+    first-frame effect where a cache has whole matrices. CacheError for another word."""
+    if not isinstance(heads, str):
+        return tuple((layer, head, label) for layer, head, label in heads)
+    if heads != "auto":
+        raise CacheError(f'HEADS must be "auto" or a list of (layer, head, label), not {heads!r}')
+    matrix = view.frame_matrices() if view.quantity == "mean_logit" and view.model != FIGURE4_MODEL else None
+    effect = None if matrix is None else first_frame_effect(matrix, view.block_sizes).effect
+    if effect is None or not np.isfinite(effect).any():
+        return FIGURE4_HEADS
+    order = np.argsort(-np.nan_to_num(effect, nan=-np.inf), axis=None, kind="stable")[:count]
+    places = [(view.layers[i // view.num_heads], int(i % view.num_heads)) for i in order]
+    return tuple((layer, head, f"L{layer}H{head}") for layer, head in places)
 
 
 def choose_heads(view: Profiles, heads: Iterable[tuple[int, int, str]]) -> HeadChoice:
@@ -51,4 +72,12 @@ def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
         spread = np.full((view.num_frames, S), np.nan, np.float32)
         spread[list(view.key_frames)] = curve[head].reshape(-1, S)
         curve = spread.reshape(-1)
-    return HeadPanel(label, layer, head, view.frame_profile(layer)[head], curve)
+    profile = view.frame_profile(layer)[head]
+    return HeadPanel(label, layer, head, profile, curve, no_preference=no_preference(view))
+
+
+def no_preference(view: Profiles) -> float | None:
+    """What each key frame would get if all tokens that the queries see were alike; None for logits, which any
+    constant may shift."""
+    frames = len(view.key_frames)
+    return {"mass": 1 / frames, "mean_prob": 1 / (frames * view.frame_seq_length)}.get(view.quantity)

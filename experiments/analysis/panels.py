@@ -31,6 +31,7 @@ class HeadPanel(NamedTuple):
     reference: np.ndarray | None = None  # [F] read off another figure
     clipped: np.ndarray | None = None  # [F] bool: where that figure cuts it off
     agreement: Agreement | None = None
+    no_preference: float | None = None  # value of every frame if all tokens were alike; None for logits
 
 
 class HeadMap(NamedTuple):

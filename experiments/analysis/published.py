@@ -25,6 +25,10 @@ FIGURE4_HEADS = (
     (5, 10, "L5H10"),
 )  # layer, head, label of its curves; layers and heads count from 0
 
+DEFAULT_ATLAS = "self_forcing_dmd_eagle_21f.pt"  # what a notebook shows before anything was captured
+
+DEFAULT_CACHE = "cache/attention_cache_figure4.pt"
+
 HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
 
 STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
@@ -70,6 +74,18 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
         raise
     except (KeyError, IndexError, TypeError, ValueError, csv.Error) as error:
         raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
+
+
+def cache_or_published(path: str | Path) -> tuple[Path, str]:
+    """The path of a cache and a note: where a notebook's default cache was not made yet, the published
+    eagle."""
+    path, published = Path(path), Path("..") / FOLDER / DEFAULT_ATLAS
+    if path.is_file() or path != Path("..") / DEFAULT_CACHE or not published.is_file():
+        return path, ""
+    return published, (
+        f"Shown: published data of the real model; {DEFAULT_CACHE} is not there, "
+        "bash experiments/quickstart.sh makes it from the miniature"
+    )
 
 
 def curves_for(

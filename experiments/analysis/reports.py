@@ -58,6 +58,13 @@ def summary_lines(view: Profiles, head: int) -> str:
     ])  # fmt: skip
 
 
+FIRST_LINE = {
+    "mean_logit": "These are logits, q·k/√D before the softmax: differences matter, 0 is not special",
+    "mass": "These are probabilities: the share of 1 that each key frame gets",
+    "mean_prob": "These are probabilities: the mean per key token of each frame",
+}
+
+
 def describe(profiles: Profiles) -> str:
     """What a cache holds: source, layers, frames, pass, quantity, and what the queries could see."""
     p = profiles
@@ -75,6 +82,31 @@ def describe(profiles: Profiles) -> str:
             f"Noise: the queries and key frames {ranges(p.noise_frames)} are noise in this pass, not context"
         )
     return "\n".join([*lines, *(f"Note: {note}" for note in p.notes)])
+
+
+def captured_lines(view: Profiles) -> str:
+    """Shape and range of what was captured, and a line per layer: first, middle, last, their ratio and
+    difference, the highest frame, and the head-averaged maximum and minimum: what the older notebooks
+    printed."""
+    profiles = view.profiles()
+    low, high = np.nanmin(profiles), np.nanmax(profiles)
+    lines = [
+        f"Captured: {view.quantity} [{', '.join(map(str, profiles.shape))}] layers × heads × key frames, "
+        f"{low:.4g} to {high:.4g}"
+    ]
+    for layer, values in zip(view.layers, profiles, strict=True):
+        mean = values.mean(0)
+        s = head_statistics(mean[None])
+        spread = values.std(0)
+        lines.append(
+            f"  layer {layer}, mean of heads: first={_number(s.first[0], '.4g')}, "
+            f"mid={_number(s.middle[0], '.4g')}, "
+            f"last={_number(s.last[0], '.4g')}, first/mid={_number(s.ratio[0], '.2f')}, "
+            f"first-last={_number(s.first_minus_last[0], '+.4g')}, max {np.nanmax(mean):.4g} at frame "
+            f"{s.max_frame[0]}, min {np.nanmin(mean):.4g}, std over heads {np.nanmin(spread):.3g} to "
+            f"{np.nanmax(spread):.3g}"
+        )
+    return "\n".join(lines)
 
 
 def choice_note(choice: HeadChoice, view: Profiles) -> str:

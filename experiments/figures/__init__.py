@@ -8,6 +8,7 @@ from experiments.figures.first_frame import (
     placebo_strips,
     score_against_effect,
 )
+from experiments.figures.folder import FigureFolder, about
 from experiments.figures.heads import head_curves, head_grid, one_head
 from experiments.figures.layer import all_heads, frame_maps
 from experiments.figures.layers import layer_comparison, layer_statistics
@@ -17,6 +18,8 @@ from experiments.figures.style import LABELS, NAMES, save_svg
 __all__ = [
     "LABELS",
     "NAMES",
+    "FigureFolder",
+    "about",
     "agreement_matrix",
     "all_heads",
     "contrasts_by_frame",

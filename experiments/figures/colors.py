@@ -12,7 +12,7 @@ from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from experiments.figures.style import GREY
+from experiments.figures.style import GREY, journal_width
 
 
 def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
@@ -49,5 +49,5 @@ def color_bar(
 ) -> Colorbar:
     """A colour bar with its unit above it: beside it, it would read as the next panel's label."""
     bar = figure.colorbar(image, ax=axes, **options)
-    bar.ax.set_title(fill(unit, 12), fontsize=8, loc="left")
+    bar.ax.set_title(fill(unit, 12), fontsize=8, loc="right" if journal_width() else "left")
     return bar

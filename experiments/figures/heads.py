@@ -59,13 +59,18 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
     figure, axis = plt.subplots(figsize=(max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.6))
     _draw_profile(axis, panel, caption.quantity)
     axis.margins(y=0.16)
+    if panel.no_preference is not None:
+        style = {"color": RED, "linewidth": 1, "linestyle": ":"}
+        axis.axhline(panel.no_preference, label=f"no preference: {panel.no_preference:.3g}", **style)
     if np.isfinite(panel.profile).any():
         for name, k in (("max", int(np.nanargmax(panel.profile))), ("min", int(np.nanargmin(panel.profile)))):
             axis.annotate(
                 f"{name}@{k}: {panel.profile[k]:.3g}",
-                (k, max(panel.profile[k], _tops(panel)[k])),
-                (0, 6),
+                (k, panel.profile[k]),  # the frame's own value, not its highest token
+                (0, 18 if name == "max" else 30),
                 textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "color": DARK, "linewidth": 0.8},
+                va="bottom",
                 ha=_side(k, F),
                 weight="bold",
                 color=DARK,

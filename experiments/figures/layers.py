@@ -27,8 +27,9 @@ from experiments.figures.style import (
 
 @styled
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
-    """Mean over heads and one standard deviation either side of profiles [N, H, F], a panel per layer on its
-    own scale: the logits of the real model's last layers would flatten all others."""
+    """Mean over heads of profiles [N, H, F] in a band, a panel per layer on its own scale: the logits of the
+    real model's last layers would flatten all others. The band is a standard deviation either side of logits;
+    of masses and probabilities, where it would reach below 0, it holds the middle 80 % of the heads."""
     N, H, F = profiles.shape
     columns, size = (2, (5.0, 3.2)) if N <= 4 else (4, (2.9, 1.9)) if N <= 12 else (6, (2.3, 1.7))
     figure, axes = panel_grid(N, columns, size)
@@ -36,7 +37,11 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
     frames, marker = np.arange(F), "o" if F <= THIN_ABOVE else ""
     for axis, layer, values in zip(axes, layers, profiles, strict=True):
         mean, std = values.mean(0), values.std(0)
-        axis.bar(frames, 2 * std, 0.8, mean - std, color=BLUE, alpha=0.3, linewidth=0)
+        if caption.quantity == "mean_logit":
+            axis.bar(frames, 2 * std, 0.8, mean - std, color=BLUE, alpha=0.3, linewidth=0)
+        else:
+            low, high = np.quantile(values, [0.1, 0.9], axis=0)
+            axis.fill_between(frames, low, high, color=BLUE, alpha=0.3, linewidth=0)
         axis.plot(frames, mean, color=BLUE, linewidth=1.5, marker=marker, markersize=2)
         axis.axhline(0, color="0.4", linewidth=0.6)
         axis.set_title(f"Layer {layer}")
@@ -44,7 +49,8 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
         frame_axis(axis, F, room=25 if N <= 4 else 8)
         legend |= mark_frames(axis, mean, caption.highlighted_frames)
     scales = "; scales differ" if N > 1 else ""
-    title = f"{capitalised(NAMES[caption.quantity])}, mean ± std over {H} heads, {caption.subtitle}{scales}"
+    band = "mean ± std over" if caption.quantity == "mean_logit" else "mean and middle 80 % of"
+    title = f"{capitalised(NAMES[caption.quantity])}, {band} {H} heads, {caption.subtitle}{scales}"
     label_figure(figure, axes, title, LABELS[caption.quantity], legend)
     return figure
 

@@ -18,6 +18,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.text import Text
 
 from experiments.caches.atomic_files import replacing
 
@@ -60,9 +61,22 @@ SHADE: dict[str, Any] = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
 
 NOT_ATTENDED = "not attended"
 
+WIDTHS = {"column": 3.25, "page": 6.75}  # inches, of a journal
+
+JOURNAL_POINTS = 8  # letters of figures of such a width
+
+_width: float | None = None  # inches, where figures are drawn for a journal
+
 THIN_ABOVE = 25  # frames: up to here every frame has a tick, where there is room
 
 NO_LEGEND: Mapping[str, Artist] = MappingProxyType({})
+
+
+def use_width(width: str | None) -> None:
+    """Draw figures from now on as wide as a journal's "column" or "page"; None as wide as their panels
+    need."""
+    global _width
+    _width = WIDTHS[width] if width else None
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -72,6 +86,8 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     def wrapper(*args, **kwargs) -> Figure:
         with plt.rc_context(STYLE):
             figure = draw(*args, **kwargs)
+            if _width:
+                _fit(figure, _width)
             for _ in range(2):  # the layout settles in two rounds
                 figure.draw_without_rendering()
             figure.set_layout_engine("none")  # fixed: showing a figure cannot change it
@@ -79,6 +95,28 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
             return figure
 
     return wrapper
+
+
+def _fit(figure: Figure, inches: float) -> None:
+    """Make a figure so wide, its letters at most 8 points, its titles in as many lines as they need."""
+    ratio = inches / figure.get_figwidth()
+    figure.set_size_inches(inches, figure.get_figheight() * max(ratio, min(1, ratio**0.5)))
+    for text in figure.findobj(Text):
+        text.set_fontsize(min(text.get_fontsize(), JOURNAL_POINTS))
+    if title := figure.get_suptitle():
+        figure.suptitle(_wrapped(title, inches * 15), fontsize=JOURNAL_POINTS)
+    for axis in figure.axes:
+        if (spec := axis.get_subplotspec()) is not None:
+            axis.set_title(_wrapped(axis.get_title(), inches * 14 / spec.get_gridspec().ncols))
+
+
+def _wrapped(text: str, letters: float) -> str:
+    return fill(text.replace(" = ", "\u00a0=\u00a0"), int(letters))  # "t = 1000" stays on one line
+
+
+def journal_width() -> float | None:
+    """Inches that figures are drawn for; None where they are as wide as their panels need."""
+    return _width
 
 
 def save_svg(figure: Figure, path: str | Path) -> Path:
@@ -91,8 +129,10 @@ def save_svg(figure: Figure, path: str | Path) -> Path:
 def panel_grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
     """n axes in rows of at most columns, each of size inches; cells left over are empty."""
     columns = min(n, columns)
+    if _width:
+        columns = min(columns, max(1, int(_width / (1.6 if size[0] < 4 else 3.2))))
     rows = -(-n // columns)
-    figsize = (max(7.0, size[0] * columns), 0.8 + size[1] * rows)
+    figsize = (_width or max(7.0, size[0] * columns), 0.8 + size[1] * rows * (0.75 if _width else 1))
     figure, grid = plt.subplots(rows, columns, squeeze=False, sharex=True, figsize=figsize)
     axes = list(grid.flat)
     for axis in axes[n:]:
@@ -122,7 +162,7 @@ def label_figure(
         figure.legend(
             handles=list(legend.values()),
             loc="outside lower center",
-            ncols=max(1, len(legend)),
+            ncols=max(1, min(len(legend), int(_width / 2.2) if _width else len(legend))),
             frameon=False,
             title=note or None,
             title_fontsize=8,
@@ -146,6 +186,8 @@ def ticks(n: int, room: int) -> np.ndarray:
 
 
 def frame_axis(axis: Axes, F: int, room: int) -> None:
+    if _width and (spec := axis.get_subplotspec()) is not None:
+        room = min(room, int(_width / spec.get_gridspec().ncols * 4.5))
     axis.set_xlim(-0.6, F - 0.4)
     axis.set_xticks(ticks(F, room if F <= THIN_ABOVE else min(room, 15)))
 
