@@ -103,6 +103,7 @@ def curves_for(
     reasons = [
         reason
         for reason, applies in (
+            (f"this run was edited: {view.edits}", bool(view.edits)),
             (f"they are of {model}, this cache is of {view.model}", model not in (None, view.model)),
             (f"they have {F} frames, this cache has {view.num_frames}", view.num_frames != F),
             (f"they are mean logits, this is {view.quantity}", view.quantity != "mean_logit"),
@@ -116,8 +117,8 @@ def curves_for(
 
 
 def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray, np.ndarray] | None:
-    """Published kinds and locality [layers, H] of a view's layers; None where they are of another model."""
-    if view.model != FIGURE4_MODEL or not Path(folder).is_dir():
+    """Published kinds and locality [layers, H] of a view's layers; None for another model or an edit."""
+    if view.model != FIGURE4_MODEL or view.edits or not Path(folder).is_dir():
         return None
     kinds, locality = (read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV))
     if view.num_heads != kinds.shape[1] or max(view.layers) >= len(kinds):

@@ -17,6 +17,8 @@ from experiments.caches.schema import as_cache
 from wan.blocks import block_frames, block_ranges
 from wan.safe_load import is_verified
 
+LONGEST_WORDS = 100  # of edits in a subtitle
+
 
 @dataclass(frozen=True)
 class Profiles:
@@ -39,6 +41,7 @@ class Profiles:
     branch: str | None  # of a base model's guidance: cond or uncond; None where there is one alone
     source: str  # one line: model, weights, prompt, seed
     notes: tuple[str, ...]
+    edits: str  # of an edited run what was done, in words; nothing otherwise
     _read: Callable[[int], LayerValues]
     _is_verified: Callable[[], bool]
 
@@ -117,7 +120,10 @@ class Profiles:
         """What figures say about this view: quantity, pass and queries, and the frames that are noise."""
         has_context = len(self.noise_frames) < len(self.key_frames)  # else nothing to tell noise from
         noise = {noise_label(self.timestep): self.noise_frames} if self.noise_frames and has_context else {}
-        return Caption(self.quantity, subtitle(self.pass_label, self.query_frames), noise)
+        said = subtitle(self.pass_label, self.query_frames) + (
+            f"; edited: {self.edits}" if self.edits else ""
+        )
+        return Caption(self.quantity, said, noise)
 
     def values(self, layer: int) -> LayerValues:
         """Profile, matrix and key curve of a layer as they are stored, as tensors."""
@@ -155,9 +161,19 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         branch=cache.get("branch"),
         source=_source(typed),
         notes=(*(typed.notes or ()), *_partial_note(typed)),
+        edits=edits_in_words(typed.interventions),
         _read=found.read,
         _is_verified=lambda: is_verified(cache),
     )
+
+
+def edits_in_words(interventions: Mapping[str, Any] | None) -> str:
+    """What was edited, short enough for a subtitle, with the hash that tells edits apart."""
+    if not interventions:
+        return ""
+    words = str(interventions.get("words", "not said"))
+    cut = words if len(words) <= LONGEST_WORDS else f"{words[: LONGEST_WORDS - 3]}..."
+    return f"{cut} ({interventions.get('hash', 'no hash')})"
 
 
 def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:

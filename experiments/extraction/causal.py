@@ -36,6 +36,7 @@ from wan import checkpoint
 from wan.config import ModelConfig, RunConfig
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
+from wan.modules.edits import ACTIVE_EDITS
 from wan.pipeline import CausalInferencePipeline
 
 
@@ -51,10 +52,16 @@ class Session:
     device: torch.device
     dtype: torch.dtype
 
-    def rollout(self, config: RunConfig, **kwargs: Any) -> Tensor:
-        """Latents [1, F, C, h, w] of a config's prompt and seed, with nobody looking."""
+    def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
+        """Latents [1, F, C, h, w] of a config's prompt and seed, with nobody looking.
+
+        shake is the size of noise that is added to the first noise.
+        """
         prompt_embeds, _ = self.texts[config.prompt]
         noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
+        if shake:
+            more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
+            noise = noise + shake * more.to(noise)
         with threads_for(noise, self.model_config):
             _, latents = self.pipeline.inference(
                 noise, prompt_embeds=prompt_embeds, renoise=renoise, **kwargs
@@ -148,6 +155,7 @@ def extract_next(
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
     edits = edits_of(config.interventions, "config")
     with threads_for(noise, session.model_config), edited(session, config, edits):
+        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
         latents, records = roll_out(
             session.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer, switches
         )

@@ -58,6 +58,10 @@ def _name(session: "Session", config: RunConfig) -> str:
 
 
 def _read(path: Path) -> Mapping[Key, Tensor]:
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} not found; leave source out, and the run makes the means of its reference_prompts"
+        )
     try:
         values = load_tensors(path, False)
         keys = {name: name.split("|") for name in values}

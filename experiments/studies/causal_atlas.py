@@ -100,7 +100,7 @@ class Study:
             return None
 
     def write_index(self) -> None:
-        """index.json: what the study is, and of each item its name, prompt, seed, layer and whether it is done."""
+        """index.json: what the study is, and each item's name, prompt, seed, layer and whether it is done."""
         done = {path.stem for path in (self.folder / "items").glob("*.json")}
         rows = [
             [item.name, item.config.prompt, item.config.seed, item.layer, item.name in done]

@@ -25,6 +25,7 @@ from experiments import (
     run_extraction_all,
     run_extraction_each,
     run_extraction_figure4,
+    run_intervention,
     run_notebooks,
     train_mini,
 )
@@ -72,6 +73,8 @@ OTHERS = {
         policy_figures,
         readme_figures,
         readme_tables,
+        run_causal_atlas,
+        run_intervention,
         run_notebooks,
         train_mini,
     )
@@ -156,6 +159,27 @@ CASES["run_extraction_each"] += [
 CASES["run_extraction_figure4"] += [
     [*MINI, *f] for f in (["--layer_indices", "-1"], ["--granularity", "x"], ["--capture", "x"])
 ]
+CASES |= {
+    name: [
+        *rollout_cases(),
+        [*MINI, "--interventions", "{}/none.yaml"],
+        *([*MINI, "--interventions", f"{{}}/{file}"] for file in ("text.txt", "bytes.bin", "empty", "folder")),
+        [*MINI, "--ablate_heads", "{}/empty", "--ablate_passes", "all"],
+        [*MINI, "--ablate_heads", "{}/none.csv", "--ablate_passes", "all"],
+        [*MINI, "--ablate_heads", "{}/empty"],
+        [*MINI, "--ablate_passes", "some"],
+        *more,
+    ]
+    for name, more in {
+        "run_intervention": [[*MINI], [*MINI, "--output_path", f"{NO_DISK}/out.pt"]],
+        "run_causal_atlas": [
+            [*MINI, "--each", "token"],
+            [*MINI, "--edit", "{}/text.txt"],
+            [*MINI, "--batch", "0"],
+            [*MINI, "--output_dir", NO_DISK],
+        ],
+    }.items()
+}
 CASES |= {
     "benchmark_capture": [
         ["--no_such_flag"],

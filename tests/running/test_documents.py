@@ -18,6 +18,8 @@ SCRIPTS = [
     "layers_from_atlas",
     "extract_attention_wan",
     "match_curve",
+    "run_causal_atlas",
+    "run_intervention",
 ]
 
 

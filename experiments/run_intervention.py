@@ -1,0 +1,32 @@
+"""One run with and without interventions, from the same noise: what they change, both videos side by side.
+
+    python experiments/run_intervention.py --config_path configs/wan_mini.yaml --interventions edits.yaml
+    ls cache/effects.pt cache/effects.mp4
+
+docs/interventions.md says what can be edited and what the numbers are.
+"""
+
+from experiments.running.cli import config_from, main, run_parser
+from wan.errors import ConfigError
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, "cache/effects.pt")
+    parser.add_argument(
+        "--save_base", metavar="FILE.pt", help="keep the unedited run, and use it where it is there"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="say what would be edited, and stop")
+    args = parser.parse_args(argv)
+    config = config_from(args)
+    if not config.interventions:
+        raise ConfigError(
+            "nothing to edit: name a YAML by --interventions, or --ablate_heads and --ablate_passes"
+        )
+
+    from experiments.studies.intervention_job import make_effects  # after the flags: a --help needs no torch
+
+    make_effects(args, config)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,167 @@
+"""One run, edited and not: direct, own-block and total effects per frame, and both videos side by side."""
+
+import argparse
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import imageio.v3 as iio
+import torch
+from torch import Tensor
+
+from experiments.analysis import effects
+from experiments.caches import save_cache
+from experiments.caches.atomic_files import replacing
+from experiments.extraction import causal
+from experiments.extraction.edit_files import edits_of, record_of
+from experiments.extraction.interventions import edited
+from experiments.running.jobs import deterministic
+from experiments.running.output_locks import claimed
+from experiments.running.progress import Progress, stopping_when_asked
+from experiments.studies.direct_effects import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
+from wan.blocks import block_ranges
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.modules.edits import needed_by
+from wan.modules.interventions import Bias, Edit, Jitter
+from wan.safe_load import UnreadableError, load_tensors
+
+VIDEO_FPS = 16
+
+
+def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
+    """Roll out with and without config's interventions -> an effects cache, and an mp4 beside it."""
+    video = args.save_video or str(Path(args.output_path).with_suffix(".mp4"))
+    edits, base_config = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        claimed({args.output_path: 0, video: 0}, args.overwrite is not False),
+        stopping_when_asked(watch),
+        deterministic(args.deterministic),
+    ):
+        session = causal.prepare(base_config, [], observer=watch)
+        plan = session.pipeline.plan(config.num_frames)
+        plan.check(edits)
+        for edit in edits:
+            watch.print(f"{edit}: {plan.in_words(edit)}")
+        if args.dry_run:
+            return
+        base, other = base_runs(args.save_base, session, base_config)
+        measured = measure(session, base_config, edits, base, other)
+        pixels = [decode(config, session, latents) for latents in (base, measured["latents_edited"][None])]
+        cache = {
+            **session.common,
+            "format": "effects",
+            "prompt": config.prompt,
+            "seed": config.seed,
+            "weights_sha256": session.sha256.result(),
+            "is_logits": False,
+            "interventions": record_of(edits),
+            **measured,
+            "psnr": torch.tensor(effects.psnr(*pixels)).float().clamp(max=100),
+            "ssim": torch.tensor(effects.ssim(*pixels)).float(),
+        }
+        save_cache(args.output_path, cache)
+        save_side_by_side(pixels, video)
+        total = measured["total"] / measured["between_seeds"]
+        watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
+        watch.print(f"{video}: without and with the edits")
+
+
+def base_runs(path: str | None, session: causal.Session, config: RunConfig) -> tuple[Tensor, Tensor]:
+    """Latents of the unedited run and of another seed, from a file where it has them, and into it otherwise."""
+    said = json.dumps([asdict(config), session.sha256.result(), str(session.dtype)], default=str)
+    key = hashlib.sha256(said.encode()).hexdigest()[:16]
+    if path and Path(path).exists():
+        try:
+            kept = load_tensors(path, False)
+            if kept["made_of"] == key:
+                return kept["base"], kept["other"]
+        except (UnreadableError, OSError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is not what --save_base writes: {error}; remove it") from None
+        raise ConfigError(f"{path} is of another run; choose another --save_base, or remove it")
+    base, other = session.rollout(config), session.rollout(replace(config, seed=config.seed + ANOTHER_SEED))
+    if path:
+        with replacing(path) as file:
+            torch.save({"made_of": key, "base": base.cpu(), "other": other.cpu()}, file)
+    return base, other
+
+
+def measure(
+    session: causal.Session, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
+) -> dict[str, Tensor]:
+    """The tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
+    with edited(session, config, edits):
+        latents = session.rollout(config)
+    found = {
+        "latents_base": base[0].cpu(),
+        "latents_edited": latents[0].cpu(),
+        "between_seeds": distance(base, other)[0].float(),
+        "total": distance(base, latents)[0].float(),
+        "own_block": _own_block(session, config, edits, base),
+        "floor": distance(base, _shaken(session, config))[0].float(),
+    }
+    if not any("source" in needed_by(edit) for edit in edits):
+        found["direct"] = _direct(session, config, edits, base)
+    return found
+
+
+def _own_block(session: causal.Session, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
+    """The same edits in all passes of the first block they edit, and nowhere else; NaN for a jitter."""
+    if any(isinstance(edit, Jitter) for edit in edits):
+        return torch.full((config.num_frames,), torch.nan)
+    plan = session.pipeline.plan(config.num_frames)
+    first = min(block for edit in edits for block, _ in plan.calls(edit))
+    there = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
+    there = [edit for edit in there if plan.calls(edit)]
+    with edited(session, config, there):
+        return distance(base, session.rollout(config))[0].float()
+
+
+def _direct(session: causal.Session, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
+    """Each block denoised again under the edits, over the base run's past; NaN where nothing is edited."""
+    frames, found = block_ranges(config.block_sizes), torch.full((config.num_frames,), torch.nan)
+
+    def probe(block: int, denoise: Callable[[], Tensor]) -> None:
+        now = slice(frames[block].start, frames[block].stop)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            with edited(session, config, edits) as made:
+                x0 = denoise()
+        if made is not None and any(made.changed):
+            found[now] = distance(base[:, now], x0)[0].float()
+
+    session.rollout(config, probe=probe)
+    return found
+
+
+def _shaken(session: causal.Session, config: RunConfig) -> Tensor:
+    """A run that should be the base run: noise changed by 1e-6, or in other dtypes attention by groups."""
+    if session.dtype != torch.float32:
+        with edited(session, config, [Bias(FLOOR_BIAS, frames="past", passes="denoise")]):
+            return session.rollout(config)
+    return session.rollout(config, shake=FLOOR_NOISE)
+
+
+def decode(config: RunConfig, session: causal.Session, latents: Tensor) -> Any:
+    """Video [frames, 3, H, W] in 0..1, as numpy."""
+    from wan.modules.vae import VAE  # diffusers is needed only here
+
+    vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
+    return vae.decode(latents.to(session.device))[0].float().cpu().numpy()
+
+
+def save_side_by_side(videos: Sequence[Any], path: str) -> None:
+    """An mp4 with the videos [frames, 3, H, W] in 0..1 beside each other, small ones enlarged."""
+    both = torch.cat([torch.as_tensor(video) for video in videos], 3).permute(0, 2, 3, 1)
+    enlarge = -(-256 // min(both.shape[1:3]))
+    pixels = (both * 255).round().byte().repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
+    content = iio.imwrite(
+        "<bytes>", pixels.numpy(), extension=".mp4", fps=VIDEO_FPS, codec="libx264", macro_block_size=8
+    )
+    with replacing(path) as file:
+        file.write(content)
