@@ -1,6 +1,7 @@
 """Arrays -> SVG, PDF, HTML: every drawing function by one name, such as `figures.head_curves(...)`."""
 
 from experiments.figures.atlas import agreement_matrix, head_maps, label_agreement, label_maps
+from experiments.figures.effects import effect_against, effects_by_frame, video_strips
 from experiments.figures.first_frame import (
     contrasts_by_frame,
     distances_and_contrasts,
@@ -24,7 +25,9 @@ __all__ = [
     "all_heads",
     "contrasts_by_frame",
     "distances_and_contrasts",
+    "effect_against",
     "effect_by_pass",
+    "effects_by_frame",
     "frame_maps",
     "head_curves",
     "head_grid",
@@ -40,4 +43,5 @@ __all__ = [
     "rope_bands",
     "save_svg",
     "score_against_effect",
+    "video_strips",
 ]

@@ -242,6 +242,7 @@ DEFAULTS = {
         "TEMPORAL_STRIDE",
         "QUERY_FRAMES = None",
     ],
+    "interventions": ['CACHE_PATH = "../cache/effects.pt"', "EDIT = ", 'SAVE_DIR = "interventions"'],
     "layer_atlas": ['CACHE_PATH = "../cache/atlas.pt"', "LAYER = ", 'SAVE_DIR = "layer_atlas"'],
 }
 
