@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.effects import ENOUGH_PROMPTS, head_correlation
+from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.measures import first_frame_mass
 from experiments.analysis.panels import HeadMap
 from experiments.caches import load_cache
 from experiments.caches.view import edits_in_words, open_profiles
+
+UNIT = "/ seeds"  # effects are in units of the distance between two seeds
+S = "First-frame effect s"
 
 
 def changes_of(cache: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -23,7 +27,7 @@ def changes_of(cache: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def change_lines(changes: Mapping[str, np.ndarray]) -> str:
     """Mean of each effect over the frames that have one, a line each."""
-    return "\n".join(f"{name}: mean {np.nanmean(values):.4f}" for name, values in changes.items())
+    return "\n".join(f"{name}: mean {np.nanmean(values):.2g}" for name, values in changes.items())
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,12 @@ class HeadStudy:
         return self.effects.mean(0)
 
     def maps(self) -> list[HeadMap]:
-        maps = [
-            HeadMap("effect", "Direct effect", "of the distance between seeds", "sequential", self.effect)
-        ]
-        for name, values in self.controls.items():
-            maps.append(HeadMap(name, name, "of the distance between seeds", "sequential", values))
-        return maps + [
-            HeadMap(name, name, "share", "share", values) for name, values in self.measures.items()
-        ]
+        maps = [HeadMap("effect", "Direct effect", UNIT, "sequential", self.effect)]
+        maps += [HeadMap(name, name, UNIT, "sequential", values) for name, values in self.controls.items()]
+        for name, values in self.measures.items():
+            unit, scale = ("logits", "diverging") if name == S else ("share", "share")
+            maps.append(HeadMap(name, name, unit, scale, values))
+        return maps
 
     def notes(self) -> dict[str, str]:
         """ρ and partial ρ of every measure with the effect, with intervals."""
@@ -70,14 +72,11 @@ class HeadStudy:
         return found
 
     def lines(self) -> str:
-        few = (
-            ""
-            if len(self.effects) >= ENOUGH_PROMPTS
-            else f"; fewer than {ENOUGH_PROMPTS}: intervals say little"
-        )
+        few = len(self.effects) < ENOUGH_PROMPTS
         return (
-            f"{len(self.effects)} prompts{few}; mean effect {self.effect.mean():.4f}, "
-            f"largest {self.effect.max():.4f}, floor {self.floor:.2g}"
+            f"{len(self.effects)} prompts; mean effect {self.effect.mean():.4f}, largest "
+            f"{self.effect.max():.4f}, floor {self.floor:.2g}"
+            + (f"; with fewer than {ENOUGH_PROMPTS} prompts intervals say little" if few else "")
         )
 
 
@@ -119,4 +118,10 @@ def _measures(atlas: str | Path | None, causal: Mapping[str, Any]) -> dict[str, 
     profile = view.profiles()
     first, _ = first_frame_mass(profile, view.context_frames)
     past = np.nansum(profile[..., list(view.context_frames)], -1)
-    return {"Mass on frame 0": first, "Mass on the past": past}
+    found = {"Mass on frame 0": first, "Mass on the past": past}
+    matrices = (
+        open_profiles(cache, quantity="mean_logit").frame_matrices() if "frame_logits" in cache else None
+    )
+    if matrices is not None:
+        found = {S: first_frame_effect(matrices, cache["block_sizes"])[0]} | found
+    return found

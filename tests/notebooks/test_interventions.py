@@ -29,7 +29,7 @@ COMMON = {
 
 
 def causal_atlas(**changes):
-    """Two prompts, the first with two seeds; the effect of head h of layer n is 10 n + h, block 0 has none."""
+    """Two prompts, the first with two seeds; effects count up over layers and heads; block 0 has none."""
     effect = torch.arange(N * H).view(1, N, H, 1).float().expand(3, N, H, F).clone()
     effect[..., :3] = torch.nan
     effect[2] *= 3
@@ -51,7 +51,7 @@ def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):
     study = causal_reports.read_study(tmp_path / "causal.pt", tmp_path / "none.pt")
     assert study.effects.shape == (2, N, H) and not study.reason and not study.measures
     assert np.allclose(study.effect, 2 * np.arange(N * H).reshape(N, H))
-    assert "2 prompts; fewer than 16" in study.lines() and "knock out the first frame" in study.subtitle
+    assert "with fewer than 16 prompts" in study.lines() and "knock out the first frame" in study.subtitle
     assert [one.name for one in study.maps()] == ["effect"]
 
 
