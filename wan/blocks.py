@@ -15,7 +15,8 @@ VIDEO_FRAMES_PER_LATENT = 4  # the VAE encodes frame 0 alone, then groups of fou
 def block_sizes(
     num_frames: int, num_frame_per_block: int = 3, independent_first_frame: bool = False
 ) -> list[int]:
-    """Frames of each block of the rollout, e.g. 21 -> [3]*7, and with an independent first frame 19 -> [1] + [3]*6.
+    """Frames of each block of the rollout, e.g.
+    21 -> [3]*7, and with an independent first frame 19 -> [1] + [3]*6.
 
     Raises ConfigError where the frames do not fit, naming the nearest counts that do.
     """
@@ -40,7 +41,9 @@ def block_ranges(sizes: list[int]) -> list[range]:
 
 
 def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
-    """A window of local_attn_size frames must hold the sink frames and one whole block; -1 means no window."""
+    """A window of local_attn_size frames must hold the sink frames and one whole block;
+    -1 means no window.
+    """
     if sink_size < 0:
         raise ConfigError(f"sink_size must be 0 or more frames, not {sink_size}")
     if local_attn_size == -1:
@@ -53,7 +56,9 @@ def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
 
 
 def latent_frames(video_frames: int) -> int:
-    """Latent frames of a video of 4n + 1 frames, e.g. 21 -> 6. Raises ConfigError for other counts, naming those that fit."""
+    """Latent frames of a video of 4n + 1 frames, e.g. 21 -> 6.
+    Raises ConfigError for other counts, naming those that fit.
+    """
     rest, left_over = divmod(video_frames - 1, VIDEO_FRAMES_PER_LATENT)
     if video_frames < 1 or left_over:
         fits = [1 + VIDEO_FRAMES_PER_LATENT * n for n in (max(rest, 0), max(rest, 0) + 1)]
@@ -64,7 +69,9 @@ def latent_frames(video_frames: int) -> int:
 
 
 def video_to_latent_frame(video_frame: int, stride: int = VIDEO_FRAMES_PER_LATENT) -> int:
-    """Latent frame that holds a video frame, or array of them: the VAE encodes frame 0 alone, then groups of stride."""
+    """Latent frame that holds a video frame, or array of them:
+    the VAE encodes frame 0 alone, then groups of stride.
+    """
     return (video_frame + stride - 1) // stride
 
 
@@ -76,8 +83,9 @@ def block_frames(block_sizes: Sequence[int], block: int) -> list[int]:
 def visible_frames(
     block_sizes: Sequence[int], block: int, local_attn_size: int = -1, sink_size: int = 0
 ) -> list[int]:
-    """Key frames that a block sees, its own included: all so far, or with local_attn_size > 0 the first sink_size
-    frames and the newest local_attn_size - sink_size ones."""
+    """Key frames that a block sees, its own included: all so far, or with local_attn_size > 0 the first
+    sink_size frames and the newest local_attn_size - sink_size ones.
+    """
     end = block_frames(block_sizes, block)[-1] + 1
     if local_attn_size <= 0 or end <= local_attn_size:
         return list(range(end))
@@ -90,8 +98,9 @@ def later_block(block_sizes: Sequence[int]) -> "Tensor":
 
 
 def earlier_block(block_sizes: Sequence[int]) -> "Tensor":
-    """[F, F] bool: the key's block comes before the query's. Such keys are clean context in every pass; the query's own
-    block is as noisy as the query."""
+    """[F, F] bool: the key's block comes before the query's. Such keys are clean context in every pass;
+    the query's own block is as noisy as the query.
+    """
     import torch
 
     block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))

@@ -32,7 +32,9 @@ class PromptSwitch:
 
 
 def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
-    """A switch from its settings in a config or file: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
+    """A switch from its settings in a config or file: {"frame": 18, "prompt": "a red circle", "how":
+    "flush"}.
+    """
     known = ("frame", "prompt", "how")
     for name in settings:
         if name not in known:
@@ -40,13 +42,16 @@ def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     frame, prompt = settings.get("frame"), settings.get("prompt")
     if type(frame) is not int or not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(
-            f"prompt_schedule: a switch needs a frame (a whole number) and a prompt, not {quoted(dict(settings))}"
+            "prompt_schedule: a switch needs a frame (a whole number) and a prompt, not "
+            f"{quoted(dict(settings))}"
         )
     return PromptSwitch(frame, prompt, settings.get("how", "keep"))
 
 
 def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:
-    """Raise ConfigError for a switch within a block, before the first one, twice at one place, or past the policy."""
+    """Raise ConfigError for a switch within a block, before the first one, twice at one place,
+    or past the policy.
+    """
     starts = [frames.start for frames in blocks[1:]]
     for switch in schedule:
         if switch.frame not in starts:
@@ -56,7 +61,8 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
             )
         if switch.how == "recache" and not policy.can_recache:
             raise ConfigError(
-                f"prompt_schedule: cache_policy {policy.name} cannot compute its cache again; use keep or flush"
+                f"prompt_schedule: cache_policy {policy.name} cannot compute its cache again; use keep or "
+                "flush"
             )
         if switch.how == "cut" and not policy.stands_by_slot:
             raise ConfigError(

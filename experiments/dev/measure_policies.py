@@ -1,4 +1,6 @@
-"""Blocks of a rollout under each cache policy, once its window is full: seconds, plain and captured, and memory."""
+"""Blocks of a rollout under each cache policy, once its window is full:
+seconds, plain and captured, and memory.
+"""
 
 import gc
 import statistics

@@ -31,7 +31,8 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
     for i, (label, (w, h, body)) in enumerate(bodies.items()):
         x, y = GAP + i % columns * (CELL_WIDTH + GAP), TITLE + i // columns * (height + LABEL + GAP)
         parts.append(
-            f'<text x="{x:.1f}" y="{y + 15:.1f}" font-size="14" font-weight="bold" {FONT}>{escape(label)}</text>'
+            f'<text x="{x:.1f}" y="{y + 15:.1f}" font-size="14" font-weight="bold" '
+            f"{FONT}>{escape(label)}</text>"
         )
         parts.append(
             f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" '
@@ -43,7 +44,9 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
 
 
 def _read(path: Path, prefix: str) -> tuple[float, float, str]:
-    """Width, height and content of a figure. Ids get a prefix: in one page, those of two figures would be confused."""
+    """Width, height and content of a figure. Ids get a prefix:
+    in one page, those of two figures would be confused.
+    """
     text = Path(path).read_text(encoding="utf-8")
     root = re.search(r'<svg [^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*)</svg>', text, re.DOTALL)
     if root is None:

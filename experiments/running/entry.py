@@ -18,7 +18,9 @@ parsed: list[Namespace] = []  # the flags of the script that runs, once they are
 
 
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
-    """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input, 130 asked to stop."""
+    """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input,
+    130 asked to stop.
+    """
     warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
     parsed.clear()
     with unfailing_streams(), _ended_by_signals():

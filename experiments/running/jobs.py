@@ -107,7 +107,8 @@ def run_watched(
         start = time.monotonic()
         save(args, make(watch), outputs, watch)
         watch.print(
-            f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, {memory()}"
+            f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, "
+            f"{memory()}"
         )
 
 

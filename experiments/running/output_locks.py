@@ -48,7 +48,9 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
 
 
 def require_space(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise CacheError where a folder's disk cannot hold files of these sizes beside those that they replace."""
+    """Raise CacheError where a folder's disk cannot hold files of these sizes beside those that they
+    replace.
+    """
     needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
     if needed > free:
         more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""

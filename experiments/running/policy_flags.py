@@ -45,7 +45,8 @@ def policy_settings(name: str) -> dict[Any, Any]:
         return {"name": name}
     published = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
     raise ConfigError(
-        f"cache_policy {name!r} is no file, none of {FOLDER} ({published}) and no policy ({', '.join(POLICIES)})"
+        f"cache_policy {name!r} is no file, none of {FOLDER} ({published}) and no policy "
+        f"({', '.join(POLICIES)})"
     )
 
 

@@ -21,7 +21,9 @@ Identity = tuple[int, int, tuple[str, ...]]  # device, inode, and the names belo
 
 
 def identity(path: str | Path) -> Identity | None:
-    """What a path stands for, whatever it is called; None for devices and pipes, which hold nothing to lose."""
+    """What a path stands for, whatever it is called;
+    None for devices and pipes, which hold nothing to lose.
+    """
     real, missing = Path(os.path.realpath(path)), []
     while True:
         try:

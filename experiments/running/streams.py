@@ -44,7 +44,9 @@ class Unfailing:
 
 @contextmanager
 def unfailing_streams() -> Iterator[None]:
-    """Make stdout and stderr unfailing. The null device takes the place, and number, of one that is closed."""
+    """Make stdout and stderr unfailing. The null device takes the place, and number,
+    of one that is closed.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -161,7 +161,9 @@ class AttentionCapture:
                 session.calls.append(self.call_type(site, self._pass, values, *shapes, layout))
 
     def observe_groups(self, site: Site, groups: Sequence[HeadGroup], lses: Sequence[Tensor]) -> None:
-        """Called by attention_by_heads(): frame values of all heads together, NaN where one does not see a frame."""
+        """Called by attention_by_heads(): frame values of all heads together,
+        NaN where one does not see a frame.
+        """
         session = self._sessions[-1]
         for request in session.requests:
             if not request.wants(site, self._pass):

@@ -12,7 +12,9 @@ from wan.modules.rope import RotaryTable
 
 
 class Call(NamedTuple):
-    """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq], slot_means [B, slots, H, D]."""
+    """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq], slot_means [B, slots, H,
+    D].
+    """
 
     q: Tensor
     k: Tensor
@@ -25,8 +27,9 @@ class Call(NamedTuple):
 def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
     """frame_logits and, where wanted, frame_mass and frame_logits_by_band of a call, [B, H, Fq, Fk].
 
-    Where a slot is not one frame of its own, slot_logits and slot_mass [B, H, Fq, slots] come with them, and tokens_kept
-    [B, Fk]: then frame values are over the kept tokens of a frame, and rows of slot_mass sum to 1.
+    Where a slot is not one frame of its own, slot_logits and slot_mass [B, H, Fq, slots] come with them, and
+    tokens_kept [B, Fk]: then frame values are over the kept tokens of a frame, and rows of slot_mass sum to
+    1.
     """
     layout = call.layout
     segments = None if layout.is_plain else segments_of(layout)
@@ -75,7 +78,9 @@ def _gathered(
 
 
 def _segment_means(call: Call, segments: KeySegments) -> Tensor:
-    """Mean key of each segment [B, segments, H, D]; whole slots are known, those of chosen tokens are averaged here."""
+    """Mean key of each segment [B, segments, H, D];
+    whole slots are known, those of chosen tokens are averaged here.
+    """
     chosen, S = call.layout.chosen, call.layout.tokens_per_slot
     assert chosen is not None
     tokens = call.k[:, chosen.slots.start * S : chosen.slots.stop * S].float()  # [B, n, H, D]

@@ -10,7 +10,9 @@ from wan.modules.key_layout import KeyLayout, Slot
 
 
 class HeadGroup(NamedTuple):
-    """Heads (indices) with their queries [B, Lq, h, D], keys and values [B, Lk, h, D], and what the keys are."""
+    """Heads (indices) with their queries [B, Lq, h, D], keys and values [B, Lk, h, D],
+    and what the keys are.
+    """
 
     heads: Tensor
     q: Tensor
@@ -29,7 +31,9 @@ def joint_layout(columns: Sequence[Sequence[int]], like: KeyLayout) -> KeyLayout
 def joined(
     parts: Sequence[dict[str, Tensor]], columns: Sequence[Sequence[int]], groups: Sequence[HeadGroup]
 ) -> dict[str, Tensor]:
-    """Values by frame of groups of heads as those of one call [B, H, Fq, Fk]; NaN where a head does not see a frame."""
+    """Values by frame of groups of heads as those of one call [B, H, Fq, Fk];
+    NaN where a head does not see a frame.
+    """
     frames = [slot.frame for slot in joint_layout(columns, groups[0].layout).slots]
     num_heads = sum(len(group.heads) for group in groups)
     values: dict[str, Tensor] = {}

@@ -30,8 +30,9 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class ChosenTokens:
-    """Tokens of several frames in the slots given, in order: for each its frame, its index in that frame, its position
-    and how often it was chosen, int64 [B, n] each."""
+    """Tokens of several frames in the slots given, in order: for each its frame, its index in that frame,
+    its position and how often it was chosen, int64 [B, n] each.
+    """
 
     slots: range
     frames: Tensor

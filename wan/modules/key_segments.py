@@ -59,7 +59,9 @@ def summed(values: Tensor, members: Tensor) -> Tensor:
 
 
 def averaged(values: Tensor, members: Tensor, tokens: Tensor) -> Tensor:
-    """Mean logits of segments [B, H, Fq, n] of tokens [B or 1, n] averaged by members; NaN where one has no token."""
+    """Mean logits of segments [B, H, Fq, n] of tokens [B or 1, n] averaged by members;
+    NaN where one has no token.
+    """
     weights = members * tokens[:, :, None]
     weights = weights / weights.sum(1, keepdim=True)  # 0 / 0 is NaN
     return values @ weights[:, None].to(values.device)

@@ -158,7 +158,8 @@ class KVCache:
         frames = block[len(block) - (len(block) if own is None else own) :]
         if len(self.slots) + len(frames) > self.capacity:
             raise ValueError(
-                f"frame {block.stop - 1} is beyond the {self.num_frames} frames that the KV cache was made for"
+                f"frame {block.stop - 1} is beyond the {self.num_frames} frames that the KV cache was "
+                "made for"
             )
         self.own = range(len(self.slots), len(self.slots) + len(frames))
         self.slots.extend(Slot(frame, frame) for frame in frames)
@@ -179,7 +180,9 @@ class KVCache:
         del self.slots[start : start + count]
 
     def move(self, start: int, stop: int, to: int) -> None:
-        """Copy the keys and values of slots start..stop - 1 to the slots from to on; their Slots stay where they are."""
+        """Copy the keys and values of slots start..stop - 1 to the slots from to on;
+        their Slots stay where they are.
+        """
         source, target = self.tokens(start, stop), self.tokens(to, to + stop - start)
         moved = [*self.values, *(self.raw_keys if self.raw_keys_move else ())]
         if self.policy.stands_by_slot:  # their keys will be rotated anew
@@ -190,7 +193,9 @@ class KVCache:
             buffer[:, target] = buffer[:, source].clone()  # the two ranges may overlap
 
     def stand(self, positions: Sequence[int], start: int = 0) -> None:
-        """Put the keys of the slots from start on to these temporal positions, rotating those that stood elsewhere."""
+        """Put the keys of the slots from start on to these temporal positions,
+        rotating those that stood elsewhere.
+        """
         turned = []
         for index, position in enumerate(positions, start):
             slot = self.slots[index]

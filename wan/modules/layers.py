@@ -21,7 +21,9 @@ from wan.modules.rope import rotate
 
 
 class Rope(NamedTuple):
-    """Tables of RoPE for a call's queries and for its own keys, cos and sin [L, 1, D]; mostly the same ones."""
+    """Tables of RoPE for a call's queries and for its own keys, cos and sin [L, 1, D];
+    mostly the same ones.
+    """
 
     queries: tuple[Tensor, Tensor]
     keys: tuple[Tensor, Tensor]

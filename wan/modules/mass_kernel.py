@@ -43,7 +43,9 @@ def _mass_kernel(
     BLOCK_K: tl.constexpr,
     UNEQUAL: tl.constexpr,
 ):
-    """One program: BLOCK_Q queries of one head against all keys, a frame (or an unequal segment) at a time."""
+    """One program: BLOCK_Q queries of one head against all keys,
+    a frame (or an unequal segment) at a time.
+    """
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)

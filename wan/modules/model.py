@@ -99,7 +99,9 @@ class WanModel(nn.Module):
     def rope_tables(
         self, frames: Sequence[int], height: int, width: int, kv_cache: KVCache | PerHeadCache | None
     ) -> Rope:
-        """Tables for the positions that a cache gives to queries and keys, or for those of the frames without one."""
+        """Tables for the positions that a cache gives to queries and keys,
+        or for those of the frames without one.
+        """
         at = frames if kv_cache is None else kv_cache.key_positions
         keys = self.rotary(at, height, width, self.device)
         asks = at if kv_cache is None else kv_cache.query_positions

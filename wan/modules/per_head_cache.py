@@ -15,7 +15,9 @@ Text = Sequence[tuple[Tensor, Tensor]]
 
 
 class PerHeadCache:
-    """A KVCache for each class of heads; what a KVCache offers the pipeline and the model, this one does too."""
+    """A KVCache for each class of heads; what a KVCache offers the pipeline and the model,
+    this one does too.
+    """
 
     def __init__(
         self,

@@ -101,7 +101,8 @@ class TextEncoder(nn.Module):
             if len(ids) > self.text_len:
                 cut = self.tokenizer.decode(ids[self.text_len - 1 :], skip_special_tokens=True)
                 warnings.warn(
-                    f"the prompt has {len(ids)} tokens, the model reads {self.text_len}; cut: {quoted(cut, 300)}",
+                    f"the prompt has {len(ids)} tokens, the model reads {self.text_len}; cut: "
+                    f"{quoted(cut, 300)}",
                     stacklevel=3,
                 )
         batch = self.tokenizer(

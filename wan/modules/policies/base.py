@@ -61,11 +61,14 @@ class CachePolicy:
         """Raise ConfigError where blocks of these sizes do not fit."""
         if self.source in self.block_bound and set(block_sizes) - {3}:
             raise ConfigError(
-                f"cache_policy {self.name} released by {self.source} has blocks of 3 frames; leave released out"
+                f"cache_policy {self.name} released by {self.source} has blocks of 3 frames; leave "
+                "released out"
             )
 
     def describe(self) -> dict[str, Any]:
-        """The policy as it is written in a config: its name and the fields that differ from their defaults."""
+        """The policy as it is written in a config:
+        its name and the fields that differ from their defaults.
+        """
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"name": self.name, **chosen}
 
@@ -76,7 +79,9 @@ class CachePolicy:
         return num_frames
 
     def raw_slots(self, capacity: int) -> int:
-        """How many of the first slots keep un-rotated keys as well; all of them where keys move between slots."""
+        """How many of the first slots keep un-rotated keys as well;
+        all of them where keys move between slots.
+        """
         return capacity if self.stands_by_slot else 0
 
     def state_frames(self) -> int:

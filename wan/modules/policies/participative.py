@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Participative(WindowedPolicy):
-    """When a block would make more than W frames, its first pass compresses them to N, in every layer on its own.
+    """When a block would make more than W frames, its first pass compresses them to N,
+    in every layer on its own.
 
     The sink (S) and the last R frames stay. Of the tokens between them those with the highest score stay, in
     order of time: the sum over the queries of the last R frames and all heads of q·k, where they stand,
@@ -59,7 +60,8 @@ class Participative(WindowedPolicy):
             )
         if self.budget > self.window:
             raise ConfigError(
-                f"cache_policy participative: budget {self.budget} is more than window {self.window} and cannot "
+                f"cache_policy participative: budget {self.budget} is more than window {self.window} and "
+                "cannot "
                 f"roll; it may be at most {self.window}"
             )
         if self.reuse_limit is not None and self.reuse_limit < 1:
@@ -69,7 +71,8 @@ class Participative(WindowedPolicy):
         super().check(block_sizes)
         if self.recent < max(block_sizes):
             raise ConfigError(
-                f"cache_policy participative: recent {self.recent} cannot hold a block of {max(block_sizes)}, "
+                f"cache_policy participative: recent {self.recent} cannot hold a block of "
+                f"{max(block_sizes)}, "
                 f"which its later passes overwrite; it must be at least {max(block_sizes)}"
             )
 
@@ -102,7 +105,9 @@ class Participative(WindowedPolicy):
         cache.stand(self._sink_positions(first, block.start))
 
     def _sink_positions(self, chosen: int, start: int) -> range:
-        """Where the sink stands when the block at start compresses, and chosen tokens stand from a position on."""
+        """Where the sink stands when the block at start compresses,
+        and chosen tokens stand from a position on.
+        """
         if not self.source:
             return range(chosen - self.sink, chosen)
         if self._turned_at >= 0:

@@ -47,7 +47,8 @@ class PerHead(CachePolicy):
         }
         if by_slot and (len(by_slot) < len(self.classes) or len(set(by_slot.values())) > 1):
             raise ConfigError(
-                "cache_policy per_head: the classes put queries at different positions; policies whose keys stand "
+                "cache_policy per_head: the classes put queries at different positions; policies whose "
+                "keys stand "
                 f"at 0..n-1 ({', '.join(by_slot)}) go together only, and with one window"
             )
         for label, policy in self.classes.items():
@@ -99,7 +100,9 @@ class PerHead(CachePolicy):
 
 
 def read_labels(file: str) -> Labels:
-    """Classes of layers x heads from a CSV: one row a layer, or rows of layer, head, class under such a header."""
+    """Classes of layers x heads from a CSV: one row a layer, or rows of layer, head,
+    class under such a header.
+    """
     if not Path(file).is_file():
         raise ConfigError(f"cache_policy per_head: {file} not found; it is a CSV of classes, layers x heads")
     with Path(file).open(encoding="utf-8", newline="") as lines:

@@ -1,4 +1,6 @@
-"""Rolling Sink: late blocks see the first frames of the video again, forwards and backwards, as if they were recent."""
+"""Rolling Sink: late blocks see the first frames of the video again, forwards and backwards,
+as if they were recent.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class RollingSink(WindowedPolicy):
-    """A window without a sink, in which the block before a finished one gives way to frames of the first W - n.
+    """A window without a sink, in which the block before a finished one gives way to frames of the first W
+    - n.
 
     n is the size of a block. The slot at position p takes the clean keys and values of frame p modulo (W -
     n), counted backwards in every second round, the keys turned to p.
@@ -38,7 +41,8 @@ class RollingSink(WindowedPolicy):
         self._kept = self.window - max(block_sizes)
         if self.window < 2 * max(block_sizes):
             raise ConfigError(
-                f"cache_policy rolling_sink: window {self.window} cannot hold two blocks of {max(block_sizes)}; "
+                f"cache_policy rolling_sink: window {self.window} cannot hold two blocks of "
+                f"{max(block_sizes)}; "
                 f"it must be at least {2 * max(block_sizes)}"
             )
 

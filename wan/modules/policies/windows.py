@@ -1,4 +1,6 @@
-"""Policies that keep whole frames as they are: all of them, a window, a window with other temporal positions."""
+"""Policies that keep whole frames as they are:
+all of them, a window, a window with other temporal positions.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ class Full(CachePolicy):
 
 
 class LongLiveSink:
-    """LongLive's release: only the first pass of a block writes sink slots, and block 0 sees unwritten ones as zeros.
+    """LongLive's release: only the first pass of a block writes sink slots,
+    and block 0 sees unwritten ones as zeros.
 
     Passes 1-4 of a later block leave its frames in the sink as pass 0 wrote them, at t = 1000.
     """
