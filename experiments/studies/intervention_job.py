@@ -73,7 +73,9 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
 
 
 def base_runs(path: str | None, session: causal.Session, config: RunConfig) -> tuple[Tensor, Tensor]:
-    """Latents of the unedited run and of another seed, from a file where it has them, and into it otherwise."""
+    """Latents of the unedited run and of another seed, from a file where it has them,
+    and into it otherwise.
+    """
     said = json.dumps([asdict(config), session.sha256.result(), str(session.dtype)], default=str)
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
     if path and Path(path).exists():

@@ -163,7 +163,10 @@ CASES |= {
     name: [
         *rollout_cases(),
         [*MINI, "--interventions", "{}/none.yaml"],
-        *([*MINI, "--interventions", f"{{}}/{file}"] for file in ("text.txt", "bytes.bin", "empty", "folder")),
+        *(
+            [*MINI, "--interventions", f"{{}}/{file}"]
+            for file in ("text.txt", "bytes.bin", "empty", "folder")
+        ),
         [*MINI, "--ablate_heads", "{}/empty", "--ablate_passes", "all"],
         [*MINI, "--ablate_heads", "{}/none.csv", "--ablate_passes", "all"],
         [*MINI, "--ablate_heads", "{}/empty"],
