@@ -17,6 +17,8 @@ from experiments.caches.schema import LayerCache
 from experiments.extraction import checks, rollout
 from experiments.extraction.causal import common_fields, draw_noise, run_in_background
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
+from experiments.extraction.edit_files import record_of
+from experiments.extraction.interventions import plain_edits_of, plainly_edited
 from experiments.extraction.memory_estimate import Memory, check_memory
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
@@ -26,6 +28,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError, quoted
 from wan.modules.capture import CaptureRequest
+from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import WanModel
 from wan.text2video import TextToVideoPipeline
 
@@ -97,6 +100,7 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
     dtype = choose_dtype(config.dtype, device)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
     checks.check_model(config, model_config)
+    edits = plain_edits_of(config)
     weights_file = checkpoint.transformer_file(config.ckpt_dir)
     encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
     check_memory(
@@ -111,9 +115,12 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
         pipeline = load_pipeline(config, model_config, dtype, device)
     noise, _ = draw_noise(config, model_config, torch.float32, device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    with threads_for(noise, model_config):
+    with threads_for(noise, model_config), plainly_edited(edits):
+        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
         latents, calls, done = rollout.sample(pipeline, noise, prompt, negative, [request], observer)
     common["weights_sha256"] = sha256.result()
+    if edits:
+        common["interventions"] = record_of(edits)
     stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
     if absent := [str(step) for step in request.steps or () if step >= done]:
         note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "

@@ -1,13 +1,15 @@
 """Edits of a rollout with what they need: means of a reference set, and runs in step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from experiments.extraction.edit_files import edits_of
 from experiments.extraction.reference_means import reference_means
 from wan.config import RunConfig
-from wan.modules.edits import Edits, intervene
+from wan.errors import ConfigError
+from wan.modules.edits import Edits, intervene, needed_by
 from wan.modules.head_outputs import HeadOutputs, record_head_outputs
 from wan.modules.interventions import Ablate, Edit, Patch, Source
 from wan.modules.run_in_step import RunInStep
@@ -26,6 +28,24 @@ def edited(session: "Session", config: RunConfig, edits: Sequence[Edit]) -> Iter
     with ExitStack() as stack:
         data = dict(_data_of(session, config, edits, stack))
         yield stack.enter_context(intervene(*edits, data=data))
+
+
+def plain_edits_of(config: RunConfig) -> list[Edit]:
+    """The edits of a run of the base model, which has no means of a reference set and no runs in step."""
+    edits = edits_of(config.interventions, "config")
+    for edit in edits:
+        if needed_by(edit):
+            raise ConfigError(
+                f"runs of the base model cannot make this edit, which needs {needed_by(edit)}: {edit}"
+            )
+    return edits
+
+
+@contextmanager
+def plainly_edited(edits: Sequence[Edit]) -> Iterator[None]:
+    """Make edits that need nothing, or none, while the context lasts."""
+    with intervene(*edits) if edits else nullcontext():
+        yield
 
 
 def _data_of(

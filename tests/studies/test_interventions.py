@@ -9,12 +9,14 @@ from experiments import run_intervention
 from experiments.analysis import published
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction import causal
+from experiments.extraction import bidirectional, causal
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.edit_files import to_yaml
+from experiments.extraction.observer import RunObserver
 from experiments.studies import intervention_job
 from wan.config import load_config
 from wan.errors import ConfigError
+from wan.modules.capture import CaptureRequest
 from wan.modules.edits import intervene
 from wan.modules.interventions import Ablate, Knockout, Patch, Source
 
@@ -104,3 +106,20 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, 
     assert (tmp_path / "base.pt").read_bytes() == base
     with pytest.raises(ConfigError, match=r"base.pt is of another run; choose another --save_base"):
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
+
+
+def test_the_base_model_is_edited_by_its_config_too():
+    settings = {"interventions": [Ablate("zero", heads=[1], layers=[3], passes="denoise").to_dict()]}
+    config = load_config("configs/wan_mini.yaml", settings)
+    small = replace(config, checkpoint_path=None, base=replace(config.base, num_video_frames=5, num_steps=2))
+    request = CaptureRequest(layers=[0], steps=[0], granularity="frame")
+    runs = [
+        bidirectional.sample(bidirectional.as_one_block(one), request, RunObserver())
+        for one in (small, replace(small, interventions=[]))
+    ]
+    assert not torch.equal(runs[0].latents, runs[1].latents)
+    assert runs[0].common["interventions"]["words"].startswith("replace the output of heads by 0")
+    assert "interventions" not in runs[1].common
+    mean = replace(small, interventions=[Ablate("mean", passes="denoise").to_dict()])
+    with pytest.raises(ConfigError, match="runs of the base model cannot make this edit, which needs means"):
+        bidirectional.sample(bidirectional.as_one_block(mean), request, RunObserver())
