@@ -146,7 +146,10 @@ class CausalInferencePipeline:
             # 1. Denoise: predict the clean block, then go back to the next, lower noise level.
             if probe and frames.start >= given:
                 probe(block, partial(denoise, block, frames))
-            latents[:, now] = initial_latent[:, now] if frames.start < given else denoise(block, frames)
+            if initial_latent is not None and frames.start < given:
+                latents[:, now] = initial_latent[:, now]
+            else:
+                latents[:, now] = denoise(block, frames)
 
             # 2. Remember: the clean pass overwrites this block's keys and values.
             predict_flow(latents[:, now], self._pass(block, frames, len(self.timesteps)))

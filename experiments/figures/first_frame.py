@@ -1,6 +1,7 @@
 """The first-frame effect: beside placebos, by distance, contrasts by key frame, over passes, against the
 older score."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -51,7 +52,7 @@ def placebo_strips(
     )
     strips.set(ylabel="Heads, by their effect of frame 0", ylim=(len(order), 0))
     color_bar(figure, image, strips, unit, extend="both", aspect=25, pad=0.02)
-    mean = np.nanmean(values, 0)
+    mean = _quiet_mean(values)
     means.bar(columns[1:], mean[1:], color=BLUE, width=0.8, linewidth=0, label="placebo: another key frame")
     means.bar([0], mean[:1], color=ORANGE, width=0.8, linewidth=0, label="frame 0")
     means.axhline(0, color="0.4", linewidth=0.8)
@@ -74,8 +75,9 @@ def distances_and_contrasts(
     left.set(xlabel="Distance (latent frames)", ylabel=f"Excess of frame 0 ({unit})")
     left.set_title("Against other frames at equal distance")
     frames = np.arange(contrasts.shape[1])
-    middle = np.nanquantile(contrasts, [0.25, 0.75], axis=0)
-    mean = np.nanmean(contrasts, 0)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        middle = np.nanquantile(contrasts, [0.25, 0.75], axis=0)
+    mean = _quiet_mean(contrasts)
     right.bar(frames, mean, color=[ORANGE if j == 0 else BLUE for j in frames], width=0.75, linewidth=0)
     right.vlines(frames, *middle, color="0.3", linewidth=0.9)
     right.axhline(0, color="0.4", linewidth=0.8)
@@ -147,3 +149,10 @@ def _mean_and_quartiles(axis: Axes, x: np.ndarray, values: np.ndarray, color: st
     low, high = np.nanquantile(values[:, there], [0.25, 0.75], axis=0)
     axis.fill_between(x[there], low, high, color=color, alpha=0.25, linewidth=0)
     axis.plot(x[there], np.nanmean(values[:, there], 0), color=color, linewidth=1.5)
+
+
+def _quiet_mean(values: np.ndarray) -> np.ndarray:
+    """Mean over heads; NaN, without a warning, for a frame that no head has, as in a cache that was "
+    "stopped."""
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        return np.nanmean(values, 0)

@@ -261,7 +261,7 @@ def scene_table(scenes: list[Scene]) -> Tensor:
 
 
 def _layers(scene: Scene) -> list[tuple[float, ...]]:
-    rows = [(0.0, 0.0, 0.0, 0.0, 0.0, *BACKGROUNDS[scene.background], 0.0)]
+    rows: list[tuple[float, ...]] = [(0.0, 0.0, 0.0, 0.0, 0.0, *BACKGROUNDS[scene.background], 0.0)]
     if mark := scene.landmark:
         rows.append(
             (*CORNERS[mark.corner], 0.0, 0.0, LANDMARK_RADIUS, *COLORS[mark.color], SHAPES.index(mark.shape))

@@ -37,9 +37,9 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
             raise CacheError(f"{path} is there already, and --no-overwrite keeps it; --overwrite replaces it")
     targets = {target_of(path): size for path, size in paths.items()}
     with ExitStack() as held:
-        for path in sorted(targets):
-            held.enter_context(_locked(path))
-            _remove_leftovers(path)
+        for target in sorted(targets):
+            held.enter_context(_locked(target))
+            _remove_leftovers(target)
         for folder in sorted({path.parent for path in targets}):
             require_space(
                 folder, {str(path): size for path, size in targets.items() if path.parent == folder}
