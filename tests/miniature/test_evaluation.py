@@ -12,6 +12,8 @@ from experiments.miniature import evaluation, frozen
 from experiments.miniature.evaluation import Parts, intervals, shares, wilson
 from experiments.miniature.long_tracking import judge_seconds
 from experiments.miniature.moving_shapes import FPS, Mover, Scene, render
+from experiments.miniature.recipe import Counts
+from wan.config import RunConfig
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
 SCENE = Scene((MOVER,), "dark blue")
@@ -66,6 +68,51 @@ def test_a_damaged_partial_file_is_made_anew(tmp_path, content):
     path.write_bytes(content)
     assert Parts(path, {}).get("one", lambda: 1) == 1
     assert json.loads(path.read_text())["done"] == {"one": 1}
+
+
+class PerfectMiniature:
+    """Its videos are rendered, except those of a window: they are the first caption's."""
+
+    def __init__(self, config):
+        self.device, self.calls = torch.device("cpu"), []
+
+    def _videos(self, captions, name: str):
+        self.calls.append(name)
+        by_caption = {
+            s.caption: s for kinds in frozen.SETS.values() for s in frozen.held_out_scenes(kinds, 2)
+        }
+        return evaluation.rendered([by_caption[caption] for caption in captions], 81)
+
+    def causal(self, captions, size: int = -1, sink: int = 0):
+        return self._videos(captions if size < 0 else captions[:1] * len(captions), f"causal {size}")
+
+    def base(self, captions):
+        return self._videos(captions, "base")
+
+    def reconstructed(self, videos):
+        return iter(videos)
+
+
+def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "Miniature", PerfectMiniature)
+    monkeypatch.setattr(evaluation, "measure_vae", lambda mini, clips: {"clips": clips})
+    monkeypatch.setattr(evaluation, "LONG_SECONDS", 6)
+    config, counts, path = RunConfig(ckpt_dir=str(tmp_path)), Counts(2, 2, 2, 1), tmp_path / "partial"
+    undisturbed = evaluation.evaluate(config, counts, path)
+    assert not path.exists()
+
+    def killed(self, captions):
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PerfectMiniature, "base", killed)
+        with pytest.raises(SystemExit):
+            evaluation.evaluate(config, counts, path)
+    done = set(json.loads(path.read_text())["done"])
+    assert done == {"vae", *(f"one shape, {source}" for source in ("rendered", "vae", "causal"))}
+    assert evaluation.evaluate(config, counts, path) == undisturbed
+    assert undisturbed["captions"]["one shape"]["shares"]["causal"]["color"] == 1.0
+    assert undisturbed["past"][0]["same"] == 1.0 and undisturbed["long"]["one shape"]["vae"]["right"] == 1.0
 
 
 # -- what is frozen --

@@ -10,6 +10,8 @@ from conftest import ROOT
 
 from experiments.extraction import causal
 from experiments.miniature import evaluation
+from experiments.miniature.evaluation import Parts
+from experiments.miniature.generation import Miniature
 from experiments.miniature.moving_shapes import sample_scenes
 from experiments.miniature.recipe import Counts
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
@@ -57,16 +59,17 @@ def test_its_training_is_logged():
         assert {"device", "torch", "seed", "steps", "seconds", "loss_curve"} <= log[stage].keys()
 
 
-COUNTS = Counts(captions=4, pasts=1, clips=2, long_videos=1, base=False)
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict:
-    """Two clips and four captions of each set, measured anew as evaluate_mini.py measures."""
-    partial = tmp_path_factory.mktemp("evaluation") / "evaluation.json.partial"
-    report = evaluation.evaluate(config(device="cpu"), COUNTS, partial)
-    assert not partial.exists()
-    return report
+    """Two clips and four captions, measured anew as evaluate_mini.py measures."""
+    mini, parts = Miniature(config(device="cpu")), Parts(tmp_path_factory.mktemp("parts") / "partial", {})
+    return {
+        "weights": evaluation.weight_hashes(MINI),
+        "vae": evaluation.measure_vae(mini, 2),
+        "captions": {
+            "one shape": evaluation.caption_set(mini, "one shape", Counts(captions=4, base=False), parts)
+        },
+    }
 
 
 def test_its_vae_is_sharp_and_does_not_drift_in_what_the_model_makes(measured):
