@@ -21,6 +21,7 @@ BENCHMARKS = {
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
+    "first_contact": "experiments.dev.benchmark_first_contact",
     "first_frame": "experiments.dev.first_frame_numbers",
     "checkpoints": "experiments.dev.first_frame_training",
     "evaluation": "experiments.dev.miniature_tables",
