@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from experiments.studies import direct_effects
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.modules.edit_dicts import fingerprint
-from wan.modules.interventions import Edit, KeySelection, Move
+from wan.modules.interventions import Bias, Edit, KeySelection, Knockout, Move
 
 EACH = ("head", "layer", "frame")
 
@@ -122,18 +123,18 @@ def run(
     by_config = {(c.prompt, c.seed): c for c in study.configs}
     for item in study.items():
         total += 1
-        if not study.path(item).is_file():
+        if study.read(item) is None:
             waiting.setdefault((item.config.prompt, item.config.seed), []).append(item.layer)
     left = sum(map(len, waiting.values()))
     say(f"{total - left} of {total} items are done")
     groups: dict[tuple[int | None, ...], list[RunConfig]] = {}
     for key, layers in waiting.items():  # runs that wait for the same layers go together
         groups.setdefault(tuple(layers), []).append(by_config[key])
-    for layers, configs in groups.items():
+    for chosen, configs in groups.items():
         for start in range(0, len(configs), batch):
             runs = direct_effects.begin(session, configs[start : start + batch])
             floors = direct_effects.floor(runs)
-            for layer in layers:
+            for layer in chosen:
                 _save(study, runs, layer, floors, direct_effects.measure(runs, dict(_edits(study, layer))))
                 left -= len(runs.configs)
                 say(f"{total - left} of {total} items are done")
@@ -153,18 +154,22 @@ def units(study: Study) -> list[int]:
 
 def _edits(study: Study, layer: int | None) -> Iterator[tuple[tuple[str, int], Callable[[int], Edit | None]]]:
     """By ("effect" or "frame_control", unit), the edit of each block."""
-    by_frames = isinstance(study.edit, (KeySelection, Move)) and study.each != "frame"
     for unit in units(study):
         edit = study.edit if layer is None else replace(study.edit, layers=(layer,))
         if study.each == "head":
             edit = replace(edit, heads=(unit,))
-        elif study.each == "frame":
+        elif study.each == "frame" and isinstance(edit, (Knockout, Bias, Move)):
             edit = replace(edit, frames=(unit,))
-        yield ("effect", unit), lambda block, edit=edit: edit
-        if by_frames and study.edit.frames not in (("past",), ("own",)):
+        yield ("effect", unit), partial(_in_every_block, edit)
+        some_frames = isinstance(edit, (Knockout, Bias, Move)) and edit.frames not in (("past",), ("own",))
+        if some_frames and study.each != "frame":
             salt = f"{layer} {unit}"
             control = direct_effects.on_a_random_frame(edit, study.configs[0].block_sizes, salt)
             yield ("frame_control", unit), control
+
+
+def _in_every_block(edit: Edit, block: int) -> Edit:
+    return edit
 
 
 def _save(

@@ -117,7 +117,7 @@ def needed(runs: Runs, edit: Edit) -> object:
 def floor(runs: Runs) -> Tensor:
     """The same distance for what should change nothing, [B, F]: noise of 1e-6, or another backend."""
     if runs.session.dtype != torch.float32:
-        backend = Bias(FLOOR_BIAS, frames="past", passes="denoise")
+        backend = Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
         return measure(runs, {"floor": lambda block: backend})["floor"]
     generator = torch.Generator().manual_seed(0)
     shaken = runs.noise + FLOOR_NOISE * torch.randn(runs.noise.shape, generator=generator).to(runs.noise)

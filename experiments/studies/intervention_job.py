@@ -144,7 +144,7 @@ def _direct(session: causal.Session, config: RunConfig, edits: Sequence[Edit], b
 def _shaken(session: causal.Session, config: RunConfig) -> Tensor:
     """A run that should be the base run: noise changed by 1e-6, or in other dtypes attention by groups."""
     if session.dtype != torch.float32:
-        with edited(session, config, [Bias(FLOOR_BIAS, frames="past", passes="denoise")]):
+        with edited(session, config, [Bias(FLOOR_BIAS, frames=("past",), passes="denoise")]):
             return session.rollout(config)
     return session.rollout(config, shake=FLOOR_NOISE)
 

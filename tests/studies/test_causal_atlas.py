@@ -86,6 +86,8 @@ def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, session, co
     assert make(again, session, stop_after=1)[0] is False
     first = {path.name: path.read_bytes() for path in (tmp_path / "items").iterdir()}
     assert len(first) == 2 and '"items"' in (tmp_path / "index.json").read_text()
+    for path in (tmp_path / "items").iterdir():
+        path.write_text("cut off")  # what cannot be read is made again
     assert make(again, session)[0]
     for path in (finished.folder / "items").iterdir():
         assert (tmp_path / "items" / path.name).read_bytes() == path.read_bytes()
