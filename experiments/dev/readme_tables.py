@@ -25,6 +25,7 @@ BENCHMARKS = {
     "first_frame": "experiments.dev.first_frame_numbers",
     "checkpoints": "experiments.dev.first_frame_training",
     "evaluation": "experiments.dev.miniature_tables",
+    "robustness": "experiments.dev.robustness_tables",
 }
 
 

@@ -7,20 +7,21 @@ of the config holds those that were made before. prompt and tokens may be left o
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from experiments.caches.atomic_files import replacing
+from experiments.caches.frames import one_thread
 from experiments.extraction.provenance import device_name, versions
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, quoted, require_text
 from wan.modules.text_encoder import TextEncoder, encoder_files
 
-PROMPTS_AT_ONCE = 32  # 4 MB of states each for umT5-XXL in bfloat16
+PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -54,7 +55,8 @@ def encode_prompts(
             encoder = encoder or TextEncoder.from_pretrained(
                 config.ckpt_dir, model_config.text_len, dtype, where
             )
-            found = encoder([prompt]), encoder.words(prompt)
+            with one_thread() if where.type == "cpu" and model_config.text_dim < 1024 else nullcontext():
+                found = encoder([prompt]), encoder.words(prompt)
             _remember(path, prompt, *found)
         known[prompt] = found
     if encoder is not None and where.type == "cuda":

@@ -20,10 +20,17 @@ MAX_FILES = 10_000  # below a folder that is read
 Identity = tuple[int, int, tuple[str, ...]]  # device, inode, and the names below it that are not there yet
 
 
-def identity(path: str | Path) -> Identity | None:
-    """What a path stands for, whatever it is called;
-    None for devices and pipes, which hold nothing to lose.
+def identity(path: str | Path, folders: dict[str, Identity | None] | None = None) -> Identity | None:
+    """What a path stands for, whatever it is called; None for devices and pipes, which hold nothing to lose.
+
+    folders remembers what folders stand for: a sweep has thousands of files in one.
     """
+    if folders is not None and ".." not in Path(path).parts and not os.path.lexists(path):
+        folder, name = os.path.split(os.path.abspath(path))
+        if folder not in folders:
+            folders[folder] = identity(os.path.join(folder, "x"))
+        if (known := folders[folder]) is not None:
+            return known[0], known[1], (*known[2][:-1], name)
     real, missing = Path(os.path.realpath(path)), []
     while True:
         try:
@@ -48,6 +55,7 @@ class RunFiles:
         self._read: dict[Identity, str] = {}
         self._states: dict[Path, tuple[str, tuple[int, ...]]] = {}  # of what is read, when it was named
         self._written: dict[Identity, tuple[str, str]] = {}
+        self._folders: dict[str, Identity | None] = {}
 
     def reads(self, what: str, *paths: str | Path | None) -> None:
         """Files that the run reads, and all files below folders."""
@@ -66,11 +74,13 @@ class RunFiles:
         for path in paths:
             if not path:
                 continue
-            target = Path(os.path.realpath(path))
+            target = Path(path)
             if target.is_dir():
                 raise CacheError(f"{what} {path} cannot be written: it is a folder; name a file")
+            if target.is_symlink():
+                target = Path(os.path.realpath(path))  # its lock lies beside what is written
             for name, file in ((what, path), (f"the lock of {what}", lock_of(target))):
-                if (key := identity(file)) is None:
+                if (key := identity(file, self._folders)) is None:
                     continue
                 if key in self._read:
                     self._refuse(name, file, f"{self._read[key]}, which this run reads")

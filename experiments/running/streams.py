@@ -44,9 +44,7 @@ class Unfailing:
 
 @contextmanager
 def unfailing_streams() -> Iterator[None]:
-    """Make stdout and stderr unfailing. The null device takes the place, and number,
-    of one that is closed.
-    """
+    """Make stdout and stderr unfailing. The null device takes the place and number of a closed one."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
