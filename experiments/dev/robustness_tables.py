@@ -15,7 +15,7 @@ HEADER = (
     "tracebacks",
     "hangs above 10 s",
     "files lost",
-    "slowest",
+    "slowest (mutants: of the CPU)",
 )
 
 

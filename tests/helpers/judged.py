@@ -50,13 +50,15 @@ class Judge:
     bytewise: int = 0
     found: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    slowest: float = 0.0
+    slowest: float = 0.0  # CPU seconds
+    lost: int = 0
 
     def read_all(self, read: Read, mutants: Sequence[tuple[Path, str, bool]]) -> list[Any]:
         """Read mutants, given with how they were made and whether inside valid structure -> what each reader
         returned.
         """
         paths = [path for path, _, _ in mutants]
+        before = [_content(path) for path in paths]
         done = forked(lambda: [outcome(read, path) for path in paths], timeout=HUNG * 2)
         alone = done.code or not isinstance(done.value, list) or done.more_bytes > BYTES
         results = []
@@ -70,6 +72,9 @@ class Judge:
                     kind = "large"
             else:
                 kind, value, seconds = done.value[number]
+            if _content(path) != before[number]:
+                self.lost += 1
+                kind = "lost"
             self._judge(kind, value, seconds, how)
             results.append(value if kind == "read" else None)
         return results
@@ -97,12 +102,18 @@ class Judge:
             read=self.found["read"],
             tracebacks=self.found["escaped"],
             hangs=self.found["hung"] + self.found["ended"],
-            lost=0,
+            lost=self.lost,
             slowest=round(self.slowest, 2),
         )
         assert not self.wrong, f"{len(self.wrong)} of {self.what}\n" + "\n".join(self.wrong[:20])
         count = sum(self.found.values())
         return f"{self.what}: {count} mutants, {dict(self.found)}, {self.slowest:.2f} s at most"
+
+
+def _content(path: Path) -> list[tuple[str, bytes]]:
+    """A file, or the files of a folder, links not followed."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [(str(file), b"a link" if file.is_symlink() else file.read_bytes()) for file in files]
 
 
 def record(what: str, **row: Any) -> None:

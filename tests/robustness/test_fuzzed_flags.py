@@ -201,18 +201,8 @@ def test_flags(name, tmp_path, monkeypatch, capfd):
     )
     tried = found["refused"] + found["began"]
     flags = len({action.dest for action in actions(name)})
-    record(
-        f"flags of {name}",
-        tried=tried,
-        inside=tried,
-        seed=0,
-        refused=found["refused"],
-        read=found["began"],
-        tracebacks=0,
-        hangs=0,
-        lost=0,
-        slowest=round(found["slowest"], 2),
-    )
+    row = {"tried": tried, "inside": tried, "seed": 0, "refused": found["refused"], "read": found["began"]}
+    record(f"flags of {name}", **row, tracebacks=0, hangs=0, lost=0, slowest=round(found["slowest"], 2))
     tell(
         capfd,
         f"{name}: {tried} command lines over {flags} flags: {found['refused']} refused, "
