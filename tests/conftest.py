@@ -15,9 +15,15 @@ pytest_plugins = ["helpers.page_fixtures"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
-torch.set_num_threads(
-    1
-)  # the tensors are small: on a busy machine, threads that wait for each other cost seconds
+torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds
+
+# What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
+SLOW_FOLDERS = ("notebooks", "robustness")
+SLOW_FILES = (
+    *("test_extraction", "test_extract_attention_wan", "test_extract_all_layers", "test_memory"),
+    *("test_figures", "test_layer_figures", "test_run_notebooks", "test_own_code", "test_benchmark_memory"),
+    *("test_mini", "test_tracking", "test_measure_moments", "test_causal_atlas"),
+)
 
 SIZES = (
     "dim",
@@ -31,6 +37,13 @@ SIZES = (
     "num_layers",
     "patch_size",
 )
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the slow ones; pytest -m "not slow" leaves them out."""
+    for item in items:
+        if item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
 
 
 @cache

@@ -177,3 +177,9 @@ def test_no_test_imports_another_test():
                 f"{name} imports {found}" for found in names if found.split(".")[-1].startswith("test_")
             ]
     assert not wrong, "what tests share belongs to tests/helpers"
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by name alone."""
+    names = [Path(name).name for name in tracked("tests") if Path(name).name.startswith("test_")]
+    assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
