@@ -49,5 +49,6 @@ def color_bar(
 ) -> Colorbar:
     """A colour bar with its unit above it: beside it, it would read as the next panel's label."""
     bar = figure.colorbar(image, ax=axes, **options)
-    bar.ax.set_title(fill(unit, 12), fontsize=8, loc="right" if journal_width() else "left")
+    narrow = journal_width() is not None
+    bar.ax.set_title(fill(unit, 12 if narrow else 20), fontsize=8, loc="right" if narrow else "left")
     return bar

@@ -1,6 +1,7 @@
 """Profiles of heads: Figure 4, one head and its extremes, many heads side by side."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -60,7 +61,7 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
     _draw_profile(axis, panel, caption.quantity)
     axis.margins(y=0.16)
     if panel.no_preference is not None:
-        style = {"color": RED, "linewidth": 1, "linestyle": ":"}
+        style: dict[str, Any] = {"color": RED, "linewidth": 1, "linestyle": ":"}
         axis.axhline(panel.no_preference, label=f"no preference: {panel.no_preference:.3g}", **style)
     if np.isfinite(panel.profile).any():
         for name, k in (("max", int(np.nanargmax(panel.profile))), ("min", int(np.nanargmin(panel.profile)))):

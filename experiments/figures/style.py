@@ -100,14 +100,16 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 def _fit(figure: Figure, inches: float) -> None:
     """Make a figure so wide, its letters at most 8 points, its titles in as many lines as they need."""
     ratio = inches / figure.get_figwidth()
-    figure.set_size_inches(inches, figure.get_figheight() * max(ratio, min(1, ratio**0.5)))
+    height = figure.get_figheight() * max(ratio, min(1, ratio**0.5))
+    figure.set_size_inches(inches, max(height, min(inches, 3.0)))  # room for words, which do not shrink
     for text in figure.findobj(Text):
         text.set_fontsize(min(text.get_fontsize(), JOURNAL_POINTS))
     if title := figure.get_suptitle():
         figure.suptitle(_wrapped(title, inches * 15), fontsize=JOURNAL_POINTS)
     for axis in figure.axes:
         if (spec := axis.get_subplotspec()) is not None:
-            axis.set_title(_wrapped(axis.get_title(), inches * 14 / spec.get_gridspec().ncols))
+            columns = spec.get_gridspec().ncols
+            axis.title.set_text(_wrapped(axis.get_title(), inches * 14 / columns))
 
 
 def _wrapped(text: str, letters: float) -> str:
