@@ -76,9 +76,9 @@ class RunFiles:
             if not path:
                 continue
             target = Path(path)
-            if target.is_dir():
+            if os.path.isdir(path):
                 raise CacheError(f"{what} {path} cannot be written: it is a folder; name a file")
-            if target.is_symlink():
+            if os.path.islink(path):
                 target = Path(os.path.realpath(path))  # its lock lies beside what is written
             for name, file in ((what, path), (f"the lock of {what}", lock_of(target))):
                 if (key := identity(file, self._folders)) is None:
@@ -118,7 +118,7 @@ def lock_of(path: Path) -> Path:
 def _files_of(path: str | Path) -> Iterator[Path]:
     """A file, or those below a folder."""
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         yield path
         return
     for number, file in enumerate(path.rglob("*")):
