@@ -67,8 +67,8 @@ def test_every_figure_and_default_is_explained():
         for name in figures:
             shown = re.sub(r"\{(layer|LAYER)\}", "N", name).replace("{HEAD}", "M")
             assert shown in NOTEBOOKS, (path.name, shown)
-        (default,) = re.findall(r'(?:CACHE|DATA)_PATH = \\"\.\./(cache/[^"\\]+)', source)
-        assert f"`{default}`" in NOTEBOOKS
+        for default in re.findall(r'(?:CACHE|DATA)_PATH = \\"\.\./(cache/[^"\\]+)', source):
+            assert f"`{default}`" in NOTEBOOKS
 
 
 @pytest.mark.parametrize("text", [EXTRACTION, NOTEBOOKS], ids=["experiments", "notebooks"])
