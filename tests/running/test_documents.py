@@ -62,11 +62,11 @@ def test_the_guide_for_contributors_names_every_room():
 def test_every_figure_and_default_is_explained():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         source = path.read_text()
-        figures = re.findall(r'/ f?\\"([^"\\]+\.svg)', source)
+        figures = re.findall(r'(?:/ |save\(figure, )f?\\"([^"\\]+\.svg)', source)
         assert figures, path
         for name in figures:
             shown = re.sub(r"\{(layer|LAYER)\}", "N", name).replace("{HEAD}", "M")
-            assert shown in NOTEBOOKS, (path.name, shown)
+            assert shown.split("/")[-1] in NOTEBOOKS, (path.name, shown)
         for default in re.findall(r'(?:CACHE|DATA)_PATH = \\"\.\./(cache/[^"\\]+)', source):
             assert f"`{default}`" in NOTEBOOKS
 
