@@ -30,10 +30,13 @@ class WarmKernel:
         return self
 
     def execute(self, notebook: NotebookNode) -> None:
-        """Run all cells in an empty namespace, as restart-and-run-all does. Outputs go into the notebook.
+        """Run all cells in an empty namespace, as restart-and-run-all does. Outputs replace those stored.
 
         Raises CellExecutionError where a cell fails, and DeadKernelError.
         """
+        for cell in notebook.cells:
+            if cell.cell_type == "code":  # else those behind a cell that fails would stay
+                cell.outputs, cell.execution_count = [], None
         if self.client:
             self._run(new_notebook(cells=[new_code_cell(EMPTY_NAMESPACE)]))
         self._run(notebook)

@@ -13,6 +13,7 @@ from experiments.analysis.reports import layer_lines
 from experiments.caches import load_cache, save_cache
 from experiments.caches.convert import layer_from_atlas
 from experiments.caches.view import open_profiles
+from experiments.dev import notebook_outputs
 from wan.blocks import later_block
 
 PUBLISHED = ROOT / "cache/published"
@@ -251,7 +252,11 @@ DEFAULTS = {
 def test_how_notebooks_are_stored(path):
     notebook = json.loads(path.read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    if notebook_outputs.state(path) == "no outputs":
+        assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    else:
+        assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+        assert path.stat().st_size <= notebook_outputs.LIMIT
     (parameters,) = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
     assert all(default in "".join(parameters["source"]) for default in DEFAULTS.get(path.stem, []))
     for cell in code:

@@ -39,6 +39,7 @@ from experiments.dev import (
     benchmark_reading,
     build_published,
     first_frame_numbers,
+    notebook_outputs,
     policy_figures,
     readme_figures,
     readme_tables,
@@ -57,6 +58,7 @@ OTHERS = {
         benchmark_first_contact,
         benchmark_page,
         first_frame_numbers,
+        notebook_outputs,
         run_causal_atlas,
         benchmark_capture,
         benchmark_reading,
@@ -343,6 +345,7 @@ CASES |= {
             )
         ),
     ],
+    "notebook_outputs": [["--no_such_flag"], ["--check", "no_such_notebook"], ["../plt_fig4"]],
     "train_mini": [
         ["--no_such_flag"],
         [],
