@@ -15,6 +15,7 @@ from experiments.figures.style import (
     DARK,
     GREEN,
     GREY,
+    HATCH,
     ORANGE,
     PURPLE,
     RED,
@@ -58,6 +59,7 @@ def placebo_strips(
     means.axhline(0, color="0.4", linewidth=0.8)
     means.set(ylabel=f"Mean over heads\n({unit})", xlabel="Key frame (latent)")
     means.set_xticks(ticks(int(columns[-1]) + 1, room=15))
+    _mark_absent(means, columns, mean)
     means.legend(fontsize=8, loc="upper right")
     figure.suptitle(title)
     return figure
@@ -81,6 +83,8 @@ def distances_and_contrasts(
     right.bar(frames, mean, color=[ORANGE if j == 0 else BLUE for j in frames], width=0.75, linewidth=0)
     right.vlines(frames, *middle, color="0.3", linewidth=0.9)
     right.axhline(0, color="0.4", linewidth=0.8)
+    if _mark_absent(right, frames, mean):
+        right.legend(fontsize=8, loc="upper right")
     right.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xticks=ticks(len(frames), 12))
     right.set_title("Key frames against the line through 3–11")
     label_figure(figure, [], f"{title}; mean over heads, half of the heads within the band")
@@ -151,8 +155,16 @@ def _mean_and_quartiles(axis: Axes, x: np.ndarray, values: np.ndarray, color: st
     axis.plot(x[there], np.nanmean(values[:, there], 0), color=color, linewidth=1.5)
 
 
+def _mark_absent(axis: Axes, frames: np.ndarray, values: np.ndarray) -> bool:
+    """Hatch the key frames without a value, as a stopped run has them; whether there is one."""
+    absent = frames[~np.isfinite(values)]
+    for i, frame in enumerate(absent):
+        label = "not attended by a later block" if i == 0 else None
+        axis.axvspan(frame - 0.5, frame + 0.5, **HATCH, label=label)
+    return len(absent) > 0
+
+
 def _quiet_mean(values: np.ndarray) -> np.ndarray:
-    """Mean over heads; NaN, without a warning, for a frame that no head has, as in a cache that was "
-    "stopped."""
+    """Mean over heads; NaN, without a warning, for a frame that no head has."""
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         return np.nanmean(values, 0)

@@ -39,6 +39,7 @@ from experiments.dev import (
     benchmark_reading,
     build_published,
     first_frame_numbers,
+    first_frame_training,
     notebook_outputs,
     policy_figures,
     readme_figures,
@@ -59,6 +60,7 @@ OTHERS = {
         benchmark_page,
         first_frame_numbers,
         notebook_outputs,
+        first_frame_training,
         run_causal_atlas,
         benchmark_capture,
         benchmark_reading,
@@ -309,6 +311,7 @@ CASES |= {
     ],
     "benchmark_first_contact": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
     "benchmark_page": [["--no_such_flag"], ["--frames", "4"], ["--frames", "x"], ["--repeats", "x"]],
+    "first_frame_training": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
     "first_frame_numbers": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
     "run_causal_atlas": [
         ["--no_such_flag"],

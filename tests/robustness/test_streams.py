@@ -94,8 +94,7 @@ def hung_up(path, *numbers, ignored=False):
     """A run that gets signals after its first block."""
 
     def call():
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
         original = Progress.block
 
         def block(self, index, frames, num_blocks):
