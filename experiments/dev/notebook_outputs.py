@@ -58,6 +58,7 @@ RECIPES = {
     "plot_figure4": Recipe(MINI, (("run_extraction.py", *MINI_CONFIG),)),
     "plt_fig4": Recipe(PUBLISHED),
     "policies": Recipe((*MINI, "configs/policies/*.yaml")),
+    "sweep": Recipe(PUBLISHED),
 }
 
 

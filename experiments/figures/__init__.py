@@ -15,6 +15,7 @@ from experiments.figures.layer import all_heads, frame_maps
 from experiments.figures.layers import layer_comparison, layer_statistics
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
+from experiments.figures.sweeps import sweep_curves
 
 __all__ = [
     "LABELS",
@@ -43,5 +44,6 @@ __all__ = [
     "rope_bands",
     "save_svg",
     "score_against_effect",
+    "sweep_curves",
     "video_strips",
 ]

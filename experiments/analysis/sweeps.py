@@ -1,0 +1,109 @@
+"""Heads over a sweep, atlases of the same model for several prompts and seeds: what is the head's own, and
+what the video's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from experiments.analysis.effects import spearman
+from experiments.analysis.first_frame import first_frame_effect
+from experiments.analysis.measures import head_statistics
+from experiments.analysis.panels import HeadMap
+from experiments.caches import load_cache
+from experiments.caches.errors import CacheError
+from experiments.caches.view import Profiles, open_profiles
+
+MAKE = "python experiments/run_extraction_all.py --prompts FILE --seeds 0 1 --output_dir cache/sweep"
+PUBLISHED = tuple(f"self_forcing_dmd_{name}_21f.pt" for name in ("castle", "eagle"))
+MEASURES = {"effect": "First-frame effect s", "delta": "First − middle"}
+
+Views = Mapping[str, Profiles]
+Measures = Mapping[str, np.ndarray]  # name -> [atlases, N, H], logits
+
+
+def open_sweep(
+    folder: str | Path, published: str | Path, step: int | None = None
+) -> tuple[dict[str, Profiles], str]:
+    """Mean logits of every atlas of a folder by its name, and a note where published ones stand in for it.
+
+    Raises CacheError for fewer than two atlases, or where they differ in model, heads, blocks or pass.
+    """
+    paths, note = sorted(Path(folder).glob("*.pt")), ""
+    if not paths and not Path(folder).is_dir():
+        paths = [Path(published) / name for name in PUBLISHED]
+        note = f"Shown: the published 21-frame atlases; {Path(folder).name} is not there, made by: {MAKE}"
+    if len(paths) < 2:
+        raise CacheError(f"{folder} has {len(paths)} atlases, a sweep needs two or more; run: {MAKE}")
+    views = {
+        path.stem: open_profiles(load_cache(path, expect=("atlas",)), step, "mean_logit") for path in paths
+    }
+    (first, one), *others = views.items()
+    for name, view in others:
+        for what in ("model", "layers", "num_heads", "block_sizes", "step", "query_frames"):
+            if (mine := getattr(view, what)) != (theirs := getattr(one, what)):
+                raise CacheError(f"{name} and {first} are not of one sweep: {what} {mine} and {theirs}")
+    return views, note
+
+
+def measures_of(views: Views) -> dict[str, np.ndarray]:
+    """First-frame effect s and first − middle of every atlas [atlases, N, H] in logits; s is NaN where an
+    atlas holds no whole matrices."""
+    effects, deltas = [], []
+    for view in views.values():
+        profiles, matrix = view.profiles(), view.frame_matrices()
+        deltas.append(head_statistics(profiles).delta)
+        none = np.full(profiles.shape[:2], np.nan)
+        effects.append(none if matrix is None else first_frame_effect(matrix, view.block_sizes).effect)
+    return {"effect": np.stack(effects), "delta": np.stack(deltas)}
+
+
+def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (n − 1) over the first axis, the atlases."""
+    return np.mean(values, 0), np.std(values, 0, ddof=1)
+
+
+def stability(values: np.ndarray) -> np.ndarray:
+    """|mean| / spread of values [atlases, N, H] -> [N, H]: above 1 a head differs from 0 by more than it
+    varies. NaN where it does not vary."""
+    mean, spread = mean_and_spread(values)
+    return np.abs(mean) / np.where(spread > 0, spread, np.nan)
+
+
+def rank_correlations(values: np.ndarray) -> np.ndarray:
+    """Spearman's ρ over heads between every pair of atlases, values [n, N, H] -> [n, n]."""
+    rows = np.reshape(values, (len(values), -1))
+    return np.array([[spearman(a, b) for b in rows] for a in rows])
+
+
+def sweep_maps(measures: Measures) -> list[HeadMap]:
+    """Mean, spread, and log₁₀ of |mean| / spread of every measure, layers × heads."""
+    maps = []
+    for name, values in measures.items():
+        mean, spread = mean_and_spread(values)
+        title, log_ratio = MEASURES[name], np.log10(stability(values))  # 0 where mean and spread are alike
+        maps += [
+            HeadMap(f"{name}_mean", f"{title}: mean", "logits", "diverging", mean),
+            HeadMap(f"{name}_spread", f"{title}: spread", "logits", "sequential", spread),
+            HeadMap(f"{name}_stability", f"{title}: |mean| / spread", "log₁₀", "diverging", log_ratio),
+        ]
+    return maps
+
+
+def head_profiles(views: Views, layer: int, head: int) -> np.ndarray:
+    """A head's profile in every atlas [atlases, F], in logits."""
+    return np.stack([view.frame_profile(layer)[head] for view in views.values()])
+
+
+def sweep_lines(views: Views, measures: Measures) -> str:
+    """The atlases, rank correlations between them, and the heads that stay above their spread."""
+    lines = [f"{len(views)} atlases: {', '.join(views)}"]
+    for name, values in measures.items():
+        pairs = rank_correlations(values)[np.triu_indices(len(values), 1)]
+        above = int((stability(values) > 1).sum())
+        lines.append(
+            f"{MEASURES[name]}: rank correlation over heads {np.mean(pairs):.3f} "
+            f"({np.min(pairs):.3f} to {np.max(pairs):.3f}, {len(pairs)} pairs); "
+            f"|mean| above spread in {above} of {values[0].size} heads"
+        )
+    return "\n".join(lines)
