@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One layer of the miniature's base and causal weights, drawn by the same notebook, side by side in one SVG.
+# One layer of the miniature's base weights above the same layer of its causal weights, four heads on one scale, in one SVG.
 #
 #     bash experiments/base_and_causal.sh [LAYER] [SVG]      # outputs/base_and_causal/sheet.svg where not given
 #
@@ -16,11 +16,4 @@ python experiments/extract_attention_wan.py --ckpt_dir checkpoints/wan-mini --la
     --output_dir $out/base
 python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --layer_index "$layer" --step 4 \
     --output_path "$out/causal/layer$layer.pt"
-for weights in base causal; do
-    papermill --cwd notebooks --no-progress-bar --log-level WARNING notebooks/extract_all_attention.ipynb $out/$weights.ipynb \
-        -p DATA_PATH "../$out/$weights/layer$layer.pt" -p SAVE_DIR "../$out/$weights" -p USE_ORIG_FRAMES False
-done
-python experiments/contact_sheet.py "$sheet" \
-    --title "wan-mini, layer $layer: the same notebook on its bidirectional base weights and on its causal weights" \
-    "Base=$out/base/layer$layer/layer${layer}_2d_heatmap_all_heads.svg" \
-    "Causal=$out/causal/layer$layer/layer${layer}_2d_heatmap_all_heads.svg"
+python experiments/dev/base_and_causal.py "$out/base/layer$layer.pt" "$out/causal/layer$layer.pt" "$sheet"

@@ -99,7 +99,7 @@ def _heads_over_steps(axis: Axes, steps: Sequence[int], values: np.ndarray, neut
 
 @styled
 def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
-    """Under each caption a strip of frames for each source, numbered below: rows are source -> videos
+    """Under each caption a strip of frames for each source, numbered under the lowest: rows are source -> videos
     [F, H, W, 3] in 0..1."""
     chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
     lines = -(-len(captions) // 2)
@@ -116,8 +116,11 @@ def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray
         axis.imshow(picture, interpolation="none")  # the SVG holds the pixels as they are
         axis.set_yticks([(n + 0.5) * height for n in range(len(rows))], list(rows))
         width = picture.shape[1] / len(chosen)
-        axis.set_xticks([(n + 0.5) * width for n in range(len(chosen))], map(str, chosen))
-        axis.tick_params(labelsize=7, pad=1, length=0)
+        axis.set_xticks([])
+        if i >= len(captions) - 2:  # frame numbers under the lowest strip of each column
+            axis.set_xticks([(n + 0.5) * width for n in range(len(chosen))], [str(f) for f in chosen])
+            axis.tick_params(axis="x", labelsize=7, pad=1, length=0)
+            axis.set_xlabel("Video frame", fontsize=7, labelpad=1)
         axis.set_title(fill(caption, 66), fontsize=8)
         axis.grid(False)
         for spine in axis.spines.values():
