@@ -34,7 +34,9 @@ def draw(base: Profiles, causal: Profiles):
     """Both as rows of one figure. Raises CacheError where they are not the same layer and frames."""
     same = ("layers", "num_heads", "num_frames", "quantity")
     if differ := [name for name in same if getattr(base, name) != getattr(causal, name)]:
-        raise CacheError(f"the two caches differ in {', '.join(differ)}: they cannot be compared cell by cell")
+        raise CacheError(
+            f"the two caches differ in {', '.join(differ)}: they cannot be compared cell by cell"
+        )
     (layer,) = base.layers
     rows = {"base": base.frame_matrix(layer), "causal": causal.frame_matrix(layer)}
     heads = most_different(rows["base"], rows["causal"])

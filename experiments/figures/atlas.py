@@ -21,13 +21,14 @@ from experiments.figures.style import (
     GREY,
     ORANGE,
     PURPLE,
+    YELLOW,
     label_figure,
     missing_note,
     styled,
     ticks,
 )
 
-COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": "#E8DFA9"}
+COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
 
 
 @styled

@@ -29,7 +29,7 @@ def compared_maps(
     )
     shown = ticks(every.shape[-1], room=6)
     for row, (name, values) in zip(axes, chosen.items(), strict=True):
-        for axis, head, matrix in zip(row, heads, values, strict=True):
+        for axis, matrix in zip(row, values, strict=True):
             image = heat_map(axis, matrix, equal=True, **colors)
             axis.set(xticks=shown, yticks=shown)
         row[0].set_ylabel(f"{name}\nQuery frame (latent)")

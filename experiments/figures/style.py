@@ -45,15 +45,19 @@ TOKEN_LABELS = LABELS | {"mean_logit": "Logit q·k/√D, query mean", "mean_prob
 
 NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mean probability"}
 
+# Okabe and Ito (2008), colours that colour-blind readers tell apart; RED is their vermilion, PURPLE their
+# reddish purple. DARK and GREY are neutral.
 BLUE, DARK, ORANGE, GREEN, PURPLE, RED, GREY = (
-    "#4C72B0",
+    "#0072B2",
     "#1F3552",
-    "#DD8452",
-    "#55A868",
-    "#8172B3",
-    "#C44E52",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
     "0.85",
 )
+
+YELLOW = "#F0E442"
 
 HATCH: dict[str, Any] = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
 

@@ -99,8 +99,8 @@ def _heads_over_steps(axis: Axes, steps: Sequence[int], values: np.ndarray, neut
 
 @styled
 def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
-    """Under each caption a strip of frames for each source, numbered under the lowest: rows are source -> videos
-    [F, H, W, 3] in 0..1."""
+    """Under each caption a strip of frames for each source, numbered under the lowest: rows are source ->
+    videos [F, H, W, 3] in 0..1."""
     chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
     lines = -(-len(captions) // 2)
     figure, axes = plt.subplots(
