@@ -12,7 +12,8 @@ from experiments.analysis.head_choice import HeadChoice
 from experiments.analysis.measures import DELTA_THRESHOLD, RATIO_THRESHOLD, HeadStatistics, head_statistics
 from experiments.analysis.panels import HeadPanel
 from experiments.caches.caption import ranges
-from experiments.caches.view import Profiles
+from experiments.caches.schema import as_cache
+from experiments.caches.view import Profiles, open_profiles
 
 UNITS = {
     "mean_logit": "mean logit q·k/√D over the token pairs of two frames",
@@ -28,7 +29,15 @@ SEEN = {
 
 
 def call_lines(cache: Mapping[str, Any]) -> str:
-    """What is captured, a line per call: its place, layer, pass, block and frames."""
+    """What is captured, a line per call: its place, layer, pass, block and frames. Of an atlas, a line per
+    pass."""
+    if cache["format"] == "atlas":
+        layers = cache["layers"]
+        return "\n".join(
+            f"  {p * len(layers)}–{(p + 1) * len(layers) - 1}: layers {ranges(layers)}, "
+            f"{open_profiles(cache, at.step).pass_label}"
+            for p, at in enumerate(as_cache(cache).passes())
+        )
     lines = []
     for i, call in enumerate(cache["attention_weights"]):
         at = cache | call  # a figure4 cache has the tags of its calls at the top
@@ -48,13 +57,14 @@ def summary_lines(view: Profiles, head: int) -> str:
     profile = view.frame_profile(layer)[head]
     high, low = int(np.nanargmax(profile)), int(np.nanargmin(profile))
     first, last = view.key_frames[0], view.key_frames[-1]
+    tokens = 1 if view.quantity == "mass" else view.frame_seq_length
     return "\n".join([
         f"Layer {layer}, head {head}, {view.quantity}, {view.pass_label}",
         f"  max: frame {high}, {profile[high]:.6f}",
         f"  min: frame {low}, {profile[low]:.6f}",
         f"  first (frame {first}): {profile[first]:.6f}",
         f"  last (frame {last}): {profile[last]:.6f}",
-        f"  sum of mass over all key frames: {np.nansum(profile) * view.frame_seq_length:.4f}",
+        f"  sum of mass over all key frames: {np.nansum(profile) * tokens:.4f}",
     ])  # fmt: skip
 
 

@@ -4,7 +4,7 @@ A notebook opens any cache with open_profiles(load_cache(path)) and never asks w
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -185,13 +185,29 @@ def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
 
 
 def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob") -> Profiles:
-    """View of one captured call alone, whatever its layer, block and pass. CacheError for an absent one."""
+    """View of one captured call alone, whatever its layer, block and pass. CacheError for an absent one.
+
+    The calls of an atlas are its layers, pass after pass, with the queries of the last block.
+    """
+    typed = as_cache(cache)
+    if typed.format == "atlas":
+        return _atlas_call(cache, index, quantity)
     calls = cache["attention_weights"]
     if not 0 <= index < len(calls):
         raise CacheError(f"call {index} is not in 0..{len(calls) - 1}, the calls of this cache")
     view = open_profiles({**cache, "attention_weights": [calls[index]]}, quantity=quantity)
     view.values(view.layers[0])  # a call that does not hold the quantity says so here
     return view
+
+
+def _atlas_call(cache: Mapping[str, Any], index: int, quantity: str) -> Profiles:
+    passes, layers = as_cache(cache).passes(), cache["layers"]
+    if not 0 <= index < len(passes) * len(layers):
+        raise CacheError(
+            f"call {index} is not in 0..{len(passes) * len(layers) - 1}, the layers and passes of this atlas"
+        )
+    at, layer = passes[index // len(layers)], layers[index % len(layers)]
+    return replace(open_profiles(cache, at.step, quantity), layers=(layer,))
 
 
 def _partial_note(cache: Cache) -> list[str]:

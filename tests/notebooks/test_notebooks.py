@@ -202,6 +202,23 @@ def test_probabilities_of_a_figure4_cache_of_logits(tmp_path):
     assert "H7" in grid and "H8" not in grid
 
 
+def test_mass_of_an_atlas_beside_its_probabilities(tmp_path):
+    cache = synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5)
+    save_cache(tmp_path / "c.pt", cache)
+    parameters = {"CACHE_PATH": str(tmp_path / "c.pt"), "WEIGHT_INDEX": 5, "HEAD": 2}
+    printed = executed.run("plot_figure4.ipynb", tmp_path, QUANTITY="mass", **parameters)
+    mass = cache["frame_mass"][2, 1, 2, -3:].double().mean(0)  # layer 5, clean pass, head 2, last block
+    assert "  0–2: layers 0–1, 5, pass 0 (t = 1000)\n  3–5: layers 0–1, 5, clean pass (t = 0)\n" in printed
+    assert "Layer 5, head 2, mass, clean pass (t = 0)\n" in printed
+    assert f"  first (frame 0): {mass[0]:.4f}" in printed
+    assert "  sum of mass over all key frames: 1.0000\n" in printed
+    probabilities = executed.run("plot_figure4.ipynb", tmp_path, **parameters)
+    assert f"  first (frame 0): {mass[0] / 5:.4f}" in probabilities
+    parameters["WEIGHT_INDEX"] = 6
+    said = executed.run("plot_figure4.ipynb", tmp_path, **parameters)
+    assert "call 6 is not in 0..5, the layers and passes of this atlas" in said and "\n" not in said
+
+
 @pytest.mark.parametrize(
     ("notebook", "parameter", "cache", "message"),
     [
@@ -210,7 +227,7 @@ def test_probabilities_of_a_figure4_cache_of_logits(tmp_path):
             "CACHE_PATH",
             synthetic_caches.layer,
             "open it with notebooks/extract_all_attention.ipynb. Here it "
-            "takes inference or figure4, made by: python experiments/run_extraction.py",
+            "takes inference or figure4 or atlas, made by: python experiments/run_extraction.py",
         ),
         (
             "extract_all_attention.ipynb",
