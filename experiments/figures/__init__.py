@@ -12,10 +12,11 @@ from experiments.figures.first_frame import (
 from experiments.figures.folder import FigureFolder, about
 from experiments.figures.heads import head_curves, head_grid, one_head
 from experiments.figures.layer import all_heads, frame_maps
-from experiments.figures.layers import layer_comparison, layer_statistics
+from experiments.figures.layers import layer_comparison, layer_statistics, layers_together
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
 from experiments.figures.sweeps import sweep_curves
+from experiments.figures.thumbnails import pictures_for
 
 __all__ = [
     "LABELS",
@@ -37,7 +38,9 @@ __all__ = [
     "label_maps",
     "layer_comparison",
     "layer_statistics",
+    "layers_together",
     "one_head",
+    "pictures_for",
     "placebo_strips",
     "profile_heat_maps",
     "prompt_words",

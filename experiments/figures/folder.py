@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError
+from experiments.caches.schema import FORMATS
 from experiments.caches.view import Profiles
 from experiments.figures.style import STYLE, WIDTHS, use_width
 
@@ -16,7 +17,8 @@ HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
 
 
 def about(view: Profiles, cache_path: str | Path) -> dict[str, str]:
-    """What the metadata of a figure says: model, weights, prompt and seed, and the cache with its hash."""
+    """What the metadata of a figure says: model, weights, prompt and seed, the cache with its hash, and the
+    script that writes its format."""
     path = Path(cache_path)
     size = path.stat().st_size
     mark = f"{size} bytes"
@@ -25,7 +27,7 @@ def about(view: Profiles, cache_path: str | Path) -> dict[str, str]:
     return {
         "Title": f"{view.model}, {view.pass_label}",
         "Description": view.source,
-        "Source": f"{path.name}, {mark}",
+        "Source": f"{path.name}, {mark}, format {view.kind} of experiments/{FORMATS[view.kind].script}",
     }
 
 

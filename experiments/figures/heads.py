@@ -23,6 +23,7 @@ from experiments.figures.style import (
     label_figure,
     mark_frames,
     panel_grid,
+    picture_strip,
     styled,
 )
 
@@ -30,10 +31,13 @@ BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 
 
 @styled
-def head_curves(panels: Sequence[HeadPanel], caption: Caption) -> Figure:
+def head_curves(
+    panels: Sequence[HeadPanel], caption: Caption, pictures: Sequence[np.ndarray] | None = None
+) -> Figure:
     """Figure 4: one panel per head. Filled per key token where the curve is known, as in the paper, and the
     mean of each key frame on it; else a bar per key frame. The highest frame is annotated. A reference is
-    drawn over it, with an arrow where its own figure cut it off."""
+    drawn over it, with an arrow where its own figure cut it off. Pictures of the video, one [h, w, 3] a
+    frame, stand under the lowest frame axes."""
     figure, axes = panel_grid(len(panels), columns=2, size=(6.6, 3.5))
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, panels, strict=True):
@@ -48,6 +52,8 @@ def head_curves(panels: Sequence[HeadPanel], caption: Caption) -> Figure:
             axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side, weight="bold",
                           color=DARK)  # fmt: skip
         legend |= _legend(axis, panel, caption)
+        if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
+            picture_strip(axis, pictures)
     label_figure(figure, axes, "", legend=legend)
     return figure
 

@@ -56,6 +56,26 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
 
 
 @styled
+def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
+    """Mean over heads of profiles [N, H, F], every layer in one axes, from dark (early) to bright (late)."""
+    N, H, F = profiles.shape
+    figure, axis = plt.subplots(figsize=(8.4, 4.0))
+    colors = plt.get_cmap("viridis")(np.linspace(0, 0.92, N))
+    mean = profiles.mean(1)
+    for layer, values, color in zip(layers, mean, colors, strict=True):
+        marker = "o" if F <= THIN_ABOVE else ""
+        axis.plot(values, marker=marker, markersize=2.5, linewidth=1.3, color=color, label=str(layer))
+    axis.axhline(0, color="0.4", linewidth=0.6)
+    frame_axis(axis, F, room=25)
+    legend = mark_frames(axis, mean[0], caption.highlighted_frames)
+    columns = 1 if N <= 12 else 2 if N <= 24 else 3
+    axis.legend(title="Layer", loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize=8)
+    title = f"{capitalised(NAMES[caption.quantity])}, mean over {H} heads, {N} layers, {caption.subtitle}"
+    label_figure(figure, [axis], title, LABELS[caption.quantity], legend)
+    return figure
+
+
+@styled
 def layer_statistics(
     first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: Caption
 ) -> Figure:

@@ -198,6 +198,20 @@ def frame_axis(axis: Axes, F: int, room: int) -> None:
     axis.set_xticks(ticks(F, room if F <= THIN_ABOVE else min(room, 15)))
 
 
+def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:
+    """A picture [H, W, 3] of every frame under its place on the frame axis."""
+    left, right = axis.get_xlim()
+    height, width = pictures[0].shape[:2]
+    room = 0.14 * (right - left) / 2.3  # frames' widths that the strip is high; axes are about 2.3 : 1
+    half = min(0.46, room * width / height / 2)
+    strip = axis.inset_axes((0, -0.24, 1, 0.15))
+    for frame, picture in enumerate(pictures):
+        strip.imshow(picture, extent=(frame - half, frame + half, 0, 2 * half * height / width))
+    strip.set(xlim=(left, right), ylim=(0, 2 * half * height / width), anchor="N")
+    strip.axis("off")
+    axis.xaxis.labelpad = 34  # points: the label stands below the strip
+
+
 def mark_frames(
     axis: Axes, profile: np.ndarray, highlighted: Mapping[str, Sequence[int]]
 ) -> dict[str, Artist]:

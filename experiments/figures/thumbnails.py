@@ -1,8 +1,10 @@
-"""One small picture of a video per latent frame, as text that a page can hold."""
+"""One small picture of a video per latent frame: as arrays for figures, as text that a page can hold."""
 
 import base64
 from io import BytesIO
 from pathlib import Path
+
+import numpy as np
 
 from experiments.caches.errors import CacheError
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
@@ -15,7 +17,12 @@ class ThumbnailError(CacheError):
 
 
 def thumbnails(path: str | Path, num_frames: int, height: int = HEIGHT) -> list[str]:
-    """JPEGs as data URIs, one per latent frame.
+    """The pictures as JPEGs in data URIs; raises what pictures raises."""
+    return [_data_uri(picture) for picture in pictures(path, num_frames, height)]
+
+
+def pictures(path: str | Path, num_frames: int, height: int = HEIGHT) -> list[np.ndarray]:
+    """One picture [height, W, 3] uint8 per latent frame.
 
     The VAE encodes video frame 0 alone and then groups of four; the third of a group stands for it. Raises
     ThumbnailError for a file that is no video, or that has another number of frames than the latents.
@@ -31,7 +38,7 @@ def thumbnails(path: str | Path, num_frames: int, height: int = HEIGHT) -> list[
             if count - 1 in wanted:
                 image = Image.fromarray(pixels)
                 image = image.resize((max(1, round(image.width * height / image.height)), height))
-                found.append(_data_uri(image))
+                found.append(np.asarray(image))
     except Exception as error:  # ffmpeg's own errors have no common type
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ThumbnailError(f"{path} cannot be read as a video: {reason[0][:200]}") from None
@@ -41,7 +48,28 @@ def thumbnails(path: str | Path, num_frames: int, height: int = HEIGHT) -> list[
     return found
 
 
-def _data_uri(image) -> str:
+def pictures_for(
+    cache_path: str | Path, video: str | Path | None, num_frames: int
+) -> tuple[list[np.ndarray] | None, str]:
+    """Pictures of the video given, or of the mp4 of the same name beside a cache, and a note.
+
+    None where there is no video. One beside the cache that does not fit is left out, as the note says; one
+    that was given and does not fit raises ThumbnailError.
+    """
+    if video is not None:
+        return pictures(video, num_frames), ""
+    beside = Path(cache_path).with_suffix(".mp4")
+    if not beside.is_file():
+        return None, ""
+    try:
+        return pictures(beside, num_frames), ""
+    except ThumbnailError as error:
+        return None, f"Note: the video beside the cache is left out: {error}"
+
+
+def _data_uri(picture: np.ndarray) -> str:
+    from PIL import Image
+
     file = BytesIO()
-    image.save(file, "JPEG", quality=75)
+    Image.fromarray(picture).save(file, "JPEG", quality=75)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

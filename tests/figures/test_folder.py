@@ -59,7 +59,8 @@ def test_metadata_say_what_it_is_of_and_the_bytes_are_the_same_again(opened, tmp
     svg = (tmp_path / "a" / "f.svg").read_text()
     assert f"<dc:title>{view.model}, {view.pass_label}</dc:title>" in svg
     assert "seed" in re.search(r"<dc:description>(.*)</dc:description>", svg)[1]
-    assert re.search(r"<dc:source>c.pt, sha256 [0-9a-f]{16}</dc:source>", svg)
+    made_by = "format atlas of experiments/run_extraction_all.py"
+    assert re.search(rf"<dc:source>c.pt, sha256 [0-9a-f]{{16}}, {made_by}</dc:source>", svg)
     assert str(tmp_path) not in svg
     for kind in ("svg", "pdf"):
         assert (tmp_path / "a" / f"f.{kind}").read_bytes() == (tmp_path / "b" / f"f.{kind}").read_bytes()

@@ -21,7 +21,8 @@ def run(tmp_path, **parameters):
 
 def figure_files(*layers):
     per_layer = {f"figure4_layer{N}_{name}.svg" for N in layers for name in ("per_head_grid", "all_heads")}
-    return per_layer | {"figure4_reproduction.svg", "figure4_layer_comparison.svg", "figure4_statistics.svg"}
+    whole = ("reproduction", "layer_comparison", "layers_together", "statistics")
+    return per_layer | {f"figure4_{name}.svg" for name in whole}
 
 
 def test_figure4_cache(tmp_path):
