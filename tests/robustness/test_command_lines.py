@@ -38,6 +38,7 @@ from experiments.dev import (
     benchmark_policies,
     benchmark_reading,
     build_published,
+    compare_base_and_causal,
     first_frame_numbers,
     first_frame_training,
     notebook_outputs,
@@ -59,6 +60,7 @@ OTHERS = {
         benchmark_first_contact,
         benchmark_page,
         first_frame_numbers,
+        compare_base_and_causal,
         notebook_outputs,
         first_frame_training,
         run_causal_atlas,
@@ -196,6 +198,7 @@ CASES |= {
         ["--config_path", "{}/text.txt"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
+    "compare_base_and_causal": [["--no_such_flag"], ["{}/none.pt", "{}/none.pt", "{}/sheet.svg"]],
     "policy_figures": [["--no_such_flag"], ["--config_path", "{}/none.yaml", "--output_dir", "{}/out"]],
     "benchmark_policies": [
         ["--no_such_flag"],

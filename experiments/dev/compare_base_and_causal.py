@@ -1,6 +1,6 @@
 """Draw a layer of the miniature's base weights above the same layer of its causal weights.
 
-    python experiments/dev/base_and_causal.py base/layer5.pt causal/layer5.pt sheet.svg
+    python experiments/dev/compare_base_and_causal.py base/layer5.pt causal/layer5.pt sheet.svg
 
 Shown are the four heads whose maps differ most. experiments/base_and_causal.sh makes the caches.
 """
