@@ -16,7 +16,7 @@ from experiments.caches.view import Profiles, open_profiles
 
 MAKE = "python experiments/run_extraction_all.py --prompts FILE --seeds 0 1 --output_dir cache/sweep"
 PUBLISHED = tuple(f"self_forcing_dmd_{name}_21f.pt" for name in ("castle", "eagle"))
-MEASURES = {"effect": "First-frame effect s", "delta": "First − middle"}
+MEASURES = {"effect": "Effect s", "delta": "First − middle"}
 
 Views = Mapping[str, Profiles]
 Measures = Mapping[str, np.ndarray]  # name -> [atlases, N, H], logits
