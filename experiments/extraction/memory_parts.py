@@ -47,6 +47,7 @@ def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
         cached_frames(config),
         model.tokens_per_frame(config.height, config.width),
     )
+    policy.check(config.block_sizes)  # some learn there how many slots they fill with their own frames
     per_value = (2 * slots + policy.raw_slots(slots)) * dtype.itemsize + 2 * policy.state_frames() * FLOAT
     return model.num_layers * S * model.dim * per_value
 
