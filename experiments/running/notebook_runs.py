@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class NotebookRuns:
         for old in (executed, failed, *figures.glob("**/*.svg")):
             old.unlink(missing_ok=True)
         parameters = self.caches.parameters(layer) | {"SAVE_DIR": str(figures.resolve())}
-        filled = parameterize_notebook(self.source, parameters)
+        filled = parameterize_notebook(deepcopy(self.source), parameters)  # it works on the cells it is given
         try:
             kernel.execute(filled)
         except CellExecutionError as error:

@@ -44,6 +44,20 @@ def printed(path):
     return "".join(o["text"] for o in outputs if o["output_type"] == "stream")
 
 
+def test_layers_at_once_have_figures_of_their_own(layer_folder, tmp_path):
+    """Two kernels work at the same time; each draws the layer whose cells it was given."""
+    out, layers = tmp_path / "out", ["0", "3"]
+    run_notebooks.run(
+        ["extract_all_attention.ipynb", str(layer_folder), *layers, "--output_dir", str(out), "--jobs", "2"]
+    )
+    for layer in layers:
+        assert sorted(path.name for path in (out / f"layer{layer}").iterdir()) == [
+            f"layer{layer}_2d_heatmap_all_heads.svg",
+            f"layer{layer}_perhead_grid.svg",
+        ]
+        assert f"layer{layer}_perhead_grid.svg" in printed(out / "notebooks" / f"layer{layer}.ipynb")
+
+
 def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     out = tmp_path / "out"
     command = [
