@@ -44,7 +44,11 @@ def check_seed(seed: int) -> int:
 
 def check_types(config: Any) -> None:
     """Raise ConfigError for a field of another type than is declared; a whole number will do for a float."""
-    wider = {float: (float, int), str | None: (str, type(None)), list[int]: (list, tuple)}
+    wider: dict[Any, tuple[Any, ...]] = {
+        float: (float, int),
+        str | None: (str, type(None)),
+        list[int]: (list, tuple),
+    }
     for declared in fields(config):
         value, allowed = getattr(config, declared.name), wider.get(declared.type, (declared.type,))
         plain = all(isinstance(kind, type) for kind in allowed)

@@ -40,6 +40,8 @@ class Browser:
     def __init__(self, profile: Path):
         import websocket
 
+        assert FOUND is not None  # who opens a browser has looked
+
         self.process = subprocess.Popen(
             [FOUND, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
             stdout=subprocess.DEVNULL,

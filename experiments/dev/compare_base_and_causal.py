@@ -38,8 +38,11 @@ def draw(base: Profiles, causal: Profiles):
             f"the two caches differ in {', '.join(differ)}: they cannot be compared cell by cell"
         )
     (layer,) = base.layers
-    rows = {"base": base.frame_matrix(layer), "causal": causal.frame_matrix(layer)}
-    heads = most_different(rows["base"], rows["causal"])
+    of_base, of_causal = base.frame_matrix(layer), causal.frame_matrix(layer)
+    if of_base is None or of_causal is None:
+        raise CacheError("one of the two caches holds profiles alone: there are no maps to compare")
+    heads = most_different(of_base, of_causal)
+    rows = {"base": of_base, "causal": of_causal}
     which = f"{causal.model}, layer {layer}, the {len(heads)} heads that differ most"
     title = f"{which}: base, {base.pass_label}; causal, {causal.pass_label}"
     return compared_maps(rows, heads, base.quantity, title=title)

@@ -33,6 +33,13 @@ FIGURES = Path("notebooks/figures")
 FIRST = (12, 24, 36)  # numbers of free key frames with which contrasts are compared
 
 
+def matrices(view: Profiles) -> np.ndarray:
+    """[layers, H, F, F] of a published atlas, which holds all of them."""
+    found = view.frame_matrices()
+    assert found is not None
+    return found
+
+
 def numbers(view: Profiles) -> dict[str, Any]:
     """First − middle, s, placebos and contrasts of one atlas."""
     found = first_frame_findings.first_frame(view)
@@ -40,9 +47,7 @@ def numbers(view: Profiles) -> dict[str, Any]:
     delta = measures.head_statistics(view.profiles()).delta
     s, mean = found.fit.effect, np.abs(found.placebos.mean((0, 1)))
     special = (found.placebos > measures.DELTA_THRESHOLD).sum((0, 1))
-    contrasts = {
-        first: key_frame_contrasts(view.frame_matrices(), view.block_sizes, first) for first in FIRST
-    }
+    contrasts = {first: key_frame_contrasts(matrices(view), view.block_sizes, first) for first in FIRST}
     return {
         "heads": s.size,
         "first_minus_middle": _summary(delta),
@@ -82,8 +87,7 @@ def paper_agreement(views: dict[str, Profiles]) -> dict[str, Any]:
 def report(views: dict[str, Profiles]) -> dict[str, Any]:
     """Everything that the documents say."""
     effects = {
-        name: measures.first_frame_effect(v.frame_matrices(), v.block_sizes).effect
-        for name, v in views.items()
+        name: measures.first_frame_effect(matrices(v), v.block_sizes).effect for name, v in views.items()
     }
     eagle, castle, longer = (effects[name].ravel() for name in ATLASES)
     return {
@@ -101,7 +105,7 @@ def draw(views: dict[str, Profiles]) -> dict[str, Figure]:
     """First − middle against s, a dot a head; and contrasts by key frame."""
     dots, lines = {}, {}
     for name, view in views.items():
-        matrix = view.frame_matrices()
+        matrix = matrices(view)
         s = measures.first_frame_effect(matrix, view.block_sizes).effect
         dots[name] = (measures.head_statistics(view.profiles()).delta, s)
         lines[name] = key_frame_contrasts(matrix, view.block_sizes).mean((0, 1))

@@ -1,9 +1,9 @@
 """Heads over a sweep of atlases: Figure 4 with error bars."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
 from experiments.caches.caption import Caption
@@ -25,7 +25,7 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
     """A panel per head: bars are the mean over atlases of its profiles [atlases, F], error bars their
     standard deviation (n − 1), lines the atlases themselves, which names names."""
     figure, axes = panel_grid(len(profiles), columns=2, size=(6.6, 3.5))
-    legend: dict[str, Artist] = {}
+    legend: dict[str, Any] = {}
     for axis, (title, values) in zip(axes, profiles.items(), strict=True):
         mean, frames = values.mean(0), np.arange(values.shape[1])
         axis.bar(frames, mean, width=0.8, color=BLUE, alpha=0.6, linewidth=0)

@@ -56,6 +56,7 @@ def receptive_field(config: Mapping) -> int:
         torch.manual_seed(0)
         z = torch.randn(1, 2, 64, 1, 1, dtype=torch.float64, requires_grad=True)
     decode(small, z)[:, :, -1].square().sum().backward()
+    assert z.grad is not None
     seen = int((z.grad.abs().sum((0, 1, 3, 4)) > 0).sum())
     return 1 + 4 * (seen - 1)
 
@@ -65,7 +66,9 @@ def encode_scenes(
     vae: AutoencoderKLWan, scenes: Sequence[Scene], device: torch.device, batch: int = 32
 ) -> Tensor:
     """Latent means [N, z, f, h, w] of rendered clips of 81 frames."""
-    parts = (render_batch(scenes[i : i + batch], FRAMES, SIDE, device) for i in range(0, len(scenes), batch))
+    parts = (
+        render_batch(list(scenes[i : i + batch]), FRAMES, SIDE, device) for i in range(0, len(scenes), batch)
+    )
     return torch.cat([encode(vae, video.to(vae.dtype))[0] for video in parts])
 
 
@@ -77,7 +80,7 @@ def squared_errors(
     scenes = list(itertools.islice(sample_scenes(HELD_OUT_SEED, held_out=True), clips))
     errors = []
     for i in range(0, clips, batch):
-        video = render_batch(scenes[i : i + batch], frames, SIDE, device)
+        video = render_batch(list(scenes[i : i + batch]), frames, SIDE, device)
         error = decode(vae, encode(vae, video.to(vae.dtype))[0]).float().clamp(-1, 1) - video
         errors.append(error.square().mean((1, 3, 4)).cpu() / 4)
     return torch.cat(errors)

@@ -57,7 +57,9 @@ def _means(atlases: Sequence[dict], step: int) -> dict[str, list]:
         measure_heads(open_quantity(a, step, "mean_logit"), open_quantity(a, step, "mass")) for a in atlases
     ]
     maps = {
-        name: np.mean([next(m.values for m in s if m.name == name) for s in of_atlases], 0)
+        name: np.mean(
+            [next(m.values for m in s if m.name == name and m.values is not None) for s in of_atlases], 0
+        )
         for name in MEASURES
     }
     return {name: values.round(4).tolist() for name, values in maps.items()}

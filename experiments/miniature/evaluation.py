@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts) -> dic
     if counts.base:
         sources["base"] = lambda: mini.base(prompts)
     answers = {
-        source: parts.get(f"{name}, {source}", lambda make=make: judged(make(), chosen))
+        source: parts.get(f"{name}, {source}", partial(_judge_made, make, chosen))
         for source, make in sources.items()
     }
     models = [source for source in answers if source in ("causal", "base")]
@@ -190,13 +191,14 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts) -> list[dict]:
     return rows
 
 
+def _judge_made(make: Callable[[], Iterable[Tensor]], scenes: Sequence[Scene]) -> Any:
+    return judged(make(), scenes)
+
+
 def long_set(mini: Miniature, name: str, count: int, parts: Parts) -> dict:
     """A minute of rendered scenes and what the VAE keeps of it: PSNR and the tracker's shares."""
     chosen = held_out_scenes(SETS[name], count)
-    each = [
-        parts.get(f"long {name} {i}", lambda scene=scene: long_video(mini, scene))
-        for i, scene in enumerate(chosen)
-    ]
+    each = [parts.get(f"long {name} {i}", partial(long_video, mini, scene)) for i, scene in enumerate(chosen)]
     numbers = {key: [one[key] for one in each] for key in (each[0] if each else ())}
     means = {
         key: {q: round(sum(v[q] for v in values) / count, 3) for q in values[0]}

@@ -124,6 +124,7 @@ def train_causal(run: StageRun) -> dict:
 
     def save(name: str = CAUSAL) -> None:
         folder = run.output_dir if name == CAUSAL else run.training_checkpoints
+        assert folder is not None  # steps are kept only where there is a place for them
         save_causal(trainer.averaged()[0].state_dict(), folder / name)
 
     def one_step(step: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +54,11 @@ class Trainer:
     def __init__(self, modules: Sequence[nn.Module], peak_lr: float, schedule: Schedule, dtype: torch.dtype):
         self.averaged_modules = [deepcopy(m).float().requires_grad_(False) for m in modules]
         trained = [p.requires_grad for m in modules for p in m.parameters()]
-        self.params = list(compress((p for m in modules for p in m.parameters()), trained))
-        self.averages = list(compress((p for m in self.averaged_modules for p in m.parameters()), trained))
-        self.masters = [p.detach().float().clone() for p in self.params]
+        self.params: list[Tensor] = list(compress((p for m in modules for p in m.parameters()), trained))
+        self.averages: list[Tensor] = list(
+            compress((p for m in self.averaged_modules for p in m.parameters()), trained)
+        )
+        self.masters: list[Tensor] = [p.detach().float().clone() for p in self.params]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         device = self.params[0].device
@@ -71,7 +74,8 @@ class Trainer:
         )
         for m in modules:
             m.to(dtype)
-        self.peak_lr, self.schedule, self.curve = peak_lr, schedule, []
+        self.peak_lr, self.schedule = peak_lr, schedule
+        self.curve: list[list[float]] = []  # [step, seconds, loss]
         self.notes: dict[str, list] = {}  # what a stage measures on the way
         self.calls: dict[str, int] = {}
         self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -123,7 +127,7 @@ class Trainer:
         value = loss()
         value.backward()
         with torch.no_grad():
-            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.params])
+            torch._foreach_copy_(gradients(self.masters), gradients(self.params))
             nn.utils.clip_grad_norm_(self.masters, 1.0)
             self.optimizer.step()
             torch._foreach_copy_(self.params, self.masters)
@@ -189,8 +193,8 @@ class Trainer:
                 )
             optimizer = self.optimizer.state_dict() | {"state": state["optimizer"]}
             with torch.no_grad():
-                for name, tensors in {"masters": self.masters, "averages": self.averages}.items():
-                    torch._foreach_copy_(tensors, state[name])
+                torch._foreach_copy_(self.masters, state["masters"])
+                torch._foreach_copy_(self.averages, state["averages"])
                 torch._foreach_copy_(self.params, self.masters)
             self.optimizer.load_state_dict(optimizer)
             self.optimizer.param_groups[0]["lr"] = self.lr  # loading copied the tensor that step() fills
@@ -208,7 +212,7 @@ class Trainer:
 
     # -- results --------------------------------------------------------------------------------------------
 
-    def averaged(self) -> list[nn.Module]:
+    def averaged(self) -> list[Any]:
         """Copies of the modules with averaged weights in bf16, as they are written."""
         return [deepcopy(m).to(torch.bfloat16) for m in self.averaged_modules]
 
@@ -223,3 +227,8 @@ class Trainer:
             "loss_curve": self.curve,
             **self.notes,
         }
+
+
+def gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of tensors that a backward pass has reached."""
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]

@@ -103,7 +103,9 @@ class Parser(argparse.ArgumentParser):
             options["type"] = self.LIMITED[options["type"]]
         return super().add_argument(*names, **options)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:
+    def parse_args(  # type: ignore[override]  # argparse's is overloaded by the namespace's type
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
         words = sys.argv[1:] if args is None else list(args)
         for number, word in enumerate(words):
             require_text(
@@ -233,7 +235,7 @@ def with_edits(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     edits = (
         edit_files.read_edits(path) if path else edit_files.edits_of(config.interventions, args.config_path)
     )
-    if heads:
+    if heads and passes:
         from wan.checkpoint import read_model_config  # with torch: not for a --help
 
         sizes = read_model_config(config.ckpt_dir)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from experiments.caches.atomic_files import require_writable, target_of
 from experiments.caches.errors import CacheError
@@ -71,7 +72,7 @@ def _locked(path: Path) -> Iterator[None]:
     if file.is_symlink() or (file.exists() and not (file.is_file() and file.stat().st_size <= LOCK_BYTES)):
         raise CacheError(f"{file} is no lock of ours, and would be one; move it away, then run again")
     was_there = os.path.lexists(file)
-    lock = FileLock(file, timeout=0, fallback_to_soft=False, on_acquired=_write_process)
+    lock: Any = FileLock(file, timeout=0, fallback_to_soft=False, on_acquired=_write_process)
     try:
         lock.acquire()
     except Timeout:

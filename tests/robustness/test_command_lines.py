@@ -20,6 +20,7 @@ from experiments import (
     layers_from_atlas,
     match_curve,
     measure_checkpoints,
+    measure_moments,
     run_causal_atlas,
     run_extraction,
     run_extraction_all,
@@ -76,6 +77,7 @@ OTHERS = {
         layers_from_atlas,
         match_curve,
         measure_checkpoints,
+        measure_moments,
         policy_figures,
         readme_figures,
         readme_tables,
@@ -299,6 +301,7 @@ CASES |= {
         ["{}/atlas.pt", "--output_path", f"{NO_DISK}/page.html"],
         ["{}/atlas.pt", "--output_path", "{}/folder"],
     ],
+    "measure_moments": [["--no_such_flag"], [], ["{}/none"]],
     "measure_checkpoints": [
         ["--no_such_flag"],
         [],

@@ -22,7 +22,7 @@ class CausalWanModel(WanModel):
         check_window(local_attn_size, sink_size, block_size=1)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
 
-    def forward(
+    def forward(  # type: ignore[override]  # it shares parameters with WanModel, not its call
         self,
         x: Tensor,
         t: Tensor,
