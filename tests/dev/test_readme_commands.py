@@ -73,7 +73,7 @@ def test_the_readme_from_top_to_bottom(clone):
         if command in NEED_WEIGHTS or command == THESE_TESTS:
             continue
         short = command.replace(*SHORTER.get(command, ("", "")))
-        shell = ["bash", "-ec", f"export PATH={clone}/.venv/bin:$PATH; {short}"]
+        shell = ["bash", "-ec", f"export PATH={Path(sys.executable).parent}:$PATH; {short}"]
         done = subprocess.run(shell, cwd=clone, env=quiet, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stderr[-500:])
     status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True)
