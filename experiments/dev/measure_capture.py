@@ -93,15 +93,7 @@ def random_pipeline(
     generator = torch.Generator(device).manual_seed(0)
     for name, value in model.named_parameters():
         fill_(value, name, generator)
-    return CausalInferencePipeline(
-        model,
-        config.num_frame_per_block,
-        config.independent_first_frame,
-        config.denoising_step_list,
-        config.warp_denoising_step,
-        config.timestep_shift,
-        config.context_noise,
-    )
+    return causal.pipeline_of(model, config)
 
 
 def make_rollout(config: RunConfig, random_weights: bool) -> tuple[Rollout, ModelConfig]:

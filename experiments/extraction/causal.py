@@ -236,6 +236,11 @@ def load_pipeline(
         local_attn_size=config.local_attn_size,
         sink_size=config.sink_size,
     )
+    return pipeline_of(model, config)
+
+
+def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
+    """The rollout of a model as a config says: blocks, steps and what the cache keeps."""
     return CausalInferencePipeline(
         model,
         config.num_frame_per_block,

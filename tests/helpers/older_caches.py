@@ -52,25 +52,27 @@ def older_figure4(F=21, claimed=None, H=3, S=5, **more):
     } | more
 
 
+OLDER_LAYER_FIELDS = (
+    "layer_index",
+    "is_logits",
+    "prompt",
+    "num_frames",
+    "frame_seq_length",
+    "num_frame_per_block",
+    "num_heads",
+    "block_sizes",
+    "query_frames",
+    "key_frames",
+    "last_block_query_frames",
+)  # that the older script wrote beside its two tensors
+
+
 def older_layer(**more):
     now = synthetic_caches.layer(F=9)
     matrix = now["full_frame_attention"].nan_to_num(0).half()
     matrix[:, 4, 2] = 0  # a real zero
-    keep = (
-        "layer_index",
-        "is_logits",
-        "prompt",
-        "num_frames",
-        "frame_seq_length",
-        "num_frame_per_block",
-        "num_heads",
-        "block_sizes",
-        "query_frames",
-        "key_frames",
-        "last_block_query_frames",
-    )
     return (
-        {k: now[k] for k in keep}
+        {name: now[name] for name in OLDER_LAYER_FIELDS}
         | {
             "full_frame_attention": matrix,
             "last_block_frame_attention": now["last_block_frame_attention"].half(),

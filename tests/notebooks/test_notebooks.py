@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import GOLDEN, ROOT
 from helpers import executed, synthetic_caches
+from helpers.older_caches import OLDER_LAYER_FIELDS
 
 from experiments.analysis.reports import layer_lines
 from experiments.caches import load_cache, save_cache
@@ -37,21 +38,8 @@ def older_layer(atlas, layer):
     """A layer of a published atlas as the older script wrote it: no format, float16, zeros for what was not
     attended."""
     now = layer_from_atlas(load_cache(PUBLISHED / atlas), layer)
-    kept = (
-        "layer_index",
-        "is_logits",
-        "prompt",
-        "num_frames",
-        "frame_seq_length",
-        "num_frame_per_block",
-        "num_heads",
-        "block_sizes",
-        "query_frames",
-        "key_frames",
-        "last_block_query_frames",
-    )
     matrix = now["full_frame_attention"].masked_fill(later_block(now["block_sizes"]), 0)
-    return {name: now[name] for name in kept} | {
+    return {name: now[name] for name in OLDER_LAYER_FIELDS} | {
         "full_frame_attention": matrix.half(),
         "last_block_frame_attention": now["last_block_frame_attention"].half(),
     }
