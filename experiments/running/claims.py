@@ -1,0 +1,127 @@
+"""Work items that any number of processes make together, on one host or on many that share a disk.
+
+A claim is a file, FOLDER/NAME.claim, made with O_EXCL, which NFS keeps atomic, and held by filelock's
+SoftFileLease: its owner sets the file's time every few seconds. Whoever wants the item watches that file on a
+clock of its own, and takes it once nothing has moved for LEASE_SECONDS. So neither the clocks of two hosts
+nor the process ids of another one matter, and no lock daemon is needed, which many shared disks lack. An
+owner that was only asleep may make the item as well: files are replaced whole, and their bytes are equal.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from experiments.caches.errors import CacheError
+from experiments.extraction.observer import RunObserver
+from experiments.running.ranks import Rank
+
+LEASE_SECONDS = 90.0  # NFS may show a file's time up to 60 s late
+LOOK_SECONDS = 1.0  # between two looks at what others are making
+SAY_SECONDS = 2.0  # between two counts of what is done
+
+
+def item_name(*settings: Any) -> str:
+    """A short name of a work item that differs where its settings do."""
+    said = json.dumps(settings, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+class Claims:
+    """Claims on items by their names, in a folder that all processes share; leaving lets go of all."""
+
+    def __init__(self, folder: str | Path, rank: Rank | None = None, lease: float = LEASE_SECONDS):
+        self.folder, self.rank, self.lease_seconds = Path(folder), rank or Rank(), lease
+        self._leases: dict[str, Any] = {}  # a lease remembers how long it has watched another's claim
+
+    def __enter__(self) -> "Claims":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for lease in self._leases.values():
+            lease.release()
+
+    def to_make(
+        self, names: Sequence[str], is_done: Callable[[str], bool], watch: RunObserver | None = None
+    ) -> Iterator[str]:
+        """Yield the items that this process is to make, each claimed until the next one is asked for.
+
+        Ends when every item is done, or was tried here: before that it waits for those that others are
+        making, and makes those of others that died. No item is yielded twice.
+        """
+        progress = _Progress(len(names), self, watch or RunObserver())
+        left = list(_rotated(names, self.rank))
+        while left := [name for name in left if not is_done(name)]:
+            tried = set()
+            for name in left:
+                with self._held(name) as held:
+                    if held:
+                        tried.add(name)
+                    if held and not is_done(name):  # it may have been finished just before the claim
+                        yield name
+                progress.say(left, is_done)
+            left = [name for name in left if name not in tried]
+            if left and not tried:  # the rest is being made by others
+                progress.say(left, is_done, waiting=True)
+                time.sleep(min(LOOK_SECONDS, self.lease_seconds / 4))
+
+    def at_work(self) -> int:
+        """How many items are claimed."""
+        return sum(1 for _ in self.folder.glob("*.claim"))
+
+    @contextmanager
+    def _held(self, name: str) -> Iterator[bool]:
+        """Whether the claim on an item could be had; it is held while the context lasts."""
+        from filelock import SoftFileLease, Timeout  # here: a --help needs no locks
+
+        if name not in self._leases:
+            file = self.folder / f"{name}.claim"
+            self._leases[name] = SoftFileLease(
+                file, lease_duration=self.lease_seconds, timeout=0, thread_local=False
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._leases[name].acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        except OSError as error:
+            reason = error.strerror or error
+            raise CacheError(f"{self.folder} cannot hold the claims of a sweep: {reason}") from error
+        try:
+            yield True
+        finally:
+            self._leases.pop(name).release()
+
+
+def _rotated(names: Sequence[str], rank: Rank) -> list[str]:
+    """Names from the rank's share on: ranks that start together do not all ask for the same items."""
+    start = len(names) * rank.number // rank.count
+    return [*names[start:], *names[:start]]
+
+
+class _Progress:
+    """One line for all ranks, said by the first of them where there are several."""
+
+    def __init__(self, total: int, claims: Claims, watch: RunObserver):
+        self.total, self.claims, self.watch = total, claims, watch
+        self.start, self.at_first, self.said = time.monotonic(), -1, (-1, False)
+        self.asked = -SAY_SECONDS
+
+    def say(self, left: Sequence[str], is_done: Callable[[str], bool], waiting: bool = False) -> None:
+        """Count what is done, now and then, and say it where that is news; left was not done before."""
+        now, rank = time.monotonic(), self.claims.rank
+        if rank.count == 1 or not rank.is_first or now - self.asked < SAY_SECONDS:
+            return
+        self.asked = now
+        done = self.total - sum(not is_done(name) for name in left)
+        self.at_first = done if self.at_first < 0 else self.at_first
+        if (done, waiting) == self.said:
+            return
+        self.said, made = (done, waiting), done - self.at_first
+        rest = f", {(now - self.start) / made * (self.total - done):.0f} s left" if made else ""
+        at_work = f"{self.claims.at_work()} in work by {rank.count} ranks"
+        self.watch.print(f"{done} of {self.total} done, {at_work}{rest}{'; waiting for them' * waiting}")

@@ -1,0 +1,91 @@
+"""Which of several processes this one is, as torchrun or srun say it, and the GPU that is its own.
+
+RANK, WORLD_SIZE and LOCAL_RANK are torchrun's; srun's SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID
+stand in for them. A SLURM array, or a shell loop, needs none: every process claims what is left.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from wan.config import RunConfig
+from wan.errors import ConfigError, quoted
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+MAX_RANKS = 65536
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of count processes that were started together; local counts those of its host."""
+
+    number: int = 0
+    count: int = 1
+    local: int = 0
+    has_own_view: bool = False  # srun may show every process its own GPU alone
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+
+def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
+    """The rank that the environment gives this process; the only one where it gives none.
+
+    Raises ConfigError for an environment that says only half of it, or what cannot be.
+    """
+    if any(environment.get(name) for name in TORCHRUN[:2]):
+        return _read(environment, TORCHRUN)
+    if all(environment.get(name) for name in SRUN):
+        return replace(_read(environment, SRUN), has_own_view=True)
+    return Rank()
+
+
+def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Rank:
+    rank, world, local = names
+    numbers = {name: _number(name, environment[name]) for name in names if environment.get(name)}
+    for name, other in ((rank, world), (world, rank)):
+        if name in numbers and other not in numbers:
+            raise ConfigError(
+                f"{name} is set and {other} is not: start ranks by torchrun, or unset {name} for one process"
+            )
+    number, count = numbers[rank], numbers[world]
+    if not 1 <= count <= MAX_RANKS or number >= count:
+        raise ConfigError(
+            f"{rank} {number} is not one of {world} {count}: start ranks by torchrun, or unset both"
+        )
+    if count > 1 and local not in numbers:
+        raise ConfigError(f"{local} is not set beside {rank} and {world}: start ranks by torchrun")
+    return Rank(number, count, numbers.get(local, 0))
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ConfigError(f"{name} is {quoted(text, 40)}, not a number: start ranks by torchrun, or unset it")
+    return int(text)
+
+
+def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
+    """The config of one of several ranks: each has a GPU of its own, or all share the CPU.
+
+    Raises ConfigError where there are fewer GPUs than ranks, or where the config names one GPU for all.
+    """
+    if rank.count == 1 or config.device == "cpu":
+        return config
+    import torch  # here: a --help needs no torch
+
+    gpus = torch.cuda.device_count()
+    if config.device == "auto" and not gpus:
+        return replace(config, device="cpu")
+    if config.device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device {config.device} was asked for {rank.count} ranks, and each has its own: leave it out"
+        )
+    index = 0 if rank.has_own_view and gpus == 1 else rank.local
+    if index >= gpus:
+        raise ConfigError(
+            f"rank {rank.number} is number {rank.local} of its host, which has {gpus} "
+            f"GPU{'s' * (gpus != 1)}: start at most {max(gpus, 1)} ranks a host, or use --device cpu"
+        )
+    return replace(config, device=f"cuda:{index}")

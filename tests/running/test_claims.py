@@ -1,0 +1,166 @@
+"""Work items shared by processes: none is made twice or lost, also where one is killed or joins late."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from helpers.forked import exit_code, forked
+
+from experiments.caches.errors import CacheError
+from experiments.extraction.observer import RunObserver
+from experiments.running import claims as claims_module
+from experiments.running.claims import Claims, item_name
+from experiments.running.ranks import Rank, on_own_device, this_rank
+from wan.config import load_config
+from wan.errors import ConfigError
+
+NAMES = [f"item{i}" for i in range(12)]
+LEASE = 0.8  # seconds
+
+
+def make_all(folder: Path, rank: Rank, seconds: float = 0.02, stuck: str = "") -> None:
+    """What one process does: it appends its number to the file of every item that it makes."""
+    with Claims(folder / "items", rank, LEASE) as claims:
+        for name in claims.to_make(NAMES, lambda name: (folder / name).exists()):
+            if name == stuck:
+                time.sleep(60)
+            time.sleep(seconds)
+            with open(folder / f"{name}.making", "a", encoding="utf-8") as file:
+                file.write(f"{rank.number}\n")
+            os.replace(folder / f"{name}.making", folder / name)
+
+
+def in_child(function) -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(exit_code(function)())
+    return child
+
+
+def test_three_processes_make_every_item_once(tmp_path):
+    children = [in_child(lambda n=n: make_all(tmp_path, Rank(n, 3, n))) for n in range(3)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    makers = [(tmp_path / name).read_text().split() for name in NAMES]
+    assert all(len(maker) == 1 for maker in makers) and {n for (n,) in makers} == {"0", "1", "2"}
+    assert not list((tmp_path / "items").iterdir())
+
+
+def test_what_a_dead_process_had_claimed_is_made_by_another_that_joins(tmp_path):
+    stuck = in_child(lambda: make_all(tmp_path, Rank(0, 2), stuck="item3"))
+    while not (tmp_path / "items/item3.claim").exists():
+        time.sleep(0.01)
+    other = in_child(lambda: make_all(tmp_path, Rank(1, 2)))
+    time.sleep(1.5 * LEASE)
+    assert not (tmp_path / "item3").exists()  # its owner is alive
+    os.kill(stuck, signal.SIGKILL)
+    os.waitpid(stuck, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
+    assert (tmp_path / "item3").read_text() == "1\n" and not list((tmp_path / "items").iterdir())
+
+
+def test_a_claim_of_another_host_is_taken_when_its_time_stands_still(tmp_path):
+    """Its process ids mean nothing here: only the lease decides."""
+    claims = Claims(tmp_path / "items", lease=LEASE)
+    with claims._held("item0"):
+        text = (tmp_path / "items/item0.claim").read_text()
+    host = os.uname().nodename
+    assert host in text
+    far = text.replace(host, "another-host")
+    (tmp_path / "items/item0.claim").write_text(far)
+    start = time.monotonic()
+    with Claims(tmp_path / "items", lease=LEASE) as claims:
+        assert list(claims.to_make(["item0"], lambda name: False)) == ["item0"]
+    assert LEASE <= time.monotonic() - start < 6 * LEASE
+
+
+def test_an_item_that_fails_is_tried_once(tmp_path):
+    with Claims(tmp_path / "items") as claims:
+        assert list(claims.to_make(NAMES, lambda name: name == "item1")) == [n for n in NAMES if n != "item1"]
+
+
+def test_ranks_begin_at_different_items(tmp_path):
+    with Claims(tmp_path / "items", Rank(2, 3)) as claims:
+        assert next(iter(claims.to_make(NAMES, lambda name: False))) == "item8"
+
+
+def test_one_line_tells_how_far_all_ranks_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_module, "SAY_SECONDS", 0.0)
+    said, done = [], {"item0"}
+    watch = RunObserver()
+    watch.print = said.append
+    with Claims(tmp_path / "items", Rank(0, 4)) as claims:
+        for name in claims.to_make(NAMES[:3], done.__contains__, watch):
+            done.add(name)
+    assert said[0].startswith("2 of 3 done, 0 in work by 4 ranks") and said[-1].startswith("3 of 3 done")
+    said.clear()
+    with Claims(tmp_path / "items", Rank(1, 4)) as claims:
+        list(claims.to_make(NAMES[:3], lambda name: False, watch))
+    assert not said
+
+
+def test_a_folder_that_cannot_hold_claims(tmp_path):
+    (tmp_path / "items").write_text("a file")
+    done = forked(lambda: list(Claims(tmp_path / "items").to_make(["a"], lambda name: False)))
+    assert done.code and "cannot hold the claims of a sweep" in str(done.value)
+    with pytest.raises(CacheError):
+        list(Claims(tmp_path / "items").to_make(["a"], lambda name: False))
+
+
+def test_names_differ_where_settings_do():
+    names = {item_name(*parts) for parts in (("a", 1), ("a", 2), ("b", 1), ("a", 1, None), ({"x": 1}, 1))}
+    assert len(names) == 5 and item_name({"x": 1, "y": 2}) == item_name({"y": 2, "x": 1})
+
+
+# -- the environment -----------------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+def test_ranks_of_torchrun_and_srun():
+    assert this_rank({}) == Rank() == this_rank({"LOCAL_RANK": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert this_rank(TORCHRUN) == Rank(1, 4, 1)
+    assert this_rank({"RANK": "0", "WORLD_SIZE": "1"}) == Rank(0, 1, 0)
+    srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    assert this_rank(srun) == Rank(5, 8, 1, has_own_view=True)
+    assert this_rank(srun | TORCHRUN) == Rank(1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set and RANK is not"),
+        (TORCHRUN | {"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"),
+        (TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"}, "RANK 0 is not one of WORLD_SIZE 0"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', not a number"),
+        (TORCHRUN | {"WORLD_SIZE": "٤"}, "WORLD_SIZE is '٤', not a number"),
+        (TORCHRUN | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', not a number"),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 50}, "not a number"),
+        (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK is not set beside RANK and WORLD_SIZE"),
+    ],
+)
+def test_half_an_environment_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        this_rank(environment)
+
+
+def test_every_rank_has_its_own_gpu(monkeypatch):
+    import torch
+
+    auto = load_config("configs/wan_mini.yaml")
+    assert on_own_device(auto, Rank()) is auto
+    for count, rank, device in (
+        (0, Rank(1, 2, 1), "cpu"),
+        (2, Rank(3, 4, 1), "cuda:1"),
+        (1, Rank(3, 4, 3, True), "cuda:0"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert on_own_device(auto, rank).device == device
+    with pytest.raises(
+        ConfigError, match="rank 1 is number 1 of its host, which has 1 GPU: start at most 1 rank"
+    ):
+        on_own_device(auto, Rank(1, 2, 1))
+    with pytest.raises(ConfigError, match="device cuda:0 was asked for 2 ranks"):
+        on_own_device(load_config("configs/wan_mini.yaml", {"device": "cuda:0"}), Rank(1, 2, 1))
