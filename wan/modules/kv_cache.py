@@ -118,7 +118,7 @@ class KVCache:
 
     def begin_pass(self, is_clean: bool) -> None:
         """Say which pass comes next; raw keys are kept of clean ones alone."""
-        self.stores_raw = is_clean and self.own.start < self.raw_slots
+        self.stores_raw = is_clean and self.policy.raw_places(self, 0).start < self.raw_slots
 
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
@@ -138,7 +138,8 @@ class KVCache:
         keys[:, start:end] = k
         values[:, start:end] = v
         if raw_k is not None:
-            stop = min(end, self.raw_slots * S)
+            place = self.policy.raw_places(self, layer)
+            start, stop = (place.start + skipped) * S, min(place.stop, self.raw_slots) * S
             self.raw_keys[layer][:, start:stop] = raw_k[:, first : first + stop - start]
         return self.policy.written(self, layer, q)
 

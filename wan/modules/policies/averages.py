@@ -113,10 +113,11 @@ class TwoMemories(WindowedPolicy):
     def start(self, cache: "KVCache") -> None:
         self._memories: list[tuple[Pair, Pair]] = []  # per layer long and short, float32 [B, 1, H, D]
 
-    def make_room(self, cache: "KVCache", new: int) -> None:
-        if self._memories and cache.frames[self.sink : self.sink + 2] != [AVERAGE] * 2:
-            self._memories = []  # a flush took them away
-        super().make_room(cache, new)
+    def flush(self, cache: "KVCache") -> None:
+        if self._memories:
+            cache.remove(self.sink, 2)
+            self._memories = []
+        super().flush(cache)
 
     def evict(self, cache: "KVCache", excess: int) -> None:
         first = self.sink + 2

@@ -125,6 +125,10 @@ class CachePolicy:
         """The slots that a layer's present pass writes."""
         return cache.own
 
+    def raw_places(self, cache: "KVCache", layer: int) -> range:
+        """Where a layer's present pass puts its un-rotated keys, as far as there is room for them."""
+        return self.own_slots(cache, layer)
+
     def unwritten(self, cache: "KVCache", layer: int) -> int:
         """How many of the own slots, from the first one on, the present pass leaves as they are."""
         return 0

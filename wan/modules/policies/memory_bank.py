@@ -72,6 +72,7 @@ class MemoryBank(WindowedPolicy):
         cache.remove(self._at, self.banked)
         self.start(cache)
         super().flush(cache)
+        self._at = min(self.sink, len(cache.slots))
 
     # -- the bank --------------------------------------------------------------------------------------------
 

@@ -53,6 +53,9 @@ class RollingSink(WindowedPolicy):
     def raw_slots(self, capacity: int) -> int:
         return min(self._kept, capacity)  # they are filled once, by the first frames, and never move
 
+    def raw_places(self, cache: "KVCache", layer: int) -> range:
+        return cache.newest  # the first frames keep their places where a flush moves slots
+
     def state_frames(self) -> int:
         return self.window  # values of the first frames; their raw keys are counted by the cache
 
