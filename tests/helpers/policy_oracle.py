@@ -91,7 +91,7 @@ class LayerOracle:
         return self.softmax(q, frames, self.past)
 
     def attend(self, q: Tensor, frames: list[Frame], first_pass: bool) -> Tensor:
-        """Queries without RoPE [B, L, H, D] over the past and these frames of their own block -> [B, L, H, D]."""
+        """Queries without RoPE [B, L, H, D] over the past and their block -> [B, L, H, D]."""
         self.own = frames
         for i, frame in enumerate(frames):
             number = int(frame.frame[0, 0])

@@ -3,7 +3,6 @@
 Fields, block sizes, given frames and prompt switches are drawn at random, on another small model.
 """
 
-import pytest
 import torch
 from helpers.policy_oracle import Frame, LayerOracle
 from hypothesis import given, settings
