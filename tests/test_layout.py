@@ -46,7 +46,6 @@ TYPED_BY_USERS = {
 LONG_FILES: set[str] = set()
 LONG_FUNCTIONS = {
     "wan/modules/mass_kernel.py: _mass_kernel",
-    "wan/pipeline.py: inference",
 }
 
 

@@ -1,6 +1,6 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,13 +13,12 @@ from wan.modules.cache_policies import CachePolicy, of_window
 from wan.modules.captured_call import Pass
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
-from wan.modules.kv_cache import KVCache
-from wan.modules.model import TextKeysValues
-from wan.modules.per_head_cache import PerHeadCache
 from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
+from wan.noise import Noise, TensorNoise
 from wan.prompt_schedule import PromptSwitch, check_schedule
 from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
 
+Probe = Callable[[int, Callable[..., Tensor]], None]
 RECACHE = -1  # the step of a forward that computes the cache again after a switch of prompts
 
 
@@ -77,87 +76,79 @@ class CausalInferencePipeline:
         on_pass: Callable[[], None] | None = None,
         on_block: Callable[[int, Tensor], None] | None = None,
         prompt_schedule: Sequence[PromptSwitch] = (),
-        probe: Callable[[int, Callable[..., Tensor]], None] | None = None,
+        probe: Probe | None = None,
     ):
         """Generate as many frames as noise [B, F, C, h, w] has -> video or None, latents [B, G + F, C, h, w].
 
         Without return_latents the video alone. renoise [steps - 1, B, F, C, h, w] replaces the fresh noise
         between steps, else generator draws it. initial_latent [B, G, C, h, w] is a given beginning, and must
-        fill whole blocks. on_pass is called after each forward, on_block with the block and its latents when
-        it is finished. probe is called before each generated block with its number and a function that
+        fill whole blocks. on_block is called with the block and its latents when it is finished; the rest is
+        as in blocks().
+        """
+        given = _given_frames(noise, initial_latent)
+        if prompt_embeds is None:
+            prompt_embeds = self.encode(text_prompts, noise.shape[0])
+        rollout = self.blocks(
+            TensorNoise(noise, renoise, generator, start=given),
+            prompt_embeds,
+            num_given=given,
+            given=None if initial_latent is None else partial(_of_frames, initial_latent),
+            prompt_schedule=prompt_schedule,
+            on_pass=on_pass,
+            probe=probe,
+        )
+        finished = []
+        for block, (_, latents) in enumerate(rollout):
+            finished.append(latents)
+            if on_block:
+                on_block(block, latents)
+        latents = torch.cat(finished, 1)
+        video = None if self.vae is None else self.vae.decode(latents)
+        return (video, latents) if return_latents else video
+
+    @torch.no_grad()
+    def blocks(
+        self,
+        noise: Noise,
+        prompt_embeds: Tensor,
+        *,
+        num_frames: int | None = None,
+        num_given: int = 0,
+        given: Callable[[range], Tensor] | None = None,
+        prompt_schedule: Sequence[PromptSwitch] = (),
+        on_pass: Callable[[], None] | None = None,
+        probe: Probe | None = None,
+    ) -> Iterator[tuple[range, Tensor]]:
+        """The rollout, block by block: the frames of each and its latents [B, n, C, h, w].
+
+        It holds the cache and one block, so that a video may be of any length: num_frames of the noise's
+        frames, or all of them, after num_given frames that given(frames) returns. on_pass is called after
+        each forward. probe is called before each generated block with its number and a function that
         denoises it, from other noise [B, n, C, h, w] where that is given -> x0, as often as wanted, without
         a trace in the rollout.
         """
-        given, blocks = self._blocks(noise, initial_latent)
+        num_frames = noise.shape[1] if num_frames is None else num_frames
+        blocks = self._blocks(num_given, num_frames)
         check_schedule(prompt_schedule, blocks, self.cache_policy)
-        self._check_probe(probe, renoise)
-        switches = {switch.frame: switch for switch in prompt_schedule}
-        if prompt_embeds is None:
-            prompt_embeds = self._encode(text_prompts, noise.shape[0])
-        ATTENTION_WEIGHT_CAPTURE.check_model(
-            self.model.config.num_layers, len(blocks), len(self.pass_timesteps)
-        )
-        if ACTIVE_EDITS.active:
-            ACTIVE_EDITS.check(self.plan(noise.shape[1], given))
-
-        latents = torch.cat([noise.new_empty(noise.shape[0], given, *noise.shape[2:]), noise], 1)
-        batch, num_frames, _, height, width = latents.shape
-        kv_cache = self.model.new_kv_cache(
-            batch, num_frames, height, width, self.cache_policy, self.num_frame_per_block
-        )
-        text = self.model.text_keys_values(prompt_embeds)
-
-        def predict_flow(x: Tensor, at: Pass) -> Tensor:
-            timestep = x.new_full((), at.timestep, dtype=torch.float32)
-            kv_cache.begin_pass(at.is_clean_pass)
-            with ATTENTION_WEIGHT_CAPTURE.during(at):
-                flow = self.model(x, timestep, text, kv_cache)
-            if on_pass:
-                on_pass()
-            return flow
-
-        def fresh_noise(step: int, frames: range) -> Tensor:
-            if renoise is not None:
-                return renoise[step][:, frames.start - given : frames.stop - given]
-            shape = (latents.shape[0], len(frames), *latents.shape[2:])
-            return torch.randn(shape, generator=generator, dtype=latents.dtype, device=latents.device)
-
-        def denoise(block: int, frames: range, x: Tensor | None = None) -> Tensor:
-            x = latents[:, frames.start : frames.stop] if x is None else x
-            for step, sigma in enumerate(self.sigmas):
-                x0 = flow_to_x0(predict_flow(x, self._pass(block, frames, step)), x, sigma)
-                if step + 1 < len(self.timesteps):
-                    x = add_noise(x0, fresh_noise(step, frames), self.sigmas[step + 1])
-            return x0
+        self._check_probe(probe, noise)
+        self._check_observers(num_frames, num_given, len(blocks))
+        video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 
         for block, frames in enumerate(blocks):
-            now = slice(frames.start, frames.stop)
+            # 0. Make room for the block, and switch to the next prompt where one begins here.
+            video.make_room(block, frames)
 
-            # 0. Switch to the next prompt, make room for the block.
-            switch = switches.get(frames.start)
-            if switch:
-                text = self.model.text_keys_values(self._embeds(switch, noise.shape[0]))
-                again = self._recall(kv_cache, switch, text)
-                if again:
-                    past = slice(again.start, again.stop)
-                    predict_flow(latents[:, past], self._pass(block, again, RECACHE))
-            kv_cache.advance(frames, text, cut=switch is not None and switch.how == "cut")
-
-            # 1. Denoise: predict the clean block, then go back to the next, lower noise level.
-            if probe and frames.start >= given:
-                probe(block, partial(denoise, block, frames))
-            if initial_latent is not None and frames.start < given:
-                latents[:, now] = initial_latent[:, now]
+            # 1. Denoise, from pure noise to clean latents.
+            if given and frames.start < num_given:
+                x0 = given(frames)
             else:
-                latents[:, now] = denoise(block, frames)
+                if probe:
+                    probe(block, partial(video.denoise, block, frames))
+                x0 = video.denoise(block, frames)
 
             # 2. Remember: the clean pass overwrites this block's keys and values.
-            predict_flow(latents[:, now], self._pass(block, frames, len(self.timesteps)))
-            if on_block:
-                on_block(block, latents[:, now])
-
-        video = None if self.vae is None else self.vae.decode(latents)
-        return (video, latents) if return_latents else video
+            video.remember(block, frames, x0)
+            yield frames, x0
 
     def plan(self, num_frames: int, given: int = 0) -> RolloutPlan:
         """What a rollout of num_frames frames after given ones is going to do."""
@@ -170,11 +161,18 @@ class CausalInferencePipeline:
         blocks = blocks_of_window(sizes, window, getattr(policy, "sink", 0), given)
         return RolloutPlan(config.num_layers, config.num_heads, len(self.timesteps), blocks, config.text_len)
 
-    def _check_probe(self, probe: object, renoise: Tensor | None) -> None:
+    def _check_observers(self, num_frames: int, given: int, num_blocks: int) -> None:
+        """Refuse captures and edits that this rollout cannot serve."""
+        layers, passes = self.model.config.num_layers, len(self.pass_timesteps)
+        ATTENTION_WEIGHT_CAPTURE.check_model(layers, num_blocks, passes)
+        if ACTIVE_EDITS.active:
+            ACTIVE_EDITS.check(self.plan(num_frames, given))
+
+    def _check_probe(self, probe: Probe | None, noise: Noise) -> None:
         """A block can be denoised twice where its noise is given and its passes leave the past as it is."""
         if probe is None:
             return
-        if renoise is None:
+        if not noise.is_repeatable:
             raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
         if self.cache_policy.chooses_by_layer or self.cache_policy.source:
             raise ConfigError(
@@ -182,56 +180,118 @@ class CausalInferencePipeline:
                 "in a block's first pass; take full or window"
             )
 
-    def _pass(self, block: int, frames: range, step: int) -> Pass:
-        """What the forward of a block's step announces; after the denoising steps comes the clean pass."""
-        return Pass(
-            query_frames=tuple(frames),
-            block=block,
-            step=step,
-            timestep=self.pass_timesteps[step],  # step -1 has that of the clean pass
-            is_clean_pass=step in (len(self.timesteps), RECACHE),
-        )
-
-    @staticmethod
-    def _recall(kv_cache: KVCache | PerHeadCache, switch: PromptSwitch, text: TextKeysValues) -> range | None:
-        """What a switch does to the cache; the frames whose keys are to be computed again, if any."""
-        if switch.how in ("flush", "cut"):
-            kv_cache.flush()
-        if switch.how != "recache":
-            return None
-        seen = kv_cache.policy.num_frames or switch.frame
-        frames = range(max(0, switch.frame - seen), switch.frame)
-        kv_cache.recache(frames, text)
-        return frames
-
-    def _embeds(self, switch: PromptSwitch, batch: int) -> Tensor:
-        if switch.prompt_embeds is not None:
-            return switch.prompt_embeds
-        return self._encode(None if switch.prompt is None else [switch.prompt] * batch, batch)
-
-    def _blocks(self, noise: Tensor, initial_latent: Tensor | None) -> tuple[int, list[range]]:
-        """How many frames are given, and the frames of every block, given and generated."""
-        if noise.ndim != 5:
-            raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
-        given = 0 if initial_latent is None else initial_latent.shape[1]
-        sizes = block_sizes(given + noise.shape[1], self.num_frame_per_block, self.independent_first_frame)
+    def _blocks(self, num_given: int, num_frames: int) -> list[range]:
+        """The frames of every block, given and generated."""
+        sizes = block_sizes(num_given + num_frames, self.num_frame_per_block, self.independent_first_frame)
         blocks = block_ranges(sizes)
         ends = [0, *(frames.stop for frames in blocks)]
-        if given not in ends:
+        if num_given not in ends:
             raise ConfigError(
-                f"initial_latent of {given} frames does not fill whole blocks {sizes}; "
+                f"initial_latent of {num_given} frames does not fill whole blocks {sizes}; "
                 f"it may have {ends[:-1]} frames"
             )
-        if initial_latent is not None and given and initial_latent[:, 0].shape != noise[:, 0].shape:
-            raise ConfigError(
-                f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} "
-                "differ in more than their frames"
-            )
-        return given, blocks
+        return blocks
 
-    def _encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:
+    def encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:
+        """States [B, n, text_dim] of a prompt for each video of the batch."""
         if text_prompts is None or self.text_encoder is None:
             raise ConfigError("give prompt_embeds, or text_prompts and a text_encoder")
         if len(text_prompts) != batch:
             raise ConfigError(f"{len(text_prompts)} prompts for noise of batch {batch}")
         return self.text_encoder(text_prompts)
+
+
+class Rollout:
+    """One video, or a batch of them, in the making: its noise, its prompt and what it remembers."""
+
+    def __init__(
+        self,
+        pipeline: CausalInferencePipeline,
+        noise: Noise,
+        prompt_embeds: Tensor,
+        num_frames: int,
+        prompt_schedule: Sequence[PromptSwitch] = (),
+        on_pass: Callable[[], None] | None = None,
+    ):
+        self.pipeline, self.model, self.noise, self.on_pass = pipeline, pipeline.model, noise, on_pass
+        batch, _, _, height, width = noise.shape
+        self.text = self.model.text_keys_values(prompt_embeds)
+        self.kv_cache = self.model.new_kv_cache(
+            batch, num_frames, height, width, pipeline.cache_policy, pipeline.num_frame_per_block
+        )
+        self.switches = {switch.frame: switch for switch in prompt_schedule}
+        self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where a switch computes keys again
+        self.keeps_past = any(switch.how == "recache" for switch in prompt_schedule)
+
+    def make_room(self, block: int, frames: range) -> None:
+        """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
+        switch = self.switches.get(frames.start)
+        if switch:
+            self.text = self.model.text_keys_values(self._embeds(switch))
+            if switch.how in ("flush", "cut"):
+                self.kv_cache.flush()
+            if switch.how == "recache":
+                self._recache(block, frames.start)
+        self.kv_cache.advance(frames, self.text, cut=switch is not None and switch.how == "cut")
+
+    def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
+        """Predict the clean block, then go back to the next, lower noise level -> x0 [B, n, C, h, w]."""
+        sigmas = self.pipeline.sigmas
+        x = self.noise.first(frames) if x is None else x
+        for step, sigma in enumerate(sigmas):
+            x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigma)
+            if step + 1 < len(sigmas):
+                x = add_noise(x0, self.noise.fresh(step, frames), sigmas[step + 1])
+        return x0
+
+    def remember(self, block: int, frames: range, x0: Tensor) -> None:
+        """The clean pass: what later blocks see of this one are its keys and values at t = 0."""
+        self.predict_flow(x0, block, frames, step=len(self.pipeline.timesteps))
+        if self.keeps_past:
+            self.past += x0.split(1, 1)
+            del self.past[: -(self.kv_cache.policy.num_frames or len(self.past))]
+
+    def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
+        """One forward of the model, announced to those who observe it."""
+        timestep = self.pipeline.pass_timesteps[step]  # step -1 has that of the clean pass
+        is_clean = step in (len(self.pipeline.timesteps), RECACHE)
+        self.kv_cache.begin_pass(is_clean)
+        at = Pass(
+            query_frames=tuple(frames), block=block, step=step, timestep=timestep, is_clean_pass=is_clean
+        )
+        with ATTENTION_WEIGHT_CAPTURE.during(at):
+            flow = self.model(x, x.new_full((), timestep, dtype=torch.float32), self.text, self.kv_cache)
+        if self.on_pass:
+            self.on_pass()
+        return flow
+
+    def _embeds(self, switch: PromptSwitch) -> Tensor:
+        if switch.prompt_embeds is not None:
+            return switch.prompt_embeds
+        batch = self.noise.shape[0]
+        return self.pipeline.encode(None if switch.prompt is None else [switch.prompt] * batch, batch)
+
+    def _recache(self, block: int, stop: int) -> None:
+        """Compute the newest frames' keys again, under the prompt that now begins."""
+        frames = range(stop - len(self.past), stop)
+        self.kv_cache.recache(frames, self.text)
+        self.predict_flow(torch.cat(self.past, 1), block, frames, RECACHE)
+
+
+def _of_frames(latents: Tensor, frames: range) -> Tensor:
+    return latents[:, frames.start : frames.stop]
+
+
+def _given_frames(noise: Tensor, initial_latent: Tensor | None) -> int:
+    """How many frames are given. ConfigError for shapes that do not go together."""
+    if noise.ndim != 5:
+        raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
+    if initial_latent is None:
+        return 0
+    given = initial_latent.shape[1]
+    if given and initial_latent[:, 0].shape != noise[:, 0].shape:
+        raise ConfigError(
+            f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} "
+            "differ in more than their frames"
+        )
+    return given
