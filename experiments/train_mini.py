@@ -7,7 +7,8 @@
 A stage ends after its steps or, where they end first, its minutes. Then it writes bf16 weights (the moving
 average of training) and its numbers in training.json. Its state is saved every minute: after Ctrl-C or a
 kill the same command with --resume goes on, and without --minutes the weights are the same bytes as if
-nothing had happened. On a CPU, `--steps 2 --batch 1 --clips 4` rehearses a stage in seconds.
+nothing had happened. Under `torchrun --nproc-per-node 2` every GPU takes its share of each step's clips, and
+no state is kept. On a CPU, `--steps 2 --batch 1 --clips 4` rehearses a stage in seconds.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
     if missing:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
-    from experiments.extraction.devices import (
-        choose_device,
-        choose_dtype,
-    )  # after the flags: --help needs no torch
+    from experiments.extraction.devices import choose_device, choose_dtype
+    from experiments.miniature.ranks import start_ranks  # after the flags: --help needs no torch
 
     device = choose_device(args.device)
+    ranks = start_ranks(device.type == "cuda")
+    if args.resume and ranks.count > 1:
+        raise ConfigError("a stage of several processes keeps no state; leave --resume out")
     return StageRun(
         args.stage,
         recipe,
@@ -89,6 +91,7 @@ def stage_run(args: argparse.Namespace) -> StageRun:
         args.resume,
         device.type == "cuda" if args.compile is None else args.compile,
         args.training_checkpoints,
+        ranks,
     )
 
 
@@ -115,11 +118,14 @@ def run(argv=None):
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
     diffusers_logging.set_verbosity_error()
     numbers = STAGES[args.stage](stage)
+    if not stage.ranks.first:
+        return
     about = {
         "device": device_name(stage.device),
         "torch": torch.__version__,
         "seed": args.seed,
         "dtype": str(stage.dtype),
+        "processes": stage.ranks.count,
         "frozen": hashes(),
         **asdict(stage.recipe),
     }

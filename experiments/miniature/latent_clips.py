@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 from transformers import UMT5EncoderModel
 
-from experiments.miniature.autoencoder import encode_scenes
+from experiments.miniature.autoencoder import encode_scenes, set_layout
 from experiments.miniature.moving_shapes import sample_scenes
 from experiments.miniature.recipe import CAPTION_DROPOUT, StageRun
 from experiments.miniature.tokenizer import build_tokenizer
@@ -20,13 +20,15 @@ class LatentClips:
     device."""
 
     def __init__(self, run: StageRun, seed: int):
-        device, recipe = run.device, run.recipe
+        device, seed = run.device, run.ranks.seed(seed)
         vae = AutoencoderKLWan.from_pretrained(run.output_dir / "vae").to(device, run.dtype)
+        if device.type == "cuda":
+            set_layout(vae, torch.channels_last, torch.channels_last_3d)
         mean, std = (
             torch.tensor(statistic, device=device).view(1, -1, 1, 1, 1)
             for statistic in (vae.config.latents_mean, vae.config.latents_std)
         )
-        scenes = list(itertools.islice(sample_scenes(seed, kinds=recipe.kinds), recipe.clips))
+        scenes = list(itertools.islice(sample_scenes(seed, kinds=run.recipe.kinds), run.clips))
         self.latents = ((encode_scenes(vae, scenes, device) - mean) / std).to(run.dtype)
         captions = ["", *(scene.caption for scene in scenes)]  # row 0 is the empty one
         tokens = build_tokenizer()(captions, padding=True, return_tensors="pt")

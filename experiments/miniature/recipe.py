@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.miniature.ranks import Ranks
 from wan.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Recipe:
 
     steps: int
     lr: float  # at its peak
-    batch: int  # clips of 81 frames per step
+    batch: int  # clips of 81 frames per step, of all processes together
     clips: int = 16384  # different clips
     kinds: tuple[str, ...] = HARD_KINDS  # of scenes
     needs: tuple[str, ...] = ()  # files and folders of earlier stages
@@ -55,8 +56,8 @@ class Recipe:
 
 RECIPES = {
     "vae": Recipe(12000, 1e-3, 4),
-    "base": Recipe(24000, 1e-3, 128, 32768, needs=("vae",)),
-    "causal": Recipe(16000, 6e-4, 64, 32768, needs=("vae", "transformer", "text_encoder")),
+    "base": Recipe(30000, 1e-3, 128, 40960, needs=("vae",)),
+    "causal": Recipe(30000, 8e-4, 80, 40960, needs=("vae", "transformer", "text_encoder")),
 }
 
 
@@ -74,6 +75,17 @@ class StageRun:
     resume: bool = False
     compile: bool = False
     training_checkpoints: Path | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+
+    @property
+    def batch(self) -> int:
+        """Clips of 81 frames that this process sees in a step."""
+        return self.ranks.share(self.recipe.batch)
+
+    @property
+    def clips(self) -> int:
+        """Different clips that this process trains on."""
+        return self.ranks.share(self.recipe.clips)
 
     @property
     def state_file(self) -> Path:

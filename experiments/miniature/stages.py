@@ -3,12 +3,13 @@ stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import UMT5Config, UMT5EncoderModel
 
 from experiments.miniature.checkpoint_files import CAUSAL, save_causal, save_index, save_transformer
@@ -19,6 +20,7 @@ from experiments.miniature.training import Schedule, Trainer
 from experiments.miniature.vae_training import train_vae
 from wan.blocks import block_ranges, block_sizes
 from wan.checkpoint import read_transformer_state
+from wan.modules.attention import MaskedAttention
 from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
 from wan.modules.model import TextKeysValues, WanModel
 from wan.scheduler import FlowSchedule
@@ -41,7 +43,8 @@ def train_base(run: StageRun) -> dict:
     model = WanModel(**asdict(MODEL)).to(device)
     model.init_weights()
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **TEXT)).to(device)
-    trainer = Trainer([model, encoder], recipe.lr, Schedule(recipe.steps, run.minutes), run.dtype)
+    schedule = Schedule(recipe.steps, run.minutes, run.ranks)
+    trainer = Trainer([model, encoder], recipe.lr, schedule, run.dtype)
     compile_blocks(model, run.compile)
 
     def save() -> None:
@@ -52,7 +55,7 @@ def train_base(run: StageRun) -> dict:
         save_index(run.output_dir)
 
     def loss() -> Tensor:
-        x0, ids, mask = clips.batch(recipe.batch)
+        x0, ids, mask = clips.batch(run.batch)
         noise, t = torch.randn_like(x0), draw(timesteps, len(x0))
         flow = model(add_noise(x0, noise, t / 1000), t, encode_text(encoder, ids, mask))
         return F.mse_loss(flow.float(), (noise - x0).float())
@@ -61,19 +64,34 @@ def train_base(run: StageRun) -> dict:
     return trainer.numbers()
 
 
+def masked_attention(blocks: Sequence[range], tokens: int, run: StageRun) -> Tensor | MaskedAttention:
+    """The mask of teacher forcing; where layers are compiled, attention that skips what the mask hides."""
+    block_of_frame = torch.tensor([i for i, block in enumerate(blocks) for _ in block])
+    if not run.compile:
+        return teacher_forcing_mask(block_of_frame.tolist(), tokens).to(run.device)
+    length, block_length = tokens * len(block_of_frame), tokens * len(blocks[0])
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query_block, key_block = query % length // block_length, key % length // block_length
+        own = (query_block == key_block) & ((query < length) == (key < length))
+        return own | ((key < length) & (key_block < query_block))
+
+    mask = create_block_mask(attends, None, None, 2 * length, 2 * length, device=run.device)
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
+
+
 class TeacherForcing:
     """The causal loss: noisy copies of all blocks are predicted at once, each from the clean blocks before
     it."""
 
     def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
-        self.model, self.clips, self.batch = model, clips, run.recipe.batch
+        self.model, self.clips, self.batch = model, clips, run.batch
         self.encoder = UMT5EncoderModel.from_pretrained(run.output_dir / "text_encoder")
         self.encoder.to(run.device, run.dtype).requires_grad_(False)
         self.num_frames = clips.latents.shape[2]
         self.blocks = block_ranges(block_sizes(self.num_frames))
-        block_of_frame = [i for i, block in enumerate(self.blocks) for _ in block]
         tokens = MODEL.tokens_per_frame(*clips.latents.shape[3:])
-        self.mask = teacher_forcing_mask(block_of_frame, tokens).to(run.device)
+        self.mask = masked_attention(self.blocks, tokens, run)
         self.frames = [*range(self.num_frames)] * 2
         schedule = FlowSchedule(SHIFT)
         self.timesteps = schedule.timesteps.to(run.device)
@@ -118,9 +136,10 @@ def train_causal(run: StageRun) -> dict:
     model = CausalWanModel(**asdict(MODEL)).to(run.device)
     model.load_state_dict(read_transformer_state(run.output_dir))
     loss = TeacherForcing(run, model, clips)
-    schedule = Schedule(run.recipe.steps, run.minutes)
+    schedule = Schedule(run.recipe.steps, run.minutes, run.ranks)
     trainer = Trainer([model], run.recipe.lr, schedule, run.dtype)
     compile_blocks(model, run.compile)
+    keeps = run.training_checkpoints is not None and run.ranks.first
 
     def save(name: str = CAUSAL) -> None:
         folder = run.output_dir if name == CAUSAL else run.training_checkpoints
@@ -128,13 +147,13 @@ def train_causal(run: StageRun) -> dict:
         save_causal(trainer.averaged()[0].state_dict(), folder / name)
 
     def one_step(step: int) -> None:
-        if run.training_checkpoints and step in KEPT_STEPS:
+        if keeps and step in KEPT_STEPS:
             save(f"step_{step:05d}.pt")
         own = bool(step % 2) and schedule.progress > OWN_PAST_AFTER
         trainer.step("own past" if own else "true past", lambda: loss(own))
 
     trainer.train(run.state_file, run.resume, one_step, save)
-    if run.training_checkpoints:
+    if keeps:
         save(f"step_{trainer.steps:05d}.pt")
     return trainer.numbers()
 

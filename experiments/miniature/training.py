@@ -16,21 +16,26 @@ from torch import Tensor, nn
 
 from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError, StoppedError
+from experiments.miniature.optimizer import Optimizer
+from experiments.miniature.ranks import Ranks
 
 GRAPH_WARM_UP = 3  # eager calls before a CUDA graph is captured, as PyTorch asks
 LR_WARM_UP = 200  # steps
 SAVE_SECONDS = 60.0
 AVERAGE_DECAY = 0.999
+AGREE_EVERY = 20  # steps; ranks read the first one's clock that often
 
 
 class Schedule:
     """How far a stage has come: by its steps or, where its time ends first, by its minutes.
 
     Seconds count over all runs of the stage. With steps alone (minutes None) nothing depends on a clock.
+    Ranks go by the clock of the first one.
     """
 
-    def __init__(self, steps: int, minutes: float | None = None):
+    def __init__(self, steps: int, minutes: float | None = None, ranks: Ranks | None = None):
         self.total_steps, self.budget = steps, None if minutes is None else 60 * minutes
+        self.ranks, self.agreed_seconds = ranks or Ranks(), 0.0
         self.begin, self.earlier_seconds, self.step = time.monotonic(), 0.0, 0
 
     @property
@@ -40,45 +45,52 @@ class Schedule:
     @property
     def progress(self) -> float:
         """0 at the start, 1 at the end."""
-        by_time = 0.0 if self.budget is None else self.seconds / self.budget
+        seconds = self.seconds if self.ranks.count == 1 else self.agreed_seconds
+        by_time = 0.0 if self.budget is None else seconds / self.budget
         return min(1.0, max(self.step / self.total_steps, by_time))
+
+    def agree(self) -> None:
+        """Before every step: now and then all ranks read the first one's clock."""
+        if self.ranks.count > 1 and self.step % AGREE_EVERY == 0:
+            self.agreed_seconds = self.ranks.agree(self.seconds)
 
 
 class Trainer:
     """Working weights (bf16 on a GPU), float32 masters under AdamW, and their moving average as modules.
 
-    Models this small leave a GPU waiting for Python, so each kind of step runs as one CUDA graph after its
+    Models this small leave a GPU waiting for Python, so each kind of step runs as CUDA graphs after its
     first calls. Parameters that do not require gradients stay as they are.
     """
 
     def __init__(self, modules: Sequence[nn.Module], peak_lr: float, schedule: Schedule, dtype: torch.dtype):
         self.averaged_modules = [deepcopy(m).float().requires_grad_(False) for m in modules]
-        trained = [p.requires_grad for m in modules for p in m.parameters()]
-        self.params: list[Tensor] = list(compress((p for m in modules for p in m.parameters()), trained))
+        named = [(name, p) for m in modules for name, p in m.named_parameters()]
+        trained = [p.requires_grad for _, p in named]
+        self.params: list[Tensor] = [p for _, p in named if p.requires_grad]
         self.averages: list[Tensor] = list(
             compress((p for m in self.averaged_modules for p in m.parameters()), trained)
         )
         self.masters: list[Tensor] = [p.detach().float().clone() for p in self.params]
-        for master in self.masters:
-            master.grad = torch.zeros_like(master)
+        self.gradients = self._one_buffer_of_gradients()
         device = self.params[0].device
         self.on_gpu = device.type == "cuda"
         self.lr = torch.zeros((), device=device)  # a tensor, so that graphs see it change
-        self.optimizer = torch.optim.AdamW(
-            self.masters,
-            lr=self.lr,
-            betas=(0.9, 0.95),
-            weight_decay=0.01,
-            fused=self.on_gpu,
-            capturable=self.on_gpu,
-        )
+        in_layers = [name.startswith("blocks.") and p.ndim == 2 for name, p in named if p.requires_grad]
+        self.optimizer = Optimizer(self.masters, in_layers, self.lr)
         for m in modules:
             m.to(dtype)
-        self.peak_lr, self.schedule = peak_lr, schedule
+        self.peak_lr, self.schedule, self.ranks = peak_lr, schedule, schedule.ranks
         self.curve: list[list[float]] = []  # [step, seconds, loss]
         self.notes: dict[str, list] = {}  # what a stage measures on the way
         self.calls: dict[str, int] = {}
         self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def _one_buffer_of_gradients(self) -> Tensor:
+        """All gradients of the masters, as one tensor that ranks average at once."""
+        buffer = torch.zeros(sum(m.numel() for m in self.masters), device=self.masters[0].device)
+        for master, part in zip(self.masters, buffer.split([m.numel() for m in self.masters]), strict=True):
+            master.grad = part.view_as(master)
+        return buffer
 
     @property
     def steps(self) -> int:
@@ -92,7 +104,9 @@ class Trainer:
         """
         decayed = self.peak_lr * 0.5 * (1 + math.cos(math.pi * self.schedule.progress))
         self.lr.fill_(decayed * min(1, (self.steps + 1) / LR_WARM_UP))
-        value = self._run(kind, loss)
+        value = self._run(kind, lambda: self._backward(loss))
+        self.ranks.average(self.gradients)
+        self._run("update", self._update)
         decay = min(AVERAGE_DECAY, (1 + self.steps) / (10 + self.steps))
         with torch.no_grad():
             torch._foreach_lerp_(self.averages, self.masters, 1 - decay)
@@ -100,38 +114,45 @@ class Trainer:
             self.curve.append([self.steps, round(self.schedule.seconds, 1), round(value.item(), 5)])
         self.schedule.step += 1
 
-    def _run(self, kind: str, loss: Callable[[], Tensor]) -> Tensor:
-        """The update, eager or replayed; the loss before it."""
+    def _run(self, kind: str, call: Callable[[], Tensor]) -> Tensor:
+        """What call() returns, eager or replayed."""
         calls = self.calls[kind] = self.calls.get(kind, 0) + 1
         if not self.on_gpu:
-            return self._update(loss)
+            return call()
         if calls <= GRAPH_WARM_UP:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                value = self._update(loss)
+                value = call()
             torch.cuda.current_stream().wait_stream(side)
             return value
         if kind not in self.graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                value = self._update(loss)
+            # NCCL's watchdog asks for its events in a thread of its own, which "global" forbids.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                value = call()
             self.graphs[kind] = graph, value
         graph, value = self.graphs[kind]
         graph.replay()
         return value
 
-    def _update(self, loss: Callable[[], Tensor]) -> Tensor:
+    def _backward(self, loss: Callable[[], Tensor]) -> Tensor:
+        """Gradients of the masters; the loss."""
         for p in self.params:
             p.grad = None
         value = loss()
         value.backward()
         with torch.no_grad():
             torch._foreach_copy_(gradients(self.masters), gradients(self.params))
-            nn.utils.clip_grad_norm_(self.masters, 1.0)
+        return value.detach()
+
+    def _update(self) -> Tensor:
+        """One step of the optimizer; the norm of the gradients before it."""
+        with torch.no_grad():
+            norm = nn.utils.clip_grad_norm_(self.masters, 1.0)
             self.optimizer.step()
             torch._foreach_copy_(self.params, self.masters)
-        return value.detach()
+        return norm
 
     # -- stopping and going on ------------------------------------------------------------------------------
 
@@ -144,24 +165,35 @@ class Trainer:
     ) -> None:
         """Call one_step(step) to the stage's end, at least once, then save_weights().
 
-        The state is saved every minute and on Ctrl-C, and removed at the end. Raises StoppedError on Ctrl-C.
+        The state of a process alone is saved every minute and on Ctrl-C, and removed at the end. Of several
+        ranks the first one writes the weights. Raises StoppedError on Ctrl-C.
         """
+        alone = self.ranks.count == 1
+        if not alone:  # weights were drawn alike, clips must not be
+            torch.manual_seed(self.ranks.seed(torch.initial_seed()))
         if resume:
             self.load_state(state_file)
         saved = time.monotonic()
         try:
-            while self.schedule.progress < 1 or not self.steps:
+            while self._goes_on():
                 one_step(self.steps)
-                if time.monotonic() - saved > SAVE_SECONDS:
+                if alone and time.monotonic() - saved > SAVE_SECONDS:
                     self.save_state(state_file)
                     saved = time.monotonic()
         except KeyboardInterrupt:
+            if not alone:
+                raise
             self.save_state(state_file)
             raise StoppedError(
                 f"stopped at step {self.steps}; the same command with --resume goes on from there"
             ) from None
-        save_weights()
-        state_file.unlink(missing_ok=True)
+        if self.ranks.first:
+            save_weights()
+            state_file.unlink(missing_ok=True)
+
+    def _goes_on(self) -> bool:
+        self.schedule.agree()
+        return self.schedule.progress < 1 or not self.steps
 
     def save_state(self, path: Path) -> None:
         """Everything that later steps depend on: weights, moments, the random numbers to come."""
@@ -173,7 +205,7 @@ class Trainer:
             "notes": self.notes,
             "masters": self.masters,
             "averages": self.averages,
-            "optimizer": self.optimizer.state_dict()["state"],
+            "optimizer": self.optimizer.state(),
             "random": torch.get_rng_state(),
             "gpu_random": torch.cuda.get_rng_state(self.lr.device) if self.on_gpu else None,
         }
@@ -191,13 +223,11 @@ class Trainer:
                     f"{path} is of a stage of {state['total_steps']} steps, not "
                     f"{self.schedule.total_steps}; give --steps {state['total_steps']}"
                 )
-            optimizer = self.optimizer.state_dict() | {"state": state["optimizer"]}
             with torch.no_grad():
                 torch._foreach_copy_(self.masters, state["masters"])
                 torch._foreach_copy_(self.averages, state["averages"])
                 torch._foreach_copy_(self.params, self.masters)
-            self.optimizer.load_state_dict(optimizer)
-            self.optimizer.param_groups[0]["lr"] = self.lr  # loading copied the tensor that step() fills
+            self.optimizer.load(state["optimizer"])
             torch.set_rng_state(state["random"].cpu())
             if self.on_gpu:
                 torch.cuda.set_rng_state(state["gpu_random"].cpu(), self.lr.device)

@@ -55,10 +55,10 @@ def train_vae(run: StageRun) -> dict:
     set_layout(vae, torch.channels_last, torch.channels_last_3d)
     scenes = list(itertools.islice(sample_scenes(run.seed, kinds=recipe.kinds), recipe.clips))
     table = scene_table(scenes).to(device)
-    trainer = Trainer([vae], recipe.lr, Schedule(recipe.steps, run.minutes), run.dtype)
+    trainer = Trainer([vae], recipe.lr, Schedule(recipe.steps, run.minutes, run.ranks), run.dtype)
 
     def loss(frames: int) -> Tensor:
-        size = (max(1, round(recipe.batch * FRAMES / frames)),)
+        size = (max(1, round(run.batch * FRAMES / frames)),)
         chosen = table[torch.randint(len(table), size, device=device)]
         return vae_loss(vae, render_table(chosen, frames, SIDE))
 
@@ -71,13 +71,15 @@ def train_vae(run: StageRun) -> dict:
         averaged.save_pretrained(run.output_dir / "vae")
 
     def one_step(step: int) -> None:
-        if step % max(1, recipe.steps // QUALITY_POINTS) == 0:
+        if run.ranks.first and step % max(1, recipe.steps // QUALITY_POINTS) == 0:
             now = vae_quality(trainer.averaged()[0], device, min(CHECKED_CLIPS, recipe.clips))
             trainer.notes.setdefault("psnr_curve", []).append([step, *now.values()])
         frames = clip_length(step, trainer.schedule.progress)
         trainer.step(f"{frames} frames", lambda: loss(frames))
 
     trainer.train(run.state_file, run.resume, one_step, save)
+    if not run.ranks.first:
+        return {}
     return trainer.numbers() | {"receptive_field": sees} | final_quality(trainer, run)
 
 

@@ -5,7 +5,7 @@ changes no bit of what is generated. What is kept is computed beside it, from q,
 (wan/modules/reductions.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,10 @@ from wan.modules.head_groups import HeadGroup
 from wan.modules.key_layout import KeyLayout
 from wan.modules.older_capture import OlderCapture
 
+MaskedAttention = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # of q, k, v [B, H, L, D], under a mask of its own
+
 ATTENTION_WEIGHT_CAPTURE = OlderCapture()
 
 
@@ -27,19 +31,23 @@ def attention(
     k: Tensor,
     v: Tensor,
     site: Site | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | MaskedAttention | None = None,
     layout: KeyLayout | None = None,
 ) -> Tensor:
     """Multi-head attention of queries [B, Lq, H, D] over keys and values [B, Lk, H, D] -> [B, Lq, H, D].
 
-    mask [Lq, Lk] (True: may attend) is for training. site says who calls and layout what the keys are, for
-    whoever observes the call.
+    mask [Lq, Lk] (True: may attend), or attention that knows its mask, is for training. site says who calls
+    and layout what the keys are, for whoever observes the call.
     """
     if site is not None and ACTIVE_EDITS.active:
         return _edited_attention(
             ACTIVE_EDITS.begin(site, ATTENTION_WEIGHT_CAPTURE.now, layout, q, k, v), mask
         )
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]  # [B, H, L, D]
+    if mask is not None and not isinstance(mask, Tensor):
+        if ATTENTION_WEIGHT_CAPTURE.active:
+            raise ValueError("a training step is captured with a mask [Lq, Lk]")
+        return mask(*heads_first).transpose(1, 2)
     if mask is None:
         out, lse = attention_with_lse(*heads_first)  # [B, H, Lq, D], [B, H, Lq]
     else:
@@ -65,7 +73,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:
     return out
 
 
-def _edited_attention(call: EditedCall, mask: Tensor | None) -> Tensor:
+def _edited_attention(call: EditedCall, mask: Tensor | MaskedAttention | None) -> Tensor:
     """attention() of a call as edits left it; what is captured is what the softmax saw."""
     if mask is not None:
         raise ValueError("edits are of rollouts: a training step with a mask takes none")

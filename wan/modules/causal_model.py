@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from wan.blocks import check_window
+from wan.modules.attention import MaskedAttention
 from wan.modules.cache_policies import CachePolicy, of_window
 from wan.modules.kv_cache import KVCache
 from wan.modules.model import TextKeysValues, WanModel
@@ -29,7 +30,7 @@ class CausalWanModel(WanModel):
         text: TextKeysValues,
         kv_cache: KVCache | PerHeadCache | None = None,
         frames: Sequence[int] | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | MaskedAttention | None = None,
     ) -> Tensor:
         """Flow of x [B, F, C, h, w] at timesteps t ([], [B] or [B, F]), text from text_keys_values().
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan.config import ModelConfig
-from wan.modules.attention import attention, attention_by_heads
+from wan.modules.attention import MaskedAttention, attention, attention_by_heads
 from wan.modules.captured_call import Site
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
@@ -140,7 +140,7 @@ class SelfAttention(_Attention):
         x: Tensor,
         rope: Rope,
         kv_cache: KVCache | PerHeadCache | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | MaskedAttention | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
@@ -192,7 +192,7 @@ class Block(nn.Module):
         rope: Rope,
         text: tuple[Tensor, Tensor],
         kv_cache: KVCache | PerHeadCache | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | MaskedAttention | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim], time the time projection per frame, float32 [B, F or 1, 6, dim].

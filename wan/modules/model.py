@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wan.config import ModelConfig
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
 from wan.modules.layers import Block, Head, Rope, sinusoidal_embedding
@@ -65,7 +65,7 @@ class WanModel(nn.Module):
         text: TextKeysValues,
         frames: Sequence[int],
         kv_cache: KVCache | PerHeadCache | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | MaskedAttention | None = None,
     ) -> Tensor:
         """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
         config = self.config
