@@ -35,6 +35,18 @@ def block_sizes(
     return first + [n] * rest
 
 
+def steps_of_blocks(
+    steps: Sequence[int], first_block_steps: Sequence[int] | None = None
+) -> tuple[list[int], list[int], list[int]]:
+    """All denoising steps of a config, descending; which of them the first block takes, and later ones.
+
+    [1000, 500] with first_block_steps [1000, 750, 500, 250] -> [1000, 750, 500, 250], 0..3 and [0, 2].
+    """
+    first = list(steps if first_block_steps is None else first_block_steps)
+    every = sorted({*steps, *first}, reverse=True)
+    return every, [every.index(step) for step in first], [every.index(step) for step in steps]
+
+
 def block_ranges(sizes: list[int]) -> list[range]:
     """Frame indices of each block: [3, 3] -> [range(0, 3), range(3, 6)]."""
     return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -3,14 +3,12 @@
 import re
 import warnings
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.blocks import block_ranges, block_sizes, check_window, latent_frames
+from wan.blocks import block_ranges, block_sizes, check_window, latent_frames, steps_of_blocks
 from wan.errors import ConfigError, quoted, reason_of
 from wan.limits import (
-    MAX_DENOISING_STEPS,
     MAX_FRAMES,
     MAX_LAYERS,
     MAX_NAME,
@@ -21,11 +19,15 @@ from wan.limits import (
 from wan.reference_prompts import REFERENCE_PROMPTS
 from wan.text_files import read_yaml
 from wan.validation import (
+    NUM_TRAIN_TIMESTEPS,
     check_device,
+    check_lora,
     check_number,
+    check_sampler,
     check_sampling,
     check_seed,
     check_shift,
+    check_steps,
     check_texts,
     check_types,
 )
@@ -33,8 +35,6 @@ from wan.validation import (
 if TYPE_CHECKING:
     from wan.modules.policies.base import CachePolicy
     from wan.prompt_schedule import PromptSwitch
-
-NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -119,8 +119,12 @@ class RunConfig:
 
     model: str = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
     ckpt_dir: str = "wan_models/Wan2.1-T2V-1.3B"
-    checkpoint_path: str | None = None  # Self-Forcing style .pt; None runs the base weights
+    checkpoint_path: str | None = None  # .pt or .safetensors (docs/models.md); None runs the base weights
     use_ema: bool = True
+    lora_path: str | None = None  # merged into the weights on loading
+    lora_rank: int | None = None  # what the file must have; lora_alpha is rarely in it
+    lora_alpha: float | None = None
+    release: dict[str, Any] | None = None  # who published the weights, and how (docs/models.md)
 
     prompt: str = "A majestic eagle soaring through a cloudy sky, cinematic lighting"
     num_frames: int = 21  # latent frames
@@ -136,9 +140,12 @@ class RunConfig:
     prompt_schedule: list[dict[str, Any]] | None = None  # later prompts: frame, prompt, how
 
     denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
+    first_block_steps: list[int] | None = None  # of block 0, where they differ
     warp_denoising_step: bool = True
     timestep_shift: float = 5.0
     context_noise: int = 0  # timestep of the clean pass
+    recompute_context: int = 0  # frames whose keys are computed again before each block (Krea)
+    sampler: str = "blocks"  # or rolling_forcing: a window of blocks at rising noise levels
 
     layer_indices: list[int] = field(default_factory=lambda: [1, 5])
     layer_index: int = 3
@@ -159,7 +166,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no run can have, before anything is loaded for one."""
         check_types(self)
-        paths = ("ckpt_dir", "checkpoint_path", "prompt_embeds", "embeds_dir")
+        paths = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir")
         check_texts(model=(self.model, MAX_NAME), prompt=(self.prompt, MAX_TEXT))
         check_texts(**{name: (getattr(self, name), None) for name in paths})
         check_number("num_frames", self.num_frames, 1, MAX_FRAMES)
@@ -168,6 +175,8 @@ class RunConfig:
         check_seed(self.seed)
         block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
         check_window(self.local_attn_size, self.sink_size, self.num_frame_per_block)
+        check_sampler(self.sampler)
+        check_lora(self.lora_path, self.lora_rank, self.lora_alpha)
         self._check_policy()
         self._check_passes()
         self._check_layers()
@@ -212,19 +221,12 @@ class RunConfig:
         return [read_switch(settings) for settings in self.prompt_schedule or []]
 
     def _check_passes(self) -> None:
-        steps, T = self.denoising_step_list, NUM_TRAIN_TIMESTEPS
-        if not 1 <= len(steps) <= MAX_DENOISING_STEPS:
-            raise ConfigError(
-                f"denoising_step_list has {len(steps)} steps, not 1..{MAX_DENOISING_STEPS}; "
-                "try [1000, 750, 500, 250]"
-            )
-        if not all(1 <= step <= T for step in steps) or any(a <= b for a, b in pairwise(steps)):
-            raise ConfigError(
-                f"denoising_step_list {quoted(list(steps))} does not go down within {T}..1; "
-                "try [1000, 750, 500, 250]"
-            )
+        for name in ("denoising_step_list", "first_block_steps"):
+            steps = getattr(self, name)
+            if steps is not None:
+                check_steps(name, steps)
         check_shift("timestep_shift", self.timestep_shift)
-        check_number("context_noise", self.context_noise, 0, T)
+        check_number("context_noise", self.context_noise, 0, NUM_TRAIN_TIMESTEPS)
         last = self.num_passes - 1
         if not 0 <= self.step <= last:
             raise ConfigError(f"step {quoted(self.step)} is not in 0..{last}; {last} is the clean pass")
@@ -242,8 +244,13 @@ class RunConfig:
 
     @property
     def num_passes(self) -> int:
-        """Denoising steps and the clean pass."""
-        return len(self.denoising_step_list) + 1
+        """Denoising passes that any block has, and the clean pass."""
+        return len({*self.denoising_step_list, *(self.first_block_steps or ())}) + 1
+
+    def passes_of_block(self, block: int) -> list[int]:
+        """The passes of a block as captures number them (wan/pass_plan.py); the last one is clean."""
+        _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
+        return [*(later if block else first), self.num_passes - 1]
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:

@@ -15,8 +15,9 @@ from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
 from wan.noise import Noise, TensorNoise
-from wan.prompt_schedule import PromptSwitch, check_schedule
-from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
+from wan.pass_plan import PassPlan
+from wan.prompt_schedule import PromptSwitch, check_recompute, check_schedule
+from wan.scheduler import add_noise, flow_to_x0
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
 RECACHE = -1  # the step of a forward that computes the cache again after a switch of prompts
@@ -37,31 +38,32 @@ class CausalInferencePipeline:
         text_encoder=None,
         vae=None,
         cache_policy: CachePolicy | None = None,
+        first_block_steps: Sequence[int] | None = None,
+        recompute_context: int = 0,
     ):
         """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional.
 
         cache_policy says what a block may look at (wan/modules/cache_policies.py). Without one it is the
-        window that the model's local_attn_size and sink_size describe, or the whole past.
+        window that the model's local_attn_size and sink_size describe, or the whole past. first_block_steps
+        are block 0's in place of denoising_step_list. With recompute_context n the keys of the last n frames
+        are computed again before each block.
         """
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
-        schedule = FlowSchedule(timestep_shift)
-        steps = (
-            schedule.warp(denoising_step_list)
-            if warp_denoising_step
-            else torch.as_tensor(denoising_step_list).float()
+        self.passes = PassPlan.of_steps(
+            denoising_step_list, first_block_steps, warp_denoising_step, timestep_shift, float(context_noise)
         )
-        self.timesteps = steps.tolist()
-        self.sigmas = schedule.sigma(steps).tolist()
-        self.clean_timestep = float(context_noise)
+        self.timesteps, self.sigmas = list(self.passes.timesteps), list(self.passes.sigmas)
+        self.recompute_context = recompute_context
         check_window(model.local_attn_size, model.sink_size, num_frame_per_block)
         self.cache_policy = cache_policy or of_window(model.local_attn_size, model.sink_size)
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
+        check_recompute(recompute_context, self.cache_policy, num_frame_per_block)
 
     @property
     def pass_timesteps(self) -> list[float]:
-        """Timestep of every pass of a block, the clean pass last."""
-        return [*self.timesteps, self.clean_timestep]
+        """Timestep of every pass that a block can have, the clean pass last (wan/pass_plan.py)."""
+        return [*self.timesteps, self.passes.clean_timestep]
 
     @torch.no_grad()
     def inference(
@@ -221,7 +223,8 @@ class Rollout:
         )
         self.switches = {switch.frame: switch for switch in prompt_schedule}
         self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where a switch computes keys again
-        self.keeps_past = any(switch.how == "recache" for switch in prompt_schedule)
+        self.context = pipeline.recompute_context
+        self.keeps_past = bool(self.context) or any(s.how == "recache" for s in prompt_schedule)
 
     def make_room(self, block: int, frames: range) -> None:
         """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
@@ -230,18 +233,20 @@ class Rollout:
             self.text = self.model.text_keys_values(self._embeds(switch))
             if switch.how in ("flush", "cut"):
                 self.kv_cache.flush()
-            if switch.how == "recache":
-                self._recache(block, frames.start)
+        if switch and switch.how == "recache":
+            self._recache(block, self.past)
+        elif self.context and self.past:
+            self._recache(block, self.past[-self.context :])
         self.kv_cache.advance(frames, self.text, cut=switch is not None and switch.how == "cut")
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
         """Predict the clean block, then go back to the next, lower noise level -> x0 [B, n, C, h, w]."""
-        sigmas = self.pipeline.sigmas
+        steps, sigmas = self.pipeline.passes.of_block(block), self.pipeline.sigmas
         x = self.noise.first(frames) if x is None else x
-        for step, sigma in enumerate(sigmas):
-            x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigma)
-            if step + 1 < len(sigmas):
-                x = add_noise(x0, self.noise.fresh(step, frames), sigmas[step + 1])
+        for number, step in enumerate(steps):
+            x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigmas[step])
+            if number + 1 < len(steps):
+                x = add_noise(x0, self.noise.fresh(number, frames), sigmas[steps[number + 1]])
         return x0
 
     def remember(self, block: int, frames: range, x0: Tensor) -> None:
@@ -271,11 +276,12 @@ class Rollout:
         batch = self.noise.shape[0]
         return self.pipeline.encode(None if switch.prompt is None else [switch.prompt] * batch, batch)
 
-    def _recache(self, block: int, stop: int) -> None:
-        """Compute the newest frames' keys again, under the prompt that now begins."""
-        frames = range(stop - len(self.past), stop)
+    def _recache(self, block: int, past: Sequence[Tensor]) -> None:
+        """Compute the keys of the newest frames again, under the prompt of the block that follows them."""
+        stop = self.kv_cache.newest.stop
+        frames = range(stop - len(past), stop)
         self.kv_cache.recache(frames, self.text)
-        self.predict_flow(torch.cat(self.past, 1), block, frames, RECACHE)
+        self.predict_flow(torch.cat(list(past), 1), block, frames, RECACHE)
 
 
 def _of_frames(latents: Tensor, frames: range) -> Tensor:

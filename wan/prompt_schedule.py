@@ -72,3 +72,19 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
     frames = [switch.frame for switch in schedule]
     if len(set(frames)) < len(frames):
         raise ConfigError(f"prompt_schedule: two prompts begin at frame {max(frames, key=frames.count)}")
+
+
+def check_recompute(context: int, policy: CachePolicy, block_size: int) -> None:
+    """Raise ConfigError where keys of the last context frames cannot be computed again (0: they are not)."""
+    if context < 0:
+        raise ConfigError(f"recompute_context must be 0 or more frames, not {context}")
+    if context and not policy.can_recache:
+        raise ConfigError(
+            f"recompute_context: cache_policy {policy.name} cannot compute its cache again; take window or "
+            "relative"
+        )
+    if context and policy.num_frames is not None and context + block_size > policy.num_frames:
+        raise ConfigError(
+            f"recompute_context {context} and a block of {block_size} do not fit the window of "
+            f"{policy.num_frames} frames; take a window of {context + block_size}"
+        )

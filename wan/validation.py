@@ -1,11 +1,16 @@
 """What single values of a config may be; each function raises ConfigError, with the remedy, for any other."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 from wan.errors import ConfigError, quoted, require_text
-from wan.limits import MAX_PATH, MAX_SCALE, MAX_STEPS, SEED_BITS
+from wan.limits import MAX_DENOISING_STEPS, MAX_PATH, MAX_SCALE, MAX_SIZE, MAX_STEPS, SEED_BITS
+
+NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
+SAMPLERS = ("blocks", "rolling_forcing")
 
 
 def check_number(name: str, value: float, low: float, high: float) -> None:
@@ -24,6 +29,21 @@ def check_shift(name: str, shift: float) -> None:
     """A shift s of noise levels, sigma -> s sigma / (1 + (s - 1) sigma), is above 0 and finite."""
     if not 0 < shift <= MAX_SCALE:
         raise ConfigError(f"{name} must be above 0 and at most {MAX_SCALE:g}, not {quoted(shift)}; try 5.0")
+
+
+def check_steps(name: str, steps: Sequence[int]) -> None:
+    """Denoising steps of a block go down from at most 1000; the last one alone may be 0."""
+    T = NUM_TRAIN_TIMESTEPS
+    if not 1 <= len(steps) <= MAX_DENOISING_STEPS:
+        raise ConfigError(
+            f"{name} has {len(steps)} steps, not 1..{MAX_DENOISING_STEPS}; try [1000, 750, 500, 250]"
+        )
+    falls = all(a > b for a, b in pairwise(steps))
+    if not falls or not 1 <= steps[0] <= T or steps[-1] < 0:
+        raise ConfigError(
+            f"{name} {quoted(list(steps))} does not go down within {T}..1, or to a last 0; "
+            "try [1000, 750, 500, 250]"
+        )
 
 
 def check_device(name: str) -> str:
@@ -48,14 +68,38 @@ def check_types(config: Any) -> None:
         float: (float, int),
         str | None: (str, type(None)),
         list[int]: (list, tuple),
+        list[int] | None: (list, tuple, type(None)),
+        int | None: (int, type(None)),
+        float | None: (float, int, type(None)),
     }
     for declared in fields(config):
         value, allowed = getattr(config, declared.name), wider.get(declared.type, (declared.type,))
         plain = all(isinstance(kind, type) for kind in allowed)
         if declared.type in (str, int, float, bool, *wider) and plain and type(value) not in allowed:
             raise ConfigError(f"{declared.name} is {quoted(value)}, not a {declared.type}")
-        if declared.type == list[int] and not all(type(item) is int for item in value):
+        if isinstance(value, (list, tuple)) and "list[int]" in str(declared.type) and not _whole(value):
             raise ConfigError(f"{declared.name} is {quoted(value)}, not a list of whole numbers")
+
+
+def _whole(values: Sequence[Any]) -> bool:
+    return all(type(item) is int for item in values)
+
+
+def check_sampler(name: str) -> None:
+    """Raise ConfigError for a sampler that is not one of SAMPLERS."""
+    if name not in SAMPLERS:
+        raise ConfigError(f"sampler {quoted(name)} is not one of {', '.join(SAMPLERS)}")
+
+
+def check_lora(path: str | None, rank: int | None, alpha: float | None) -> None:
+    """A rank and an alpha are of a LoRA, and above 0."""
+    for name, value in (("lora_rank", rank), ("lora_alpha", alpha)):
+        if value is None:
+            continue
+        if path is None:
+            raise ConfigError(f"{name} {quoted(value)} is of no file; give lora_path, or leave it out")
+        if not 0 < value <= MAX_SIZE:
+            raise ConfigError(f"{name} must be above 0 and at most {MAX_SIZE}, not {quoted(value)}")
 
 
 def check_texts(**texts: tuple[str | None, int | None]) -> None:

@@ -12,7 +12,7 @@ from experiments.caches import frames
 from experiments.caches.common import Cache, PassTag, Tokens
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import AtlasCache, Figure4Cache, InferenceCache, LayerCache
-from wan.blocks import block_frames
+from wan.blocks import block_frames, block_ranges
 from wan.safe_load import UnreadableError, verify
 
 
@@ -123,6 +123,8 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
     matrices = None
     if last_logits is None or logits is not None:
         matrices = _in_quantity(logits, mass, S, quantity)  # [layers, H, F, F]
+        if last_logits is None:
+            last = _last_block_with(matrices, cache.block_sizes, last)
     if last_logits is not None:
         profiles = _verified(last_logits)
     else:
@@ -140,7 +142,15 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
         )
 
     rows = [] if matrices is None else list(range(cache.num_frames))
-    return PassReading(at, layers, keys, rows, read)
+    return PassReading(at, layers, keys, rows, read, last)
+
+
+def _last_block_with(matrices: Tensor, block_sizes: list[int], last: list[int]) -> list[int]:
+    """The last block's frames, or those of the last block that has the pass: the first one may have more."""
+    for block in reversed(block_ranges(block_sizes)):
+        if block.start <= last[0] and not matrices[..., block.start, :].isnan().all():
+            return list(block)
+    return last
 
 
 def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str) -> LayerValues:

@@ -104,9 +104,10 @@ class Profiles:
         branch = ", unconditional branch" if self.branch == "uncond" else ""
         if self.timestep is None:
             return ("pass not recorded" if self.step is None else f"pass {self.step}") + branch
-        return (
-            f"{'clean pass' if self.is_clean_pass else f'pass {self.step}'} (t = {self.timestep:g}){branch}"
-        )
+        name = "clean pass" if self.is_clean_pass else f"pass {self.step}"
+        if self.timestep == 0 and self.is_clean_pass is False:  # not the clean one, which stands beside it
+            name += ", denoising"
+        return f"{name} (t = {self.timestep:g}){branch}"
 
     @property
     def captured(self) -> str:

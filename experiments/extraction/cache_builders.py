@@ -162,6 +162,9 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
         "pass_timesteps": run.pass_timesteps,
         "frame_logits": run.frame_matrices("frame_logits", layers, steps),
     }
+    clean = [run.pass_tag(step).is_clean_pass for step in steps]
+    if clean != [t == 0 for t in run.pass_timesteps]:  # what readers take it for
+        atlas["pass_is_clean"] = clean
     atlas |= slot_fields(run, layers, steps)
     for name in ("frame_mass", "frame_logits_by_band"):
         if name in run.quantities:
@@ -191,14 +194,19 @@ def _attended(run: Extraction, layer: int, step: int) -> Tensor:
 def _cross_mass(run: Extraction, layer: int, step: int) -> Tensor:
     """Mass on every prompt token, [H, F, tokens]; NaN for frames that were not reached."""
     calls, words = run.captured("cross_mass", layer, step), len(run.prompt_tokens)
-    rows = torch.cat([call.values["cross_mass"][0, ..., :words] for call in calls], 1)
-    missing = rows.new_full((rows.shape[0], run.config.num_frames - rows.shape[1], words), torch.nan)
-    return torch.cat([rows, missing], 1)
+    heads = calls[0].values["cross_mass"].shape[1]
+    rows = torch.full((heads, run.config.num_frames, words), torch.nan)
+    for call in calls:
+        rows[:, call["query_frames"]] = call.values["cross_mass"][0, ..., :words].float()
+    return rows
 
 
 def _last_key_curve(run: Extraction, layer: int, step: int) -> Tensor:
     """Key curve of the last block among all keys: [H, F·S] float16, NaN where not attended."""
-    call, S = run.captured("key_curve", layer, step)[0], run.common["frame_seq_length"]
+    S, there = run.common["frame_seq_length"], run.config.passes_of_block(len(run.config.block_sizes) - 1)
+    if step not in there:  # a pass of the first block alone
+        return torch.full((run.common["num_heads"], run.config.num_frames * S), torch.nan).half()
+    call = run.captured("key_curve", layer, step)[0]
     per_frame = call.values["key_curve"][0].unflatten(-1, (-1, S)).mT  # [H, S, Fk]
     spread = frames.spread_keys(per_frame, call["key_frames"], run.config.num_frames)
     return spread.mT.flatten(1).half()

@@ -250,6 +250,8 @@ def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipe
         config.timestep_shift,
         config.context_noise,
         cache_policy=config.policy,
+        first_block_steps=config.first_block_steps,
+        recompute_context=config.recompute_context,
     )
 
 
@@ -260,5 +262,6 @@ def draw_noise(
     generator = torch.Generator().manual_seed(config.seed)
     shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
     noise = torch.randn(shape, generator=generator)
-    renoise = torch.randn(len(config.denoising_step_list) - 1, *shape, generator=generator)
+    most = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
+    renoise = torch.randn(most - 1, *shape, generator=generator)
     return noise.to(device, dtype), renoise.to(device, dtype)

@@ -135,18 +135,39 @@ def check_complete(
     num_layers: int,
     num_blocks: int,
     num_passes: int,
+    has_pass: Callable[[int, int], bool] = lambda block, step: True,
 ) -> None:
-    """Raise RunError for a call that was asked for, in what was done, but never reported."""
+    """Raise RunError for a call that was asked for, in what was done, but never reported.
+
+    has_pass(block, step) says which passes a block has, where blocks differ.
+    """
     for request in requests:
-        _check_complete(calls, request, num_layers, num_blocks, num_passes)
+        done = _DoneCalls(num_layers, num_blocks, num_passes, has_pass)
+        _check_complete(calls, request, done)
 
 
-def _check_complete(
-    calls: Sequence[CapturedCall], request: CaptureRequest, num_layers: int, num_blocks: int, num_passes: int
-) -> None:
-    blocks = [b for b in (range(num_blocks) if request.blocks is None else request.blocks) if b < num_blocks]
-    layers = range(num_layers) if request.layers is None else request.layers
-    steps = [s for s in (range(num_passes) if request.steps is None else request.steps) if s < num_passes]
+@dataclass(frozen=True)
+class _DoneCalls:
+    """What a rollout has done: its layers, its finished blocks, and their passes."""
+
+    num_layers: int
+    num_blocks: int
+    num_passes: int
+    has_pass: Callable[[int, int], bool]
+
+    def wanted(self, request: CaptureRequest) -> list[tuple[int, int, int]]:
+        """Layer, block and step of every call that a request asks for."""
+        layers = range(self.num_layers) if request.layers is None else request.layers
+        blocks = range(self.num_blocks) if request.blocks is None else request.blocks
+        steps = range(self.num_passes) if request.steps is None else request.steps
+        return [
+            (layer, block, step)
+            for layer, block, step in product(layers, blocks, steps)
+            if block < self.num_blocks and step < self.num_passes and self.has_pass(block, step)
+        ]
+
+
+def _check_complete(calls: Sequence[CapturedCall], request: CaptureRequest, done: _DoneCalls) -> None:
     for kind in request.kinds:
         names = _asked_for(request, kind)
         fired = {
@@ -154,7 +175,7 @@ def _check_complete(
             for call in calls
             if call.site.kind == kind and names <= call.values.keys()
         }
-        wanted = list(product(layers, blocks, steps))
+        wanted = done.wanted(request)
         missing = [call for call in wanted if call not in fired]
         if missing:
             layer, block, step = missing[0]

@@ -245,3 +245,17 @@ def check_requests(
             request.check(model_config.num_layers, len(config.block_sizes), num_passes or config.num_passes)
         except ValueError as error:
             raise ConfigError(f"{config.model}: {error}") from None
+        if num_passes is None:
+            _check_passes(config, request)
+
+
+def _check_passes(config: RunConfig, request: CaptureRequest) -> None:
+    """Raise ConfigError for a pass that the last of the chosen blocks does not have."""
+    block = max(range(len(config.block_sizes)) if request.blocks is None else request.blocks)
+    there = config.passes_of_block(block)
+    for step in request.steps or ():
+        if step not in there and step >= 0:
+            raise ConfigError(
+                f"step {step} is a pass of other blocks than block {block}, which has "
+                f"{', '.join(map(str, there))}; first_block_steps differ from denoising_step_list"
+            )

@@ -33,7 +33,16 @@ SETTINGS = (
     "timestep_shift",
     "context_noise",
 )
-POLICY_SETTINGS = ("cache_policy", "prompt_schedule")  # only where they are given
+# Only where they are given.
+OPTIONAL_SETTINGS = {
+    "cache_policy": None,
+    "prompt_schedule": None,
+    "first_block_steps": None,
+    "recompute_context": 0,
+    "sampler": "blocks",
+    "lora_rank": None,
+    "lora_alpha": None,
+}
 
 
 def provenance(
@@ -47,7 +56,7 @@ def provenance(
     return {
         "files": files_of(config, weights_file),
         "config": {name: settings[name] for name in SETTINGS}
-        | {name: settings[name] for name in POLICY_SETTINGS if settings[name] is not None},
+        | {name: settings[name] for name, usual in OPTIONAL_SETTINGS.items() if settings[name] != usual},
         "versions": versions(),
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -57,7 +66,8 @@ def provenance(
 def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
     """What a run reads: its weights, the text encoder and tokenizer or the file in their place."""
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
-    return checkpoint.describe_files([weights_file, *text_files])
+    loras = [config.lora_path] if config.lora_path else []
+    return checkpoint.describe_files([weights_file, *loras, *text_files])
 
 
 def versions() -> dict[str, str]:

@@ -62,7 +62,12 @@ def roll_out(
             prompt_schedule=prompt_schedule,
         )
     checks.check_complete(
-        records, requests, pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps)
+        records,
+        requests,
+        pipeline.model.config.num_layers,
+        len(finished),
+        len(pipeline.pass_timesteps),
+        pipeline.passes.has,
     )
     return torch.cat(finished, 1), records
 
