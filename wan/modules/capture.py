@@ -143,6 +143,10 @@ class AttentionCapture:
         finally:
             self._pass = before
 
+    def wants(self, site: Site) -> bool:
+        """Whether the call that a site is about to make in this pass is asked for."""
+        return any(request.wants(site, self._pass) for request in self._sessions[-1].requests)
+
     def observe(
         self,
         site: Site,

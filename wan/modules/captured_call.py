@@ -1,11 +1,12 @@
 """Who calls attention, in which forward, and what was kept of the call."""
 
 from collections.abc import Callable, Iterator, KeysView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
+from wan.modules.head_shard import HeadShard
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_segments import segments_of
 
@@ -18,6 +19,7 @@ class Site:
 
     layer: int
     kind: Kind
+    shard: HeadShard | None = field(default=None, compare=False, repr=False)  # where not all heads are here
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from wan.blocks import check_window
 from wan.modules.attention import MaskedAttention
 from wan.modules.cache_policies import CachePolicy, of_window
+from wan.modules.head_shard import HeadShard
 from wan.modules.kv_cache import KVCache
 from wan.modules.model import TextKeysValues, WanModel
 from wan.modules.per_head_cache import PerHeadCache
@@ -22,6 +23,7 @@ class CausalWanModel(WanModel):
         super().__init__(**sizes)
         check_window(local_attn_size, sink_size, block_size=1)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
+        self.head_shard = HeadShard.whole(self.config.num_heads)  # wan/parallel.py has less of them here
 
     def forward(  # type: ignore[override]  # it shares parameters with WanModel, not its call
         self,
@@ -55,7 +57,7 @@ class CausalWanModel(WanModel):
 
         Without a policy it is that of the model's local_attn_size and sink_size.
         """
-        config, device = self.config, self.device
+        config, device, shard = self.config, self.device, self.head_shard
         policy = policy or of_window(self.local_attn_size, self.sink_size)
         _, patch_h, patch_w = config.patch_size
         rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
@@ -72,12 +74,13 @@ class CausalWanModel(WanModel):
                 rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
                 dtype=self.dtype,
                 device=device,
+                shard=shard,
             )
 
         if isinstance(policy, PerHead):
             policy.check_model(config.num_layers, config.num_heads)
-            return PerHeadCache(policy, build, device)
-        return build([config.num_heads] * config.num_layers, policy)
+            return PerHeadCache(policy, build, device, shard)
+        return build([len(shard.heads)] * config.num_layers, policy)
 
 
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from wan.modules.captured_call import Pass, Site
 from wan.modules.edit_fields import Frames, InterventionError
 from wan.modules.grouped_attention import KeyBias
+from wan.modules.head_shard import HeadShard
 from wan.modules.interventions import Ablate, Bias, Edit, Jitter, Knockout, Move, Patch, Selection
 from wan.modules.key_layout import EMPTY, MIXED, KeyLayout
 from wan.modules.rope import ROPE_THETA, RotaryTable, rotate
@@ -38,8 +39,18 @@ class EditedCall:
             z = change(z)
         return z
 
+    @property
+    def shard(self) -> HeadShard:
+        """The heads that the call has: those of this process."""
+        return self.site.shard or HeadShard.whole(self.q.shape[2])
+
     def heads(self, edit: Selection) -> list[int]:
-        return list(range(self.q.shape[2])) if edit.heads is None else list(edit.heads)
+        """The heads of an edit, by their indices in the call."""
+        return list(range(self.q.shape[2])) if edit.heads is None else self.shard.local(list(edit.heads))
+
+    def heads_in_model(self, edit: Selection) -> list[int]:
+        """The same heads by their numbers in the model."""
+        return [head + self.shard.heads.start for head in self.heads(edit)]
 
     @property
     def known(self) -> KeyLayout:
@@ -71,7 +82,7 @@ class EditedCall:
         """Let q, k or v have other values [B, tokens, heads, D] in this call; the cache stays as it is."""
         x = getattr(self, name).clone()
         rows = torch.arange(x.shape[1], device=x.device) if tokens is None else tokens
-        x[:, rows[:, None], torch.tensor(heads, device=x.device)] = values.to(x.dtype)
+        x[:, rows[:, None], torch.tensor(heads, dtype=torch.long, device=x.device)] = values.to(x.dtype)
         setattr(self, name, x)
         self.has_other_keys |= name == "k"
 
@@ -125,14 +136,18 @@ def _bias(edit: Knockout | Bias, call: EditedCall) -> bool:
     slots = list(edit.tokens or ()) if edit.frames is None else call.slots(edit.frames)
     if not slots:
         return False
+    heads = torch.tensor(call.heads(edit), dtype=torch.long)
+    if not len(heads):
+        return True  # all of them are in other processes
     if call.bias is None:
         size = call.k.shape[1] if edit.frames is None else len(call.known.slots)
         call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
-    rows, columns = torch.tensor(call.heads(edit))[:, None], torch.tensor(slots)
+    rows, columns = heads[:, None], torch.tensor(slots)
     call.bias.values[rows, columns] += edit.b if isinstance(edit, Bias) else -torch.inf
     if blind := call.bias.blind_heads:
         raise InterventionError(
-            f"layer {call.site.layer}, block {call.at.block}: head {blind[0]} would lose all its keys"
+            f"layer {call.site.layer}, block {call.at.block}: head {blind[0] + call.shard.heads.start} "
+            "would lose all its keys"
         )
     return True
 
@@ -145,7 +160,7 @@ def _ablate(edit: Ablate, call: EditedCall, data: Any) -> bool:
             return _with_heads(z, heads, _source(call, data).z[:, :, heads])
         if edit.how == "zero":
             return _with_heads(z, heads, z.new_zeros(()))
-        means = data.of(call.site, call.at).to(z)[:, :, heads]  # [B or 1, Fq, heads, D]
+        means = data.of(call.site, call.at).to(z)[:, :, call.heads_in_model(edit)]  # [B or 1, Fq, heads, D]
         return _with_heads(z, heads, means.repeat_interleave(z.shape[1] // means.shape[1], 1))
 
     call.after.append(replace)
@@ -210,7 +225,8 @@ def _jitter(edit: Jitter, call: EditedCall) -> bool:
         raise InterventionError(
             "Jitter needs the position of every key: this cache policy has keys without one"
         )
-    share = time_frequencies(head_dim, jittered_bases(edit, call.site.layer, call.q.shape[2])[heads])
+    bases = jittered_bases(edit, call.site.layer, call.shard.total)[call.heads_in_model(edit)]
+    share = time_frequencies(head_dim, bases)
     drift = share - time_frequencies(head_dim)  # [heads, pairs]
     stands = [slot.position if slot.is_rotated else 0 for slot in layout.slots]
     for name, positions in (("q", layout.query_positions), ("k", stands)):

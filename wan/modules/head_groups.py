@@ -8,6 +8,8 @@ from torch import Tensor
 
 from wan.modules.key_layout import KeyLayout, Slot
 
+BY_FRAME = ("frame_logits", "frame_mass")  # what is kept of calls whose heads see different frames
+
 
 class HeadGroup(NamedTuple):
     """Heads (indices) with their queries [B, Lq, h, D], keys and values [B, Lk, h, D],
@@ -37,13 +39,19 @@ def joined(
     frames = [slot.frame for slot in joint_layout(columns, groups[0].layout).slots]
     num_heads = sum(len(group.heads) for group in groups)
     values: dict[str, Tensor] = {}
-    for name in ("frame_logits", "frame_mass"):
+    for name in BY_FRAME:
         if name not in parts[0]:
             continue
         batch, _, queries, _ = parts[0][name].shape
         whole = parts[0][name].new_full((batch, num_heads, queries, len(frames)), torch.nan)
         for part, seen, group in zip(parts, columns, groups, strict=True):
-            at = torch.tensor([frames.index(frame) for frame in seen], device=whole.device)
-            whole[:, group.heads[:, None], :, at] = part[name].permute(1, 3, 0, 2)
+            whole[:, group.heads] = spread(part[name], seen, frames)
         values[name] = whole
     return values
+
+
+def spread(values: Tensor, seen: Sequence[int], frames: Sequence[int]) -> Tensor:
+    """Values [..., seen] by some frames as values [..., frames], NaN for those that are not among them."""
+    whole = values.new_full((*values.shape[:-1], len(frames)), torch.nan)
+    whole[..., [frames.index(frame) for frame in seen]] = values
+    return whole

@@ -11,6 +11,7 @@ from wan.modules.captured_call import Pass, Site
 from wan.modules.edit_fields import InterventionError
 from wan.modules.edited_call import EditedCall
 from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.head_shard import HeadShard
 from wan.modules.rollout_plan import RolloutPlan
 
 Key = tuple[str, int, int, str]  # kind, layer, step, branch
@@ -29,9 +30,18 @@ class HeadOutputs:
 
     means: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
     norms: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
+    shard: HeadShard | None = None  # where heads are in several processes
 
     def touch(self, call: EditedCall) -> None:
+        self.shard = call.site.shard
         call.after.append(lambda z: self._keep(call, z))
+
+    def gather(self) -> None:
+        """Bring together what other processes recorded of their heads."""
+        if self.shard is not None:
+            for recorded in (self.means, self.norms):
+                for key, values in recorded.items():
+                    recorded[key] = self.shard.gather(values, dim=2)
 
     def check(self, plan: RolloutPlan) -> None:
         """Every rollout will do."""
@@ -72,6 +82,7 @@ def record_head_outputs() -> Iterator[HeadOutputs]:
     outputs = HeadOutputs()
     with ACTIVE_EDITS.with_hand(outputs):
         yield outputs
+    outputs.gather()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from wan.modules.head_shard import HeadShard
 from wan.modules.key_layout import EMPTY, STALE, ChosenTokens, KeyLayout, Slot
 from wan.modules.rope import rotate
 
@@ -39,8 +40,9 @@ class KVCache:
         rope: Callable[[Sequence[int]], RopeTables] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        shard: HeadShard | None = None,
     ):
-        """num_heads of each layer.
+        """num_heads of each layer that are here; shard says which, where others are in other processes.
 
         rope gives the tables [n·S, 1, D] of n temporal positions; some policies need it.
         """
@@ -51,6 +53,7 @@ class KVCache:
         self.newest = range(0)
         self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
         self.text: Sequence[tuple[Tensor, Tensor]] = ()  # the prompt's keys and values per layer
+        self.shard = shard or HeadShard.whole(max(num_heads, default=0))
         self.policy = copy(policy)  # state belongs to one video
 
         def buffers(slots: int) -> list[Tensor]:

@@ -146,9 +146,9 @@ class SelfAttention(_Attention):
         """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
         projected = self.k(x)
         q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(projected, rope.keys)
+        raw_k = self.norm_k(projected) if kv_cache is not None and kv_cache.stores_raw else None
         v = self.values(x)  # [B, L, H, D]
         if kv_cache is not None:
-            raw_k = self.norm_k(projected) if kv_cache.stores_raw else None
             if isinstance(kv_cache, PerHeadCache):
                 groups = kv_cache.write(self.site.layer, q, k, v, raw_k)
                 return self.o(attention_by_heads(groups, self.site).flatten(2))

@@ -1,17 +1,27 @@
 """The cache of a rollout whose heads are of several classes, each with a policy and buffers of its own."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from wan.errors import ConfigError
 from wan.modules.head_groups import HeadGroup
+from wan.modules.head_shard import HeadShard
 from wan.modules.kv_cache import KVCache
 from wan.modules.policies.base import CachePolicy
 from wan.modules.policies.per_head import PerHead
 
 Text = Sequence[tuple[Tensor, Tensor]]
+
+
+class _Part(NamedTuple):
+    """The cache of a class of heads, and these heads in every layer."""
+
+    cache: KVCache
+    in_model: list[list[int]]  # also those of other processes
+    here: list[Tensor]  # by their numbers among the heads that are here
 
 
 class PerHeadCache:
@@ -24,21 +34,24 @@ class PerHeadCache:
         policy: PerHead,
         build: Callable[[Sequence[int], CachePolicy], KVCache],
         device: torch.device,
+        shard: HeadShard,
     ):
-        """build makes the cache of a class from its numbers of heads per layer and its policy."""
+        """build makes the cache of a class from its numbers of heads per layer and its policy.
+
+        A class has a cache in every process of a sharded model, also where none of its heads are.
+        """
         self.policy = policy
-        self._parts: list[tuple[KVCache, list[Tensor]]] = []  # each with the heads of its class per layer
+        self._parts: list[_Part] = []
         for label, of_class in policy.classes.items():
             heads = policy.heads(label)
             if any(heads):
-                cache = build([len(row) for row in heads], of_class)
-                self._parts.append(
-                    (cache, [torch.tensor(row, dtype=torch.long, device=device) for row in heads])
-                )
+                here = [torch.tensor(shard.local(row), dtype=torch.long, device=device) for row in heads]
+                cache = build([len(row) for row in here], of_class)
+                self._parts.append(_Part(cache, heads, here))
 
     @property
     def caches(self) -> list[KVCache]:
-        return [cache for cache, _ in self._parts]
+        return [part.cache for part in self._parts]
 
     @property
     def newest(self) -> range:
@@ -58,9 +71,9 @@ class PerHeadCache:
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
         """Make room for the next block in every class."""
-        for cache, heads in self._parts:
-            own_text = [(k[:, :, row], v[:, :, row]) for (k, v), row in zip(text, heads, strict=False)]
-            cache.advance(block, own_text, cut)
+        for part in self._parts:
+            rows = zip(text, part.here, strict=False)
+            part.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
         positions = {tuple(cache.query_positions) for cache in self.caches}
         if len(positions) > 1:
             raise ConfigError(f"cache_policy per_head: classes put the queries at {sorted(positions)}")
@@ -81,12 +94,13 @@ class PerHeadCache:
     ) -> list[HeadGroup]:
         """Store the newest block's keys and values [B, L, H, D] -> what each class of heads sees."""
         groups = []
-        for cache, heads in self._parts:
-            row = heads[layer]
-            if not len(row):
+        for cache, in_model, here in self._parts:
+            if not in_model[layer]:
                 continue
+            row = here[layer]
             raw = raw_k[:, :, row] if raw_k is not None and cache.stores_raw else None
             queries = q[:, :, row]
             keys, values = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
-            groups.append(HeadGroup(row, queries, keys, values, cache.layouts[layer]))
+            if len(row):
+                groups.append(HeadGroup(row, queries, keys, values, cache.layouts[layer]))
         return groups

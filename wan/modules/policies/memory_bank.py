@@ -114,9 +114,10 @@ class MemoryBank(WindowedPolicy):
         held = self.banked
         where, kept = (cache.tokens(self._at, self._at + n) for n in (held, held - 1))
         orders = []
-        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-            scores = self.scores(cache, layer, keys[:, where])
-            best = scores.argsort(dim=1, descending=True, stable=True)[:, : held - 1]  # ties: the lower index
+        found = [self.scores(cache, layer, keys[:, where]) for layer, keys in enumerate(cache.keys)]
+        scores = cache.shard.sum(torch.stack(found))  # [layers, B, bank]
+        for keys, values, of_layer in zip(cache.keys, cache.values, scores, strict=True):
+            best = of_layer.argsort(dim=1, descending=True, stable=True)[:, : held - 1]  # ties: lower index
             for buffer in (keys, values):
                 slots = buffer[:, where].unflatten(1, (held, -1))  # [B, bank, S, H, D]
                 buffer[:, kept] = torch.take_along_dim(slots, best[:, :, None, None, None], 1).flatten(1, 2)

@@ -144,7 +144,8 @@ class Participative(WindowedPolicy):
         S, total = cache.tokens_per_frame, len(self._wide)
         known = self._candidates(cache, layer)
         between = cache.tokens(self.sink, total - self.recent)
-        scores = self.scores(cache.keys[layer][:, between], self._queries[layer].total(self.recent))
+        queries = self._queries[layer].total(self.recent)
+        scores = cache.shard.sum(self.scores(cache.keys[layer][:, between], queries))
         if self.reuse_limit is not None:
             scores = scores.masked_fill(known.uses >= self.reuse_limit, -torch.inf)
         best = scores.argsort(dim=1, descending=True, stable=True)[

@@ -1,0 +1,111 @@
+"""What the processes of one rollout captured, each of its own heads, as calls of all heads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan.modules.captured_call import CapturedCall
+from wan.modules.head_groups import BY_FRAME, joint_layout, spread
+from wan.modules.model import WanModel
+from wan.parallel import ProcessShard, shard_of
+
+WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_position")  # the same in every process
+BATCH_BYTES = 1 << 28  # sent at once
+
+
+class _Kept(NamedTuple):
+    """Of one call in one process: the frames of its columns, and what it keeps by name."""
+
+    frames: tuple[int, ...] | None
+    values: dict[str, tuple[torch.Size, torch.dtype]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.values.values())
+
+
+def gather_calls(model: WanModel, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
+    """The captured calls of all heads in the first process; none in the others. They must be on the CPU.
+
+    Every process that shares the model has to call this, after the same rollout.
+    """
+    shard = shard_of(model)
+    if shard is None:
+        return list(calls)
+    mine = [_Kept(_frames(call), {n: (v.shape, v.dtype) for n, v in call.values.items()}) for call in calls]
+    kept: list[list[_Kept]] = [[]] * shard.size
+    dist.all_gather_object(kept, mine, group=shard.group)
+    if shard.group.rank():
+        for batch in _batches(mine):
+            dist.send(_packed(calls[batch]), group=shard.group, group_dst=0)
+        return []
+    parts = [[dict(call.values) for call in calls]]
+    for process in range(1, shard.size):
+        parts.append([])
+        for batch in _batches(kept[process]):
+            flat = torch.empty(sum(k.nbytes for k in kept[process][batch]), dtype=torch.uint8)
+            dist.recv(flat, group=shard.group, group_src=process)
+            parts[-1] += _unpacked(flat, kept[process][batch])
+    return [
+        _joined(call, [part[i] for part in parts], [of[i] for of in kept], shard)
+        for i, call in enumerate(calls)
+    ]
+
+
+def _frames(call: CapturedCall) -> tuple[int, ...] | None:
+    return None if call.layout is None else call.layout.frames
+
+
+def _batches(kept: Sequence[_Kept]) -> Iterator[slice]:
+    """Consecutive calls of about BATCH_BYTES together."""
+    start, total = 0, 0
+    for stop, call in enumerate(kept, 1):
+        total += call.nbytes
+        if total >= BATCH_BYTES or stop == len(kept):
+            yield slice(start, stop)
+            start, total = stop, 0
+
+
+def _packed(calls: Sequence[CapturedCall]) -> Tensor:
+    """All values of calls as bytes."""
+    values = [value for call in calls for value in call.values.values()]
+    return torch.cat([value.contiguous().flatten().view(torch.uint8) for value in values])
+
+
+def _unpacked(flat: Tensor, kept: Sequence[_Kept]) -> list[dict[str, Tensor]]:
+    places = [(call, name, shape, dtype) for call in kept for name, (shape, dtype) in call.values.items()]
+    parts = flat.split([shape.numel() * dtype.itemsize for _, _, shape, dtype in places])
+    found: dict[int, dict[str, Tensor]] = {id(call): {} for call in kept}
+    for (call, name, shape, dtype), part in zip(places, parts, strict=True):
+        found[id(call)][name] = part.clone().view(dtype).view(shape)
+    return list(found.values())
+
+
+def _joined(
+    call: CapturedCall, parts: Sequence[dict[str, Tensor]], kept: Sequence[_Kept], shard: ProcessShard
+) -> CapturedCall:
+    """One call from its parts of some heads each."""
+    layout, seen = call.layout, [of.frames or () for of in kept]
+    if layout is not None and len(set(seen)) > 1:  # under per_head: their heads see different frames
+        layout = joint_layout(seen, layout)
+        columns = zip(parts, seen, strict=True)
+        parts = [
+            {n: spread(part[n], has, layout.frames) for n in BY_FRAME if n in part} for part, has in columns
+        ]
+    names = dict.fromkeys(name for part in parts for name in part)
+    values = {}
+    for name in names:
+        like = next(part[name] for part in parts if name in part)
+        if name in WITHOUT_HEADS:
+            values[name] = like
+        else:  # attended is missing where no head lost a key
+            values[name] = torch.cat([part.get(name, torch.ones_like(like)) for part in parts], 1)
+    shapes = ((*shape[:2], shard.total, shape[3]) for shape in (call.q_shape, call.k_shape))
+    q_shape, k_shape = shapes
+    if layout is not None:
+        k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
+    return replace(call, values=values, q_shape=q_shape, k_shape=k_shape, layout=layout)

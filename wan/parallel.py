@@ -1,0 +1,245 @@
+"""One rollout over several GPUs by heads (DeepSpeed-Ulysses, arXiv 2309.14509), put on a model from outside.
+
+Norms, products and FFN are done by each process for its share of a call's tokens. Around attention one
+all-to-all brings whole sequences of its share of the heads together, and another brings them back. The KV
+cache, what is captured and what is edited stay with the heads; gather_calls() brings it together at the end.
+
+    model = build_model(...)                       # in each of the processes that torchrun started
+    apply_head_parallel(model, join(device))
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame") as calls:
+        latents = CausalInferencePipeline(model).inference(noise, ...)  # the same in every process
+    calls = gather_calls(model, calls)             # of all heads, in the first process
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wan.errors import ConfigError
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.modules.causal_model import CausalWanModel
+from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.head_shard import HeadShard
+from wan.modules.layers import CrossAttention, Rope, SelfAttention
+from wan.modules.model import TextKeysValues, WanModel
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessShard(HeadShard):
+    """The heads of one process of a group. It also has the share of every call's tokens that is as large."""
+
+    group: Group
+    waiting: list[dist.Work] = field(default_factory=list)
+
+    @classmethod
+    def of_model(cls, num_heads: int, group: Group) -> "ProcessShard":
+        share = num_heads // group.size()
+        return cls(range(group.rank() * share, (group.rank() + 1) * share), num_heads, group)
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    # -- heads -----------------------------------------------------------------------------------------------
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        parts = [torch.empty_like(x, device="cpu") for _ in range(self.size)]
+        dist.all_gather(parts, x.cpu().contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    # -- tokens ----------------------------------------------------------------------------------------------
+
+    def tokens(self, x: Tensor, dim: int) -> Tensor:
+        """This process's share of all tokens along dim."""
+        if x.shape[dim] % self.size:
+            raise ConfigError(f"a call of {x.shape[dim]} tokens does not split over {self.size} GPUs")
+        share = x.shape[dim] // self.size
+        return x.narrow(dim, self.group.rank() * share, share)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """All tokens of x, whose share is here: [B, L/P, n] -> [B, L, n]."""
+        parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
+
+    # -- the exchange ----------------------------------------------------------------------------------------
+
+    def to_heads(self, x: Tensor, wait: bool = True) -> Tensor:
+        """The share of the tokens with all heads -> all tokens with the share of the heads.
+
+        x [B, L/P, n] -> [B, L, n/P]. Without wait the result may be read once wait_for_all() was called.
+        """
+        outgoing = x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3).contiguous()  # [P, B, L/P, n/P]
+        incoming = torch.empty_like(outgoing)
+        work = dist.all_to_all_single(incoming, outgoing, group=self.group, async_op=not wait)
+        if work is not None:
+            self.waiting.append(work)
+            if x.shape[0] > 1:  # below the parts are copied into one
+                self.wait_for_all()
+        return incoming.transpose(0, 1).flatten(1, 2)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """The way back: [B, L, n/P] -> [B, L/P, n]."""
+        outgoing = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()  # [P, B, L/P, n/P]
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=self.group)
+        return incoming.permute(1, 2, 0, 3).flatten(2)
+
+    def wait_for_all(self) -> None:
+        """Let what follows on this device wait for the exchanges that are under way."""
+        while self.waiting:
+            self.waiting.pop().wait()
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
+    """Let the processes of a group compute each call of a model together, by heads.
+
+    All of them must make the same calls, each with the whole input; each gets the whole output. The weights
+    are whole everywhere. Raises ConfigError where the heads do not split over the group.
+    """
+    size, heads = group.size(), model.config.num_heads
+    if heads % size:
+        raise ConfigError(f"{heads} heads do not split over {size} GPUs; {_or(legal_sizes(heads))} would do")
+    if size == 1:
+        return
+    shard = ProcessShard.of_model(heads, group)
+    model.head_shard = shard
+    _split_tokens(model, shard)
+    for block in model.blocks:
+        _exchange_self(block.self_attn, shard)
+        _exchange_cross(block.cross_attn, shard)
+
+
+def _split_tokens(model: CausalWanModel, shard: ProcessShard) -> None:
+    """Between the patch embedding and the head's output, each process has its share of the tokens."""
+    tables, new_cache = model.rope_tables, model.new_kv_cache
+
+    def own_tables(*args: Any) -> Rope:
+        rope = tables(*args)
+        queries, keys = (tuple(shard.tokens(x, 0) for x in pair) for pair in rope)
+        return Rope(queries, keys)
+
+    def own_tokens(block: nn.Module, args: tuple) -> tuple:
+        x, rows, _, _, _, mask, *_ = args
+        if mask is not None or rows.shape[1] != 1:
+            raise ConfigError(
+                "several GPUs make rollouts: no mask, and one timestep for all frames of a call"
+            )
+        return shard.tokens(x, 1), *args[1:]
+
+    def cache_of_own_heads(*args: Any, **kwargs: Any) -> Any:
+        cache = new_cache(*args, **kwargs)
+        advance, recache = cache.advance, cache.recache
+        cache.advance = lambda block, text=(), cut=False: advance(block, _own_heads(text, shard), cut)
+        cache.recache = lambda frames, text: recache(frames, _own_heads(text, shard))
+        return cache
+
+    model.rope_tables, model.new_kv_cache = own_tables, cache_of_own_heads  # type: ignore[method-assign]
+    model.blocks[0].register_forward_pre_hook(own_tokens)
+    model.head.register_forward_hook(lambda head, args, out: shard.all_tokens(out))
+
+
+def _own_heads(text: TextKeysValues, shard: ProcessShard) -> TextKeysValues:
+    return [(shard.of(k), shard.of(v)) for k, v in text]
+
+
+def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
+    """q, k and v leave their modules as whole sequences of own heads; the output is sent back before o.
+
+    Queries and keys travel while the values are computed.
+    """
+    head_dim = attn.q.out_features // shard.total
+
+    def queries_or_keys(norm: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        return shard.to_heads(out.flatten(2), wait=False).unflatten(2, (-1, head_dim))
+
+    def values(linear: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        own = shard.to_heads(out, wait=False)
+        shard.wait_for_all()
+        return own
+
+    attn.site = replace(attn.site, shard=shard)
+    attn.num_heads = len(shard.heads)
+    attn.norm_q.register_forward_hook(queries_or_keys)
+    attn.norm_k.register_forward_hook(queries_or_keys)
+    attn.v.register_forward_hook(values)
+    attn.o.register_forward_pre_hook(lambda linear, args: (shard.to_tokens(args[0]),))
+
+
+def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
+    """Cross-attention needs no exchange: each token looks at the text alone, which is whole everywhere.
+
+    Whoever captures it, or edits anything, gets whole sequences of own heads all the same.
+    """
+    attn.site = replace(attn.site, shard=shard)
+
+    def forward(x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
+        q, own = attn.norm_q(attn.q(x)), _own_heads([text], shard)[0]
+        if ACTIVE_EDITS.active:
+            z = attention(_whole(q, shard), *own, attn.site)  # [B, L, H/P, D]
+            return attn.o(shard.to_tokens(z.flatten(2)))
+        if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
+            whole = _whole(q, shard)
+            ATTENTION_WEIGHT_CAPTURE.observe(attn.site, whole, own[0], lse=whole.new_empty(0))
+        return attn.o(attention(q, *text).flatten(2))
+
+    attn.forward = forward  # type: ignore[method-assign]
+
+
+def _whole(q: Tensor, shard: ProcessShard) -> Tensor:
+    return shard.to_heads(q.flatten(2)).unflatten(2, (len(shard.heads), -1))
+
+
+# -- what fits -----------------------------------------------------------------------------------------------
+
+
+def legal_sizes(num_heads: int, tokens: Iterable[int] = ()) -> list[int]:
+    """Over how many GPUs a model's heads, and calls of so many tokens, split."""
+    wanted = [num_heads, *tokens]
+    return [size for size in range(1, num_heads + 1) if not any(n % size for n in wanted)]
+
+
+def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int]) -> None:
+    """Raise ConfigError, naming the numbers of GPUs that would do, where heads or tokens do not split."""
+    tokens = sorted(set(tokens))
+    if size not in (legal := legal_sizes(num_heads, tokens)):
+        blocks = f"{_or(tokens)} tokens"
+        raise ConfigError(
+            f"--gpus {size} does not split {model}: its {num_heads} heads and blocks of {blocks} "
+            f"go on {_or(legal)} GPUs"
+        )
+
+
+def _or(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def shard_of(model: WanModel) -> ProcessShard | None:
+    """The share of a model that this process has, or None where it has it all."""
+    shard = getattr(model, "head_shard", None)
+    return shard if isinstance(shard, ProcessShard) else None
+
+
+def any_process(model: WanModel, said: bool) -> bool:
+    """Whether any of the processes that share a model says so; all of them must ask."""
+    shard = shard_of(model)
+    if shard is None:
+        return said
+    answer = torch.tensor([float(said)])
+    dist.all_reduce(answer, group=shard.group)
+    return bool(answer.item())

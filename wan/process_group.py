@@ -1,0 +1,57 @@
+"""The processes of one rollout find each other, and say what went wrong once.
+
+torchrun starts them and tells each its rank; torch.distributed connects them, NCCL between GPUs and gloo
+between CPUs, which also brings together what was captured.
+"""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=20)  # of one exchange: longer than a process may need to load its weights
+
+_stores: list[dist.Store] = []  # of the group that this process has joined
+
+
+def join(device: torch.device, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+    """The group of all processes that were started together, for tensors on the CPU and on a GPU each."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    _stores.append(dist.PrefixStore("errors", store))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    if threading.current_thread() is threading.main_thread():
+        # A process that waits in NCCL or gloo runs no Python: let a signal end it all the same.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def leave() -> None:
+    """Part, all at once; nothing where no group was joined."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def is_first_to_fail(message: str) -> bool:
+    """Whether no other process of the group has said what went wrong; this one is about to."""
+    if not _stores:
+        return True
+    with suppress(Exception):  # the store is gone with the process that had it
+        mine = f"{os.getpid()} {message}"
+        return _stores[-1].compare_set("first", "", mine) == mine.encode()
+    return True
