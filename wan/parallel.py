@@ -129,9 +129,9 @@ def _split_tokens(model: CausalWanModel, shard: ProcessShard) -> None:
     tables, new_cache = model.rope_tables, model.new_kv_cache
 
     def own_tables(*args: Any) -> Rope:
-        rope = tables(*args)
-        queries, keys = (tuple(shard.tokens(x, 0) for x in pair) for pair in rope)
-        return Rope(queries, keys)
+        (q_cos, q_sin), (k_cos, k_sin) = tables(*args)
+        own = [shard.tokens(x, 0) for x in (q_cos, q_sin, k_cos, k_sin)]
+        return Rope((own[0], own[1]), (own[2], own[3]))
 
     def own_tokens(block: nn.Module, args: tuple) -> tuple:
         x, rows, _, _, _, mask, *_ = args
@@ -144,16 +144,18 @@ def _split_tokens(model: CausalWanModel, shard: ProcessShard) -> None:
     def cache_of_own_heads(*args: Any, **kwargs: Any) -> Any:
         cache = new_cache(*args, **kwargs)
         advance, recache = cache.advance, cache.recache
-        cache.advance = lambda block, text=(), cut=False: advance(block, _own_heads(text, shard), cut)
-        cache.recache = lambda frames, text: recache(frames, _own_heads(text, shard))
+        vars(cache).update(
+            advance=lambda block, text=(), cut=False: advance(block, _own_heads(text, shard), cut),
+            recache=lambda frames, text: recache(frames, _own_heads(text, shard)),
+        )
         return cache
 
-    model.rope_tables, model.new_kv_cache = own_tables, cache_of_own_heads  # type: ignore[method-assign]
+    vars(model).update(rope_tables=own_tables, new_kv_cache=cache_of_own_heads)
     model.blocks[0].register_forward_pre_hook(own_tokens)
     model.head.register_forward_hook(lambda head, args, out: shard.all_tokens(out))
 
 
-def _own_heads(text: TextKeysValues, shard: ProcessShard) -> TextKeysValues:
+def _own_heads(text: Sequence[tuple[Tensor, Tensor]], shard: ProcessShard) -> TextKeysValues:
     return [(shard.of(k), shard.of(v)) for k, v in text]
 
 
@@ -197,7 +199,7 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
             ATTENTION_WEIGHT_CAPTURE.observe(attn.site, whole, own[0], lse=whole.new_empty(0))
         return attn.o(attention(q, *text).flatten(2))
 
-    attn.forward = forward  # type: ignore[method-assign]
+    vars(attn)["forward"] = forward
 
 
 def _whole(q: Tensor, shard: ProcessShard) -> Tensor:

@@ -12,22 +12,24 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT = timedelta(minutes=20)  # of one exchange: longer than a process may need to load its weights
 
-_stores: list[dist.Store] = []  # of the group that this process has joined
+_stores: list[Store] = []  # of the group that this process has joined
 
 
 def join(device: torch.device, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
     """The group of all processes that were started together, for tensors on the CPU and on a GPU each."""
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    _stores.append(dist.PrefixStore("errors", store))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    _stores.append(PrefixStore("errors", store))
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
