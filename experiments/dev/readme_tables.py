@@ -23,6 +23,8 @@ BENCHMARKS = {
     "page": "experiments.dev.benchmark_page",
     "first_contact": "experiments.dev.benchmark_first_contact",
     "first_frame": "experiments.dev.first_frame_numbers",
+    "hidden_shapes": "experiments.dev.hidden_shapes_report",
+    "interventions": "experiments.dev.benchmark_interventions",
     "checkpoints": "experiments.dev.first_frame_training",
     "evaluation": "experiments.dev.miniature_tables",
     "robustness": "experiments.dev.robustness_tables",

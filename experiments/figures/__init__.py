@@ -11,6 +11,7 @@ from experiments.figures.first_frame import (
 )
 from experiments.figures.folder import FigureFolder, about
 from experiments.figures.heads import head_curves, head_grid, one_head
+from experiments.figures.knockouts import knockout_curves
 from experiments.figures.layer import all_heads, frame_maps
 from experiments.figures.layers import layer_comparison, layer_statistics, layers_together
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
@@ -34,6 +35,7 @@ __all__ = [
     "head_curves",
     "head_grid",
     "head_maps",
+    "knockout_curves",
     "label_agreement",
     "label_maps",
     "layer_comparison",

@@ -52,7 +52,8 @@ class Runs:
 
 def begin(session: Session, configs: Sequence[RunConfig]) -> Runs:
     """The base rollouts of a batch, and how far another seed is from each."""
-    text = torch.cat([session.texts[config.prompt][0] for config in configs])
+    texts = {prompt: session.texts[prompt][0] for prompt in dict.fromkeys(c.prompt for c in configs)}
+    text = torch.cat([texts[config.prompt] for config in configs])
 
     def drawn(more: int) -> tuple[Tensor, Tensor]:
         seeded = [replace(config, seed=config.seed + more) for config in configs]

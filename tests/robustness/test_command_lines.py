@@ -34,6 +34,7 @@ from experiments.caches import save_cache
 from experiments.dev import (
     benchmark_capture,
     benchmark_first_contact,
+    benchmark_interventions,
     benchmark_memory,
     benchmark_page,
     benchmark_policies,
@@ -42,6 +43,7 @@ from experiments.dev import (
     compare_base_and_causal,
     first_frame_numbers,
     first_frame_training,
+    hidden_shapes,
     notebook_outputs,
     policy_figures,
     readme_figures,
@@ -59,7 +61,9 @@ OTHERS = {
     script.__name__.split(".")[-1]: script
     for script in (
         benchmark_first_contact,
+        benchmark_interventions,
         benchmark_page,
+        hidden_shapes,
         first_frame_numbers,
         compare_base_and_causal,
         notebook_outputs,
@@ -202,6 +206,27 @@ CASES |= {
     ],
     "compare_base_and_causal": [["--no_such_flag"], ["{}/none.pt", "{}/none.pt", "{}/sheet.svg"]],
     "policy_figures": [["--no_such_flag"], ["--config_path", "{}/none.yaml", "--output_dir", "{}/out"]],
+    "benchmark_interventions": [
+        ["--no_such_flag"],
+        [*MINI, "--repeats", "0"],
+        [*MINI, "--sweep_seconds", "0"],
+        [*MINI, "--sweep_prompts", "99"],
+        ["--config_path", "{}/none.yaml"],
+        [*MINI, "--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "hidden_shapes": [
+        ["--no_such_flag"],
+        ["--captions", "0"],
+        ["--seeds", "x"],
+        ["--config_path", "{}/none.yaml"],
+        ["--config_path", "configs/wan_14b.yaml"],
+        ["--ckpt_dir", "{}/folder"],
+        ["--captions", "1", "--selection", "1", "--first_frame_captions", "1", "--layers", "8"],
+        ["--captions", "1", "--selection", "1", "--first_frame_captions", "1", "--counts", "96"],
+        ["--draw", "--output_path", "{}/none.json"],
+        ["--draw", "--output_path", "{}/text.txt"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+    ],
     "benchmark_policies": [
         ["--no_such_flag"],
         [*MINI, "--repeats", "0"],

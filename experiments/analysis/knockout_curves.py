@@ -1,0 +1,84 @@
+"""How much of something is left when more and more heads lose their past: shares, intervals, orders compared.
+
+Answers are shares over seeds, [captions] of one condition, paired by caption. The unit is the caption.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.analysis.effects import Interval, bootstrap, head_correlation, holm, sign_flip_p
+
+RANDOM = "random"
+Curves = Mapping[str, np.ndarray]  # by order [counts, captions]
+
+
+def rounded(interval: Interval, digits: int = 3) -> list[float]:
+    return [round(float(value), digits) for value in interval]
+
+
+def curve(answers: np.ndarray) -> list[list[float]]:
+    """Share and its interval for each count of heads, of answers [counts, captions]."""
+    return [rounded(bootstrap(row)) for row in answers]
+
+
+def random_curve(draws: np.ndarray) -> list[list[float]]:
+    """Of draws [draws, counts, captions]: share, its interval over captions, lowest and highest draw."""
+    of_draws = draws.mean(2)  # [draws, counts]
+    return [
+        [*one, round(float(low), 3), round(float(high), 3)]
+        for one, low, high in zip(curve(draws.mean(0)), of_draws.min(0), of_draws.max(0), strict=True)
+    ]
+
+
+def against_random(orders: Curves, draws: np.ndarray) -> dict[str, list[list[float]]]:
+    """Order minus the mean random order, for each count: difference, its interval, p after Holm over all."""
+    mean = draws.mean(0)
+    differences = {name: answers - mean for name, answers in orders.items()}
+    adjusted = iter(holm([sign_flip_p(row) for rows in differences.values() for row in rows]))
+    return {
+        name: [[*rounded(bootstrap(row)), round(float(next(adjusted)), 4)] for row in rows]
+        for name, rows in differences.items()
+    }
+
+
+def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float, none: float) -> int | None:
+    """The fewest heads after which half of what the past gives is lost; None where no count does that."""
+    half = (whole + none) / 2
+    return next((count for count, share in zip(counts, shares, strict=True) if share <= half), None)
+
+
+def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:
+    """Does what a head attends to predict what removing frame 0 does? found [prompts, layers, H] each.
+
+    ρ over heads, and partial ρ given layer and ‖z‖, of the effect and of the effect beyond the control.
+    """
+    effect, beyond = found["effect"], found["effect"] - found["control"]
+    shape = effect.shape[1:]
+    given = [np.broadcast_to(np.asarray(layers, float)[:, None], shape), found["norm"].mean(0)]
+    measured = [name for name in found if name.endswith("pass") or name.endswith("passes")]
+    above = [
+        bootstrap(beyond[:, layer, head]).low > 0 for layer in range(shape[0]) for head in range(shape[1])
+    ]
+    return {
+        "prompts": len(effect),
+        "layers": list(layers),
+        "mean_effect": rounded(bootstrap(effect.mean((1, 2))), 4),
+        "mean_control": rounded(bootstrap(found["control"].mean((1, 2))), 4),
+        "floor": float(f"{found['floor'].mean():.2g}"),
+        "heads_above_control": int(sum(above)),
+        "correlations": {
+            name: {
+                "rho": rounded(head_correlation(effect, found[name])),
+                "partial_rho": rounded(head_correlation(effect, found[name], given)),
+                "rho_beyond_control": rounded(head_correlation(beyond, found[name])),
+                "partial_rho_beyond_control": rounded(head_correlation(beyond, found[name], given)),
+            }
+            for name in measured
+        },
+        "heads": {
+            name: [[float(f"{value:.3g}") for value in row] for row in found[name].mean(0)]
+            for name in ("effect", "control", "norm", *measured)
+        },
+    }

@@ -1,0 +1,98 @@
+"""What editing costs: rollouts with and without edits in turn, and a causal atlas of every head.
+
+    python experiments/dev/benchmark_interventions.py --config_path configs/wan_mini.yaml
+    python experiments/dev/benchmark_interventions.py --random_weights --device cuda --sweep_seconds 60
+
+The atlas goes on where it stopped in --folder; what is not done in --sweep_seconds is extrapolated.
+"""
+
+import argparse
+from pathlib import Path
+
+from experiments.dev.tables import markdown, measured_on
+from experiments.running.cli import config_from, count, main, run_parser
+
+
+def table(report: dict) -> str:
+    """Edited rollouts beside the plain one, and under it the atlas."""
+    rows = [
+        (
+            name,
+            f"{row['median_seconds']:.3f}",
+            f"{row['times_plain']:.3f}",
+            f"{row['edited_calls']}",
+            "yes" if row["bit_identical"] else "no",
+        )
+        for name, row in report["rows"].items()
+    ]
+    weights = " shapes, random weights" if report["random_weights"] else ""
+    what = f"{report['model']}{weights}, {report['num_frames']} latent frames; edits are of every layer."
+    lines = markdown(("edit", "seconds", "x plain", "edited calls", "bits of plain"), rows)
+    where = measured_on(report["environment"], report["dtype"])
+    return f"{lines}\n\n{what} {_of_sweep(report['sweep'])}{where}"
+
+
+def _of_sweep(sweep: dict | None) -> str:
+    if sweep is None:
+        return ""
+    done = f"{sweep['layers_done_now']} of {sweep['layers']} layers took {sweep['seconds']:.0f} s"
+    if sweep["layers_done_now"] < sweep["layers"]:
+        done += f", from which all are extrapolated to {sweep['all_layers_seconds']:.0f} s"
+    of = f"{sweep['heads']} heads, {sweep['prompts']} prompt{'s' * (sweep['prompts'] > 1)}"
+    return f"Causal atlas of mean ablation, {of}: {done}. "
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, None)
+    parser.add_argument(
+        "--random_weights",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the config's model with random weights: no files needed",
+    )
+    parser.add_argument("--repeats", type=count, default=3, help="timed repeats of every row")
+    parser.add_argument("--sweep_seconds", type=count, help="also a causal atlas, for about so long")
+    parser.add_argument("--sweep_prompts", type=count, default=1, help="prompts of the atlas, in one batch")
+    parser.add_argument("--folder", type=Path, default=Path("cache/benchmark_interventions"))
+    measure(parser.parse_args(argv))
+
+
+def measure(args: argparse.Namespace) -> None:
+    from experiments.caches.atomic_files import require_writable
+    from experiments.dev import measure_interventions
+    from experiments.dev.measure_capture import make_rollout
+    from experiments.dev.tables import save_report
+    from experiments.extraction.provenance import environment
+    from wan.checkpoint import file_sha256, weights_file
+    from wan.errors import ConfigError
+
+    config = config_from(args)
+    if args.sweep_prompts > len(config.reference_prompts):
+        raise ConfigError(f"the config has {len(config.reference_prompts)} reference_prompts to sweep over")
+    if args.output_path:
+        require_writable(args.output_path)
+    rollout, sizes = make_rollout(config, args.random_weights)
+    rows = measure_interventions.measure(rollout, measure_interventions.rows(config, sizes), args.repeats)
+    sweep = None
+    if args.sweep_seconds:
+        path = weights_file(config.ckpt_dir, config.checkpoint_path) if not args.random_weights else None
+        weights = file_sha256(path) if path else f"random weights of {config.model}"
+        session = measure_interventions.session_of(rollout, sizes, config, weights)
+        sweep = measure_interventions.sweep(
+            session, config, args.sweep_prompts, args.sweep_seconds, args.folder
+        )
+    report = {
+        "model": config.model,
+        "random_weights": args.random_weights,
+        "num_frames": config.num_frames,
+        "dtype": str(rollout.noise.dtype).removeprefix("torch."),
+        "environment": environment(rollout.noise.device),
+        "rows": rows,
+        "sweep": sweep,
+    }
+    print(table(report), end="")
+    save_report(report, args.output_path)
+
+
+if __name__ == "__main__":
+    main(run)

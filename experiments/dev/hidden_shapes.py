@@ -1,0 +1,158 @@
+"""Which heads bring a hidden shape back, and does attention to frame 0 say what removing it does?
+
+    python experiments/dev/hidden_shapes.py --device cuda --dtype float32 --workers 15
+
+Writes docs/hidden_shapes.json, from which readme_tables.py fills docs/interventions.md, and two figures.
+Pieces are kept in --folder: the same command goes on where it stopped. --draw draws the figures again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from experiments.running.cli import Parser, count, main
+from wan.errors import ConfigError
+
+OUTPUT = Path("docs/hidden_shapes.json")
+FIGURES = Path("notebooks/figures")
+SCALE = 8  # pixels of a latent
+
+
+def parser() -> Parser:
+    flags = Parser(description=__doc__.splitlines()[0])
+    add = flags.add_argument
+    add("--config_path", default="configs/wan_mini.yaml")
+    add("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
+    add("--captions", type=count, default=96, help="captions behind a wall, on which heads are judged")
+    add("--selection", type=count, default=24, help="other captions, by which heads are ranked")
+    add("--first_frame_captions", type=count, default=32, help="captions of every kind, for frame 0")
+    add("--seeds", type=count, default=3, help="seeds of each caption")
+    add("--draws", type=count, default=20, help="random orders")
+    add("--counts", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="heads without a past")
+    add("--layers", type=int, nargs="+", help="edit heads of these layers alone")
+    add("--num_frames", type=count, default=21, help="latent frames")
+    add("--workers", type=count, default=1, help="processes that judge videos")
+    add("--device", default="auto")
+    add("--dtype", default="float32")
+    add("--folder", type=Path, default=Path("cache/hidden_shapes"), help="where pieces are kept")
+    add("--output_path", type=Path, default=OUTPUT)
+    add("--figures", type=Path, default=FIGURES, help="folder of the two SVGs")
+    add("--draw", action="store_true", help="only draw the figures of --output_path")
+    return flags
+
+
+def run(argv=None):
+    args = parser().parse_args(argv)
+
+    from experiments.caches.atomic_files import replacing, require_writable  # no torch for --help
+
+    if args.draw:
+        draw_figures(args.output_path, args.figures)
+        return
+    require_writable(args.output_path)
+    report = measure(args)
+    with replacing(args.output_path) as file:
+        file.write(compact(report).encode())
+    print(args.output_path)
+    draw_figures(args.output_path, args.figures)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Make what is not done yet -> the report. StoppedError after Ctrl-C."""
+    from experiments.miniature.recipe import SIDE
+    from experiments.running.progress import Progress, stopping_when_asked
+    from experiments.studies.hidden_shapes import DECODED_AT_ONCE, Design
+    from experiments.studies.judges import Judges
+    from wan.config import load_config
+
+    paths = {}
+    if args.ckpt_dir:
+        paths = {"ckpt_dir": args.ckpt_dir, "checkpoint_path": f"{args.ckpt_dir}/self_forcing_mini.pt"}
+    settings = {"device": args.device, "dtype": args.dtype, "num_frames": args.num_frames}
+    config = load_config(args.config_path, paths | settings)
+    if config.height * SCALE != SIDE:
+        raise ConfigError(f"{args.config_path} is not of the miniature, whose tracker this needs")
+    layers = None if args.layers is None else tuple(sorted(set(args.layers)))
+    design = Design(
+        args.captions, args.selection, args.seeds, args.draws, tuple(sorted(set(args.counts))), layers
+    )
+    shape = (1 + 4 * (config.num_frames - 1), 3, SIDE, SIDE)
+    with (
+        Progress() as watch,
+        stopping_when_asked(watch, "condition"),
+        Judges(args.workers, DECODED_AT_ONCE, shape) as judges,  # before a GPU is touched: it forks
+    ):
+        return study(args, design, config, judges, watch)
+
+
+def study(args, design, config, judges, watch) -> dict[str, Any]:
+    from experiments.analysis.knockout_curves import first_frame_report
+    from experiments.caches.errors import StoppedError
+    from experiments.dev.hidden_shapes_report import knockouts
+    from experiments.extraction import causal
+    from experiments.extraction.provenance import environment
+    from experiments.studies import first_frame_removed
+    from experiments.studies.hidden_shapes import HiddenShapes, captions_behind_a_wall
+    from wan.modules.vae import VAE
+
+    of_frame_0 = first_frame_removed.captions(args.first_frame_captions)
+    behind_walls = [scene.caption for part in reversed(captions_behind_a_wall(design)) for _, scene in part]
+    session = causal.prepare(config, [], [*behind_walls, *of_frame_0], watch)
+    check_layers(design, session.model_config)
+    vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
+    removed = first_frame_removed.FirstFrameRemoved(
+        of_frame_0, args.seeds, config, session, args.folder / "first_frame", design.layers
+    )
+    shapes = HiddenShapes(
+        design, config, session, vae, judges, args.folder, watch.print, lambda: watch.stopping
+    )
+    for part in (shapes.run, lambda: removed.run(watch.print, lambda: watch.stopping)):
+        if not part():
+            raise StoppedError("stopped; what is done is not made again: run the same command to go on")
+    return {
+        "environment": environment(session.device),
+        "model": config.model,
+        "weights_sha256": session.sha256.result(),
+        "dtype": str(session.dtype).removeprefix("torch."),
+        "first_frame": first_frame_report(removed.numbers(), [layer or 0 for layer in removed.study.layers]),
+        "knockouts": knockouts(shapes),
+    }
+
+
+def check_layers(design, sizes) -> None:
+    """Raise ConfigError for layers that the model lacks, and counts that are no part of its heads."""
+    layers = range(sizes.num_layers) if design.layers is None else design.layers
+    for layer in layers:
+        if not 0 <= layer < sizes.num_layers:
+            raise ConfigError(f"layer {layer} is not in 0..{sizes.num_layers - 1}")
+    heads = len(layers) * sizes.num_heads
+    if design.counts[-1] >= heads:
+        raise ConfigError(f"--counts {design.counts[-1]}: fewer than all {heads} heads lose their past")
+
+
+def compact(report: dict[str, Any]) -> str:
+    """JSON with a line for each innermost list."""
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def draw_figures(path: Path, folder: Path) -> None:
+    """The figures of a report."""
+    from experiments.dev.hidden_shapes_report import draw
+    from experiments.figures.style import save_svg
+
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        figures = draw(report, report["model"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not what this script writes: {error}") from None
+    for name, figure in figures.items():
+        print(save_svg(figure, folder / name))
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,161 @@
+"""The finding about heads and the past, from its studies: a report that JSON holds, a table, figures."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.analysis import knockout_curves
+from experiments.analysis.effects import bootstrap
+from experiments.analysis.knockout_curves import rounded
+from experiments.dev.tables import markdown, measured_on
+from experiments.figures.effects import effect_against
+from experiments.figures.knockouts import knockout_curves as draw_curves
+from experiments.studies.hidden_shapes import BACK, QUESTIONS, Condition, HiddenShapes
+
+ORDERS = {  # of the study -> in words
+    "effect": "by single effect",
+    "change": "by change of x0",
+    "s": "by s",
+    "mass on the past": "by mass on the past",
+}
+SHOWN = 12  # heads of the ranking in the report
+
+
+def knockouts(study: HiddenShapes) -> dict[str, Any]:
+    """Of a study that is done: shares of captions whose shape comes back, by order and number of heads."""
+    made = {one.name: one for one in study.conditions()}
+    counts, draws = study.design.counts, range(study.design.draws)
+
+    def answers(name: str, question: str = BACK) -> np.ndarray:
+        return np.stack([study.answers(made[f"{name}: {count}"], question).numpy() for count in counts])
+
+    orders = {name: answers(name) for name in ORDERS}
+    random = np.stack([answers(f"random {draw}") for draw in draws])
+    ends = {name: study.answers(made[name]).numpy() for name in ("base", "all")}
+    whole, none = (float(ends[name].mean()) for name in ("base", "all"))
+    curves = {name: knockout_curves.curve(values) for name, values in orders.items()}
+    curves["random"] = knockout_curves.random_curve(random)
+    return {
+        "captions": len(ends["base"]),
+        "selection": study.design.selection,
+        "seeds": study.design.seeds,
+        "draws": study.design.draws,
+        "counts": list(counts),
+        "heads": len(study.heads),
+        "base": _shares(study, made["base"]),
+        "all": _shares(study, made["all"]),
+        "curves": curves,
+        "against_random": knockout_curves.against_random(orders, random),
+        "heads_for_half": {
+            name: knockout_curves.heads_for_half([row[0] for row in rows], counts, whole, none)
+            for name, rows in curves.items()
+        },
+        "other_answers": {
+            name: {q: [round(float(x), 3) for x in answers(name, q).mean(1)] for q in QUESTIONS if q != BACK}
+            for name in ORDERS
+        },
+        "ranking": _ranking(study),
+        "seeds_that_come_back": _digits(study, made),
+    }
+
+
+def _shares(study: HiddenShapes, condition: Condition) -> dict[str, list[float]]:
+    return {q: rounded(bootstrap(study.answers(condition, q).numpy())) for q in QUESTIONS}
+
+
+def _ranking(study: HiddenShapes) -> list[dict[str, Any]]:
+    """The heads with the largest single effect, with what ranks them otherwise."""
+    measured = study.selection_measures()
+    best = sorted(study.heads, key=lambda head: measured["effect"][head], reverse=True)[:SHOWN]
+    return [
+        {"layer": head[0], "head": head[1]}
+        | {name: round(float(values[head]), 3) for name, values in measured.items()}
+        for head in best
+    ]
+
+
+def _digits(study: HiddenShapes, made: Mapping[str, Condition]) -> dict[str, str]:
+    """By condition a digit per caption: in how many seeds its shape comes back."""
+    return {
+        name: "".join(str(round(x * study.design.seeds)) for x in study.answers(one).tolist())
+        for name, one in made.items()
+    }
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The rows of docs/interventions.md, and what they were measured on."""
+    return f"{_of_first_frame(report['first_frame'])}\n{_of_knockouts(report)}"
+
+
+def _of_first_frame(found: Mapping[str, Any]) -> str:
+    rows = [
+        (name, *(_interval(values[kind]) for kind in ("rho", "partial_rho", "partial_rho_beyond_control")))
+        for name, values in found["correlations"].items()
+    ]
+    heads = np.size(found["heads"]["effect"])
+    return (
+        markdown(("measure of a head", "ρ", "partial ρ", "partial ρ, beyond the control"), rows)
+        + "\n\nDirect effect of removing frame 0 from one head's view, in distances between seeds, mean over "
+        + f"{heads} heads: {_interval(found['mean_effect'], 3)}; of removing a random earlier frame: "
+        + f"{_interval(found['mean_control'], 3)}; floor {found['floor']:.1g}. Frame 0 matters more than "
+        + f"the random frame in {found['heads_above_control']} heads (interval above 0). "
+        + f"{found['prompts']} captions; intervals resample captions and layers.\n"
+    )
+
+
+def _of_knockouts(report: Mapping[str, Any]) -> str:
+    found = report["knockouts"]
+    counts, curves = found["counts"], found["curves"]
+    names = ORDERS | {"random": f"random, {found['draws']} draws"}
+    rows = [
+        (label, *(_interval(row) for row in curves[name]), str(found["heads_for_half"][name] or "more"))
+        for name, label in names.items()
+    ]
+    base, none = found["base"][BACK], found["all"][BACK]
+    best = ", ".join(f"L{one['layer']}H{one['head']} ({one['effect']:.2f})" for one in found["ranking"][:5])
+    return (
+        markdown(("heads without a past", *map(str, counts), "half is lost at"), rows)
+        + "\n\nShare of captions whose shape comes back in colour and shape: "
+        + f"{_interval(base)} with the whole past, {_interval(none)} where no head sees the past. "
+        + f"Largest single effects on the selection captions: {best}. {found['captions']} captions, others "
+        + f"than the {found['selection']} that ranked the heads, {found['seeds']} seeds each; intervals "
+        + f"resample captions. {measured_on(report['environment'], report['dtype'])}"
+    )
+
+
+def _interval(values: list[float], digits: int = 2) -> str:
+    estimate, low, high = (f"{value:.{digits}f}" for value in values[:3])
+    return f"{estimate} [{low}, {high}]"
+
+
+def draw(report: Mapping[str, Any], model: str) -> dict[str, Figure]:
+    """The curves, and the effect of removing frame 0 against what heads attend to."""
+    found, first = report["knockouts"], report["first_frame"]
+    curves = {name: np.array(rows) for name, rows in found["curves"].items()}
+    ends = np.array(found["base"][BACK]), np.array(found["all"][BACK])
+    about = f"{model}, {found['captions']} captions x {found['seeds']} seeds"
+    about_first = f"{model}, {first['prompts']} captions x {found['seeds']} seeds"
+    measures = {n: np.array(v) for n, v in first["heads"].items() if n.endswith(("first pass", "all passes"))}
+    notes = {
+        name: f"ρ = {_interval(values['rho'])}\npartial ρ = {_interval(values['partial_rho'])}"
+        for name, values in first["correlations"].items()
+    }
+    shown = [name for name in measures if name.endswith("first pass")]
+    return {
+        "hidden_shapes.svg": draw_curves(
+            found["counts"],
+            {label: curves[name] for name, label in ORDERS.items()},
+            curves["random"],
+            ends,
+            what="Share back in colour and shape",
+            subtitle=f"Which heads bring a hidden shape back: {about}",
+        ),
+        "first_frame_removed.svg": effect_against(
+            np.array(first["heads"]["effect"]),
+            {name: measures[name] for name in shown},
+            {name: notes[name] for name in shown},
+            subtitle=f"knock out the first frame: {about_first}",
+        ),
+    }

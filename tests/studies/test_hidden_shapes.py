@@ -1,0 +1,193 @@
+"""Heads without a past: against a window of one block, batches against single runs, orders, resuming."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.analysis import knockout_curves
+from experiments.analysis.first_frame import first_frame_effect
+from experiments.dev import hidden_shapes as script
+from experiments.dev import hidden_shapes_report
+from experiments.extraction import causal
+from experiments.miniature.evaluation import rendered
+from experiments.miniature.tracking import judge
+from experiments.studies import first_frame_removed
+from experiments.studies.head_attention import measures_by_pass
+from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall
+from experiments.studies.judges import Judges
+from wan.config import load_config
+from wan.errors import ConfigError
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.edits import intervene
+from wan.modules.vae import VAE
+
+FRAMES = 6  # latent: two blocks
+DESIGN = Design(captions=2, selection=1, seeds=1, draws=1, counts=(1, 2))
+HEADS = [(1, 2), (1, 7), (6, 0)]
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES})
+
+
+@pytest.fixture(scope="module")
+def session(config):
+    scenes = [scene for part in captions_behind_a_wall(DESIGN) for _, scene in part]
+    return causal.prepare(config, [], [scene.caption for scene in scenes])
+
+
+@pytest.fixture(scope="module")
+def judges():
+    with Judges(1, 2, (1 + 4 * (FRAMES - 1), 3, 64, 64)) as one:
+        yield one
+
+
+def study(folder, config, session, judges, **fields):
+    vae = VAE.from_pretrained(config.ckpt_dir)
+    one = HiddenShapes(DESIGN, config, session, vae, judges, folder, **fields)
+    one.heads = HEADS
+    return one
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, config, session, judges):
+    one = study(tmp_path_factory.mktemp("shapes"), config, session, judges, say=lambda line: None)
+    assert one.run()
+    return one
+
+
+def test_no_head_with_a_past_is_a_window_of_one_block(finished, config, session):
+    runs = finished.runs("test")
+    sizes = session.model_config
+    finished.heads = [(n, h) for n in range(sizes.num_layers) for h in range(sizes.num_heads)]
+    everything = finished.ends()[1]
+    finished.heads = HEADS
+    with intervene(*everything.edits):
+        edited = runs.inference()
+    alone = session.with_weights(replace(config, local_attn_size=3))
+    expected = torch.cat([alone.rollout(one) for one in runs.configs])
+    torch.testing.assert_close(edited, expected, atol=2e-4, rtol=0)
+    assert (edited - runs.latents)[:, 3:].abs().max() > 0.1
+
+
+def test_a_batch_gives_what_its_runs_give_alone(finished, session):
+    runs = finished.runs("test")
+    alone = torch.cat([session.rollout(one) for one in runs.configs])
+    torch.testing.assert_close(runs.latents, alone, atol=2e-4, rtol=0)
+    assert runs.configs[0].seed != runs.configs[1].seed
+
+
+def test_measures_of_a_batch_are_those_of_each_run(finished, session):
+    runs = finished.runs("test")
+    found = measures_by_pass(runs, [0, 1])
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[6], steps=[1]) as calls:
+        session.rollout(runs.configs[1])
+    logits = np.full((FRAMES, FRAMES), np.nan)
+    for block, call in enumerate(calls):
+        logits[3 * block : 3 * block + 3, : 3 * block + 3] = call["frame_logits"][0, 4].numpy()
+    s = first_frame_effect(logits, runs.configs[0].block_sizes).effect
+    assert found["s"][1, 1, 6, 4] == pytest.approx(float(s), abs=1e-4)
+    mass = calls[1]["frame_mass"][0, 4]
+    assert found["mass on frame 0"][1, 1, 6, 4] == pytest.approx(mass[:, 0].mean().item(), abs=1e-5)
+    assert found["mass on the past"][1, 1, 6, 4] == pytest.approx(mass[:, :3].sum(1).mean().item(), abs=1e-5)
+
+
+def test_the_study_says_what_it_was_made_of_and_is_not_made_again(finished, config, session, judges):
+    said = []
+    again = study(finished.folder, config, session, judges, say=said.append)
+    assert again.run() and said == [
+        "selection: 4 of 4 conditions are done",
+        f"test: {len(made(again))} of {len(made(again))} conditions are done",
+    ]
+    orders = again.orders()
+    change = again.selection_measures()["change"]
+    assert orders["change"] == sorted(HEADS, key=lambda head: -change[head])
+    assert sorted(orders["random 0"]) == HEADS and min(change.values()) > 0
+    report = hidden_shapes_report.knockouts(again)
+    assert json.loads(script.compact(report)) == json.loads(json.dumps(report))
+    assert set(report["curves"]) == {*hidden_shapes_report.ORDERS, "random"}
+    assert report["ranking"][0]["layer"] == orders["effect"][0][0]
+
+
+def made(one):
+    return {one.items.path(one._settings(condition)) for condition in one.conditions()}
+
+
+def test_a_stopped_study_keeps_what_is_judged(tmp_path, config, session, judges):
+    one = study(tmp_path, config, session, judges, say=lambda line: None, stopping=lambda: True)
+    assert not one.run()
+    assert [one.read(condition) is not None for condition in one.singles()] == [True, False, False, False]
+
+
+def test_heads_are_ranked_by_what_knocking_them_out_does_to_selection_captions(finished, monkeypatch):
+    fall = {(1, 2): 0.0, (1, 7): 0.5, (6, 0): 0.0}
+    change = {(1, 2): 0.3, (1, 7): 0.1, (6, 0): 0.2}
+    measures = {"measures": {"s": np.arange(96).reshape(8, 12).tolist()}}
+    monkeypatch.setattr(type(finished), "read", lambda self, one: measures)
+
+    def answers(self, one, question="same"):
+        head = one.heads[0] if one.heads else None
+        return torch.tensor([change[head] if question == "change" else 0.9 - fall.get(head, 0)])
+
+    monkeypatch.setattr(type(finished), "answers", answers)
+    found = finished.selection_measures()
+    ranked = sorted(HEADS, key=lambda head: -found["effect"][head])
+    assert ranked == [(1, 7), (1, 2), (6, 0)]  # of equal ones that which changes more
+    assert found["s"] == {(1, 2): 14, (1, 7): 19, (6, 0): 72}
+
+
+def test_selection_captions_are_others():
+    test, selection = captions_behind_a_wall(Design())
+    captions = [{scene.caption for _, scene in part} for part in (test, selection)]
+    assert [len(part) for part in captions] == [96, 24] and not captions[0] & captions[1]
+    assert len(first_frame_removed.captions(32)) == 32
+    with pytest.raises(ConfigError, match="captions behind a wall are asked for"):
+        captions_behind_a_wall(Design(captions=1_500))
+
+
+def test_workers_judge_as_this_process_does():
+    scenes = [scene for _, scene in captions_behind_a_wall(Design(captions=3, selection=0))[0]]
+    videos = torch.stack(rendered(scenes, 81))
+    with Judges(2, 3, videos.shape[1:]) as two:
+        parts = [future.result() for _ in range(4) for future in two.submit(videos, scenes)]
+    expected = [judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
+    assert [one for part in parts for one in part] == expected * 4 and expected[0]["same"]
+
+
+def test_curves_come_back_from_planted_answers():
+    captions = np.arange(64) % 4 / 4  # shares of 0, 1/4, 1/2, 3/4
+    orders = {"good": np.stack([captions, captions * 0]), "same": np.stack([captions, captions])}
+    draws = np.stack([np.stack([captions, captions]), np.stack([captions + 0.25, captions])])
+    assert knockout_curves.curve(orders["good"])[1] == [0, 0, 0]
+    share, low, high = knockout_curves.curve(orders["good"])[0]
+    assert share == 0.375 and low < 0.375 < high
+    assert [row[0] for row in knockout_curves.random_curve(draws)] == [0.5, 0.375]
+    assert [row[3:] for row in knockout_curves.random_curve(draws)] == [[0.375, 0.625], [0.375, 0.375]]
+    against = knockout_curves.against_random(orders, draws)
+    assert against["good"][1][0] == -0.375 and against["good"][1][3] < 0.01
+    assert against["same"][1] == [0, 0, 0, 1]
+    assert knockout_curves.heads_for_half([0.9, 0.5, 0.1], [1, 2, 4], 1.0, 0.0) == 2
+    assert knockout_curves.heads_for_half([0.9, 0.8, 0.7], [1, 2, 4], 1.0, 0.0) is None
+
+
+def test_a_planted_dependence_on_frame_0_is_found():
+    rng = np.random.default_rng(0)
+    mass = rng.uniform(size=(20, 4, 6))
+    norm = np.broadcast_to(rng.uniform(size=(4, 6)), mass.shape)
+    found = {
+        "effect": mass + 0.05 * rng.uniform(size=mass.shape),
+        "control": np.full_like(mass, 0.001),
+        "norm": norm,
+        "floor": np.full((20,), 1e-6),
+        "mass on frame 0, first pass": mass,
+        "s, first pass": rng.uniform(size=mass.shape),
+    }
+    report = knockout_curves.first_frame_report(found, range(4))
+    by = {name: values["partial_rho"] for name, values in report["correlations"].items()}
+    assert by["mass on frame 0, first pass"][0] > 0.8 and by["mass on frame 0, first pass"][1] > 0.5
+    assert by["s, first pass"][1] < 0 < by["s, first pass"][2]
+    assert report["heads_above_control"] == 24 and report["prompts"] == 20
