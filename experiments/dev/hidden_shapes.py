@@ -1,6 +1,7 @@
 """Which heads bring a hidden shape back, and does attention to frame 0 say what removing it does?
 
-    python experiments/dev/hidden_shapes.py --device cuda --dtype float32 --workers 15
+    python experiments/dev/hidden_shapes.py --workers 15
+    torchrun --nproc_per_node 4 experiments/dev/hidden_shapes.py --workers 15
 
 Writes docs/hidden_shapes.json, from which readme_tables.py fills docs/interventions.md, and two figures.
 Pieces are kept in --folder: the same command goes on where it stopped. --draw draws the figures again.
@@ -55,16 +56,19 @@ def run(argv=None):
         return
     require_writable(args.output_path)
     report = measure(args)
+    if report is None:
+        return
     with replacing(args.output_path) as file:
         file.write(compact(report).encode())
     print(args.output_path)
     draw_figures(args.output_path, args.figures)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Make what is not done yet -> the report. StoppedError after Ctrl-C."""
+def measure(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Make what is not done yet -> the report, of the first rank alone. StoppedError after Ctrl-C."""
     from experiments.miniature.recipe import SIDE
     from experiments.running.progress import Progress, stopping_when_asked
+    from experiments.running.ranks import on_own_device, this_rank
     from experiments.studies.hidden_shapes import DECODED_AT_ONCE, Design
     from experiments.studies.judges import Judges
     from wan.config import load_config
@@ -76,20 +80,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config_path, paths | settings)
     if config.height * SCALE != SIDE:
         raise ConfigError(f"{args.config_path} is not of the miniature, whose tracker this needs")
+    rank = this_rank()
     layers = None if args.layers is None else tuple(sorted(set(args.layers)))
     design = Design(
         args.captions, args.selection, args.seeds, args.draws, tuple(sorted(set(args.counts))), layers
     )
     shape = (1 + 4 * (config.num_frames - 1), 3, SIDE, SIDE)
     with (
-        Progress() as watch,
+        Progress(quiet=not rank.is_first) as watch,
         stopping_when_asked(watch, "condition"),
         Judges(args.workers, DECODED_AT_ONCE, shape) as judges,  # before a GPU is touched: it forks
     ):
-        return study(args, design, config, judges, watch)
+        return study(args, design, on_own_device(config, rank), judges, watch, rank)
 
 
-def study(args, design, config, judges, watch) -> dict[str, Any]:
+def study(args, design, config, judges, watch, rank) -> dict[str, Any] | None:
+    """Both studies -> the report of what they found."""
     from experiments.analysis.knockout_curves import first_frame_report
     from experiments.caches.errors import StoppedError
     from experiments.dev.hidden_shapes_report import knockouts
@@ -110,9 +116,12 @@ def study(args, design, config, judges, watch) -> dict[str, Any]:
     shapes = HiddenShapes(
         design, config, session, vae, judges, args.folder, watch.print, lambda: watch.stopping
     )
-    for part in (shapes.run, lambda: removed.run(watch.print, lambda: watch.stopping)):
+    parts = [lambda: shapes.run(rank), lambda: removed.run(watch.print, lambda: watch.stopping)]
+    for part in parts if rank.is_first else parts[:1]:
         if not part():
             raise StoppedError("stopped; what is done is not made again: run the same command to go on")
+    if not rank.is_first:
+        return None
     return {
         "environment": environment(session.device),
         "model": config.model,

@@ -21,6 +21,8 @@ from experiments.extraction.causal import Session
 from experiments.miniature import tracking
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene
+from experiments.running.claims import Claims
+from experiments.running.ranks import Rank
 from experiments.studies import direct_effects
 from experiments.studies.head_attention import attention_measures
 from experiments.studies.judges import Answers, Judges
@@ -35,6 +37,7 @@ QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "backgro
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
 SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 DECODED_AT_ONCE = 96  # videos
+ALONE = Rank()
 
 Head = tuple[int, int]  # layer, head
 
@@ -174,20 +177,20 @@ class HiddenShapes:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def run(self) -> bool:
-        """Make what is not done yet -> whether all is done."""
+    def run(self, rank: Rank = ALONE) -> bool:
+        """Make what is not done yet, beside other ranks -> whether all is done."""
         for name, make in (("selection", self.singles), ("test", self.conditions)):
-            wanted = {self.items.path(self._settings(one)): one for one in make()}
-            left = [one for one in wanted.values() if self.read(one) is None]
-            self.say(f"{name}: {len(wanted) - len(left)} of {len(wanted)} conditions are done")
-            for number, one in enumerate(left):
-                self._make(one)
-                if number % 10 == 9:
-                    self.say(f"{name}: {len(left) - number - 1} conditions left")
-                if self.stopping():
-                    self._collect(0)
-                    return False
-            self._collect(0)
+            wanted = {self.items.path(self._settings(one)).stem: one for one in make()}
+            with Claims(self.folder / "claims", rank) as claims:
+                for number, one in enumerate(claims.to_make([*wanted], self.items.holds), 1):
+                    self._make(wanted[one])
+                    if number % 10 == 0:
+                        self.say(f"{name}: {number} of {len(wanted)} conditions made here")
+                    if self.stopping():
+                        self._collect(0)
+                        return False
+                self._collect(0)
+            self.say(f"{name}: {len(wanted)} conditions are done")
         return True
 
     def read(self, condition: Condition) -> dict[str, Any] | None:

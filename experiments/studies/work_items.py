@@ -1,6 +1,5 @@
 """Pieces of a study, each in a JSON file named by the hash of all that its numbers depend on."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.caches.atomic_files import replacing
-
-
-def name_of(settings: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits of the SHA-256 of settings, which JSON can hold."""
-    said = json.dumps(settings, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+from experiments.running.claims import item_name
 
 
 @dataclass(frozen=True)
@@ -24,7 +18,11 @@ class WorkItems:
     shared: Mapping[str, Any]
 
     def path(self, settings: Mapping[str, Any]) -> Path:
-        return self.folder / f"{name_of({**self.shared, **settings})}.json"
+        return self.folder / f"{item_name({**self.shared, **settings})}.json"
+
+    def holds(self, name: str) -> bool:
+        """Whether a piece of this name is done."""
+        return (self.folder / f"{name}.json").is_file()
 
     def read(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """A piece's numbers, or None where it is not done; what cannot be read is made again."""
