@@ -19,6 +19,7 @@ from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
 from wan.modules.head_groups import HeadGroup, joined, joint_layout
 from wan.modules.key_layout import KeyLayout
+from wan.modules.key_maps import MapQuery, check_queries, key_maps, queries_of, word_map
 from wan.modules.key_means import KeyMeans
 from wan.modules.key_segments import segments_of
 
@@ -29,22 +30,27 @@ class CaptureRequest:
 
     granularity: "token" keeps [B, H, Lq, Lk] on the CPU in token_dtype, logits q·k/√D or probabilities; "key"
     the query-averaged logits [B, H, Lk]; "frame" mean logits and, with mass, the mass per frame [B, H, Fq,
-    Fk]. Of cross-attention, "frame" keeps the mass per text token [B, H, Fq, tokens].
+    Fk]. Of cross-attention, "frame" keeps the mass per text token [B, H, Fq, tokens]. "map" keeps what each
+    of the queries sees of every key token [B, heads, queries, Lk] (wan/modules/key_maps.py); of
+    cross-attention the mass of every query token on the first num_words words [B, heads, Lq, words].
     """
 
     layers: Collection[int] | None = None
     kinds: tuple[Kind, ...] = ("self",)
     blocks: Collection[int] | None = None
     steps: Collection[int] | None = None
-    granularity: Literal["token", "key", "frame"] = "token"
+    granularity: Literal["token", "key", "frame", "map"] = "token"
     is_logits: bool = True
     mass: bool = True
     rope_bands: bool = False  # "frame" keeps the mean logits by RoPE band too, [B, H, Fq, Fk, bands]
     token_dtype: torch.dtype = torch.float32
+    heads: tuple[int, ...] | None = None  # of "map", in this order
+    queries: tuple[MapQuery, ...] = (MapQuery(),)  # of "map": (frame, token), (frame, -1) or (-1, -1)
+    num_words: int | None = None  # of "map" and cross-attention
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("token", "key", "frame"):
-            raise ValueError(f"granularity {self.granularity!r} is not one of token, key, frame")
+        if self.granularity not in ("token", "key", "frame", "map"):
+            raise ValueError(f"granularity {self.granularity!r} is not one of token, key, frame, map")
         if not set(self.kinds) <= {"self", "cross"}:
             raise ValueError(f"kinds {self.kinds} may hold 'self' and 'cross'")
         if self.granularity == "key" and not self.is_logits:
@@ -53,6 +59,11 @@ class CaptureRequest:
             raise ValueError(
                 "rope_bands needs granularity 'frame' of self-attention: nothing else has RoPE bands"
             )
+        if self.granularity == "map":
+            object.__setattr__(self, "queries", tuple(MapQuery(*query) for query in self.queries))
+            check_queries(self.queries)
+        elif self.heads is not None:
+            raise ValueError(f"heads are chosen of granularity 'map'; {self.granularity!r} keeps all")
 
     def selects(self, site: Site) -> bool:
         """Whether the calls of an attention module are asked for."""
@@ -64,6 +75,8 @@ class CaptureRequest:
         if at is None:
             return True
         in_block = self.blocks is None or at.block in self.blocks
+        if self.granularity == "map" and site.kind == "self":
+            in_block = in_block and bool(queries_of(self.queries, at.query_frames))
         return in_block and (at.step >= 0 if self.steps is None else at.step in self.steps)
 
     def check(self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None) -> None:
@@ -228,9 +241,11 @@ class AttentionCapture:
             return {"key_curve": reductions.key_curve(q, k, mask)} | frame_reductions.of_keys(layout, k)
         if self._pass is None:
             raise ValueError(
-                "frame granularity needs to know the frames of each call: run the model through the "
-                "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
+                f"{request.granularity} granularity needs to know the frames of each call: run the model "
+                "through the pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
             )
+        if request.granularity == "map":
+            return _map_values(request, site, self._pass, q, k, lse, layout, mask)
         num_query_frames = len(self._pass.query_frames)
         if site.kind == "cross":
             return {"cross_mass": reductions.token_mass(q, k, num_query_frames)}
@@ -241,6 +256,30 @@ class AttentionCapture:
         means = session.key_means.of((site.layer, group), k, layout)
         call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames)
         return frame_reductions.of_frames(call, request.mass, request.rope_bands)
+
+
+def _map_values(
+    request: CaptureRequest,
+    site: Site,
+    at: Pass,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    layout: KeyLayout | None,
+    mask: Tensor | None,
+) -> dict[str, Tensor]:
+    """What a request for maps keeps of a call."""
+    if mask is not None:
+        raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
+    if request.heads is not None:
+        check_indices("head", request.heads, q.shape[2])
+        heads = list(request.heads)
+        q, k, lse = q[:, :, heads], k[:, :, heads], lse[:, heads]
+    if site.kind == "cross":
+        return {"word_map": word_map(q, k, request.num_words)}
+    if layout is None:
+        raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
+    return key_maps(q, k, lse, request.queries, at.query_frames, layout.tokens_per_slot)
 
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:

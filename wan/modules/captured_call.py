@@ -52,7 +52,7 @@ class CapturedCall:
     @property
     def is_logits(self) -> bool:
         """Whether the values hold logits q·k/√D; probabilities and masses otherwise."""
-        return not {"token_probabilities", "cross_mass"} & self.values.keys()
+        return not {"token_probabilities", "cross_mass", "word_map"} & self.values.keys()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name] if name in self.values else DOCUMENTED[name](self)

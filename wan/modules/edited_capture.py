@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.edited_call import EditedCall
+from wan.modules.key_maps import key_maps, word_map
 from wan.modules.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -29,11 +30,25 @@ def edited_values(request: "CaptureRequest", call: EditedCall, lse: Tensor) -> d
     if request.granularity == "key":
         curve = _biased(reductions.key_curve(q, k), per_token)
         return {"key_curve": curve} | _attended(curve.shape, per_token)
+    if request.granularity == "map":
+        return _maps(request, call, lse, per_token)
     num_query_frames = len(call.at.query_frames)
     if call.site.kind == "cross":
         mass = reductions.token_mass(q, k, num_query_frames, per_token)
         return {"cross_mass": mass} | _attended(mass.shape, per_token)
     return _frames(request, call, lse, num_query_frames)
+
+
+def _maps(request: "CaptureRequest", call: EditedCall, lse: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    """Maps of the chosen heads; lse [B, H, Lq], bias [H, Lk]."""
+    heads = list(range(call.q.shape[2]) if request.heads is None else request.heads)
+    q, k, lse = call.q[:, :, heads], call.k[:, :, heads], lse[:, heads]
+    bias = None if bias is None else bias[heads]
+    if call.site.kind == "cross":
+        return {"word_map": word_map(q, k, request.num_words, bias)}
+    S = call.known.tokens_per_slot
+    maps = key_maps(q, k, lse, request.queries, call.at.query_frames, S, bias)
+    return maps | _attended((*maps["map_mass"].shape[:2], 1, k.shape[1]), bias)
 
 
 def _frames(

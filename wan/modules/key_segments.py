@@ -108,3 +108,12 @@ def key_frames(layout: KeyLayout, batch: int) -> tuple[Tensor, Tensor]:
         at = slice(layout.chosen.slots.start * S, layout.chosen.slots.stop * S)
         frames[:, at], positions[:, at] = layout.chosen.frames.cpu(), layout.chosen.positions.cpu()
     return frames, positions
+
+
+def key_tokens(layout: KeyLayout, batch: int) -> Tensor:
+    """Index of every key's token in its frame, row by row: int64 [B, Lk]."""
+    S = layout.tokens_per_slot
+    tokens = torch.arange(S).repeat(batch, len(layout.slots))
+    if layout.chosen is not None:
+        tokens[:, layout.chosen.slots.start * S : layout.chosen.slots.stop * S] = layout.chosen.indices.cpu()
+    return tokens

@@ -40,7 +40,7 @@ def frame_logits_by_band(
 def key_curve(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logit of every key, averaged over the queries of the call that see it -> [B, H, Lk]; NaN for none."""
     if mask is not None:
-        return _absent(torch.cat([*_logits(q, k, mask)], 2)).nanmean(2)
+        return absent(torch.cat([*scaled_logits(q, k, mask)], 2)).nanmean(2)
     q_mean = q.mean(1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, H, D]
     curves = [
         (q_mean[:, :, None] @ part.float().permute(0, 2, 3, 1)).squeeze(2)  # [B, H, 1, D] @ [B, H, D, keys]
@@ -74,7 +74,11 @@ def frame_mass(
     if bias is not None:
         bias = bias.repeat_interleave(k.shape[1] // num_key_frames, 1)
     mass = torch.cat(
-        [rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1) for rows in _logits(q, k, bias=bias)], 2
+        [
+            rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1)
+            for rows in scaled_logits(q, k, bias=bias)
+        ],
+        2,
     )
     return mass.unflatten(2, (num_query_frames, -1)).mean(3)  # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
 
@@ -92,7 +96,7 @@ def segment_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, bound
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
     lengths = bounds.diff(dim=1).tolist()
     chunks = []
-    for rows in _logits(q, k):
+    for rows in scaled_logits(q, k):
         items = zip(rows.softmax(-1), lengths, strict=True)
         chunks.append(torch.stack([torch.stack([x.sum(-1) for x in p.split(n, -1)], -1) for p, n in items]))
     return torch.cat(chunks, 2).unflatten(2, (num_query_frames, -1)).mean(3)
@@ -106,8 +110,8 @@ def masked_frames(
     Means are over the token pairs that may attend. Logits of frame pairs that have none are NaN.
     """
     pairs, masses = [], []
-    for rows in _logits(q, k, mask):
-        pairs.append(_absent(rows).unflatten(-1, (num_key_frames, -1)))
+    for rows in scaled_logits(q, k, mask):
+        pairs.append(absent(rows).unflatten(-1, (num_key_frames, -1)))
         masses.append(rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1))
     logits = torch.cat(pairs, 2).unflatten(2, (num_query_frames, -1))  # [B, H, Fq, S, Fk, S]
     values = {"frame_logits": logits.nanmean((3, 5))}
@@ -123,11 +127,29 @@ def token_mass(q: Tensor, k: Tensor, num_query_frames: int, bias: Tensor | None 
     """
     return torch.stack(
         [
-            sum(rows.softmax(-1).sum(2) for rows in _logits(frame, k, bias=bias)) / frame.shape[1]
+            sum(rows.softmax(-1).sum(2) for rows in scaled_logits(frame, k, bias=bias)) / frame.shape[1]
             for frame in q.unflatten(1, (num_query_frames, -1)).unbind(1)
         ],
         2,
     )
+
+
+def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean logit and softmax mass of every key token, means over all queries -> [B, H, Lk] each.
+
+    bias [H, Lk] was added to the logits, -inf where a key was left out: NaN and 0 there. lse is used on CUDA
+    alone, as in frame_mass.
+    """
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        from wan.modules import map_kernel  # Triton is there only beside CUDA
+
+        logits, mass = map_kernel.key_token_means(q, k, lse)
+        if bias is not None:
+            weight = bias.exp()
+            mass = torch.where(weight > 0, mass * weight, 0)  # what was left out may have overflowed
+    else:
+        logits, mass = key_curve(q, k), token_mass(q, k, 1, bias)[:, :, 0]
+    return (logits if bias is None else absent(logits + bias)), mass
 
 
 def token_matrix(
@@ -146,11 +168,11 @@ def token_matrix(
     batch, len_q, heads, _ = q.shape
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
     start = 0
-    for rows in _logits(q, k, mask, bias):
+    for rows in scaled_logits(q, k, mask, bias):
         if not is_logits:
             rows = rows.softmax(-1)
         elif mask is not None or bias is not None:
-            rows = _absent(rows)
+            rows = absent(rows)
         rows = rows.to(dtype)
         pieces = zip(out.flatten(0, 1), rows.flatten(0, 1), strict=True)  # contiguous: straight copies
         for target, source in pieces:
@@ -159,7 +181,9 @@ def token_matrix(
     return out
 
 
-def _logits(q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Iterator[Tensor]:
+def scaled_logits(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+) -> Iterator[Tensor]:
     """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time; -inf where mask is False.
 
     bias [H, Lk] is added to them.
@@ -173,6 +197,6 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Tensor | Non
         yield logits if part_mask is None else logits.masked_fill(~part_mask, -torch.inf)
 
 
-def _absent(logits: Tensor) -> Tensor:
+def absent(logits: Tensor) -> Tensor:
     """Logits with NaN in place of the -inf of a mask."""
     return logits.masked_fill(logits == -torch.inf, torch.nan)
