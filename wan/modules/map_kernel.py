@@ -19,6 +19,12 @@ BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = (
 
 
 @triton.jit
+def _weights(k, q, scale, lse):
+    """Softmax of one tile [BLOCK_K, BLOCK_Q]; scale in units of log 2, lse in natural ones."""
+    return tl.math.exp2(tl.dot(k, q) * scale - lse[None, :] * 1.4426950408889634)
+
+
+@triton.jit
 def _column_kernel(
     q_ptr,
     k_ptr,
@@ -28,11 +34,7 @@ def _column_kernel(
     logits_ptr,
     scale,
     stride_qb,
-    stride_ql,
-    stride_qh,
     stride_kb,
-    stride_kl,
-    stride_kh,
     num_heads,
     len_q,
     len_k,
@@ -45,38 +47,31 @@ def _column_kernel(
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    dims = tl.arange(0, DIM_PAD)
     rows = tl.arange(0, BLOCK_Q)
+    dims = tl.arange(0, DIM_PAD)
+    stride = num_heads * HEAD_DIM
 
-    k = tl.load(
-        k_ptr
-        + batch * stride_kb
-        + head * stride_kh
-        + columns.to(tl.int64)[:, None] * stride_kl
-        + dims[None, :],
-        mask=(columns[:, None] < len_k) & (dims[None, :] < HEAD_DIM),
-        other=0.0,
-    )
+    k_ptr += batch * stride_kb + head * HEAD_DIM
+    inside = (columns[:, None] < len_k) & (dims[None, :] < HEAD_DIM)
+    k = tl.load(k_ptr + columns.to(tl.int64)[:, None] * stride + dims[None, :], mask=inside, other=0.0)
     q_mean = tl.load(q_mean_ptr + batch_head * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     logits = tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
     tl.store(logits_ptr + batch_head * len_k + columns, logits, mask=columns < len_k)
 
     total = tl.zeros([BLOCK_K], tl.float32)
-    tile = q_ptr + batch * stride_qb + head * stride_qh + rows[None, :] * stride_ql + dims[:, None]
-    lse_row = lse_ptr + batch_head * len_q + rows
+    tile = q_ptr + batch * stride_qb + head * HEAD_DIM + rows[None, :] * stride + dims[:, None]
+    lse_ptr += batch_head * len_q + rows
     whole = len_q // BLOCK_Q * BLOCK_Q
     for start in range(0, whole, BLOCK_Q):
         # masked loads cost: none where none is needed
         q = tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
-        lse = tl.load(lse_row + start) * 1.4426950408889634
-        total += tl.sum(tl.math.exp2(tl.dot(k, q) * scale - lse[None, :]), 1)
-        tile += BLOCK_Q * stride_ql
-    if whole < len_q:  # the rest of the queries
-        inside = whole + rows < len_q
-        q = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
-        lse = tl.load(lse_row + whole, mask=inside, other=0.0) * 1.4426950408889634
-        weights = tl.math.exp2(tl.dot(k, q) * scale - lse[None, :])
-        total += tl.sum(tl.where(inside[None, :], weights, 0.0), 1)
+        total += tl.sum(_weights(k, q, scale, tl.load(lse_ptr + start)), 1)
+        tile += BLOCK_Q * stride
+    if whole < len_q:
+        there = whole + rows < len_q
+        q = tl.load(tile, mask=there[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
+        weights = _weights(k, q, scale, tl.load(lse_ptr + whole, mask=there, other=0.0))
+        total += tl.sum(tl.where(there[None, :], weights, 0.0), 1)
     tl.store(mass_ptr + batch_head * len_k + columns, total / len_q, mask=columns < len_k)
 
 
@@ -86,7 +81,8 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq] in natural units.
     """
     batch, len_q, heads, head_dim = q.shape
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    rows = (heads * head_dim, head_dim, 1)
+    q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
     q_mean = q.mean(1, dtype=torch.float32) * head_dim**-0.5  # [B, H, D]
     mass, logits = (torch.empty(batch, heads, k.shape[1], device=q.device) for _ in range(2))
     grid = (triton.cdiv(k.shape[1], BLOCK_K), batch * heads)
@@ -98,8 +94,8 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         mass,
         logits,
         head_dim**-0.5 * LOG2_E,
-        *q.stride()[:3],
-        *k.stride()[:3],
+        q.stride(0),
+        k.stride(0),
         heads,
         len_q,
         k.shape[1],
