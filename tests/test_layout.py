@@ -33,7 +33,13 @@ NO_MODELS = ("experiments.analysis", "experiments.figures")  # of wan they know 
 WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.limits", "wan.text_files"}
 
 TYPED_BY_USERS = {
-    *("run_extraction.py", "run_extraction_all.py", "run_extraction_each.py", "run_extraction_figure4.py"),
+    *(
+        "run_extraction_maps.py",
+        "run_extraction.py",
+        "run_extraction_all.py",
+        "run_extraction_each.py",
+        "run_extraction_figure4.py",
+    ),
     *("extract_attention.sh", "extract_attention_wan.py", "extract_all_layers.sh", "base_and_causal.sh"),
     *("run_notebooks.py", "run_notebooks.sh", "quickstart.sh", "published_figure.sh", "download_weights.sh"),
     *("match_curve.py", "layers_from_atlas.py", "layer_page.py", "contact_sheet.py"),

@@ -15,6 +15,7 @@ from experiments.caches.common import SCHEMA_VERSION, Cache, OnePass, PassTag, S
 from experiments.caches.effects_schema import CausalAtlasCache, EffectsCache
 from experiments.caches.errors import CacheError
 from experiments.caches.fields import Table
+from experiments.caches.maps_schema import MapsCache
 from experiments.caches.token_schema import Figure4Cache, InferenceCache
 from experiments.caches.value_checks import (
     check_absent,
@@ -167,6 +168,7 @@ FORMATS = {
     "layer": Format(LayerCache, "run_extraction_each.py", "extract_all_attention.ipynb", "layer3.pt"),
     "inference": Format(InferenceCache, "run_extraction.py", "plot_figure4.ipynb", "attention_cache.pt"),
     "atlas": Format(AtlasCache, "run_extraction_all.py", "layer_atlas.ipynb", "atlas.pt"),
+    "maps": Format(MapsCache, "run_extraction_maps.py", "on_the_video.ipynb", "maps.pt"),
     "effects": Format(EffectsCache, "run_intervention.py", "interventions.ipynb", "effects.pt"),
     "causal_atlas": Format(CausalAtlasCache, "run_causal_atlas.py", "interventions.ipynb", "causal_atlas.pt"),
 }

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 BENCHMARKS = {
     "capture": "experiments.dev.benchmark_capture",
+    "maps": "experiments.dev.benchmark_maps",
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",

@@ -151,6 +151,7 @@ def extract_next(
     switches = [
         replace(switch, prompt_embeds=session.texts[str(switch.prompt)][0]) for switch in config.switches
     ]
+    requests = [with_words(request, len(prompt_tokens)) for request in requests]
     noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
     edits = edits_of(config.interventions, "config")
@@ -180,6 +181,13 @@ def extract_next(
         common,
         stopped,
     )
+
+
+def with_words(request: CaptureRequest, num_words: int) -> CaptureRequest:
+    """A request for maps of words keeps those of the prompt, unless it says how many."""
+    if request.granularity != "map" or request.num_words is not None:
+        return request
+    return replace(request, num_words=num_words)
 
 
 def run_in_background(function: Callable, *args) -> Future:

@@ -102,7 +102,7 @@ def check_values(calls: Sequence[CapturedCall]) -> None:
     """Raise RunError for captured numbers that cannot be right, naming layer, block and pass."""
     for call in calls:
         for name, values in call.values.items():
-            if name == "attended":
+            if name in ("attended", "map_queries"):
                 continue
             heads_differ = name.startswith("frame_") and _heads_differ(values)
             left_out = "attended" in call.values and not name.endswith("_mass")  # by an intervention: NaN
@@ -115,9 +115,16 @@ def check_values(calls: Sequence[CapturedCall]) -> None:
             if name == "frame_mass" and ("slot_mass" in call.values or heads_differ):
                 continue  # averages of frames are of no frame
             if name.endswith("_mass") or name == "token_probabilities":
-                off = (values.sum(-1, dtype=torch.float32) - 1).abs().max().item()
+                unit = _tokens_of_a_frame(call) if name == "map_mass" else 1
+                off = (values.sum(-1, dtype=torch.float32) / unit - 1).abs().max().item()
                 if off > MASS_TOLERANCE:
                     raise RunError(f"{_call(call)}: rows of {name} sum to 1 ± {off:.2g}, not to 1")
+
+
+def _tokens_of_a_frame(call: CapturedCall) -> int:
+    """S: maps keep mass times it."""
+    assert call.layout is not None
+    return call.layout.tokens_per_slot
 
 
 def _heads_differ(values: Tensor) -> bool:
@@ -191,6 +198,8 @@ def _asked_for(request: CaptureRequest, kind: str) -> set[str]:
         return {"token_logits" if request.is_logits else "token_probabilities"}
     if request.granularity == "key":
         return {"key_curve"}
+    if request.granularity == "map":
+        return {"word_map"} if kind == "cross" else {"map_mass"}
     if kind == "cross":
         return {"cross_mass"}
     return {"frame_logits", "frame_mass"} if request.mass else {"frame_logits"}

@@ -15,7 +15,8 @@ from experiments.extraction import memory_parts, prompt_embeds
 from wan import checkpoint
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
-from wan.modules.capture import CaptureRequest
+from wan.modules.capture import CaptureRequest, check_indices
+from wan.modules.key_maps import ALL
 from wan.modules.text_encoder import encoder_file
 
 GB = 10**9
@@ -234,7 +235,11 @@ def check_requests(
 ) -> None:
     """Raise ConfigError for a layer, block or pass that the model or the rollout does not have."""
     policy = config.policy
-    if not policy.keeps_whole_frames and any(request.granularity != "frame" for request in requests):
+    if policy.name == "per_head" and any(request.granularity == "map" for request in requests):
+        raise ConfigError(
+            "under cache_policy per_head heads see keys of their own, of which no maps are kept"
+        )
+    if not policy.keeps_whole_frames and any(r.granularity in ("token", "key") for r in requests):
         raise ConfigError(
             f"cache_policy {policy.name} keeps slots that are not frames of their own, which token matrices "
             "and key curves in caches cannot tell; use --granularity frame, or run_extraction_all.py without "
@@ -243,6 +248,8 @@ def check_requests(
     for request in requests:
         try:
             request.check(model_config.num_layers, len(config.block_sizes), num_passes or config.num_passes)
+            if request.granularity == "map":
+                check_maps(request, config, model_config)
         except ValueError as error:
             raise ConfigError(f"{config.model}: {error}") from None
         if num_passes is None:
@@ -259,3 +266,28 @@ def _check_passes(config: RunConfig, request: CaptureRequest) -> None:
                 f"step {step} is a pass of other blocks than block {block}, which has "
                 f"{', '.join(map(str, there))}; first_block_steps differ from denoising_step_list"
             )
+
+
+def said_of(requests: Sequence[CaptureRequest], config: RunConfig) -> str:
+    """How much requests for maps keep at most, in words. ConfigError for one that does not fit."""
+    model = checkpoint.read_model_config(config.ckpt_dir)
+    check_requests(config, model, requests)
+    r = requests[0]
+    layers, heads = (
+        n if chosen is None else len(chosen)
+        for n, chosen in ((model.num_layers, r.layers), (model.num_heads, r.heads))
+    )
+    size = amount(memory_parts.captured(config, model, requests))
+    return (
+        f"at most {size} of maps: {layers} layers, {heads} heads, {len(r.steps or ())} passes, "
+        f"{len(r.queries)} queries{', words' * (len(requests) > 1)}"
+    )
+
+
+def check_maps(request: CaptureRequest, config: RunConfig, model_config: ModelConfig) -> None:
+    """Raise ValueError for a head, frame or token that the model or the video does not have."""
+    check_indices("head", request.heads, model_config.num_heads)
+    named = [query for query in request.queries if query.frame != ALL]
+    check_indices("query frame", [query.frame for query in named], config.num_frames)
+    tokens = [query.token for query in named if query.token != ALL]
+    check_indices("query token", tokens, model_config.tokens_per_frame(config.height, config.width))

@@ -5,15 +5,17 @@ from collections.abc import Sequence
 import torch
 from transformers import UMT5EncoderModel
 
+from wan.blocks import block_frames
 from wan.config import ModelConfig, RunConfig
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
+from wan.modules.key_maps import queries_of
 from wan.modules.offload import streamed_bytes
 from wan.modules.reductions import CHUNK_ELEMENTS
 from wan.modules.rope import RotaryTable
 from wan.modules.text_encoder import encoder_config
 
-FLOAT = torch.float32.itemsize
+FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
 
 
 def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[str, int]:
@@ -87,6 +89,9 @@ def capturing(request: CaptureRequest, config: RunConfig, model: ModelConfig, fu
         return whole + rows * request.token_dtype.itemsize // FLOAT
     if request.granularity == "key":
         return 2 * FLOAT * min(CHUNK_ELEMENTS, keys * model.dim)
+    if request.granularity == "map":  # of patches a few rows of the matrix, of means no more than columns
+        few = FLOAT * min(CHUNK_ELEMENTS, model.num_heads * len(request.queries) * keys)
+        return FLOAT * keys * model.dim + 2 * few if fused and is_self else whole
     mean_keys = FLOAT * model.num_layers * (keys // S) * model.dim
     mass = FLOAT * model.num_heads * (keys // S) * queries if fused and is_self else whole
     return mean_keys + (mass if request.mass or "cross" in request.kinds else 0)
@@ -104,9 +109,30 @@ def captured(
         for block in range(len(blocks)) if request.blocks is None else request.blocks:
             seen = min(sum(blocks[: block + 1]), window)
             for kind in request.kinds:
-                sizes = blocks[block], seen
-                total += calls * model.num_heads * _kept_of_call(request, kind, config, model, *sizes)
+                if request.granularity == "map":
+                    frames = block_frames(blocks, block)
+                    total += calls * _maps_of_call(request, kind, config, model, frames, seen)
+                else:
+                    sizes = blocks[block], seen
+                    total += calls * model.num_heads * _kept_of_call(request, kind, config, model, *sizes)
     return total
+
+
+def _maps_of_call(
+    request: CaptureRequest,
+    kind: str,
+    config: RunConfig,
+    model: ModelConfig,
+    query_frames: Sequence[int],
+    seen: int,
+) -> int:
+    """Bytes of the maps of one call: logits and mass of every key, or the mass on every word."""
+    S = model.tokens_per_frame(config.height, config.width)
+    heads = model.num_heads if request.heads is None else len(request.heads)
+    if kind == "self":
+        return heads * len(queries_of(request.queries, query_frames)) * seen * S * 2 * HALF
+    most = min(model.text_len, len(config.prompt.encode()) + 2)  # a token is a byte or more, but for two
+    return heads * len(query_frames) * S * (request.num_words or most) * HALF
 
 
 def _kept_of_call(

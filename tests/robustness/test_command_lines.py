@@ -26,6 +26,7 @@ from experiments import (
     run_extraction_all,
     run_extraction_each,
     run_extraction_figure4,
+    run_extraction_maps,
     run_intervention,
     run_notebooks,
     train_mini,
@@ -35,6 +36,7 @@ from experiments.dev import (
     benchmark_capture,
     benchmark_first_contact,
     benchmark_interventions,
+    benchmark_maps,
     benchmark_memory,
     benchmark_page,
     benchmark_policies,
@@ -55,13 +57,20 @@ MINI = ["--config_path", "configs/wan_mini.yaml"]
 NO_DISK = "/proc/no/such"  # nobody may write there, root neither
 ROLLOUTS = {
     script.__name__.split(".")[-1]: script
-    for script in (run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4)
+    for script in (
+        run_extraction,
+        run_extraction_all,
+        run_extraction_each,
+        run_extraction_figure4,
+        run_extraction_maps,
+    )
 }
 OTHERS = {
     script.__name__.split(".")[-1]: script
     for script in (
         benchmark_first_contact,
         benchmark_interventions,
+        benchmark_maps,
         benchmark_page,
         hidden_shapes,
         first_frame_numbers,
@@ -171,6 +180,27 @@ CASES["run_extraction_each"] += [
 CASES["run_extraction_figure4"] += [
     [*MINI, *f] for f in (["--layer_indices", "-1"], ["--granularity", "x"], ["--capture", "x"])
 ]
+CASES["run_extraction_maps"] += [
+    [*MINI, *f]
+    for f in (
+        *(
+            ["--query_patch", word]
+            for word in ("99,0,0", "a,b", "1,-1,0", "-1,0,0", "18,4,0", "18,0,4", "", "1,2")
+        ),
+        ["--query_patch", "18,1,1", "18,1,1"],
+        ["--query_patch", "9" * 30 + ",0,0"],
+        *(["--query_frame", word] for word in ("21", "-1", "x")),
+        ["--query_frame", "3", "3"],
+        *(["--query_grid", word] for word in ("18,0,4", "18,5,4", "21,2,2", "x")),
+        ["--heads", "12"],
+        ["--heads", "-1"],
+        ["--layer_indices", "9"],
+        ["--blocks", "9"],
+        ["--blocks", "0", "--query_patch", "18,0,0"],
+        ["--steps", "7"],
+        ["--cache_policy", "forcing_kv_heads"],
+    )
+]
 CASES |= {
     name: [
         *rollout_cases(),
@@ -231,6 +261,12 @@ CASES |= {
         ["--no_such_flag"],
         [*MINI, "--repeats", "0"],
         [*MINI, "--blocks", "0"],
+        [*MINI, "--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "benchmark_maps": [
+        ["--no_such_flag"],
+        [*MINI, "--repeats", "0"],
+        ["--config_path", "{}/none.yaml"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
     "benchmark_reading": [

@@ -15,6 +15,8 @@ SCRIPTS = [
     "run_extraction_all",
     "run_extraction_each",
     "run_extraction_figure4",
+    "run_extraction_maps",
+    "running/map_flags",
     "layers_from_atlas",
     "extract_attention_wan",
     "match_curve",

@@ -1,0 +1,180 @@
+"""Maps of a maps cache in the places of the video: what a query sees of every patch of every frame."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from experiments.analysis.prompt_words import words_of
+from experiments.caches.errors import CacheError
+from experiments.caches.maps_schema import ANY, NO_KEY, BlockMaps, MapsCache
+from experiments.caches.view import edits_in_words
+
+QUANTITIES = ("mass", "mean_logit")
+UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
+
+Place = tuple[int, int, int]  # frame, row, column; -1: all of them
+
+
+@dataclass(frozen=True)
+class VideoMap:
+    """One map over the frames of a video, as plain arrays."""
+
+    values: np.ndarray  # float32 [F, rows, columns], NaN where the query sees no key of that place
+    quantity: str
+    layer: int
+    head: int
+    pass_label: str
+    query: Place
+    query_frames: tuple[int, ...]  # of the block: noise in this pass unless it is the clean one
+    is_clean_pass: bool
+    keys: int  # how many the query sees
+    elsewhere: float  # share of its mass on keys of no frame, such as averages
+    edits: str = ""
+
+    @property
+    def unit(self) -> str:
+        return UNITS[self.quantity]
+
+    @property
+    def noise_frames(self) -> tuple[int, ...]:
+        """Frames of the own block, where they are noise in this pass."""
+        return () if self.is_clean_pass else self.query_frames
+
+    @property
+    def query_label(self) -> str:
+        frame, row, column = self.query
+        if frame == ANY:
+            return f"mean over frames {self.query_frames[0]}–{self.query_frames[-1]}"
+        return f"frame {frame}" if row == ANY else f"patch ({row}, {column}) of frame {frame}"
+
+    @property
+    def title(self) -> str:
+        edited = f"; edited: {self.edits}" if self.edits else ""
+        return f"Layer {self.layer}, head {self.head}, {self.pass_label}; query: {self.query_label}{edited}"
+
+
+def places_of(cache: Mapping[str, Any]) -> list[Place]:
+    """Every query of a cache, in its order; one that several blocks have is named once."""
+    rows = (tuple(row) for block in _typed(cache).blocks for row in _queries(block))
+    return list(dict.fromkeys(rows))
+
+
+def open_map(
+    cache: Mapping[str, Any],
+    layer: int,
+    head: int,
+    step: int | None = None,
+    query: Sequence[int] | None = None,
+    quantity: str = "mass",
+) -> VideoMap:
+    """One map of a cache that load_cache returned; step and query None are the first that it holds.
+
+    Mass is times the number of keys that the query sees: 1 is even. Logits of a place that lies in several
+    keys are their mean, masses their sum. Raises CacheError for what the cache does not hold.
+    """
+    typed = _typed(cache)
+    if quantity not in QUANTITIES:
+        raise CacheError(f"quantity {quantity!r} is not one of {', '.join(QUANTITIES)}")
+    block, row = _find_query(typed, query)
+    n = _index("layer", layer, typed.layers)
+    p = 0 if step is None else _index("pass", step, typed.pass_steps)
+    h = _index("head", head, typed.heads)
+    assert block.map_mass is not None and block.map_logits is not None
+    mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
+    stored = mass if quantity == "mass" else block.map_logits[n, p, h, row].float().numpy()
+    frames, tokens = _keys(block, n, p)
+    seen = ~np.isnan(stored)
+    if block.attended is not None:
+        seen &= block.attended[n, p, h].numpy()
+    keys = int((seen & (frames != NO_KEY)).sum())
+    placed = seen & (frames >= 0)
+    count, total = (np.zeros((typed.num_frames, typed.frame_seq_length)) for _ in range(2))
+    np.add.at(count, (frames[placed], tokens[placed]), 1)
+    np.add.at(total, (frames[placed], tokens[placed]), stored[placed])
+    with np.errstate(invalid="ignore"):
+        values = total * keys if quantity == "mass" else total / count
+    values = np.where(count > 0, values, np.nan).astype(np.float32)
+    at = typed.passes()[p]
+    label = f"{'clean pass' if at.is_clean_pass else f'pass {at.step}'} (t = {at.timestep:g})"
+    frame, place_row, place_column = _queries(block)[row]
+    return VideoMap(
+        values.reshape(-1, typed.rows, typed.columns),
+        quantity,
+        layer,
+        head,
+        label,
+        (frame, place_row, place_column),
+        tuple(block.query_frames),
+        bool(at.is_clean_pass),
+        keys,
+        float(1 - np.nansum(mass[placed])),
+        edits_in_words(typed.interventions),
+    )
+
+
+def word_maps(
+    cache: Mapping[str, Any], layer: int, head: int, step: int | None = None
+) -> tuple[list[int], dict[str, np.ndarray]] | None:
+    """Query frames, and where in them each word of the prompt is read: mass [frames, rows, columns] by word.
+
+    Tokens of a word are summed (DAAM, arXiv 2210.04885); what is missing from 1 is on other words and on the
+    padding. None where the cache has no words.
+    """
+    typed = _typed(cache)
+    blocks = [block for block in typed.blocks if block.word_map is not None]
+    if not blocks or typed.words is None:
+        return None
+    n, h = _index("layer", layer, typed.layers), _index("head", head, typed.heads)
+    p = 0 if step is None else _index("pass", step, typed.pass_steps)
+    words, place = words_of(typed.words)
+    names = [f"{word} ({n})" if words.index(word) < n else word for n, word in enumerate(words)]
+    frames = [frame for block in blocks for frame in block.query_frames]
+    rows = [block.word_map[n, p, h].float().numpy() for block in blocks if block.word_map is not None]
+    grids = np.concatenate(rows).reshape(-1, typed.rows, typed.columns, len(place))
+    return frames, {name: grids[..., place == number].sum(-1) for number, name in enumerate(names)}
+
+
+def _typed(cache: Mapping[str, Any]) -> MapsCache:
+    if cache.get("format") != "maps":
+        raise CacheError(f"a cache of format {cache.get('format')} has no maps; run: {MAKE}")
+    return MapsCache.from_dict(cache)
+
+
+MAKE = "python experiments/run_extraction_maps.py --query_patch 18,2,1"
+
+
+def _queries(block: BlockMaps) -> list[Place]:
+    return [] if block.queries is None else [(f, r, c) for f, r, c in block.queries.tolist()]
+
+
+def _entries(cache: MapsCache) -> Iterator[tuple[Place, BlockMaps, int]]:
+    for block in cache.blocks:
+        for row, place in enumerate(_queries(block)):
+            yield place, block, row
+
+
+def _find_query(cache: MapsCache, query: Sequence[int] | None) -> tuple[BlockMaps, int]:
+    """The block of a query, and its row there. A frame alone is that frame's mean."""
+    there = list(_entries(cache))
+    if not there:
+        raise CacheError("this cache has word maps alone")
+    wanted = there[0][0] if query is None else (*query, ANY, ANY)[:3]
+    for place, block, row in reversed(there):  # the mean of a block: of the last one, which sees most
+        if place == wanted:
+            return block, row
+    names = ", ".join(str(place) for place, _, _ in there[:8]) + (", ..." if len(there) > 8 else "")
+    raise CacheError(f"query {tuple(wanted)} is not in this cache; it has {names}")
+
+
+def _keys(block: BlockMaps, layer: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Frame and token of every key [Lk]."""
+    assert block.key_frame is not None and block.key_token is not None
+    return block.key_frame[layer, step].numpy(), block.key_token[layer, step].numpy()
+
+
+def _index(name: str, wanted: int, there: Sequence[int]) -> int:
+    if wanted not in there:
+        raise CacheError(f"{name} {wanted} is not in this cache; it has {', '.join(map(str, there))}")
+    return list(there).index(wanted)

@@ -1,0 +1,76 @@
+"""Time and memory of maps over key tokens: one call beside its attention, and rollouts that keep them.
+
+    python experiments/dev/benchmark_maps.py --config_path configs/wan_mini.yaml
+    python experiments/dev/benchmark_maps.py --random_weights --device cuda --output_path maps_gpu.json
+
+Rollouts keep the last block of all layers and heads. Every row's latents are compared with the plain ones.
+"""
+
+import argparse
+
+from experiments.dev.benchmark_capture import rows_of
+from experiments.dev.tables import markdown, measured_on
+from experiments.running.cli import config_from, main, run_parser
+
+
+def table(report: dict) -> str:
+    """One call, then rollouts, and under them what was measured."""
+    weights = " shapes, random weights" if report["random_weights"] else ""
+    what = f"{report['model']}{weights}, {report['num_frames']} latent frames"
+    measured = measured_on(report["environment"], report["dtype"])
+    return f"{calls_of(report['call'])}\n\n{rows_of(report['rows'])}\n\n{what}; {measured}"
+
+
+def calls_of(call: dict[str, dict]) -> str:
+    header = ("one call of the last block", "milliseconds", "x attention")
+    return markdown(
+        header,
+        [(name, f"{row['milliseconds']:.3f}", f"{row['times_attention']:.2f}") for name, row in call.items()],
+    )
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, None)
+    parser.add_argument(
+        "--random_weights",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the config's model with random weights: no files needed",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of every row")
+    measure(parser.parse_args(argv))
+
+
+def measure(args: argparse.Namespace) -> None:
+    from experiments.caches.atomic_files import require_writable
+    from experiments.dev import measure_capture, measure_maps
+    from experiments.dev.tables import save_report
+    from experiments.extraction.provenance import environment
+    from wan.errors import ConfigError
+
+    config = config_from(args)
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats must be at least 1, not {args.repeats}")
+    if args.output_path:
+        require_writable(args.output_path)
+    rollout, sizes = measure_capture.make_rollout(config, args.random_weights)
+    S, like = sizes.tokens_per_frame(config.height, config.width), rollout.noise
+    call = measure_maps.one_call(config, sizes, like.dtype, like.device, 5 * args.repeats)
+    print(calls_of(call), end="\n\n")
+    rows = measure_capture.measure(rollout, measure_maps.requests_of(config, S), args.repeats)
+    print(rows_of(rows))
+    report = {
+        "model": config.model,
+        "random_weights": args.random_weights,
+        "num_frames": config.num_frames,
+        "layers": sizes.num_layers,
+        "dtype": str(like.dtype).removeprefix("torch."),
+        "environment": environment(like.device),
+        "call": call,
+        "rows": rows,
+    }
+    save_report(report, args.output_path)
+
+
+if __name__ == "__main__":
+    main(run)
