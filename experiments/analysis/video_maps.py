@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.prompt_words import words_of
+from experiments.caches.common import PassTag
 from experiments.caches.errors import CacheError
 from experiments.caches.maps_schema import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import edits_in_words
@@ -85,33 +86,32 @@ def open_map(
     mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
     stored = mass if quantity == "mass" else block.map_logits[n, p, h, row].float().numpy()
     frames, tokens = _keys(block, n, p)
-    seen = ~np.isnan(stored)
+    seen = ~np.isnan(stored) & (frames != NO_KEY)
     if block.attended is not None:
         seen &= block.attended[n, p, h].numpy()
-    keys = int((seen & (frames != NO_KEY)).sum())
     placed = seen & (frames >= 0)
-    count, total = (np.zeros((typed.num_frames, typed.frame_seq_length)) for _ in range(2))
+    shape = typed.num_frames, typed.rows, typed.columns
+    count, total = (np.zeros((shape[0], typed.frame_seq_length)) for _ in range(2))
     np.add.at(count, (frames[placed], tokens[placed]), 1)
     np.add.at(total, (frames[placed], tokens[placed]), stored[placed])
-    with np.errstate(invalid="ignore"):
-        values = total * keys if quantity == "mass" else total / count
-    values = np.where(count > 0, values, np.nan).astype(np.float32)
-    at = typed.passes()[p]
-    label = f"{'clean pass' if at.is_clean_pass else f'pass {at.step}'} (t = {at.timestep:g})"
-    frame, place_row, place_column = _queries(block)[row]
+    values = total * seen.sum() if quantity == "mass" else total / np.maximum(count, 1)
     return VideoMap(
-        values.reshape(-1, typed.rows, typed.columns),
+        np.where(count > 0, values, np.nan).astype(np.float32).reshape(shape),
         quantity,
         layer,
         head,
-        label,
-        (frame, place_row, place_column),
+        _pass_label(typed.passes()[p]),
+        _queries(block)[row],
         tuple(block.query_frames),
-        bool(at.is_clean_pass),
-        keys,
-        float(1 - np.nansum(mass[placed])),
+        bool(typed.passes()[p].is_clean_pass),
+        int(seen.sum()),
+        float(1 - mass[placed].sum()),
         edits_in_words(typed.interventions),
     )
+
+
+def _pass_label(at: PassTag) -> str:
+    return f"{'clean pass' if at.is_clean_pass else f'pass {at.step}'} (t = {at.timestep:g})"
 
 
 def word_maps(
