@@ -27,6 +27,13 @@ def grid(text: str) -> Place:
     return numbers(text, "frame,rows,columns")
 
 
+def frame(text: str) -> int:
+    """--query_frame: 18."""
+    if not text.isdecimal() or len(text) >= 10:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a latent frame, counted from 0")
+    return int(text)
+
+
 def add_map_flags(parser: argparse.ArgumentParser) -> None:
     """Whose maps, and which of them."""
     flag = parser.add_argument
@@ -40,7 +47,7 @@ def add_map_flags(parser: argparse.ArgumentParser) -> None:
     )
     flag(
         "--query_frame",
-        type=int,
+        type=frame,
         nargs="+",
         default=[],
         help="frames that look, a mean over each one's tokens",
