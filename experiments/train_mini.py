@@ -53,6 +53,7 @@ def parser() -> Parser:
         help="keep the causal weights of some steps there",
     )
     add("--moments", dest="training_checkpoints", type=Path, help=argparse.SUPPRESS)  # its older name
+    add("--start_from", type=Path, metavar="DIR", help="--stage vae: go on from the weights in DIR/vae")
     add("--resume", action="store_true", help="go on where this stage was stopped")
     add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")
     return flags
@@ -70,6 +71,8 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     if args.kinds:
         given["kinds"] = tuple(args.kinds)
     recipe = replace(RECIPES[args.stage], **given)
+    if args.start_from and (args.stage != "vae" or not (args.start_from / "vae/config.json").is_file()):
+        raise ConfigError("--start_from is of --stage vae, and names a folder with a vae/ of an earlier one")
     missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
     if missing:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
@@ -91,6 +94,7 @@ def stage_run(args: argparse.Namespace) -> StageRun:
         args.resume,
         device.type == "cuda" if args.compile is None else args.compile,
         args.training_checkpoints,
+        args.start_from,
         ranks,
     )
 
@@ -118,6 +122,7 @@ def run(argv=None):
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
     diffusers_logging.set_verbosity_error()
     numbers = STAGES[args.stage](stage)
+    stage.ranks.leave()
     if not stage.ranks.first:
         return
     about = {
@@ -127,6 +132,7 @@ def run(argv=None):
         "dtype": str(stage.dtype),
         "processes": stage.ranks.count,
         "frozen": hashes(),
+        "start_from": stage.start_from and str(stage.start_from),
         **asdict(stage.recipe),
     }
     log_stage(log, args.stage, about | numbers)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -10,7 +13,7 @@ from torch import Tensor
 from transformers import UMT5EncoderModel
 
 from experiments.miniature.autoencoder import encode_scenes, set_layout
-from experiments.miniature.moving_shapes import sample_scenes
+from experiments.miniature.moving_shapes import Scene, sample_scenes
 from experiments.miniature.recipe import CAPTION_DROPOUT, StageRun
 from experiments.miniature.tokenizer import build_tokenizer
 
@@ -19,17 +22,16 @@ class LatentClips:
     """Normalised latents [N, C, F, h, w] of random scenes and their captions, made once and kept on the
     device."""
 
-    def __init__(self, run: StageRun, seed: int):
-        device, seed = run.device, run.ranks.seed(seed)
-        vae = AutoencoderKLWan.from_pretrained(run.output_dir / "vae").to(device, run.dtype)
-        if device.type == "cuda":
-            set_layout(vae, torch.channels_last, torch.channels_last_3d)
-        mean, std = (
-            torch.tensor(statistic, device=device).view(1, -1, 1, 1, 1)
-            for statistic in (vae.config.latents_mean, vae.config.latents_std)
-        )
+    def __init__(self, run: StageRun):
+        device, seed = run.device, run.ranks.seed(run.seed + 2)
         scenes = list(itertools.islice(sample_scenes(seed, kinds=run.recipe.kinds), run.clips))
-        self.latents = ((encode_scenes(vae, scenes, device) - mean) / std).to(run.dtype)
+        weights = (run.output_dir / "vae/diffusion_pytorch_model.safetensors").read_bytes()
+        made_of = [seed, run.clips, list(run.recipe.kinds), sha256(weights).hexdigest()]
+        self.latents = _saved(run.latents_file, made_of)
+        if self.latents is None:
+            self.latents = _encoded(run, scenes)
+            torch.save({"made_of": made_of, "latents": self.latents}, run.latents_file)
+        self.latents = self.latents.to(device)
         captions = ["", *(scene.caption for scene in scenes)]  # row 0 is the empty one
         tokens = build_tokenizer()(captions, padding=True, return_tensors="pt")
         self.ids, self.mask = tokens.input_ids.to(device), tokens.attention_mask.to(device)
@@ -39,6 +41,25 @@ class LatentClips:
         chosen = torch.randint(len(self.latents), (size,), device=self.latents.device)
         row = torch.where(torch.rand(size, device=chosen.device) < CAPTION_DROPOUT, 0, chosen + 1)
         return self.latents[chosen], self.ids[row], self.mask[row]
+
+
+def _saved(file: Path, made_of: list) -> Tensor | None:
+    """Latents of the same scenes and VAE, where an earlier stage left them."""
+    if not file.is_file():
+        return None
+    saved = torch.load(file, weights_only=True, map_location="cpu")
+    return saved["latents"] if saved["made_of"] == made_of else None
+
+
+def _encoded(run: StageRun, scenes: Sequence[Scene]) -> Tensor:
+    vae = AutoencoderKLWan.from_pretrained(run.output_dir / "vae").to(run.device, run.dtype)
+    if run.device.type == "cuda":
+        set_layout(vae, torch.channels_last, torch.channels_last_3d)
+    mean, std = (
+        torch.tensor(statistic, device=run.device).view(1, -1, 1, 1, 1)
+        for statistic in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return ((encode_scenes(vae, scenes, run.device) - mean) / std).to(run.dtype)
 
 
 def encode_text(encoder: UMT5EncoderModel, ids: Tensor, mask: Tensor) -> Tensor:

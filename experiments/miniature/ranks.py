@@ -54,6 +54,13 @@ class Ranks:
         dist.broadcast(said, src=0)
         return said.item()
 
+    def leave(self) -> None:
+        """Nothing is exchanged any more."""
+        if self.count > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
 
 def start_ranks(on_gpu: bool) -> Ranks:
     """Join the other processes of torchrun, each on its own GPU; alone without a launcher."""

@@ -75,6 +75,7 @@ class StageRun:
     resume: bool = False
     compile: bool = False
     training_checkpoints: Path | None = None
+    start_from: Path | None = None  # a folder of earlier weights; the VAE's stage alone
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -86,6 +87,11 @@ class StageRun:
     def clips(self) -> int:
         """Different clips that this process trains on."""
         return self.ranks.share(self.recipe.clips)
+
+    @property
+    def latents_file(self) -> Path:
+        """The transformer stages' latents, which the first of them makes."""
+        return self.output_dir / f"latents.{self.ranks.rank}.pt"
 
     @property
     def state_file(self) -> Path:

@@ -38,7 +38,7 @@ def train_base(run: StageRun) -> dict:
     """Flow matching over whole clips, jointly with the text encoder: transformer/, text_encoder/,
     tokenizer/."""
     recipe, device = run.recipe, run.device
-    tokenizer, clips = build_tokenizer(), LatentClips(run, run.seed + 2)
+    tokenizer, clips = build_tokenizer(), LatentClips(run)
     timesteps = FlowSchedule(SHIFT).timesteps.to(device)
     model = WanModel(**asdict(MODEL)).to(device)
     model.init_weights()
@@ -132,7 +132,7 @@ class TeacherForcing:
 def train_causal(run: StageRun) -> dict:
     """Teacher forcing from the base weights; after a third of the stage half of the pasts are the model's
     own."""
-    clips = LatentClips(run, run.seed + 3)
+    clips = LatentClips(run)
     model = CausalWanModel(**asdict(MODEL)).to(run.device)
     model.load_state_dict(read_transformer_state(run.output_dir))
     loss = TeacherForcing(run, model, clips)

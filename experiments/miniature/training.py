@@ -89,7 +89,7 @@ class Trainer:
         """All gradients of the masters, as one tensor that ranks average at once."""
         buffer = torch.zeros(sum(m.numel() for m in self.masters), device=self.masters[0].device)
         for master, part in zip(self.masters, buffer.split([m.numel() for m in self.masters]), strict=True):
-            master.grad = part.view_as(master)
+            master.grad = part.as_strided(master.size(), master.stride(), part.storage_offset())  # its layout
         return buffer
 
     @property

@@ -39,17 +39,19 @@ def vae_loss(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
     return error.square().mean() + 0.2 * error.abs().mean() + KL_WEIGHT * kl
 
 
-def clip_length(step: int, progress: float) -> int:
+def clip_length(step: int, progress: float, short_share: float = SHORT_SHARE) -> int:
     """Video frames of a step's clips: each length in turn."""
-    lengths = SHORT_CLIPS if progress < SHORT_SHARE else LONG_CLIPS
+    lengths = SHORT_CLIPS if progress < short_share else LONG_CLIPS
     return lengths[step % len(lengths)]
 
 
 def train_vae(run: StageRun) -> dict:
-    """Random weights -> vae/. Returns what the log keeps: losses, PSNR while training, PSNR of a minute of
-    video."""
+    """Random or earlier weights -> vae/. Returns what the log keeps: losses, PSNR while training and of a
+    minute of video."""
     recipe, device = run.recipe, run.device
-    vae = AutoencoderKLWan(**VAE).to(device)
+    earlier = run.start_from and run.start_from / "vae"
+    vae = AutoencoderKLWan.from_pretrained(earlier) if earlier else AutoencoderKLWan(**VAE)
+    vae = vae.to(device, torch.float32)
     sees = receptive_field(vae.config)
     print(f"The decoder sees {sees} video frames back; the longest training clips have {max(LONG_CLIPS)}.")
     set_layout(vae, torch.channels_last, torch.channels_last_3d)
@@ -74,7 +76,7 @@ def train_vae(run: StageRun) -> dict:
         if run.ranks.first and step % max(1, recipe.steps // QUALITY_POINTS) == 0:
             now = vae_quality(trainer.averaged()[0], device, min(CHECKED_CLIPS, recipe.clips))
             trainer.notes.setdefault("psnr_curve", []).append([step, *now.values()])
-        frames = clip_length(step, trainer.schedule.progress)
+        frames = clip_length(step, trainer.schedule.progress, 0.0 if earlier else SHORT_SHARE)
         trainer.step(f"{frames} frames", lambda: loss(frames))
 
     trainer.train(run.state_file, run.resume, one_step, save)
