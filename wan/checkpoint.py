@@ -6,7 +6,6 @@ loading) or as the original Wan-AI/Wan2.1-T2V-1.3B (wan/native.py).
 """
 
 import hashlib
-import warnings
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from wan.config import ModelConfig
 from wan.errors import ConfigError, library_reads, named, quoted
@@ -24,8 +22,6 @@ from wan.modules.offload import StreamedBlocks
 from wan.safe_load import UnreadableError, load_tensors
 from wan.text_files import read_json
 from wan.weight_names import StateDict, to_native_names
-
-WRAPPER_PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 DOWNLOAD_HINT = "bash experiments/download_weights.sh"
 
@@ -136,24 +132,6 @@ def shards(path: Path) -> list[Path]:
     return [path.with_name(Path(name).name) for name in sorted(set(files))]  # beside the index alone
 
 
-def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
-    """Weights of a Self-Forcing style checkpoint under native names.
-
-    The file holds {"generator_ema": ..., "generator": ...}, one of them (a warning says so where it is the
-    other one), or a bare state dict. Prefixes that training wrappers leave behind are taken off.
-    """
-    content = read_torch_file(path)
-    wanted, other = ("generator_ema", "generator") if use_ema else ("generator", "generator_ema")
-    if wanted not in content and other in content:
-        warnings.warn(f"{path} holds no {wanted}; its {other} is used", stacklevel=2)
-    state = content.get(wanted, content.get(other, content))
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(
-            f"{path} holds no state dict of tensors, but: {', '.join(map(named, list(content)[:5]))}"
-        )
-    return {_strip_wrappers(str(name)): tensor for name, tensor in state.items()}
-
-
 def read_torch_file(path: str | Path) -> dict:
     """A .pt or .pth file of tensors in a dict, memory-mapped where possible; nothing is executed."""
     try:
@@ -163,12 +141,6 @@ def read_torch_file(path: str | Path) -> dict:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a state dict")
     return content
-
-
-def _strip_wrappers(name: str) -> str:
-    for prefix in WRAPPER_PREFIXES:
-        name = name.removeprefix(prefix) if prefix == "model." else name.replace(prefix, "")
-    return name
 
 
 Model = TypeVar("Model", bound=WanModel)

@@ -46,8 +46,9 @@ class CausalInferencePipeline:
         cache_policy says what a block may look at (wan/modules/cache_policies.py). Without one it is the
         window that the model's local_attn_size and sink_size describe, or the whole past. first_block_steps
         are block 0's in place of denoising_step_list. With recompute_context n the keys of the last n frames
-        are computed again before each block.
+        are computed again before each block. weights says in words what the model was loaded from.
         """
+        self.weights = ""
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         self.passes = PassPlan.of_steps(

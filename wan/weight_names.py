@@ -36,6 +36,15 @@ BLOCK_NAMES = {
 }
 
 
+NATIVE_ROOTS = {"blocks", *(name.partition(".")[0] for name in TOP_NAMES)}  # of native names
+DIFFUSERS_ROOTS = ("condition_embedder.", "proj_out.")  # that native names do not have
+
+
+def is_diffusers(state: StateDict) -> bool:
+    """Whether a state dict has the names of diffusers' WanTransformer3DModel."""
+    return any(name.startswith(DIFFUSERS_ROOTS) for name in state)
+
+
 def to_diffusers_names(state: StateDict) -> StateDict:
     """Native state dict -> the names of diffusers' WanTransformer3DModel."""
     return {_rename(name, TOP_NAMES, BLOCK_NAMES): tensor for name, tensor in state.items()}

@@ -38,6 +38,7 @@ from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.pipeline import CausalInferencePipeline
+from wan.weights import read_weights
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ def prepare(
     with out_of_memory("loading the model"):
         pipeline = load_pipeline(config, model_config, dtype, device)
     loaded.append(pipeline)
+    if observer and not observer.quiet:
+        print(pipeline.weights)
     return Session(model_config, pipeline, texts, common, sha256, device, dtype)
 
 
@@ -220,7 +223,7 @@ def common_fields(
         "num_heads": model_config.num_heads,
         "model": config.model,
         "weights": "checkpoint" if config.checkpoint_path else "base",
-        "weights_file": weights_file.name,
+        "weights_file": " + ".join(Path(path).name for path in (weights_file, config.lora_path) if path),
     } | provenance(config, weights_file, dtype, device)
 
 
@@ -228,10 +231,7 @@ def load_pipeline(
     config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CausalInferencePipeline:
     """The causal pipeline with the checkpoint's weights, or the base weights where there is none."""
-    if config.checkpoint_path:
-        state = checkpoint.read_self_forcing_state(config.checkpoint_path, config.use_ema)
-    else:
-        state = checkpoint.read_transformer_state(config.ckpt_dir)
+    state, report = read_weights(config, model_config)
     source = config.checkpoint_path or config.ckpt_dir
     model = checkpoint.build_model(
         CausalWanModel,
@@ -244,7 +244,9 @@ def load_pipeline(
         local_attn_size=config.local_attn_size,
         sink_size=config.sink_size,
     )
-    return pipeline_of(model, config)
+    pipeline = pipeline_of(model, config)
+    pipeline.weights = str(report)
+    return pipeline
 
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:

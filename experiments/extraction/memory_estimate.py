@@ -58,7 +58,7 @@ class Memory:
 
     def needs(self) -> list[Need]:
         """The phases of the run, for each memory."""
-        phases = [*self._encoding(), *self._rollout()]
+        phases = [*self._encoding(), *self._merging(), *self._rollout()]
         return [need for need in phases if need.total]
 
     def _encoding(self) -> Iterator[Need]:
@@ -66,6 +66,11 @@ class Memory:
             where = prompt_embeds.encoding_device(self.config, self.device)
             parts = memory_parts.text_encoder(self.config, self.model_config.text_len, self.dtype)
             yield Need("encoding the prompt", "GPU" if where.type == "cuda" else "host", parts)
+
+    def _merging(self) -> Iterator[Need]:
+        if self.config.lora_path:
+            merged = memory_parts.merged_layers(self.model_config)
+            yield Need("merging the LoRA", "host", {"merged layers": merged})
 
     def _rollout(self) -> Iterator[Need]:
         c, m, dtype = self.config, self.model_config, self.dtype
@@ -183,6 +188,8 @@ def advise(run: Memory, fits: Callable[[Memory], bool]) -> str:
 def _files(memory: Memory) -> Iterator[Path]:
     c = memory.config
     yield from checkpoint.shards(checkpoint.weights_file(c.ckpt_dir, c.checkpoint_path))
+    if c.lora_path:
+        yield Path(c.lora_path)
     if memory.encodes and not c.prompt_embeds:
         yield from checkpoint.shards(encoder_file(c.ckpt_dir))
 

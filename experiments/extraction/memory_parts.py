@@ -42,6 +42,11 @@ def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[
     return weights - layers + 2 * streamed, model.num_layers * streamed
 
 
+def merged_layers(model: ModelConfig) -> int:
+    """Every linear layer of the blocks in float32, as a LoRA merged on loading leaves them."""
+    return model.num_layers * (8 * model.dim**2 + 2 * model.dim * model.ffn_dim) * FLOAT
+
+
 def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of every slot in every layer, and what the policy keeps beside them."""
     policy, slots, S = (

@@ -11,7 +11,7 @@ from wan.errors import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
 
-PATHS = ("ckpt_dir", "checkpoint_path", "prompt_embeds", "embeds_dir")
+PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir")
 
 
 def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:

@@ -9,6 +9,7 @@ from helpers.checkpoints import GOLDEN_MODEL, SMALL_UMT5
 
 from experiments.dev import measure_memory, random_weights
 from wan import checkpoint, native
+from wan.checkpoint_layouts import read_self_forcing_state
 from wan.config import load_config
 from wan.modules.causal_model import CausalWanModel
 
@@ -41,7 +42,7 @@ def test_shards_and_checkpoint_load(config, tmp_path):
     random_weights.make_checkpoint(tmp_path / "sf.pt", GOLDEN_MODEL, torch.float32, CPU)
     states = (
         checkpoint.read_transformer_state(config.ckpt_dir),
-        checkpoint.read_self_forcing_state(tmp_path / "sf.pt"),
+        read_self_forcing_state(tmp_path / "sf.pt"),
     )
     assert states[0].keys() == states[1].keys() and all(
         torch.equal(states[0][k], states[1][k]) for k in states[0]

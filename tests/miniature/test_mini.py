@@ -14,7 +14,8 @@ from experiments.miniature.evaluation import Parts
 from experiments.miniature.generation import Miniature
 from experiments.miniature.moving_shapes import sample_scenes
 from experiments.miniature.recipe import Counts
-from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
+from wan.checkpoint import read_model_config, read_transformer_state
+from wan.checkpoint_layouts import read_self_forcing_state
 from wan.config import RunConfig, load_config
 from wan.modules.text_encoder import TextEncoder, clean_prompt
 from wan.modules.vae import VAE

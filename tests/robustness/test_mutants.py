@@ -33,6 +33,7 @@ from experiments.caches.errors import CacheError
 from experiments.caches.view import open_profiles
 from wan import checkpoint, weight_names
 from wan.checkpoint import CheckpointError
+from wan.checkpoint_layouts import read_self_forcing_state
 from wan.modules.causal_model import CausalWanModel
 from wan.safe_load import EAGER_BYTES, UnreadableError, is_verified, load_tensors, verify
 
@@ -52,7 +53,7 @@ def read_checkpoint(path):
     if path.is_dir():
         config, state = checkpoint.read_model_config(path), checkpoint.read_transformer_state(path)
     else:
-        config, state = GOLDEN_MODEL, checkpoint.read_self_forcing_state(path)
+        config, state = GOLDEN_MODEL, read_self_forcing_state(path)
     checkpoint.build_model(CausalWanModel, config, state, path, torch.float32)
 
 
@@ -179,7 +180,7 @@ def test_one_bit_of_a_large_record(tmp_path):
 def test_a_bare_pickle(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.pt").write_bytes(pickle.dumps(RunsCode()))
-    for read, error in ((load_cache, CacheError), (checkpoint.read_self_forcing_state, CheckpointError)):
+    for read, error in ((load_cache, CacheError), (read_self_forcing_state, CheckpointError)):
         with pytest.raises(error, match="cannot be read"):
             read(tmp_path / "c.pt")
     assert os.listdir(tmp_path) == ["c.pt"]

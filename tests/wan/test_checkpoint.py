@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from wan import checkpoint, weight_names
 from wan.checkpoint import CheckpointError
+from wan.checkpoint_layouts import read_self_forcing_state
 from wan.config import MODELS
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.model import WanModel
@@ -95,24 +96,24 @@ def test_text_len_is_512_where_the_directory_does_not_say(tmp_path, native):
 )
 def test_self_forcing_checkpoints(tmp_path, native, wrap):
     torch.save(wrap(native), tmp_path / "sf.pt")
-    state = checkpoint.read_self_forcing_state(tmp_path / "sf.pt")
+    state = read_self_forcing_state(tmp_path / "sf.pt")
     assert state.keys() == native.keys() and all(torch.equal(state[name], native[name]) for name in native)
 
 
 def test_ema_or_not(tmp_path, native):
     torch.save(
-        {"generator_ema": {"model.a": torch.ones(1)}, "generator": {"model.a": torch.zeros(1)}},
+        {"generator_ema": {"model.head.a": torch.ones(1)}, "generator": {"model.head.a": torch.zeros(1)}},
         tmp_path / "sf.pt",
     )
-    assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema=True)["a"] == 1
-    assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema=False)["a"] == 0
+    assert read_self_forcing_state(tmp_path / "sf.pt", use_ema=True)["head.a"] == 1
+    assert read_self_forcing_state(tmp_path / "sf.pt", use_ema=False)["head.a"] == 0
 
 
 @pytest.mark.parametrize(("there", "use_ema"), [("generator", True), ("generator_ema", False)])
 def test_the_only_one_there_is_used_and_said(tmp_path, there, use_ema):
-    torch.save({there: {"model.a": torch.ones(1)}}, tmp_path / "sf.pt")
+    torch.save({there: {"model.head.a": torch.ones(1)}}, tmp_path / "sf.pt")
     with pytest.warns(UserWarning, match=rf"sf.pt holds no generator\w*; its {there} is used"):
-        assert checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema)["a"] == 1
+        assert read_self_forcing_state(tmp_path / "sf.pt", use_ema)["head.a"] == 1
 
 
 def test_all_that_does_not_fit_is_reported(native):
@@ -180,7 +181,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
 
     torch.save({"generator": Evil()}, tmp_path / "sf.pt")
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint of tensors"):
-        checkpoint.read_self_forcing_state(tmp_path / "sf.pt")
+        read_self_forcing_state(tmp_path / "sf.pt")
     assert not (tmp_path / "ran").exists()
 
 
@@ -188,5 +189,5 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "sf.pt").write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.read_self_forcing_state(tmp_path / "sf.pt")
+        read_self_forcing_state(tmp_path / "sf.pt")
     assert "\n" not in str(caught.value)
