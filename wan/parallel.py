@@ -69,9 +69,9 @@ class ProcessShard(HeadShard):
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """All tokens of x, whose share is here: [B, L/P, n] -> [B, L, n]."""
-        parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, 1)
 
     # -- the exchange ----------------------------------------------------------------------------------------
 

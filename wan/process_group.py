@@ -33,7 +33,6 @@ def join(device: torch.device, timeout: timedelta = TIMEOUT) -> dist.ProcessGrou
         rank=rank,
         world_size=size,
         timeout=timeout,
-        device_id=device if on_gpu else None,
     )
     if threading.current_thread() is threading.main_thread():
         # A process that waits in NCCL or gloo runs no Python: let a signal end it all the same.
@@ -44,9 +43,14 @@ def join(device: torch.device, timeout: timedelta = TIMEOUT) -> dist.ProcessGrou
 
 def leave() -> None:
     """Part, all at once; nothing where no group was joined."""
-    if dist.is_initialized():
-        dist.barrier()
+    if dist.is_initialized() and dist.group.WORLD is not None:
+        wait_for_all(dist.group.WORLD)
         dist.destroy_process_group()
+
+
+def wait_for_all(group: dist.ProcessGroup) -> None:
+    """Wait until every process of a group is here; no GPU takes part."""
+    dist.all_reduce(torch.zeros(1), group=group)
 
 
 def is_first_to_fail(message: str) -> bool:

@@ -89,7 +89,7 @@ def random_pipeline(
         model = CausalWanModel(
             **vars(sizes), local_attn_size=config.local_attn_size, sink_size=config.sink_size
         )
-    model = model.to_empty(device=device).to(dtype).eval().requires_grad_(False)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)  # never in float32
     generator = torch.Generator(device).manual_seed(0)
     for name, value in model.named_parameters():
         fill_(value, name, generator)

@@ -39,6 +39,7 @@ from experiments.dev import (
     benchmark_maps,
     benchmark_memory,
     benchmark_page,
+    benchmark_parallel,
     benchmark_policies,
     benchmark_reading,
     build_published,
@@ -81,6 +82,7 @@ OTHERS = {
         benchmark_capture,
         benchmark_reading,
         benchmark_memory,
+        benchmark_parallel,
         benchmark_policies,
         build_published,
         contact_sheet,
@@ -256,6 +258,13 @@ CASES |= {
         ["--draw", "--output_path", "{}/none.json"],
         ["--draw", "--output_path", "{}/text.txt"],
         ["--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "benchmark_parallel": [
+        ["--no_such_flag"],
+        [],  # one process alone
+        ["--models", "Wan3"],
+        ["--repeats", "0"],
+        ["--device", "abacus"],
     ],
     "benchmark_policies": [
         ["--no_such_flag"],

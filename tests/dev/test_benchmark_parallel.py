@@ -1,0 +1,38 @@
+"""The benchmark of several processes: its report, and that it says how to start it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from experiments.dev import benchmark_parallel
+from wan.errors import ConfigError
+
+SMALL = "--device cpu --num_layers 1 --num_frames 3 --accuracy_frames 3 --height 4 --width 4 --repeats 1 --sweep 2"
+
+
+def test_one_process_has_nothing_to_compare(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="start it by torchrun --nproc-per-node P"):
+        benchmark_parallel.run(["--device", "cpu"])
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["experiments/dev/benchmark_parallel.py", "--models", "Wan2.1-T2V-1.3B", *SMALL.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GIT_COMMIT": "0" * 40}
+    done = subprocess.run(
+        [*torchrun, *script, "--output_path", str(tmp_path / "report.json")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    rows = report["rollouts"]["Wan2.1-T2V-1.3B"]["rows"]
+    assert set(rows) == {"nothing", "mean logits + mass"} and report["gpus"] == 2
+    assert report["error"]["between"] < 1e-5 and report["sweep"]["same_bytes"]
+    assert "| 1 GPU | 2 GPUs | ratio |" in done.stdout and "Sweep of 2 captured rollouts" in done.stdout
