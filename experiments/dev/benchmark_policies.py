@@ -1,11 +1,11 @@
 """Time per block and memory of a rollout under each cache policy, against a window of the same size.
 
-    python experiments/dev/benchmark_policies.py --config_path configs/wan_mini.yaml python
-    experiments/dev/benchmark_policies.py --random_weights --device cuda --output_path policies_gpu.json
+    python experiments/dev/benchmark_policies.py --config_path configs/wan_mini.yaml
+    python experiments/dev/benchmark_policies.py --random_weights --device cuda --num_frames 240
 
-A given beginning fills every window by clean passes alone. The blocks that follow are timed, plain and
-captured (mean logits and mass of every call), and reported as medians over repeats of the mean block: a block
-of the steady state costs what it costs at frame 240 or 2400.
+A given beginning fills every window by clean passes alone, up to the last blocks of --num_frames. Those are
+timed, plain and captured (mean logits and mass of every call); on a CPU it is processor time. Ratios are of
+one repeat. Their median over the repeats is reported with a 95 % interval by bootstrap.
 """
 
 import argparse
@@ -17,7 +17,10 @@ from experiments.running.cli import config_from, main, run_parser
 def table(report: dict) -> str:
     """Policies beside the window of their size, and under it what was measured."""
     weights = " shapes, random weights" if report["random_weights"] else ""
-    what = f"{report['model']}{weights}, steady state, {report['blocks']} blocks"
+    what = (
+        f"{report['model']}{weights}, the last {report['blocks']} blocks of {report['num_frames']} frames, "
+        f"{report['repeats']} repeats"
+    )
     return f"{rows_of(report['rows'])}\n\n{what}; {measured_on(report['environment'], report['dtype'])}"
 
 
@@ -36,14 +39,20 @@ def rows_of(rows: list[dict]) -> str:
             (
                 row["name"],
                 f"{row['seconds']:.4f}",
-                f"{row['times_window']:.3f}",
-                f"{row['captured_times_plain']:.3f}",
-                f"{row['peak_mib']:.0f} MiB",
+                "" if row["name"] == row["window"] else with_interval(row, "times_window"),
+                with_interval(row, "captured_times_plain"),
+                f"{row['peak_mib']:.0f} MiB" if row["peak_mib"] else "",
                 f"{row['cache_mib']:.0f} MiB",
             )
             for row in rows
         ],
     )
+
+
+def with_interval(row: dict, name: str) -> str:
+    """A ratio and its 95 % interval, where it was repeated."""
+    interval = row[f"{name}_95"]
+    return f"{row[name]:.3f}" + (f" ({interval[0]:.3f}-{interval[1]:.3f})" if interval else "")
 
 
 def run(argv=None):
@@ -66,18 +75,20 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.extraction.provenance import environment
     from wan.errors import ConfigError
 
+    num_frames = 45 if args.num_frames is None else args.num_frames
     config = config_from(args)
     for name in ("repeats", "blocks"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if args.output_path:
         require_writable(args.output_path)
-    bench = measure_policies.make_bench(config, args.random_weights, args.blocks)
+    bench = measure_policies.make_bench(config, args.random_weights, args.blocks, num_frames)
     rows = measure_policies.measure(bench, args.repeats)
     print(rows_of(rows))
     report = {
         "model": config.model,
         "random_weights": args.random_weights,
+        "num_frames": num_frames,
         "blocks": args.blocks,
         "repeats": args.repeats,
         "passes": config.num_passes,

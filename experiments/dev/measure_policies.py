@@ -1,12 +1,15 @@
-"""Blocks of a rollout under each cache policy, once its window is full:
-seconds, plain and captured, and memory.
+"""Blocks of a rollout under each cache policy once its window is full: seconds, plain and captured, memory.
+
+On a GPU seconds are of the clock, on a CPU of its processor time.
 """
 
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from experiments.dev.measure_capture import MIB, Rollout, make_rollout
 from experiments.extraction import devices
 from wan.config import RunConfig
+from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import CachePolicy, make_policy
 from wan.modules.capture import CaptureRequest
@@ -21,41 +25,44 @@ from wan.pipeline import CausalInferencePipeline
 
 WINDOW: dict[str, Any] = {"name": "window", "sink": 3}
 PAIRS: list[tuple[dict[str, Any], int]] = [  # a policy, and the window of the size that it sees
+    ({"name": "ema_sink", "window": 9, "sink": 3}, 9),
     ({"name": "relative", "window": 12, "sink": 3}, 12),
+    ({"name": "two_memories", "window": 12, "sink": 3}, 12),
+    ({"name": "memory_bank", "window": 12, "sink": 3, "bank": 3, "interval": 3}, 15),
     ({"name": "deep_sink", "window": 21, "sink": 10}, 21),
     ({"name": "participative", "window": 21, "sink": 10, "budget": 16, "recent": 4}, 21),
-    ({"name": "ema_sink", "window": 9, "sink": 3}, 9),
-    ({"name": "two_memories", "window": 12, "sink": 3}, 12),
     ({"name": "rolling_sink", "window": 21}, 21),
-    ({"name": "memory_bank", "window": 12, "sink": 3, "bank": 3, "interval": 3}, 15),
 ]
-EVERYTHING = [CaptureRequest(granularity="frame")]
+RESAMPLES = 2000  # of the bootstrap
 
 
 @dataclass
 class Bench:
-    """One model, frames that fill every window, and how many blocks are timed after them."""
+    """One model, frames that are given, and how many blocks are timed after them and one more."""
 
     rollout: Rollout
     blocks: int
     given: int
 
     def block_seconds(self, policy: CachePolicy, captured: bool) -> float:
-        """Mean seconds of a block after the given ones."""
+        """Mean seconds of a timed block; the first one after the given frames only warms up."""
         old = self.rollout.pipeline
         device, n = self.rollout.noise.device, old.num_frame_per_block
         pipeline = CausalInferencePipeline(old.model, n, cache_policy=policy)
         pipeline.timesteps, pipeline.sigmas = old.timesteps, old.sigmas
         stamps: list[float] = []
+        clock = time.perf_counter if device.type == "cuda" else time.process_time  # others use the CPU too
 
         def on_block(block: int, latents: torch.Tensor) -> None:
-            if (block + 1) * n >= self.given:
+            if block * n >= self.given:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                stamps.append(time.perf_counter())
+                stamps.append(clock())
 
         first, rest = self.rollout.noise[:, : self.given], self.rollout.noise[:, self.given :]
-        capture = ATTENTION_WEIGHT_CAPTURE.capture(*EVERYTHING) if captured else nullcontext()
+        generated = range(self.given // n, self.rollout.noise.shape[1] // n)
+        request = CaptureRequest(granularity="frame", blocks=generated)
+        capture = ATTENTION_WEIGHT_CAPTURE.capture(request) if captured else nullcontext()
         with capture, devices.threads_for(self.rollout.noise, old.model.config):
             pipeline.inference(
                 rest,
@@ -64,7 +71,7 @@ class Bench:
                 initial_latent=first,
                 on_block=on_block,
             )
-        return (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+        return (stamps[-1] - stamps[0]) / self.blocks
 
     def memory(self, policy: CachePolicy) -> dict[str, float]:
         """MiB: of the GPU's peak over what is held before, and of the policy's keys and values."""
@@ -76,6 +83,8 @@ class Bench:
             before = torch.cuda.memory_allocated(device)
             self.block_seconds(policy, captured=False)
             peak = (torch.cuda.max_memory_allocated(device) - before) / MIB
+        else:
+            self.block_seconds(policy, captured=False)  # warms up
         shape = self.rollout.noise.shape
         with torch.device("meta"):
             cache: Any = model.new_kv_cache(1, 10**6, shape[3], shape[4], policy)
@@ -83,38 +92,66 @@ class Bench:
         return {"peak_mib": round(peak, 1), "cache_mib": round(held / MIB, 1)}
 
 
-def make_bench(config: RunConfig, random_weights: bool, blocks: int) -> Bench:
+def make_bench(config: RunConfig, random_weights: bool, blocks: int, num_frames: int) -> Bench:
+    """A bench whose rollout ends at num_frames.
+
+    Raises ConfigError where no window would be full by then.
+    """
     n = config.num_frame_per_block
-    largest = max(size for _, size in PAIRS) + 2 * n  # two more, so that the first roll is over
-    given = -(-largest // n) * n
-    rollout, _ = make_rollout(replace(config, num_frames=given + blocks * n), random_weights)
-    return Bench(rollout, blocks, given)
+    least = max(size for _, size in PAIRS) + (blocks + 3) * n  # the first roll, and the warm-up
+    if num_frames < least:
+        raise ConfigError(f"--num_frames {num_frames} leaves no full window; it must be at least {least}")
+    num_frames -= num_frames % n
+    rollout, _ = make_rollout(replace(config, num_frames=num_frames), random_weights)
+    return Bench(rollout, blocks, num_frames - (blocks + 1) * n)
 
 
 def measure(bench: Bench, repeats: int) -> list[dict]:
-    """One row a policy, windows first; rows take turns in every repeat."""
-    sizes = sorted({size for _, size in PAIRS})
-    policies = {f"window {size}": make_policy(**WINDOW, window=size) for size in sizes}
-    against = {f"window {size}": f"window {size}" for size in sizes}
-    for settings, size in PAIRS:
-        name = " ".join(str(value) for value in settings.values())
-        policies[name], against[name] = make_policy(**settings), f"window {size}"
+    """One row a policy, after the window of its size; rows take turns in every repeat."""
+    policies, against = _policies()
     memory = {name: bench.memory(policy) for name, policy in policies.items()}  # also warms up
-    seconds: dict[tuple[str, bool], list[float]] = {}
+    plain: dict[str, list[float]] = {name: [] for name in policies}
+    captured: dict[str, list[float]] = {name: [] for name in policies}
     for _ in range(repeats):
         for name, policy in policies.items():
-            for captured in (False, True):
-                seconds.setdefault((name, captured), []).append(bench.block_seconds(policy, captured))
-    median = {key: statistics.median(values) for key, values in seconds.items()}
+            plain[name].append(bench.block_seconds(policy, captured=False))
+        for name, policy in policies.items():
+            captured[name].append(bench.block_seconds(policy, captured=True))
     return [
         {
             "name": name,
             "policy": policy.describe(),
             "window": against[name],
-            "seconds": round(median[name, False], 5),
-            "times_window": round(median[name, False] / median[against[name], False], 4),
-            "captured_times_plain": round(median[name, True] / median[name, False], 4),
+            "seconds": round(statistics.median(plain[name]), 5),
+            **_ratio("times_window", plain[name], plain[against[name]]),
+            **_ratio("captured_times_plain", captured[name], plain[name]),
             **memory[name],
+            "all_seconds": [round(seconds, 5) for seconds in plain[name]],
+            "all_captured": [round(seconds, 5) for seconds in captured[name]],
         }
         for name, policy in policies.items()
     ]
+
+
+def _policies() -> tuple[dict[str, CachePolicy], dict[str, str]]:
+    """The policies by their names, and for each the window that it is compared with."""
+    policies: dict[str, CachePolicy] = {}
+    against = {}
+    for settings, size in PAIRS:
+        window = f"window {size}"
+        policies[window], against[window] = make_policy(**WINDOW, window=size), window
+        name = " ".join(str(value) for value in settings.values())
+        policies[name], against[name] = make_policy(**settings), window
+    return policies, against
+
+
+def _ratio(name: str, over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Median over repeats of over / under of one repeat, and its 95 % interval by bootstrap."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    random = Random(0)
+    draws = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    low, high = draws[RESAMPLES // 40], draws[-RESAMPLES // 40]
+    return {
+        name: round(statistics.median(ratios), 4),
+        f"{name}_95": [round(low, 4), round(high, 4)] if len(ratios) > 1 else None,
+    }

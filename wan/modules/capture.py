@@ -175,7 +175,8 @@ class AttentionCapture:
             if request.wants(site, self._pass):
                 values = self._reduce(session, request, site, q, k, lse, layout, mask)
                 shapes = tuple(q.shape), tuple(k.shape)
-                session.calls.append(self.call_type(site, self._pass, values, *shapes, layout))
+                kept = layout and layout.on_host
+                session.calls.append(self.call_type(site, self._pass, values, *shapes, kept))
 
     def observe_groups(self, site: Site, groups: Sequence[HeadGroup], lses: Sequence[Tensor]) -> None:
         """Called by attention_by_heads(): frame values of all heads together,
@@ -209,7 +210,8 @@ class AttentionCapture:
                 values = self._reduce(session, request, call.site, call.q, call.k, lse, call.layout, None)
             else:
                 values = edited_values(request, call, lse)
-            session.calls.append(self.call_type(call.site, self._pass, values, *shapes, call.layout))
+            kept = call.layout and call.layout.on_host
+            session.calls.append(self.call_type(call.site, self._pass, values, *shapes, kept))
 
     def exchange(self, state: dict[str, Any]) -> dict[str, Any]:
         """Take on another state -> the one before. For two runs that go in step."""
@@ -254,7 +256,8 @@ class AttentionCapture:
         if mask is not None:
             return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
         means = session.key_means.of((site.layer, group), k, layout)
-        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames)
+        chosen = session.key_means.of_chosen((site.layer, group), k, layout)
+        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames, chosen)
         return frame_reductions.of_frames(call, request.mass, request.rope_bands)
 
 

@@ -7,13 +7,15 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.key_layout import KeyLayout
-from wan.modules.key_segments import KeySegments, averaged, key_frames, segments_of, summed
+from wan.modules.key_segments import key_frames, segments_of
 from wan.modules.rope import RotaryTable
 
 
 class Call(NamedTuple):
-    """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq], slot_means [B, slots, H,
-    D].
+    """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
+
+    slot_means [B, slots, H, D] are mean keys; chosen_means [B, segments, H, D] those of segments of chosen
+    tokens, and 0 for other segments.
     """
 
     q: Tensor
@@ -22,6 +24,7 @@ class Call(NamedTuple):
     layout: KeyLayout
     slot_means: Tensor
     num_query_frames: int
+    chosen_means: Tensor | None = None
 
 
 def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
@@ -33,7 +36,11 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
     """
     layout = call.layout
     segments = None if layout.is_plain else segments_of(layout)
-    means = call.slot_means if layout.chosen is None or segments is None else _segment_means(call, segments)
+    means = call.slot_means
+    if segments is not None and layout.chosen is not None:
+        assert call.chosen_means is not None
+        whole = segments.whole_slots(layout.chosen.slots).to(means.device)
+        means = call.chosen_means + torch.einsum("bst,bthd->bshd", whole.expand(len(means), -1, -1), means)
     parts = {"logits": reductions.frame_logits(call.q, means, call.num_query_frames)}
     if rope_bands:
         bands = list(RotaryTable(call.q.shape[-1]).bands.values())
@@ -50,10 +57,11 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
             )
     if segments is None:
         return {f"frame_{name}": values for name, values in parts.items()}
-    values = _gathered(parts, segments, "frame", segments.by_frame())
-    values |= _gathered(parts, segments, "slot", segments.by_slot())
+    gather = segments.gathering(call.q.device)
+    values = _gathered(parts, "frame", gather.frame_sums, gather.frame_means)
+    values |= _gathered(parts, "slot", gather.slot_sums, gather.slot_means)
     values.pop("slot_logits_by_band", None)
-    return values | {"tokens_kept": segments.tokens_kept().expand(len(call.q), -1).clone()}
+    return values | {"tokens_kept": segments.tokens_kept.expand(len(call.q), -1).clone()}
 
 
 def of_keys(layout: KeyLayout | None, k: Tensor) -> dict[str, Tensor]:
@@ -64,33 +72,12 @@ def of_keys(layout: KeyLayout | None, k: Tensor) -> dict[str, Tensor]:
     return {"key_frame": frames, "key_position": positions}
 
 
-def _gathered(
-    parts: dict[str, Tensor], segments: KeySegments, kind: str, members: Tensor
-) -> dict[str, Tensor]:
-    """Values of segments by frame or by slot, whichever the members [B or 1, segments, n] are."""
-    found = {f"{kind}_logits": averaged(parts["logits"], members, segments.tokens)}
+def _gathered(parts: dict[str, Tensor], kind: str, sums: Tensor, means: Tensor) -> dict[str, Tensor]:
+    """Values of segments by frame or by slot, whichever the matrices [B or 1, 1, segments, n] are of."""
+    found = {f"{kind}_logits": parts["logits"] @ means}
     if "logits_by_band" in parts:
-        bands = [averaged(band, members, segments.tokens) for band in parts["logits_by_band"].unbind(-1)]
+        bands = [band @ means for band in parts["logits_by_band"].unbind(-1)]
         found[f"{kind}_logits_by_band"] = torch.stack(bands, -1)
     if "mass" in parts:
-        found[f"{kind}_mass"] = summed(parts["mass"], members)
+        found[f"{kind}_mass"] = parts["mass"] @ sums
     return found
-
-
-def _segment_means(call: Call, segments: KeySegments) -> Tensor:
-    """Mean key of each segment [B, segments, H, D];
-    whole slots are known, those of chosen tokens are averaged here.
-    """
-    chosen, S = call.layout.chosen, call.layout.tokens_per_slot
-    assert chosen is not None
-    tokens = call.k[:, chosen.slots.start * S : chosen.slots.stop * S].float()  # [B, n, H, D]
-    place = torch.arange(tokens.shape[1]) + chosen.slots.start * S
-    bounds = segments.bounds
-    inside = (place >= bounds[:, :-1, None]) & (place < bounds[:, 1:, None])  # [B, segments, n]
-    weights = inside.float() / segments.tokens.clamp(min=1)[:, :, None]
-    means = torch.einsum("bsn,bnhd->bshd", weights.to(tokens.device), tokens)
-    for item, parts in enumerate(segments.items):
-        whole = [(i, part.slot) for i, part in enumerate(parts) if part.slot not in chosen.slots]
-        at, slots = (torch.tensor(indices, device=tokens.device) for indices in zip(*whole, strict=True))
-        means[item, at] = call.slot_means[item, slots]
-    return means

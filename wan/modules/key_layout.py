@@ -5,7 +5,7 @@ slot's keys stand.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -51,9 +51,12 @@ class ChosenTokens:
         return cls(range(len(frames)), *rows)
 
     @cached_property
-    def token_frames(self) -> list[list[int]]:
-        """The frame of every token of each batch item, on the host: fetched when it is first asked for."""
-        return self.frames.tolist()
+    def on_host(self) -> "ChosenTokens":
+        """The same in host memory, int32: fetched once, for all that is captured of a block."""
+        return self if self.frames.dtype == torch.int32 else ChosenTokens(self.slots, *self._fetched())
+
+    def _fetched(self) -> tuple[Tensor, ...]:
+        return torch.stack(self._rows).int().cpu().unbind()
 
     def followed_by(self, other: "ChosenTokens") -> "ChosenTokens":
         """These tokens and then the other ones."""
@@ -100,6 +103,16 @@ class KeyLayout:
         """Keys of num_tokens tokens that are these frames and nothing else, each at its own position."""
         slots = tuple(Slot(frame, frame) for frame in frames)
         return cls(slots, num_tokens // len(slots), range(len(slots)), tuple(frames))
+
+    @cached_property
+    def on_host(self) -> "KeyLayout":
+        """The same without tensors of a device, for what outlives its block."""
+        if self.chosen is None:
+            return self
+        layout = replace(self, chosen=self.chosen.on_host)
+        if "_segments" in self.__dict__:
+            layout.__dict__["_segments"] = self.__dict__["_segments"]
+        return layout
 
     @cached_property
     def frames(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.key_layout import KeyLayout
+from wan.modules.key_segments import segments_of
 
 
 @dataclass(eq=False)
@@ -15,6 +16,7 @@ class _LayerMeans:
     layout: KeyLayout
     means: Tensor  # [B, slots, H, D], float32; the first settled ones will not change while the layout lasts
     settled: int
+    chosen: Tensor | None = None  # [B, segments, H, D], of segments of chosen tokens
 
 
 class KeyMeans:
@@ -35,6 +37,21 @@ class KeyMeans:
             self._layers[layer] = known = _LayerMeans(layout, means, layout.own.start)
         known.means[:, settled:] = reductions.frame_means(k[:, settled * S :], slots - settled)
         return known.means
+
+    def of_chosen(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> Tensor | None:
+        """Mean key of each segment of chosen tokens, 0 for others, [B, segments, H, D]; None: no choice.
+
+        Called after of(). Chosen tokens stay as they are while the layout lasts.
+        """
+        known, chosen = self._layers[layer], layout.chosen
+        if chosen is None:
+            return None
+        if known.chosen is None:
+            S = layout.tokens_per_slot
+            tokens = k[:, chosen.slots.start * S : chosen.slots.stop * S].float()  # [B, n, H, D]
+            shares = segments_of(layout).chosen_shares(chosen.slots, S).to(k.device)
+            known.chosen = torch.einsum("bsn,bnhd->bshd", shares.expand(len(k), -1, -1), tokens)
+        return known.chosen
 
 
 def _settled(known: _LayerMeans, layout: KeyLayout) -> int:

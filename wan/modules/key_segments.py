@@ -1,7 +1,9 @@
 """The keys of a call in runs of one frame in one slot, and sums over those runs by slot and by frame."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,37 +36,55 @@ class KeySegments:
         starts = torch.zeros(len(self.items), 1, dtype=torch.long)
         self.bounds = torch.cat([starts, self.tokens.cumsum(1)], 1)  # [B or 1, length + 1]
 
-    def by_frame(self) -> Tensor:
-        """Which segment is of which column: float32 [B or 1, length, columns]."""
-        columns = torch.tensor(self.columns)
-        frames = [self._padded([s.frame for s in segments], -1) for segments in self.items]
-        return (torch.tensor(frames)[:, :, None] == columns).float()
+        self.tokens_kept = (self.tokens[:, None].float() @ self._members("frame", self.columns))[:, 0].long()
+        self._gathering: dict[torch.device, Gathering] = {}
 
-    def by_slot(self) -> Tensor:
-        """Which segment is in which slot: float32 [B or 1, length, slots]."""
-        slots = [self._padded([s.slot for s in segments], -1) for segments in self.items]
-        return (torch.tensor(slots)[:, :, None] == torch.arange(self.num_slots)).float()
+    def gathering(self, device: torch.device) -> "Gathering":
+        """The matrices that gather values of segments, made once for all passes of a block."""
+        if device not in self._gathering:
+            parts = [self._members("frame", self.columns), self._members("slot", range(self.num_slots))]
+            means = [_shares(members * self.tokens[:, :, None]) for members in parts]
+            self._gathering[device] = Gathering(*(x[:, None].to(device) for x in (*parts, *means)))
+        return self._gathering[device]
 
-    def tokens_kept(self) -> Tensor:
-        """Tokens of each column's frame: [B or 1, columns]."""
-        return (self.tokens[:, None].float() @ self.by_frame())[:, 0].long()
+    def chosen_shares(self, chosen: range, tokens_per_slot: int) -> Tensor:
+        """Which share of a segment's mean each token of the chosen slots has: float32 [B or 1, length, n]."""
+        place = torch.arange(chosen.start * tokens_per_slot, chosen.stop * tokens_per_slot)
+        inside = spans(self.bounds, place).float()
+        return inside / self.tokens.clamp(min=1)[:, :, None]
+
+    def whole_slots(self, chosen: range) -> Tensor:
+        """Which segments are whole slots, and of which: float32 [B or 1, length, slots]."""
+        slots = [slot if slot not in chosen else -2 for slot in range(self.num_slots)]
+        return self._members("slot", slots)
+
+    def _members(self, kind: str, values: Sequence[int]) -> Tensor:
+        """Which segment is of which slot or frame: float32 [B or 1, length, values]."""
+        rows = [self._padded([getattr(s, kind) for s in segments], -1) for segments in self.items]
+        return (torch.tensor(rows)[:, :, None] == torch.tensor(values)).float()
 
     def _padded(self, values: list[int], filler: int) -> list[int]:
         return values + [filler] * (self.length - len(values))
 
 
-def summed(values: Tensor, members: Tensor) -> Tensor:
-    """Masses of segments [B, H, Fq, n] added up by members [B or 1, n, m] -> [B, H, Fq, m]."""
-    return values @ members[:, None].to(values.device)
-
-
-def averaged(values: Tensor, members: Tensor, tokens: Tensor) -> Tensor:
-    """Mean logits of segments [B, H, Fq, n] of tokens [B or 1, n] averaged by members;
-    NaN where one has no token.
+class Gathering(NamedTuple):
+    """Values of segments [B, H, Fq, n] times these, [B or 1, 1, n, m]:
+    sums by frame and slot for masses, means for logits; a mean over no token is NaN.
     """
-    weights = members * tokens[:, :, None]
-    weights = weights / weights.sum(1, keepdim=True)  # 0 / 0 is NaN
-    return values @ weights[:, None].to(values.device)
+
+    frame_sums: Tensor
+    slot_sums: Tensor
+    frame_means: Tensor
+    slot_means: Tensor
+
+
+def spans(bounds: Tensor, place: Tensor) -> Tensor:
+    """Which tokens, by their place, are in which segment of bounds [B, n + 1]: bool [B, n, tokens]."""
+    return (place >= bounds[:, :-1, None]) & (place < bounds[:, 1:, None])
+
+
+def _shares(weights: Tensor) -> Tensor:
+    return weights / weights.sum(1, keepdim=True)  # 0 / 0 is NaN
 
 
 def segments_of(layout: KeyLayout) -> KeySegments:
@@ -79,15 +99,15 @@ def _segments(layout: KeyLayout) -> list[list[KeySegment]]:
     S = layout.tokens_per_slot
     batch = max([1, *(len(slot.items) for slot in layout.slots)])
     chosen = layout.chosen
-    if chosen is not None:
-        batch = len(chosen.token_frames)
+    token_frames = [] if chosen is None else chosen.on_host.frames.tolist()
+    batch = max(batch, len(token_frames))
     items = []
     for item in range(batch):
         segments: list[KeySegment] = []
         for index, slot in enumerate(layout.slots):
             if chosen is not None and index in chosen.slots:
                 first = (index - chosen.slots.start) * S
-                frames = chosen.token_frames[item][first : first + S]
+                frames = token_frames[item][first : first + S]
                 segments += [KeySegment(index, frame, len([*run])) for frame, run in groupby(frames)]
             else:
                 segments.append(KeySegment(index, slot.items[item] if slot.items else slot.frame, S))
@@ -106,7 +126,8 @@ def key_frames(layout: KeyLayout, batch: int) -> tuple[Tensor, Tensor]:
             positions[:, index * S : (index + 1) * S] = frames[:, index * S : (index + 1) * S]
     if layout.chosen is not None:
         at = slice(layout.chosen.slots.start * S, layout.chosen.slots.stop * S)
-        frames[:, at], positions[:, at] = layout.chosen.frames.cpu(), layout.chosen.positions.cpu()
+        chosen = layout.chosen.on_host
+        frames[:, at], positions[:, at] = chosen.frames, chosen.positions
     return frames, positions
 
 

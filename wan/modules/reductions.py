@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from wan.modules.key_segments import spans
+
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
 
@@ -94,12 +96,9 @@ def segment_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, bound
 
         mass = query_segment_mass(q, k, lse, bounds)  # [B, H, n, Lq]
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
-    lengths = bounds.diff(dim=1).tolist()
-    chunks = []
-    for rows in scaled_logits(q, k):
-        items = zip(rows.softmax(-1), lengths, strict=True)
-        chunks.append(torch.stack([torch.stack([x.sum(-1) for x in p.split(n, -1)], -1) for p, n in items]))
-    return torch.cat(chunks, 2).unflatten(2, (num_query_frames, -1)).mean(3)
+    inside = spans(bounds.to(q.device), torch.arange(k.shape[1], device=q.device)).float().mT[:, None]
+    mass = torch.cat([rows.softmax(-1) @ inside for rows in scaled_logits(q, k)], 2)  # [B, H, Lq, n]
+    return mass.unflatten(2, (num_query_frames, -1)).mean(3)
 
 
 def masked_frames(
