@@ -73,23 +73,25 @@ class Bench:
             )
         return (stamps[-1] - stamps[0]) / self.blocks
 
-    def memory(self, policy: CachePolicy) -> dict[str, float]:
-        """MiB: of the GPU's peak over what is held before, and of the policy's keys and values."""
-        device, model = self.rollout.noise.device, self.rollout.pipeline.model
-        peak = 0.0
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            self.block_seconds(policy, captured=False)
-            peak = (torch.cuda.max_memory_allocated(device) - before) / MIB
-        else:
-            self.block_seconds(policy, captured=False)  # warms up
+    def seconds_and_peak(self, policy: CachePolicy) -> tuple[float, float]:
+        """Mean seconds of a block, and MiB of the GPU's peak over what was held before, 0 on a CPU."""
+        device = self.rollout.noise.device
+        if device.type != "cuda":
+            return self.block_seconds(policy, captured=False), 0.0
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        seconds = self.block_seconds(policy, captured=False)
+        return seconds, round((torch.cuda.max_memory_allocated(device) - before) / MIB, 1)
+
+    def cache_mib(self, policy: CachePolicy) -> float:
+        """MiB of the policy's keys and values in a rollout without an end."""
         shape = self.rollout.noise.shape
         with torch.device("meta"):
+            model = self.rollout.pipeline.model
             cache: Any = model.new_kv_cache(1, 10**6, shape[3], shape[4], policy)
         held = sum(b.nbytes for buffers in (cache.keys, cache.values, cache.raw_keys) for b in buffers)
-        return {"peak_mib": round(peak, 1), "cache_mib": round(held / MIB, 1)}
+        return round(held / MIB, 1)
 
 
 def make_bench(config: RunConfig, random_weights: bool, blocks: int, num_frames: int) -> Bench:
@@ -109,12 +111,13 @@ def make_bench(config: RunConfig, random_weights: bool, blocks: int, num_frames:
 def measure(bench: Bench, repeats: int) -> list[dict]:
     """One row a policy, after the window of its size; rows take turns in every repeat."""
     policies, against = _policies()
-    memory = {name: bench.memory(policy) for name, policy in policies.items()}  # also warms up
+    peaks: dict[str, float] = {}
     plain: dict[str, list[float]] = {name: [] for name in policies}
     captured: dict[str, list[float]] = {name: [] for name in policies}
     for _ in range(repeats):
         for name, policy in policies.items():
-            plain[name].append(bench.block_seconds(policy, captured=False))
+            seconds, peaks[name] = bench.seconds_and_peak(policy)
+            plain[name].append(seconds)
         for name, policy in policies.items():
             captured[name].append(bench.block_seconds(policy, captured=True))
     return [
@@ -125,7 +128,8 @@ def measure(bench: Bench, repeats: int) -> list[dict]:
             "seconds": round(statistics.median(plain[name]), 5),
             **_ratio("times_window", plain[name], plain[against[name]]),
             **_ratio("captured_times_plain", captured[name], plain[name]),
-            **memory[name],
+            "peak_mib": peaks[name],
+            "cache_mib": bench.cache_mib(policy),
             "all_seconds": [round(seconds, 5) for seconds in plain[name]],
             "all_captured": [round(seconds, 5) for seconds in captured[name]],
         }

@@ -14,8 +14,7 @@ from wan.modules.rope import RotaryTable
 class Call(NamedTuple):
     """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
 
-    slot_means [B, slots, H, D] are mean keys; chosen_means [B, segments, H, D] those of segments of chosen
-    tokens, and 0 for other segments.
+    slot_means [B, slots, H, D] are mean keys, chosen_means [B, n, H, D] those of segments of chosen tokens.
     """
 
     q: Tensor
@@ -37,10 +36,10 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
     layout = call.layout
     segments = None if layout.is_plain else segments_of(layout)
     means = call.slot_means
-    if segments is not None and layout.chosen is not None:
+    if layout.chosen is not None:
         assert call.chosen_means is not None
-        whole = segments.whole_slots(layout.chosen.slots).to(means.device)
-        means = call.chosen_means + torch.einsum("bst,bthd->bshd", whole.expand(len(means), -1, -1), means)
+        at = layout.chosen.slots
+        means = torch.cat([means[:, : at.start], call.chosen_means, means[:, at.stop :]], 1)
     parts = {"logits": reductions.frame_logits(call.q, means, call.num_query_frames)}
     if rope_bands:
         bands = list(RotaryTable(call.q.shape[-1]).bands.values())
@@ -53,7 +52,7 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
             )
         else:
             parts["mass"] = reductions.segment_mass(
-                call.q, call.k, call.lse, call.num_query_frames, segments.bounds
+                call.q, call.k, call.lse, call.num_query_frames, segments.bounds, segments.chosen
             )
     if segments is None:
         return {f"frame_{name}": values for name, values in parts.items()}

@@ -39,7 +39,7 @@ class KeyMeans:
         return known.means
 
     def of_chosen(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> Tensor | None:
-        """Mean key of each segment of chosen tokens, 0 for others, [B, segments, H, D]; None: no choice.
+        """Mean key of each segment of chosen tokens [B, segments, H, D]; None where there is no choice.
 
         Called after of(). Chosen tokens stay as they are while the layout lasts.
         """
@@ -49,8 +49,8 @@ class KeyMeans:
         if known.chosen is None:
             S = layout.tokens_per_slot
             tokens = k[:, chosen.slots.start * S : chosen.slots.stop * S].float()  # [B, n, H, D]
-            shares = segments_of(layout).chosen_shares(chosen.slots, S).to(k.device)
-            known.chosen = torch.einsum("bsn,bnhd->bshd", shares.expand(len(k), -1, -1), tokens)
+            shares = segments_of(layout).chosen_shares().to(k.device)
+            known.chosen = torch.einsum("bsn,bnhd->bshd", shares, tokens)
         return known.chosen
 
 

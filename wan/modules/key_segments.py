@@ -10,6 +10,8 @@ from torch import Tensor
 
 from wan.modules.key_layout import KeyLayout
 
+NO_FRAME = -99  # KeySegment.frame of a segment without tokens
+
 
 @dataclass(frozen=True)
 class KeySegment:
@@ -23,18 +25,18 @@ class KeySegment:
 class KeySegments:
     """Segments of a layout, in order, for each batch item [B or 1]: items differ only where a choice is made.
 
-    columns are the frames that some key is of, ascending. Averages and zeros belong to none.
+    chosen are those of chosen tokens, filled up with empty ones where an item has fewer; all others are whole
+    slots. columns are the frames that some key is of, ascending. Averages and zeros belong to none.
     """
 
     def __init__(self, layout: KeyLayout):
-        self.items = _segments(layout)
-        self.length = max(len(segments) for segments in self.items)
-        self.num_slots = len(layout.slots)
+        self.items, self.chosen = _segments(layout)
+        self.num_slots, self.tokens_per_slot = len(layout.slots), layout.tokens_per_slot
         frames = {segment.frame for segments in self.items for segment in segments}
         self.columns = tuple(sorted(frame for frame in frames if frame >= 0))
-        self.tokens = torch.tensor([self._padded([s.tokens for s in segments], 0) for segments in self.items])
+        self.tokens = torch.tensor([[s.tokens for s in segments] for segments in self.items])
         starts = torch.zeros(len(self.items), 1, dtype=torch.long)
-        self.bounds = torch.cat([starts, self.tokens.cumsum(1)], 1)  # [B or 1, length + 1]
+        self.bounds = torch.cat([starts, self.tokens.cumsum(1)], 1)  # [B or 1, segments + 1]
 
         self.tokens_kept = (self.tokens[:, None].float() @ self._members("frame", self.columns))[:, 0].long()
         self._gathering: dict[torch.device, Gathering] = {}
@@ -47,24 +49,17 @@ class KeySegments:
             self._gathering[device] = Gathering(*(x[:, None].to(device) for x in (*parts, *means)))
         return self._gathering[device]
 
-    def chosen_shares(self, chosen: range, tokens_per_slot: int) -> Tensor:
-        """Which share of a segment's mean each token of the chosen slots has: float32 [B or 1, length, n]."""
-        place = torch.arange(chosen.start * tokens_per_slot, chosen.stop * tokens_per_slot)
-        inside = spans(self.bounds, place).float()
-        return inside / self.tokens.clamp(min=1)[:, :, None]
-
-    def whole_slots(self, chosen: range) -> Tensor:
-        """Which segments are whole slots, and of which: float32 [B or 1, length, slots]."""
-        slots = [slot if slot not in chosen else -2 for slot in range(self.num_slots)]
-        return self._members("slot", slots)
+    def chosen_shares(self) -> Tensor:
+        """Which share of its segment's mean each chosen token has: float32 [B, chosen segments, n]."""
+        at = slice(self.chosen.start, self.chosen.stop)
+        bounds, tokens = self.bounds[:, self.chosen.start : self.chosen.stop + 1], self.tokens[:, at]
+        inside = spans(bounds, torch.arange(int(bounds[0, 0]), int(bounds[0, -1])))
+        return inside / tokens.clamp(min=1)[:, :, None]
 
     def _members(self, kind: str, values: Sequence[int]) -> Tensor:
-        """Which segment is of which slot or frame: float32 [B or 1, length, values]."""
-        rows = [self._padded([getattr(s, kind) for s in segments], -1) for segments in self.items]
+        """Which segment is of which slot or frame: float32 [B or 1, segments, values]."""
+        rows = [[getattr(s, kind) for s in segments] for segments in self.items]
         return (torch.tensor(rows)[:, :, None] == torch.tensor(values)).float()
-
-    def _padded(self, values: list[int], filler: int) -> list[int]:
-        return values + [filler] * (self.length - len(values))
 
 
 class Gathering(NamedTuple):
@@ -95,24 +90,28 @@ def segments_of(layout: KeyLayout) -> KeySegments:
     return made
 
 
-def _segments(layout: KeyLayout) -> list[list[KeySegment]]:
-    S = layout.tokens_per_slot
-    batch = max([1, *(len(slot.items) for slot in layout.slots)])
-    chosen = layout.chosen
-    token_frames = [] if chosen is None else chosen.on_host.frames.tolist()
-    batch = max(batch, len(token_frames))
-    items = []
-    for item in range(batch):
-        segments: list[KeySegment] = []
-        for index, slot in enumerate(layout.slots):
-            if chosen is not None and index in chosen.slots:
-                first = (index - chosen.slots.start) * S
-                frames = token_frames[item][first : first + S]
-                segments += [KeySegment(index, frame, len([*run])) for frame, run in groupby(frames)]
-            else:
-                segments.append(KeySegment(index, slot.items[item] if slot.items else slot.frame, S))
-        items.append(segments)
-    return items
+def _segments(layout: KeyLayout) -> tuple[list[list[KeySegment]], range]:
+    """Segments of every item, all of one length, and which of them are of chosen tokens."""
+    S, slots = layout.tokens_per_slot, layout.slots
+    if layout.chosen is None:
+        batch = max([1, *(len(slot.items) for slot in slots)])
+        whole = [
+            [KeySegment(i, slot.items[b] if slot.items else slot.frame, S) for i, slot in enumerate(slots)]
+            for b in range(batch)
+        ]
+        return whole, range(0)
+    at, parts = layout.chosen.slots, []
+    for frames in layout.chosen.on_host.frames.tolist():
+        tokens = [(at.start + i // S, frame) for i, frame in enumerate(frames)]
+        parts.append([KeySegment(*key, len([*run])) for key, run in groupby(tokens)])
+    length = max(map(len, parts))
+    filled = [[*part, *[KeySegment(-1, NO_FRAME, 0)] * (length - len(part))] for part in parts]
+    before, after = ([KeySegment(i, slots[i].frame, S) for i in r] for r in _around(at, len(slots)))
+    return [[*before, *part, *after] for part in filled], range(at.start, at.start + length)
+
+
+def _around(at: range, length: int) -> tuple[range, range]:
+    return range(at.start), range(at.stop, length)
 
 
 def key_frames(layout: KeyLayout, batch: int) -> tuple[Tensor, Tensor]:

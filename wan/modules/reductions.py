@@ -85,10 +85,13 @@ def frame_mass(
     return mass.unflatten(2, (num_query_frames, -1)).mean(3)  # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
 
 
-def segment_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, bounds: Tensor) -> Tensor:
+def segment_mass(
+    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, bounds: Tensor, unequal: range | None = None
+) -> Tensor:
     """frame_mass for segments of unequal length, which may differ between batch items -> [B, H, Fq, n].
 
-    Segment i of an item is its keys bounds[i] .. bounds[i + 1] - 1: bounds [B or 1, n + 1].
+    Segment i of an item is its keys bounds[i] .. bounds[i + 1] - 1: bounds [B or 1, n + 1]. Those before and
+    after unequal are all of one length, the same for every item.
     """
     bounds = bounds.expand(len(q), -1)
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
@@ -96,9 +99,19 @@ def segment_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, bound
 
         mass = query_segment_mass(q, k, lse, bounds)  # [B, H, n, Lq]
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
-    inside = spans(bounds.to(q.device), torch.arange(k.shape[1], device=q.device)).float().mT[:, None]
-    mass = torch.cat([rows.softmax(-1) @ inside for rows in scaled_logits(q, k)], 2)  # [B, H, Lq, n]
-    return mass.unflatten(2, (num_query_frames, -1)).mean(3)
+    first, last = (0, bounds.shape[1] - 1) if unequal is None else (unequal.start, unequal.stop)
+    start, stop = bounds[0, first].item(), bounds[0, last].item()
+    place = torch.arange(start, stop, device=q.device)
+    inside = spans(bounds[:, first : last + 1].to(q.device), place).float().mT[:, None]  # [B, 1, keys, n]
+    chunks = []
+    for rows in scaled_logits(q, k):
+        rows = rows.softmax(-1)
+        parts = [rows[..., :start].unflatten(-1, (first, -1)).sum(-1)] if first else []
+        parts.append(rows[..., start:stop] @ inside)
+        after = bounds.shape[1] - 1 - last
+        parts += [rows[..., stop:].unflatten(-1, (after, -1)).sum(-1)] if after else []
+        chunks.append(torch.cat(parts, -1))
+    return torch.cat(chunks, 2).unflatten(2, (num_query_frames, -1)).mean(3)
 
 
 def masked_frames(
