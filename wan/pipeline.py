@@ -156,12 +156,11 @@ class CausalInferencePipeline:
     def plan(self, num_frames: int, given: int = 0) -> RolloutPlan:
         """What a rollout of num_frames frames after given ones is going to do."""
         config, policy = self.model.config, self.cache_policy
-        if policy.name == "per_head" and ACTIVE_EDITS.active:
-            raise ConfigError("edits do not know cache_policy per_head; edit a rollout under another policy")
         sizes = block_sizes(given + num_frames, self.num_frame_per_block, self.independent_first_frame)
         whole_frames = policy.name in ("window", "relative", "deep_sink")  # of others: all that may be there
         window = getattr(policy, "window", -1) if whole_frames else -1
-        blocks = blocks_of_window(sizes, window, getattr(policy, "sink", 0), given)
+        sink = max([getattr(one, "sink", 0) for one in getattr(policy, "classes", {"": policy}).values()])
+        blocks = blocks_of_window(sizes, window, sink, given)
         return RolloutPlan(config.num_layers, config.num_heads, len(self.timesteps), blocks, config.text_len)
 
     def _check_observers(self, num_frames: int, given: int, num_blocks: int) -> None:
@@ -169,6 +168,8 @@ class CausalInferencePipeline:
         layers, passes = self.model.config.num_layers, len(self.pass_timesteps)
         ATTENTION_WEIGHT_CAPTURE.check_model(layers, num_blocks, passes)
         if ACTIVE_EDITS.active:
+            if self.cache_policy.name == "per_head" and not self.model.head_shard.is_whole:
+                raise ConfigError("edits under cache_policy per_head are made in one process, on one device")
             ACTIVE_EDITS.check(self.plan(num_frames, given))
 
     def _check_probe(self, probe: Probe | None, noise: Noise) -> None:

@@ -59,17 +59,23 @@ def attention(
 
 def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:
     """attention() of heads that see keys of their own: groups of h heads each -> [B, Lq, H, D]."""
-    if ACTIVE_EDITS.active:
-        raise ValueError("edits do not know cache_policy per_head; edit a rollout under another policy")
     batch, len_q, _, head_dim = groups[0].q.shape
     num_heads = sum(len(group.heads) for group in groups)
     out, lses = groups[0].q.new_empty(batch, len_q, num_heads, head_dim), []
+    edited: list[EditedCall] = []
     for group in groups:
-        seen, lse = attention_with_lse(*(x.transpose(1, 2) for x in (group.q, group.k, group.v)))
-        out[:, :, group.heads] = seen.transpose(1, 2)
+        if ACTIVE_EDITS.active:
+            heads, at = tuple(group.heads.tolist()), ATTENTION_WEIGHT_CAPTURE.now
+            call = ACTIVE_EDITS.begin(site, at, group.layout, group.q, group.k, group.v, heads, num_heads)
+            seen, lse = _edited_softmax(call)
+            out[:, :, group.heads] = call.finish(seen)  # before the next: a source stops in each call
+            edited.append(call)
+        else:
+            seen, lse = attention_with_lse(*(x.transpose(1, 2) for x in (group.q, group.k, group.v)))
+            out[:, :, group.heads] = seen.transpose(1, 2)
         lses.append(lse)
     if ATTENTION_WEIGHT_CAPTURE.active:
-        ATTENTION_WEIGHT_CAPTURE.observe_groups(site, groups, lses)
+        ATTENTION_WEIGHT_CAPTURE.observe_groups(site, groups, lses, edited)
     return out
 
 
@@ -77,14 +83,20 @@ def _edited_attention(call: EditedCall, mask: Tensor | MaskedAttention | None) -
     """attention() of a call as edits left it; what is captured is what the softmax saw."""
     if mask is not None:
         raise ValueError("edits are of rollouts: a training step with a mask takes none")
+    out, lse = _edited_softmax(call)
+    if ATTENTION_WEIGHT_CAPTURE.active:
+        ATTENTION_WEIGHT_CAPTURE.observe_edited(call, lse)
+    return call.finish(out)
+
+
+def _edited_softmax(call: EditedCall) -> tuple[Tensor, Tensor]:
+    """Output [B, Lq, H, D] and log-sum-exp [B, H, Lq] of a call's q, k and v under its bias."""
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     if call.bias is None:
         out, lse = attention_with_lse(q, k, v)
     else:
         out, lse = attend_by_groups(attention_with_lse, q, k, v, call.bias)
-    if ATTENTION_WEIGHT_CAPTURE.active:
-        ATTENTION_WEIGHT_CAPTURE.observe_edited(call, lse)
-    return call.finish(out.transpose(1, 2))
+    return out.transpose(1, 2), lse
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

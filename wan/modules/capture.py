@@ -178,9 +178,15 @@ class AttentionCapture:
                 kept = layout and layout.on_host
                 session.calls.append(self.call_type(site, self._pass, values, *shapes, kept))
 
-    def observe_groups(self, site: Site, groups: Sequence[HeadGroup], lses: Sequence[Tensor]) -> None:
+    def observe_groups(
+        self,
+        site: Site,
+        groups: Sequence[HeadGroup],
+        lses: Sequence[Tensor],
+        edited: Sequence[EditedCall] = (),
+    ) -> None:
         """Called by attention_by_heads(): frame values of all heads together,
-        NaN where one does not see a frame.
+        NaN where one does not see a frame; edited are the groups' calls where edits are active.
         """
         session = self._sessions[-1]
         for request in session.requests:
@@ -189,7 +195,9 @@ class AttentionCapture:
             if request.granularity != "frame" or request.rope_bands:
                 raise ValueError("under cache_policy per_head calls are kept at granularity 'frame' alone")
             parts = [
-                self._reduce(session, request, site, group.q, group.k, lse, group.layout, None, index)
+                edited_values(request, edited[index], lse)
+                if edited and edited[index].is_changed
+                else self._reduce(session, request, site, group.q, group.k, lse, group.layout, None, index)
                 for index, (group, lse) in enumerate(zip(groups, lses, strict=True))
             ]
             layouts = [group.layout for group in groups]
@@ -206,7 +214,7 @@ class AttentionCapture:
         for request in session.requests:
             if not request.wants(call.site, self._pass):
                 continue
-            if call.bias is None and not call.has_other_keys:
+            if not call.is_changed:
                 values = self._reduce(session, request, call.site, call.q, call.k, lse, call.layout, None)
             else:
                 values = edited_values(request, call, lse)

@@ -32,6 +32,8 @@ class EditedCall:
     bias: KeyBias | None = None
     after: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     has_other_keys: bool = False  # than those of the cache
+    of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of a layer's
+    layer_heads: int = 0  # and how many the layer has then
 
     def finish(self, z: Tensor) -> Tensor:
         """The output of the call, from what attention gave."""
@@ -42,15 +44,26 @@ class EditedCall:
     @property
     def shard(self) -> HeadShard:
         """The heads that the call has: those of this process."""
-        return self.site.shard or HeadShard.whole(self.q.shape[2])
+        return self.site.shard or HeadShard.whole(self.layer_heads or self.q.shape[2])
 
     def heads(self, edit: Selection) -> list[int]:
-        """The heads of an edit, by their indices in the call."""
+        """The heads of an edit, by their indices in the call; none where the call is of others."""
+        if self.of_heads is not None:
+            return [n for n, head in enumerate(self.of_heads) if edit.heads is None or head in edit.heads]
         return list(range(self.q.shape[2])) if edit.heads is None else self.shard.local(list(edit.heads))
 
     def heads_in_model(self, edit: Selection) -> list[int]:
         """The same heads by their numbers in the model."""
-        return [head + self.shard.heads.start for head in self.heads(edit)]
+        return [self.number(head) for head in self.heads(edit)]
+
+    def number(self, head: int) -> int:
+        """The number in the model of a head of the call."""
+        return head + self.shard.heads.start if self.of_heads is None else self.of_heads[head]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its softmax sees other keys, or other logits, than those of q and the cache's k."""
+        return self.bias is not None or self.has_other_keys
 
     @property
     def known(self) -> KeyLayout:
@@ -98,7 +111,7 @@ class Means(Protocol):
 class InStep(Protocol):
     """Another run that is where this one is (wan/modules/run_in_step.py)."""
 
-    def call(self, site: Site, at: Pass) -> "SourceCall": ...
+    def call(self, site: Site, at: Pass, of_heads: tuple[int, ...] | None = None) -> "SourceCall": ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +129,8 @@ def edit_call(edit: Edit, call: EditedCall, data: Any = None) -> bool:
 
     data: Means of an ablation to means, an InStep of an edit with a source.
     """
+    if call.of_heads is not None and not call.heads(edit):
+        return False
     if isinstance(edit, (Knockout, Bias)):
         return _bias(edit, call)
     if isinstance(edit, Ablate):
@@ -146,7 +161,7 @@ def _bias(edit: Knockout | Bias, call: EditedCall) -> bool:
     call.bias.values[rows, columns] += edit.b if isinstance(edit, Bias) else -torch.inf
     if blind := call.bias.blind_heads:
         raise InterventionError(
-            f"layer {call.site.layer}, block {call.at.block}: head {blind[0] + call.shard.heads.start} "
+            f"layer {call.site.layer}, block {call.at.block}: head {call.number(blind[0])} "
             "would lose all its keys"
         )
     return True
@@ -194,7 +209,7 @@ def _patch(edit: Patch, call: EditedCall, data: Any) -> bool:
 
 def _source(call: EditedCall, data: Any) -> SourceCall:
     """The same call of another run; InterventionError where its shapes are others."""
-    source: SourceCall = data.call(call.site, call.at)
+    source: SourceCall = data.call(call.site, call.at, call.of_heads)
     theirs, mine = (tuple(x.shape for x in (each.q, each.k)) for each in (source, call))
     if theirs != mine:
         raise InterventionError(f"the source's call is of another shape: {theirs}, not {mine}")

@@ -57,6 +57,10 @@ def _frames(
     q, k = call.q, call.k
     if call.layout is None:
         raise ValueError(f"layer {call.site.layer}: self-attention was called without the layout of its keys")
+    if call.of_heads is not None and not call.layout.is_plain:
+        raise ValueError(
+            "what edits change is captured under cache_policy per_head for classes of whole frames alone"
+        )
     slots = len(call.layout.slots)
     per_slot = None if call.bias is None else call.bias.values.to(q.device)
     means = reductions.frame_means(k, slots)

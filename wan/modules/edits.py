@@ -89,15 +89,26 @@ class ActiveEdits:
         plan.check_keys_left(self.edits)
 
     def begin(
-        self, site: Site, at: Pass | None, layout: KeyLayout | None, q: Tensor, k: Tensor, v: Tensor
+        self,
+        site: Site,
+        at: Pass | None,
+        layout: KeyLayout | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        of_heads: tuple[int, ...] | None = None,
+        layer_heads: int = 0,
     ) -> EditedCall:
-        """Called by attention() before the softmax: q [B, Lq, H, D], k and v [B, Lk, H, D]."""
+        """Called by attention() before the softmax: q [B, Lq, H, D], k and v [B, Lk, H, D].
+
+        of_heads are those of q, where it has some of a layer's layer_heads heads.
+        """
         if at is None:
             raise InterventionError(
                 "an edit needs to know the pass of each call: run the model through the pipeline, "
                 "or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
             )
-        call = EditedCall(site, at, layout, q, k, v)
+        call = EditedCall(site, at, layout, q, k, v, of_heads=of_heads, layer_heads=layer_heads)
         for hand in self._hands:
             hand.touch(call)
         return call

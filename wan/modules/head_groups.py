@@ -47,6 +47,8 @@ def joined(
         for part, seen, group in zip(parts, columns, groups, strict=True):
             whole[:, group.heads] = spread(part[name], seen, frames)
         values[name] = whole
+    if any("attended" in part for part in parts):  # of an edited call
+        values["attended"] = ~values["frame_logits"].isnan()
     return values
 
 

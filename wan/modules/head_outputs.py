@@ -71,8 +71,19 @@ class HeadOutputs:
     def _keep(self, call: EditedCall, z: Tensor) -> Tensor:
         frames = z.unflatten(1, (len(call.at.query_frames), -1))  # [B, Fq, S, H, D]
         where = key_of(call.site, call.at), call.at.block
-        self.means[where] = frames.mean(2, dtype=torch.float32).cpu()
-        self.norms[where] = frames.float().norm(dim=-1).mean(2).cpu()
+        found = (
+            (self.means, frames.mean(2, dtype=torch.float32).cpu()),
+            (self.norms, frames.float().norm(dim=-1).mean(2).cpu()),
+        )
+        for kept, values in found:
+            if call.of_heads is None:
+                kept[where] = values
+                continue
+            if where not in kept or len(kept[where]) != len(values):  # the first of a layer's groups
+                kept[where] = values.new_full(
+                    (*values.shape[:2], call.layer_heads, *values.shape[3:]), torch.nan
+                )
+            kept[where][:, :, list(call.of_heads)] = values
         return z
 
 

@@ -17,7 +17,8 @@ from wan.modules.edited_call import EditedCall, SourceCall
 from wan.modules.edits import ACTIVE_EDITS, Hand
 from wan.modules.rollout_plan import RolloutPlan
 
-Place = tuple[Site, int, int, str]  # site, block, step, branch
+OfHeads = tuple[int, ...] | None  # the heads of a call that has some of a layer's
+Place = tuple[Site, int, int, str, OfHeads]  # site, block, step, branch
 
 
 class _Cancelled(BaseException):
@@ -50,9 +51,9 @@ class RunInStep:
             self._thread.join()
         self._found = None
 
-    def call(self, site: Site, at: Pass) -> SourceCall:
+    def call(self, site: Site, at: Pass, of_heads: OfHeads = None) -> SourceCall:
         """The source's own call of a site in a pass. InterventionError where it has none, or not any more."""
-        place = (site, at.block, at.step, at.branch)
+        place = (site, at.block, at.step, at.branch, of_heads)
         if self._found is None or self._found[0] != place:
             self._wanted, self._found = place, None
             if self._thread is None:
@@ -72,7 +73,7 @@ class RunInStep:
 
     def touch(self, call: EditedCall) -> None:
         """In the source's thread, of each of its calls: stop in the one that is wanted."""
-        place = (call.site, call.at.block, call.at.step, call.at.branch)
+        place = (call.site, call.at.block, call.at.step, call.at.branch, call.of_heads)
         if place == self._wanted:
             call.after.append(lambda z: self._stop(place, call, z))
 
