@@ -18,22 +18,23 @@ from wan.config import ModelConfig, RunConfig
 from wan.modules.edits import intervene
 from wan.modules.interventions import Ablate, Bias, Edit, Knockout, Move
 
+FIRST = ("first",)
 PLAIN, AFTER = "plain", "nothing active, after an edit"
 
 
 def rows(config: RunConfig, sizes: ModelConfig) -> dict[str, list[Edit]]:
     """What is edited, by the name of its row; a row that edits nothing follows one that does."""
-    half = list(range(sizes.num_heads // 2))
-    middle, first_half = [3, 4, 5], list(range(config.num_frames // 2))
+    half = tuple(range(sizes.num_heads // 2))
+    middle, first_half = (3, 4, 5), tuple(range(config.num_frames // 2))
     return {
         PLAIN: [],
         "knockout of 3 frames, half of the heads": [Knockout(frames=middle, heads=half, passes="all")],
         AFTER: [],
-        "knockout of frame 0, one head": [Knockout(frames="first", heads=[0], passes="all")],
-        "knockout of frame 0, all heads": [Knockout(frames="first", passes="all")],
+        "knockout of frame 0, one head": [Knockout(frames=FIRST, heads=(0,), passes="all")],
+        "knockout of frame 0, all heads": [Knockout(frames=FIRST, passes="all")],
         "knockout of the first half, all heads": [Knockout(frames=first_half, passes="all")],
-        "bias on frame 0, half of the heads": [Bias(1.0, frames="first", heads=half, passes="all")],
-        "frame 0 moved by 1, all heads": [Move(frames="first", offset=1, passes="all")],
+        "bias on frame 0, half of the heads": [Bias(1.0, frames=FIRST, heads=half, passes="all")],
+        "frame 0 moved by 1, all heads": [Move(FIRST, offset=1, passes="all")],
         "zero ablation, half of the heads": [Ablate("zero", heads=half, passes="all")],
     }
 

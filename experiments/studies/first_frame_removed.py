@@ -55,7 +55,7 @@ class FirstFrameRemoved:
         sizes = self.session.model_config
         return causal_atlas.Study(
             self.folder,
-            Knockout(frames="first", layers=self.layers, passes="denoise"),
+            Knockout(frames=("first",), layers=self.layers, passes="denoise"),
             "head",
             self.configs,
             sizes.num_layers,

@@ -64,12 +64,12 @@ class Condition:
 
     @property
     def edits(self) -> list[Knockout]:
-        layers = sorted({layer for layer, _ in self.heads})
+        by_layer: dict[int, list[int]] = {}
+        for layer, head in sorted(self.heads):
+            by_layer.setdefault(layer, []).append(head)
         return [
-            Knockout(
-                frames="past", layers=[layer], heads=[h for n, h in self.heads if n == layer], passes="all"
-            )
-            for layer in layers
+            Knockout(frames=("past",), layers=(layer,), heads=tuple(heads), passes="all")
+            for layer, heads in by_layer.items()
         ]
 
 
@@ -230,7 +230,7 @@ class HiddenShapes:
             said = {question: [int(one[question]) for one in answers] for question in QUESTIONS}
             self.items.write(self._settings(condition), values | said)
 
-    def selection_measures(self) -> dict[str, Mapping[Head, float]]:
+    def selection_measures(self) -> Mapping[str, Mapping[Head, float]]:
         """By order, a number per head: what knocking its past out does to selection captions, s, mass.
 
         effect: fall of the share that comes back, ties broken by the change of x0.
