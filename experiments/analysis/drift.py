@@ -1,0 +1,273 @@
+"""How a video changes as it goes on, in numbers that need no network.
+
+Videos are uint8 [T, H, W, 3]. Each measure stands in MEASURES with its formula, unit, direction and source.
+A frozen first frame is perfect by every measure of stability: it is the control, and motion stands beside
+them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.analysis.optical_flow import flow
+
+FPS = 16
+HUE_BINS = 180
+FIRST_FRAMES = 9  # of the video: its first block of three latent frames
+ENDS = 0.15  # shares of the video at its beginning and end that are compared
+FLOW_SIDE = 128  # pixels of the shorter side, at most, on which motion is measured
+FLOW_EVERY = 8  # frames from one measured pair of neighbours to the next
+FASTEST = 0.05  # share of the pixels whose motion is averaged
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a number is: its formula, unit, which direction is good and where it comes from."""
+
+    title: str
+    formula: str
+    unit: str
+    better: str  # "higher", "lower", or "neither"
+    source: str
+
+
+MEASURES = {
+    "hue_kept": Measure(
+        "Hue histogram kept",
+        "1 − ½ ‖h(first second) − h(t)‖₁, h a histogram of 180 hues weighted by saturation, sum 1",
+        "share",
+        "higher",
+        "histogram intersection, Swain and Ballard 1991",
+    ),
+    "sharpness": Measure(
+        "Sharpness",
+        "variance of the Laplacian of luma",
+        "(grey levels / 255)²",
+        "neither",
+        "Pech-Pacheco et al., ICPR 2000",
+    ),
+    "clipped": Measure(
+        "Clipped pixels", "share of values at most 1 or at least 254", "share", "lower", "exposure clipping"
+    ),
+    "flicker": Measure(
+        "Flicker",
+        "mean |f(t) − f(t + 1)| / 255",
+        "share of full scale",
+        "lower",
+        "temporal flickering of VBench, arXiv 2311.17982",
+    ),
+    "motion": Measure(
+        "Motion",
+        "length of Farnebäck's flow, mean of the fastest 5 % of pixels",
+        "sides per second",
+        "neither",
+        "Farnebäck, SCIA 2003; the fastest 5 % as in VBench's dynamic degree",
+    ),
+    "distance": Measure(
+        "Distance to the first frames",
+        "root mean square difference to each of the first 9 frames / 255, mean over them",
+        "share of full scale",
+        "lower",
+        "L2 to the sink frames, LoL, arXiv 2601.16914",
+    ),
+}
+SUMMARIES = {
+    "sharpness_change": Measure(
+        "Sharpness, last against first",
+        "log₂ of sharpness in the last 15 % over that in the first 15 %",
+        "octaves",
+        "neither",
+        "quality drift of the first and last 15 %, FramePack, arXiv 2504.12626",
+    ),
+    "clipped_change": Measure(
+        "Clipped pixels, last minus first", "last 15 % minus first 15 %", "share", "lower", "as above"
+    ),
+    "flicker_change": Measure(
+        "Flicker, last minus first", "last 15 % minus first 15 %", "share of full scale", "lower", "as above"
+    ),
+    "largest_drop": Measure(
+        "Largest drop towards the first frames",
+        "max over t of distance(t) − least distance within the next second",
+        "share of full scale",
+        "lower",
+        "sink collapse, LoL, arXiv 2601.16914",
+    ),
+    "non_repetition": Measure(
+        "Non-repetition",
+        "with k the frame beyond the first second most like frame 0: mean ‖f(k + i) − f(i)‖₂ / √n / 255, "
+        "i over what follows, at most a second",
+        "share of full scale",
+        "higher",
+        "RIFLEx, arXiv 2502.15894",
+    ),
+}
+
+
+def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
+    """Every measure of MEASURES for each whole second -> [seconds] each.
+
+    Raises ValueError for what is no video of a second at least.
+    """
+    if video.dtype != np.uint8 or video.ndim != 4 or video.shape[3] != 3 or len(video) < FPS:
+        raise ValueError(f"a video is uint8 [T, H, W, 3] of {FPS} frames or more, not {video.shape}")
+    return {
+        "hue_kept": hue_kept(video),
+        "sharpness": _by_second(sharpness(video)),
+        "clipped": _by_second(clipped(video)),
+        "flicker": _by_second(np.append(flicker(video), 0.0)[: len(video)], last=len(video) - 1),
+        "motion": motion(video),
+        "distance": _by_second(distance(video)),
+    }
+
+
+def summaries(video: np.ndarray) -> dict[str, float]:
+    """Every measure of SUMMARIES."""
+    first_sharp, last_sharp = _ends(sharpness(video))
+    changes = {name: _ends(of(video)) for name, of in (("clipped", clipped), ("flicker", flicker))}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sharper = float(np.log2(last_sharp / first_sharp)) if last_sharp != first_sharp else 0.0
+    return {
+        "sharpness_change": sharper,
+        **{f"{name}_change": last - first for name, (first, last) in changes.items()},
+        "largest_drop": largest_drop(distance(video)),
+        "non_repetition": non_repetition(video),
+    }
+
+
+# -- of every frame ----------------------------------------------------------------------------------------
+
+
+def sharpness(video: np.ndarray) -> np.ndarray:
+    """Variance of the Laplacian of luma -> [T]."""
+    return _in_parts(video, _sharpness)
+
+
+def _sharpness(frames: np.ndarray) -> np.ndarray:
+    grey = luma(frames)
+    inner = grey[:, 1:-1, 1:-1]
+    around = grey[:, :-2, 1:-1] + grey[:, 2:, 1:-1] + grey[:, 1:-1, :-2] + grey[:, 1:-1, 2:]
+    return (around - 4 * inner).var((1, 2))
+
+
+def clipped(video: np.ndarray) -> np.ndarray:
+    """Share of values at the ends of the scale -> [T]."""
+    return _in_parts(video, lambda frames: ((frames <= 1) | (frames >= 254)).mean((1, 2, 3)))
+
+
+def flicker(video: np.ndarray) -> np.ndarray:
+    """Mean absolute difference to the next frame, in shares of full scale -> [T − 1]."""
+    parts = [
+        np.abs(np.diff(video[start : start + FPS + 1].astype(np.float32), axis=0)).mean((1, 2, 3)) / 255
+        for start in range(0, len(video) - 1, FPS)
+    ]
+    return np.concatenate(parts)
+
+
+def distance(video: np.ndarray) -> np.ndarray:
+    """Mean over the first frames of the root mean square difference to them -> [T]."""
+    first = video[:FIRST_FRAMES].astype(np.float32) / 255
+    return np.array([_rms(first, frame.astype(np.float32) / 255).mean() for frame in video])
+
+
+def hue_kept(video: np.ndarray) -> np.ndarray:
+    """Intersection of each second's hue histogram with that of the first second -> [seconds].
+
+    A second without any colour keeps what a colourless first second had, and nothing of another.
+    """
+    whole = len(video) // FPS
+    histograms = [hue_histogram(second) for second in video[: whole * FPS].reshape(whole, -1, 3)]
+    return np.array([1 - np.abs(histograms[0] - h).sum() / 2 for h in histograms])
+
+
+def hue_histogram(pixels: np.ndarray) -> np.ndarray:
+    """Hues of pixels [n, 3] in 180 bins, weighted by saturation; sum 1. Without colour the last of 181
+    entries is 1.
+    """
+    rgb = pixels.astype(np.float32)
+    top, bottom = rgb.max(1), rgb.min(1)
+    chroma = top - bottom
+    coloured = chroma > 0
+    r, g, b = rgb[coloured].T
+    top, chroma = top[coloured], chroma[coloured]
+    hue = np.where(top == r, (g - b) / chroma, np.where(top == g, 2 + (b - r) / chroma, 4 + (r - g) / chroma))
+    bins = (hue % 6 * (HUE_BINS / 6)).astype(int) % HUE_BINS
+    histogram = np.bincount(bins, chroma / top, HUE_BINS + 1)
+    histogram[HUE_BINS] = 0 if histogram.sum() > 0 else 1
+    return histogram / histogram.sum()
+
+
+def motion(video: np.ndarray) -> np.ndarray:
+    """Length of the flow of the fastest pixels, in shorter sides per second -> [seconds]."""
+    scale = max(1, min(video.shape[1:3]) // FLOW_SIDE)
+    found = []
+    for start in range(0, len(video) // FPS * FPS, FPS):
+        second = luma(video[start : start + FPS + 1])
+        second = _shrunk(second, scale)
+        pairs = np.arange(0, len(second) - 1, FLOW_EVERY)
+        lengths = np.linalg.norm(flow(second[pairs], second[pairs + 1]), axis=-1).reshape(len(pairs), -1)
+        fastest = np.sort(lengths, 1)[:, -max(1, int(FASTEST * lengths.shape[1])) :]
+        found.append(fastest.mean() * FPS / min(second.shape[1:]))
+    return np.array(found)
+
+
+# -- of the whole video ------------------------------------------------------------------------------------
+
+
+def largest_drop(distances: np.ndarray) -> float:
+    """How far the distance [T] to the first frames falls within a second, at most."""
+    windows = np.lib.stride_tricks.sliding_window_view(distances, min(FPS + 1, len(distances)))
+    return float((windows[:, 0] - windows.min(1)).max())
+
+
+def non_repetition(video: np.ndarray) -> float:
+    """Distance between the beginning and what follows the later frame most like the first one.
+
+    NaN for a video of less than two seconds.
+    """
+    if len(video) < 2 * FPS:
+        return float("nan")
+    frames = (
+        video[:, :: max(1, video.shape[1] // 64), :: max(1, video.shape[2] // 64)].astype(np.float32) / 255
+    )
+    like = FPS + int(_rms(frames[FPS : len(frames) - 1], frames[0]).argmin())
+    count = min(FPS, len(frames) - like - 1)
+    return float(_rms(frames[like + 1 : like + 1 + count], frames[1 : 1 + count]).mean())
+
+
+# -- helpers -----------------------------------------------------------------------------------------------
+
+
+def luma(frames: np.ndarray) -> np.ndarray:
+    """Grey values in 0..1 of uint8 frames [..., 3] (ITU-R BT.601)."""
+    return frames @ np.array([0.299, 0.587, 0.114], np.float32) / 255
+
+
+def _rms(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.sqrt(((one - other) ** 2).mean((-3, -2, -1)))
+
+
+def _shrunk(frames: np.ndarray, scale: int) -> np.ndarray:
+    """Means over squares of scale x scale pixels."""
+    height, width = (side // scale for side in frames.shape[1:])
+    cut = frames[:, : height * scale, : width * scale]
+    return cut.reshape(len(frames), height, scale, width, scale).mean((2, 4))
+
+
+def _in_parts(video: np.ndarray, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """of(frames) -> [n], a second at a time: a long video would not fit as floats."""
+    return np.concatenate([of(video[start : start + FPS]) for start in range(0, len(video), FPS)])
+
+
+def _by_second(values: np.ndarray, last: int | None = None) -> np.ndarray:
+    """Means over whole seconds of values [T]; the values from last on are not there."""
+    whole = len(values) // FPS * FPS
+    known = np.arange(len(values)) < (len(values) if last is None else last)
+    kept = np.where(known, values, np.nan)[:whole].reshape(-1, FPS)
+    return np.nanmean(kept, 1)
+
+
+def _ends(values: np.ndarray) -> tuple[float, float]:
+    """Means of the first and the last 15 %."""
+    count = max(1, round(ENDS * len(values)))
+    return float(values[:count].mean()), float(values[-count:].mean())

@@ -1,0 +1,121 @@
+"""Drift measures of videos that were made to drift in one way, and of a frozen one."""
+
+import numpy as np
+import pytest
+
+from experiments.analysis import drift
+from experiments.analysis.optical_flow import flow
+
+SECONDS, SIDE = 4, 48
+T = SECONDS * drift.FPS
+
+
+def moving(speed: float = 0.0, color=(230, 40, 40), ground=(20, 30, 120)) -> np.ndarray:
+    """A soft disc that moves right by speed pixels a frame, and stops at no border: it wraps around."""
+    y, x = np.mgrid[:SIDE, :SIDE]
+    frames = []
+    for t in range(T):
+        dx = (x - 12 - speed * t + SIDE / 2) % SIDE - SIDE / 2
+        alpha = np.clip(9.5 - np.hypot(dx, y - SIDE / 2), 0, 1)[..., None]
+        frames.append(alpha * np.array(color) + (1 - alpha) * np.array(ground))
+    return np.rint(frames).astype(np.uint8)
+
+
+FROZEN = moving(0.0)
+
+
+def test_a_frozen_video_is_perfect_by_all_but_motion_and_repetition():
+    seconds, whole = drift.per_second(FROZEN), drift.summaries(FROZEN)
+    assert set(seconds) == set(drift.MEASURES) and set(whole) == set(drift.SUMMARIES)
+    assert all(len(values) == SECONDS for values in seconds.values())
+    assert (seconds["hue_kept"] == 1).all()
+    for name in ("flicker", "motion", "distance"):
+        assert (seconds[name] == 0).all(), name
+    assert all(value == 0 for value in whole.values())
+    assert np.ptp(seconds["sharpness"]) == np.ptp(seconds["clipped"]) == 0
+
+
+def test_hue_that_turns_is_lost_and_nothing_else():
+    video = FROZEN.copy()
+    video[T // 2 :] = moving(color=(40, 230, 40))[T // 2 :]
+    kept = drift.per_second(video)["hue_kept"]
+    assert kept[:2] == pytest.approx(1) and (kept[2:] < 0.95).all()
+    everything = drift.per_second(np.concatenate([FROZEN[: T // 2], moving(ground=(120, 20, 30))[T // 2 :]]))
+    assert (everything["hue_kept"][2:] < kept[2:]).all()
+    assert drift.hue_histogram(np.full((5, 3), 7, np.uint8))[-1] == 1  # no colour is a colour of its own
+
+
+def test_blur_is_less_sharp():
+    video = FROZEN.astype(float)
+    soft = (video + np.roll(video, 1, 1) + np.roll(video, 1, 2) + np.roll(video, -1, 2)) / 4
+    video[T // 2 :] = soft[T // 2 :]
+    whole = drift.summaries(video.astype(np.uint8))
+    assert (
+        whole["sharpness_change"] < -1
+        and drift.summaries(video[::-1].astype(np.uint8))["sharpness_change"] > 1
+    )
+
+
+def test_a_checkerboard_has_the_laplacian_of_a_checkerboard():
+    board = np.indices((8, 8)).sum(0) % 2 * 255
+    video = np.repeat(board[None, :, :, None], 3, 3).astype(np.uint8)
+    assert drift.sharpness(video) == pytest.approx(16, rel=1e-4)  # ±4 at every pixel
+    assert drift.clipped(video) == 1
+
+
+def test_clipping_and_flicker():
+    video = FROZEN.copy()
+    video[T // 2 :] = 255
+    assert drift.summaries(video)["clipped_change"] == pytest.approx(1)
+    shaky = FROZEN.astype(int)
+    shaky[T // 2 :: 2] += 10
+    shaky = shaky.clip(0, 255).astype(np.uint8)
+    assert drift.flicker(shaky)[-5:] == pytest.approx(10 / 255, rel=0.02)
+    assert drift.summaries(shaky)["flicker_change"] == pytest.approx(10 / 255, rel=0.02)
+    assert drift.per_second(shaky)["flicker"][0] == 0
+
+
+@pytest.mark.parametrize("speed", [0.25, 1.0, 1.5])
+def test_motion_is_the_speed_of_what_moves(speed):
+    expected = speed * drift.FPS / SIDE
+    assert drift.motion(moving(speed)[: drift.FPS + 1]) == pytest.approx(expected, rel=0.25)
+
+
+def test_flow_of_a_shifted_texture_in_both_directions():
+    rng = np.random.default_rng(0)
+    texture = rng.random((60, 60))
+    for _ in range(4):
+        texture = (texture + np.roll(texture, 1, 0) + np.roll(texture, 1, 1) + np.roll(texture, -1, 1)) / 4
+    texture = (texture - texture.min()) / np.ptp(texture)
+    for dx, dy in ((1, 0), (0, -1), (2, 3)):
+        found = flow(texture, np.roll(texture, (dy, dx), (0, 1)))[12:-12, 12:-12]
+        assert np.median(found, (0, 1)) == pytest.approx([dx, dy], abs=0.15)
+    assert (flow(np.zeros((9, 9)), np.zeros((9, 9))) == 0).all()
+
+
+def test_distance_grows_with_what_changes_and_falls_when_the_first_frames_return():
+    video = FROZEN.copy()
+    video[20:40] = moving(color=(230, 230, 40))[20:40]
+    apart = drift.distance(video)
+    assert (apart[:20] == 0).all() and apart[20:40].min() > 0.05 and (apart[40:] == 0).all()
+    assert drift.largest_drop(apart) == pytest.approx(apart[30])
+    rising = np.linspace(0, 1, T)
+    assert drift.largest_drop(rising) == 0
+
+
+def test_what_repeats_is_seen_to_repeat():
+    once = moving(SIDE / T)  # back where it began only after the end
+    twice = np.concatenate([moving(SIDE / 32)[:32]] * 2)
+    assert drift.non_repetition(twice) < 1e-3 < drift.non_repetition(once) - 0.01
+
+
+@pytest.mark.parametrize("video", [np.zeros((4, 8, 8, 3), np.uint8), np.zeros((20, 8, 8)), FROZEN / 255.0])
+def test_what_is_no_video_is_refused(video):
+    with pytest.raises(ValueError, match="a video is uint8"):
+        drift.per_second(video)
+
+
+def test_every_measure_says_what_it_is():
+    for measure in (*drift.MEASURES.values(), *drift.SUMMARIES.values()):
+        assert measure.formula and measure.unit and measure.source
+        assert measure.better in ("higher", "lower", "neither")
