@@ -8,7 +8,7 @@ import numpy as np
 
 EXPANSION, SMOOTHING = 1.5, 3.0  # pixels: widths of the Gaussians of the fit and of the neighbourhood
 ITERATIONS = 4
-FLAT = 1e-5  # squared curvature, in grey levels of 0..1 per square pixel: what is flatter counts as at rest
+FLAT = 1e-6  # squared curvature, in grey levels of 0..1 per square pixel: what is flatter counts as at rest
 
 
 def flow(first: np.ndarray, second: np.ndarray) -> np.ndarray:
