@@ -73,7 +73,7 @@ class SeededNoise:
         dtype: torch.dtype = torch.float32,
     ):
         """frame_shape is (C, h, w). Raises ConfigError where torch could not draw a frame for itself."""
-        self.shape = (len(seeds), num_frames, *frame_shape)
+        self.shape: tuple[int, ...] = (len(seeds), num_frames, *frame_shape)
         self.device, self.dtype = device, dtype
         values = frame_shape[0] * frame_shape[1] * frame_shape[2]
         if values % DRAWN_TOGETHER:

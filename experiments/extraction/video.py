@@ -1,5 +1,6 @@
 """Latents -> mp4."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from experiments.caches.atomic_files import replacing
 from experiments.extraction.result import Extraction
 from wan.config import RunConfig
 
+FPS = 16
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
 
 
@@ -16,22 +18,40 @@ def decode(extraction: Extraction) -> Tensor:
     from wan.modules.vae import VAE  # diffusers is needed only here
 
     vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=extraction.latents.device)
-    video = vae.decode(extraction.latents)[0].permute(0, 2, 3, 1)
-    return (video * 255).round().byte().cpu()
+    return to_pixels(vae.decode(extraction.latents))[0].cpu()
+
+
+def to_pixels(video: Tensor) -> Tensor:
+    """Video [B, frames, 3, H, W] in 0..1 -> uint8 [B, frames, H, W, 3]."""
+    return (video.permute(0, 1, 3, 4, 2) * 255).round().byte()
 
 
 def save_video(extraction: Extraction, path: str | Path) -> None:
     """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
+    write_mp4(decode(extraction), path)
+
+
+def write_mp4(pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE) -> None:
+    """Write uint8 pixels [frames, height, width, 3] whole or not at all, with sides of shortest or more."""
+    with replacing(path) as file:
+        file.write(encoded(pixels, shortest))
+
+
+def encoded(pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = ()) -> bytes:
+    """An mp4 of 16 frames a second of uint8 pixels [frames, height, width, 3]; options are ffmpeg's."""
     import imageio.v3 as iio  # ffmpeg is needed only here
 
-    pixels = decode(extraction)
-    enlarge = -(-SHORTEST_SIDE // min(pixels.shape[1:3]))
+    enlarge = -(-shortest // min(pixels.shape[1:3]))
     pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    content = iio.imwrite(
-        "<bytes>", pixels.numpy(), extension=".mp4", fps=16, codec="libx264", macro_block_size=8
+    return iio.imwrite(
+        "<bytes>",
+        pixels.numpy(),
+        extension=".mp4",
+        fps=FPS,
+        codec="libx264",
+        macro_block_size=8,
+        output_params=list(options),
     )
-    with replacing(path) as file:
-        file.write(content)
 
 
 def check_video(config: RunConfig) -> None:

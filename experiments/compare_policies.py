@@ -1,0 +1,56 @@
+"""Cache policies side by side on long videos: drift per second, one row a video. It goes on where it stopped.
+
+    python experiments/compare_policies.py --policies full window,window=9,sink=3 deep_sink --num_frames 240
+    python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --output_dir OUT
+
+Without --prompts the prompts are held-out scenes of the miniature, whose tracker then answers, and three
+controls stand beside the policies. docs/long_rollouts.md says what the numbers are.
+"""
+
+from dataclasses import replace
+
+from experiments.running import sweep_plan
+from experiments.running.cli import config_from, count, main, run_parser, whole_number
+from wan.errors import ConfigError
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, None)
+    flag = parser.add_argument
+    flag(
+        "--policies",
+        nargs="+",
+        default=["family"],
+        help="NAME,FIELD=VALUE,..., a YAML, one of configs/policies, or the lists family and findings",
+    )
+    flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
+    flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
+    flag("--workers", type=whole_number, help="processes that measure; one a core beside a GPU, else none")
+    flag("--videos", type=whole_number, default=2, help="prompts whose first seed is kept as an mp4")
+    flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
+    sweep_plan.add_arguments(parser)
+    parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240)
+    args = parser.parse_args(argv)
+    args.output_dir = args.output_dir or "outputs/policies"
+    for name in ("workers", "videos"):
+        if (getattr(args, name) or 0) < 0:
+            raise ConfigError(f"--{name} {getattr(args, name)} is below 0")
+    if args.prompts and args.held_out:
+        raise ConfigError("--prompts and --held_out exclude each other")
+    if args.cache_policy:
+        raise ConfigError("the policies are named by --policies; leave --cache_policy out")
+    config, scenes = config_from(args), {}
+    config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
+
+    from experiments.studies.policy_comparison_job import compare, held_out  # a --help needs no torch
+
+    if not args.prompts and not args.prompt:
+        scenes = held_out(args.held_out or 16)
+    runs = list(sweep_plan.plan(args, config).values())
+    if scenes:
+        runs = [replace(run, prompt=prompt) for prompt in scenes for run in runs]
+    compare(args, runs, scenes)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,280 @@
+"""Policies x prompts x seeds: a long video each, measured per second, made in pieces by any rank.
+
+A work item is one video, named by the hash of all that its numbers depend on: items/NAME.json. Videos of one
+policy are rolled out together, as many as a batch holds; the noise of each is drawn by a generator of its
+own, so that the others of a batch change nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.caches.atomic_files import replacing
+from experiments.extraction.causal import Session, pipeline_of
+from experiments.extraction.devices import threads_for
+from experiments.extraction.streaming import decoded_blocks
+from experiments.extraction.video import to_pixels, write_mp4
+from experiments.miniature.moving_shapes import Scene, render
+from experiments.running.claims import item_name
+from experiments.running.sweep import NOT_SETTINGS
+from experiments.studies.policy_grid import CONTROLS, FULL
+from experiments.studies.video_measures import measure
+from wan.blocks import VIDEO_FRAMES_PER_LATENT
+from wan.config import RunConfig
+from wan.modules.policies.base import CachePolicy
+from wan.modules.vae import VAE
+from wan.noise import SeededNoise
+
+
+@dataclass(frozen=True)
+class Item:
+    """One video: a policy or a control by its label, with its settings, and the run's prompt and seed."""
+
+    label: str
+    settings: Mapping[str, Any]
+    config: RunConfig
+    name: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, and where the pieces lie."""
+
+    folder: Path
+    policies: Mapping[str, Mapping[str, Any]]  # label -> settings
+    runs: Sequence[RunConfig]  # of all prompts and seeds
+    scenes: Mapping[str, Scene]  # prompt -> scene, for the tracker and the controls; may be empty
+    weights_sha256: str
+    dtype: str
+    batch: int
+    vbench: Path | None = None  # where videos are written as VBench-Long reads them
+    videos: int = 0  # prompts whose first seed is written as an mp4
+
+    def items(self) -> list[Item]:
+        controls = {label: {"control": label} for label in CONTROLS} if self.scenes else {}
+        return [
+            Item(label, settings, run, self._name(settings, run))
+            for label, settings in (*self.policies.items(), *controls.items())
+            for run in self.runs
+        ]
+
+    def groups(self) -> dict[str, list[Item]]:
+        """Items of one policy that are made together, by the name of the group."""
+        found: dict[str, list[Item]] = {}
+        by_label: dict[str, list[Item]] = {}
+        for item in self.items():
+            by_label.setdefault(item.label, []).append(item)
+        for items in by_label.values():
+            for start in range(0, len(items), self.batch):
+                group = items[start : start + self.batch]
+                found[item_name([item.name for item in group])] = group
+        return found
+
+    def path(self, item: Item) -> Path:
+        return self.folder / "items" / f"{item.name}.json"
+
+    def read(self, item: Item) -> dict[str, Any] | None:
+        """An item's numbers, or None where it is not done; what cannot be read is made again."""
+        try:
+            found = json.loads(self.path(item).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and "seconds" in found else None
+
+    def mp4s(self, item: Item) -> list[tuple[Path, int]]:
+        """Where an item's video is written, and how many pixels its shorter side has there at least."""
+        prompts = list(dict.fromkeys(run.prompt for run in self.runs))
+        seeds = [run.seed for run in self.runs if run.prompt == item.config.prompt]
+        number, index = prompts.index(item.config.prompt), seeds.index(item.config.seed)
+        label, found = item.label.replace("/", "_"), []
+        if number < self.videos and index == 0:
+            found.append((self.folder / "videos" / f"{label}_{number}.mp4", 256))
+        if self.vbench is not None:
+            prompt = item.config.prompt.replace("/", " ")[:180]
+            found.append((self.vbench / label / f"{prompt}-{index}.mp4", 1))
+        return found
+
+    def _name(self, settings: Mapping[str, Any], run: RunConfig) -> str:
+        config = {name: value for name, value in asdict(run).items() if name not in NOT_SETTINGS}
+        del config["cache_policy"]
+        scene = self.scenes.get(run.prompt)
+        depends = [config, dict(settings), run.prompt, run.seed, self.weights_sha256, self.dtype]
+        return item_name(*depends, None if scene is None else asdict(scene))
+
+
+@dataclass
+class Maker:
+    """What makes the videos of a comparison: a session's model, the VAE, and processes that measure."""
+
+    comparison: Comparison
+    session: Session
+    vae: VAE
+    pool: Executor | None
+    waiting: list[Future] = field(default_factory=list)
+
+    def make(self, items: Sequence[Item], say: Callable[[str], None]) -> None:
+        """Roll out and decode items of one policy, and hand each to be measured and written."""
+        left = [item for item in items if self.comparison.read(item) is None]
+        if not left:
+            return
+        start = time.monotonic()
+        control = left[0].settings.get("control")
+        pixels, cost = self._rolled_out(left) if control is None else (self._control(control, left), {})
+        made = time.monotonic() - start
+        for item, video in zip(left, pixels, strict=True):
+            about = {
+                "label": item.label,
+                "prompt": item.config.prompt,
+                "seed": item.config.seed,
+                "cost": cost,
+            }
+            scene = self.comparison.scenes.get(item.config.prompt)
+            arguments = (video, scene, about, self.comparison.path(item), self.comparison.mp4s(item))
+            if self.pool is None:
+                write_item(*arguments)
+            else:
+                self.waiting.append(self.pool.submit(write_item, *arguments))
+        say(f"{left[0].label}: {len(left)} videos in {made:.1f} s")
+
+    def settle(self, most: int = 0) -> None:
+        """Wait until at most so many videos are still being measured."""
+        while len(self.waiting) > most:
+            self.waiting.pop(0).result()
+
+    def _rolled_out(
+        self, items: Sequence[Item], num_frames: int | None = None
+    ) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Videos uint8 [T, H, W, 3] under the policy of items, and what they cost."""
+        session, first = self.session, items[0].config
+        config = replace(first, cache_policy=dict(items[0].settings), local_attn_size=-1, sink_size=0)
+        pipeline = pipeline_of(session.pipeline.model, config)
+        shape = (session.model_config.in_dim, first.height, first.width)
+        noise = SeededNoise(
+            [item.config.seed for item in items],
+            first.num_frames,
+            shape,
+            len(first.denoising_step_list),
+            session.device,
+            session.dtype,
+        )
+        text = torch.cat([session.texts[item.config.prompt][0] for item in items])
+        clock = _Clock(session.device)
+        with threads_for(torch.empty(1, *noise.shape[1:]), session.model_config):
+            blocks = (x for _, x in pipeline.blocks(noise, text, num_frames=num_frames))
+            parts = list(decoded_blocks(self.vae, clock.around(blocks)))
+        pixels = torch.cat(parts, 1).numpy()
+        cost = clock.cost() | {
+            "batch": len(items),
+            "cache_bytes": cache_bytes(pipeline.cache_policy, session, config),
+        }
+        return list(pixels), cost
+
+    def _control(self, control: str, items: Sequence[Item]) -> list[np.ndarray]:
+        """The first frame for ever, or the scenes as rendered, or after the VAE."""
+        num_frames = items[0].config.num_frames
+        length = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
+        if control == "frozen":
+            whole = [replace(item, settings={"name": FULL}) for item in items]
+            first, _ = self._rolled_out(whole, items[0].config.num_frame_per_block)
+            return [np.repeat(video[:1], length, 0) for video in first]
+        scenes = [self.comparison.scenes[item.config.prompt] for item in items]
+        rendered = {scene: render(scene, length, first_side(items[0].config)) for scene in scenes}
+        if control == "vae":
+            rendered = {scene: self._through_vae(video) for scene, video in rendered.items()}
+        else:
+            rendered = {scene: to_pixels(video[None] / 2 + 0.5)[0] for scene, video in rendered.items()}
+        return [rendered[scene].numpy() for scene in scenes]
+
+    def _through_vae(self, video: torch.Tensor) -> torch.Tensor:
+        """Pixels of a rendered scene [T, 3, H, W] in -1..1, encoded and decoded again."""
+        latents = self.vae.encode((video[None] / 2 + 0.5).to(self.session.device))
+        return torch.cat(list(decoded_blocks(self.vae, latents.split(3, 1))), 1)[0]
+
+
+class _Clock:
+    """Seconds of the rollout without the decoder, and the most memory it took."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds = device, list[float]()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def around(self, blocks: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        while True:
+            start = time.monotonic()
+            latents = next(blocks, None)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if latents is None:
+                return
+            self.seconds.append(time.monotonic() - start)
+            yield latents
+
+    def cost(self) -> dict[str, Any]:
+        """Seconds of all blocks, and of one early and one late: medians of a tenth of them."""
+        few = max(1, len(self.seconds) // 10)
+        found = {"seconds": sum(self.seconds), "last_block_seconds": float(np.median(self.seconds[-few:]))}
+        found["first_block_seconds"] = float(np.median(self.seconds[1 : 1 + few] or self.seconds))
+        if self.device.type == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        return {name: round(value, 6) for name, value in found.items()}
+
+
+def cache_bytes(policy: CachePolicy, session: Session, config: RunConfig) -> int:
+    """Keys and values that a policy holds of one video: its slots, un-rotated keys and its own state."""
+    sizes = session.model_config
+    slots = policy.capacity(config.num_frames, config.num_frame_per_block)
+    frames = 2 * slots + min(policy.raw_slots(slots), slots) + 2 * policy.state_frames()
+    tokens = frames * sizes.tokens_per_frame(config.height, config.width)
+    return tokens * sizes.dim * sizes.num_layers * session.dtype.itemsize
+
+
+def first_side(config: RunConfig) -> int:
+    """Pixels of a video's side."""
+    return 8 * config.height
+
+
+def write_item(
+    pixels: np.ndarray,
+    scene: Scene | None,
+    about: Mapping[str, Any],
+    path: Path,
+    mp4s: Sequence[tuple[Path, int]],
+) -> None:
+    """Measure one video and write its numbers, after the videos that are asked for."""
+    for file, shortest in mp4s:
+        write_mp4(torch.from_numpy(pixels), file, shortest)
+    found = dict(about) | measure(pixels, scene)
+    with replacing(path) as target:
+        target.write(json.dumps(found).encode() + b"\n")
+
+
+def merged(comparison: Comparison) -> dict[str, Any]:
+    """All items of a comparison as one table: policies, prompts, seeds, and a row for each video."""
+    rows = [found for item in comparison.items() if (found := comparison.read(item)) is not None]
+    costs: dict[str, Any] = {}
+    for row in rows:
+        cost = row.pop("cost")
+        if cost:
+            costs.setdefault(row["label"], cost)
+    prompts = list(dict.fromkeys(run.prompt for run in comparison.runs))
+    return {
+        "policies": {label: dict(settings) for label, settings in comparison.policies.items()},
+        "prompts": prompts,
+        "kinds": [comparison.scenes[prompt].kind for prompt in prompts if prompt in comparison.scenes],
+        "unnamed": [comparison.scenes[p].unnamed_color for p in prompts if p in comparison.scenes],
+        "num_frames": comparison.runs[0].num_frames,
+        "weights_sha256": comparison.weights_sha256,
+        "missing": len(comparison.items()) - len(rows),
+        "costs": costs,
+        "videos": rows,
+    }

@@ -1,0 +1,119 @@
+"""From flags to a comparison of policies: videos until asked to stop, the table when all are there."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from experiments.analysis.drift import MEASURES, SUMMARIES
+from experiments.caches.atomic_files import replacing
+from experiments.caches.errors import StoppedError
+from experiments.extraction import causal
+from experiments.extraction.provenance import environment
+from experiments.miniature.frozen import SETS, held_out_scenes
+from experiments.miniature.moving_shapes import Scene
+from experiments.running.claims import Claims
+from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.ranks import on_own_device, this_rank
+from experiments.studies.policy_comparison import Comparison, Maker, merged
+from experiments.studies.policy_grid import read_policies
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.modules.vae import VAE
+
+TABLE = "comparison.json"
+GPU_BATCH, CPU_BATCH = 64, 8
+WAITING = 128  # videos that may wait to be measured: 12 MB each at 64 x 64 and 240 frames
+
+
+def held_out(count: int) -> dict[str, Scene]:
+    """Caption -> held-out scene of the miniature: one shape, two that cross, one behind a wall, in turn."""
+    scenes: dict[str, Scene] = {}
+    by_kind = [held_out_scenes(kinds, 2 * count) for kinds in SETS.values()]
+    for row in zip(*by_kind, strict=True):
+        for scene in row:
+            if len(scenes) < count:
+                scenes.setdefault(scene.caption, scene)
+    return scenes
+
+
+def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
+    """Make what is not done yet, and the table of what is. Raises StoppedError after Ctrl-C."""
+    policies, rank, folder = read_policies(args.policies), this_rank(), Path(args.output_dir)
+    first = on_own_device(runs[0], rank)
+    if first.prompt_schedule or first.interventions:
+        raise ConfigError("policies are compared on one prompt each, without interventions")
+    for settings in policies.values():
+        _check(first, settings)
+    with Progress(args.quiet, args.log_file) as watch, stopping_when_asked(watch, "policy"):
+        start = time.monotonic()
+        session = causal.prepare(first, [], list(dict.fromkeys(run.prompt for run in runs)), watch)
+        on_gpu = session.device.type == "cuda"
+        torch.backends.cudnn.benchmark = on_gpu  # the decoder's convolutions, always of one size
+        comparison = Comparison(
+            folder,
+            policies,
+            runs,
+            scenes,
+            session.sha256.result(),
+            str(session.dtype),
+            args.batch or (GPU_BATCH if on_gpu else CPU_BATCH),
+            Path(args.vbench_dir) if args.vbench_dir else None,
+            args.videos,
+        )
+        vae = VAE.from_pretrained(first.ckpt_dir, device=session.device)
+        watch.log("rollout", videos=len(comparison.items()))
+        groups = comparison.groups()
+        with _pool(args.workers, on_gpu) as pool, Claims(folder / "claims", rank) as claims:
+            maker = Maker(comparison, session, vae, pool)
+
+            def is_done(name: str) -> bool:
+                return all(comparison.read(item) is not None for item in groups[name])
+
+            for name in claims.to_make(list(groups), is_done, watch):
+                maker.make(groups[name], watch.print)
+                maker.settle(0 if rank.count > 1 else WAITING)  # others see that a claim is done
+                if watch.stopping:
+                    break
+            maker.settle()
+        table = merged(comparison)
+        if table["missing"]:
+            left = f"{table['missing']} of {len(comparison.items())} videos are missing"
+            raise StoppedError(f"{left}; what is done is not made again: run the same command to go on")
+        seconds = round(time.monotonic() - start, 1)
+        write_table(folder / TABLE, table | {"made": environment(session.device), "made_seconds": seconds})
+        watch.print(f"{folder / TABLE}: {len(table['videos'])} videos, {seconds} s, {memory()}")
+
+
+def write_table(path: Path, table: dict) -> None:
+    """comparison.json, with what each measure is."""
+    about = {name: asdict(one) for name, one in (MEASURES | SUMMARIES).items()}
+    with replacing(path) as file:
+        file.write(json.dumps({"measures": about} | table, ensure_ascii=False).encode() + b"\n")
+
+
+def _check(config: RunConfig, settings: dict) -> None:
+    """Raise ConfigError where a policy does not fit the run's blocks."""
+    from wan.modules.cache_policies import read_policy
+
+    read_policy(settings).check(config.block_sizes)
+
+
+@contextmanager
+def _pool(workers: int | None, on_gpu: bool) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes that measure videos while the next ones are made; on a CPU this one measures them itself."""
+    count = workers if workers is not None else (len(os.sched_getaffinity(0)) if on_gpu else 0)
+    if not count:
+        yield None
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        yield pool
