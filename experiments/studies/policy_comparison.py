@@ -122,15 +122,17 @@ class Maker:
     waiting: list[Future] = field(default_factory=list)
 
     def make(self, items: Sequence[Item], say: Callable[[str], None]) -> None:
-        """Roll out and decode items of one policy, and hand each to be measured and written."""
-        left = [item for item in items if self.comparison.read(item) is None]
-        if not left:
-            return
+        """Roll out and decode items of one policy, and hand those not done yet to be measured and written.
+
+        All are rolled out where one is missing: bits may depend on the size of a batch, and not on a kill.
+        """
         start = time.monotonic()
-        control = left[0].settings.get("control")
-        pixels, cost = self._rolled_out(left) if control is None else (self._control(control, left), {})
+        control = items[0].settings.get("control")
+        pixels, cost = self._rolled_out(items) if control is None else (self._control(control, items), {})
         made = time.monotonic() - start
-        for item, video in zip(left, pixels, strict=True):
+        for item, video in zip(items, pixels, strict=True):
+            if self.comparison.read(item) is not None:
+                continue
             about = {
                 "label": item.label,
                 "prompt": item.config.prompt,
@@ -143,7 +145,7 @@ class Maker:
                 write_item(*arguments)
             else:
                 self.waiting.append(self.pool.submit(write_item, *arguments))
-        say(f"{left[0].label}: {len(left)} videos in {made:.1f} s")
+        say(f"{items[0].label}: {len(items)} videos in {made:.1f} s")
 
     def settle(self, most: int = 0) -> None:
         """Wait until at most so many videos are still being measured."""

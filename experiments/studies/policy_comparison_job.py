@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from experiments.analysis.drift import MEASURES, SUMMARIES
-from experiments.caches.atomic_files import replacing
+from experiments.caches.atomic_files import replacing, require_writable
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
@@ -22,11 +22,12 @@ from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene
 from experiments.running.claims import Claims
 from experiments.running.progress import Progress, memory, stopping_when_asked
-from experiments.running.ranks import on_own_device, this_rank
+from experiments.running.ranks import Rank, on_own_device, this_rank
 from experiments.studies.policy_comparison import Comparison, Maker, merged
 from experiments.studies.policy_grid import read_policies
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.modules.cache_policies import read_policy
 from wan.modules.vae import VAE
 
 TABLE = "comparison.json"
@@ -47,50 +48,75 @@ def held_out(count: int) -> dict[str, Scene]:
 
 def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
     """Make what is not done yet, and the table of what is. Raises StoppedError after Ctrl-C."""
-    policies, rank, folder = read_policies(args.policies), this_rank(), Path(args.output_dir)
-    first = on_own_device(runs[0], rank)
-    if first.prompt_schedule or first.interventions:
-        raise ConfigError("policies are compared on one prompt each, without interventions")
-    for settings in policies.values():
-        _check(first, settings)
+    rank = this_rank()
+    first = _checked(args, on_own_device(runs[0], rank))
+    args.quiet |= not rank.is_first
+    args.log_file = args.log_file if rank.is_first else None
     with Progress(args.quiet, args.log_file) as watch, stopping_when_asked(watch, "policy"):
         start = time.monotonic()
         session = causal.prepare(first, [], list(dict.fromkeys(run.prompt for run in runs)), watch)
-        on_gpu = session.device.type == "cuda"
-        torch.backends.cudnn.benchmark = on_gpu  # the decoder's convolutions, always of one size
-        comparison = Comparison(
-            folder,
-            policies,
-            runs,
-            scenes,
-            session.sha256.result(),
-            str(session.dtype),
-            args.batch or (GPU_BATCH if on_gpu else CPU_BATCH),
-            Path(args.vbench_dir) if args.vbench_dir else None,
-            args.videos,
-        )
-        vae = VAE.from_pretrained(first.ckpt_dir, device=session.device)
+        comparison = _comparison(args, session, runs, scenes)
         watch.log("rollout", videos=len(comparison.items()))
-        groups = comparison.groups()
-        with _pool(args.workers, on_gpu) as pool, Claims(folder / "claims", rank) as claims:
-            maker = Maker(comparison, session, vae, pool)
-
-            def is_done(name: str) -> bool:
-                return all(comparison.read(item) is not None for item in groups[name])
-
-            for name in claims.to_make(list(groups), is_done, watch):
-                maker.make(groups[name], watch.print)
-                maker.settle(0 if rank.count > 1 else WAITING)  # others see that a claim is done
-                if watch.stopping:
-                    break
-            maker.settle()
+        _make(comparison, session, args.workers, rank, watch)
         table = merged(comparison)
         if table["missing"]:
             left = f"{table['missing']} of {len(comparison.items())} videos are missing"
             raise StoppedError(f"{left}; what is done is not made again: run the same command to go on")
-        seconds = round(time.monotonic() - start, 1)
-        write_table(folder / TABLE, table | {"made": environment(session.device), "made_seconds": seconds})
-        watch.print(f"{folder / TABLE}: {len(table['videos'])} videos, {seconds} s, {memory()}")
+        if rank.is_first:
+            seconds = round(time.monotonic() - start, 1)
+            made = {"made": environment(session.device), "made_seconds": seconds}
+            write_table(comparison.folder / TABLE, table | made)
+            said = f"{len(table['videos'])} videos, {seconds} s, {memory()}"
+            watch.print(f"{comparison.folder / TABLE}: {said}")
+
+
+def _checked(args: argparse.Namespace, first: RunConfig) -> RunConfig:
+    """The first run's config. Raises ConfigError or CacheError for what cannot be compared or written."""
+    if first.prompt_schedule or first.interventions:
+        raise ConfigError("policies are compared on one prompt each, without interventions")
+    for settings in read_policies(args.policies).values():
+        read_policy(settings).check(first.block_sizes)
+    for place in (args.output_dir, *([args.vbench_dir] if args.vbench_dir else [])):
+        require_writable(Path(place) / TABLE)
+    return first
+
+
+def _comparison(
+    args: argparse.Namespace, session: causal.Session, runs: Sequence[RunConfig], scenes: dict[str, Scene]
+) -> Comparison:
+    """What the flags ask for."""
+    return Comparison(
+        Path(args.output_dir),
+        read_policies(args.policies),
+        runs,
+        scenes,
+        session.sha256.result(),
+        str(session.dtype),
+        args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
+        Path(args.vbench_dir) if args.vbench_dir else None,
+        args.videos,
+    )
+
+
+def _make(
+    comparison: Comparison, session: causal.Session, workers: int | None, rank: Rank, watch: Progress
+) -> None:
+    """Make all groups that are not done, until asked to stop."""
+    on_gpu, groups = session.device.type == "cuda", comparison.groups()
+    torch.backends.cudnn.benchmark = on_gpu  # the decoder's convolutions, always of one size
+    vae = VAE.from_pretrained(comparison.runs[0].ckpt_dir, device=session.device)
+
+    def is_done(name: str) -> bool:
+        return all(comparison.read(item) is not None for item in groups[name])
+
+    with _pool(workers, on_gpu) as pool, Claims(comparison.folder / "claims", rank) as claims:
+        maker = Maker(comparison, session, vae, pool)
+        for name in claims.to_make(list(groups), is_done, watch):
+            maker.make(groups[name], watch.print)
+            maker.settle(0 if rank.count > 1 else WAITING)  # others see that a claim is done
+            if watch.stopping:
+                break
+        maker.settle()
 
 
 def write_table(path: Path, table: dict) -> None:
@@ -98,13 +124,6 @@ def write_table(path: Path, table: dict) -> None:
     about = {name: asdict(one) for name, one in (MEASURES | SUMMARIES).items()}
     with replacing(path) as file:
         file.write(json.dumps({"measures": about} | table, ensure_ascii=False).encode() + b"\n")
-
-
-def _check(config: RunConfig, settings: dict) -> None:
-    """Raise ConfigError where a policy does not fit the run's blocks."""
-    from wan.modules.cache_policies import read_policy
-
-    read_policy(settings).check(config.block_sizes)
 
 
 @contextmanager

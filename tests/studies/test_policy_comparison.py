@@ -1,0 +1,131 @@
+"""Videos of policies, made in pieces and measured."""
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.extraction.streaming import decoded_blocks
+from experiments.extraction.video import to_pixels
+from experiments.studies import policy_comparison, policy_comparison_job, policy_grid
+from wan.config import load_config
+from wan.errors import ConfigError
+from wan.modules.vae import VAE
+
+pytestmark = pytest.mark.slow
+FRAMES = 6
+POLICIES = ["full", "window,window=3"]
+
+
+def compare(folder, prompts=2, **flags):
+    defaults = {
+        "policies": POLICIES,
+        "output_dir": str(folder),
+        "vbench_dir": None,
+        "videos": 0,
+        "batch": 4,
+        "workers": 0,
+        "quiet": True,
+        "log_file": None,
+    }
+    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"})
+    scenes = policy_comparison_job.held_out(prompts)
+    runs = [replace(config, prompt=prompt, seed=seed) for prompt in scenes for seed in (0, 1)]
+    policy_comparison_job.compare(Namespace(**(defaults | flags)), runs, scenes)
+    return json.loads((folder / "comparison.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies")
+    return folder, compare(folder, vbench_dir=str(folder / "vbench"), videos=1)
+
+
+def test_every_policy_and_control_has_every_video(made):
+    _, table = made
+    labels = [*POLICIES, *policy_grid.CONTROLS]
+    rows = [(video["label"], video["prompt"], video["seed"]) for video in table["videos"]]
+    assert rows == [
+        (label, prompt, seed) for label in labels for prompt in table["prompts"] for seed in (0, 1)
+    ]
+    assert all(
+        len(video["seconds"]["motion"]) == len(video["tracker"]["right"]) == 1 for video in table["videos"]
+    )
+    frozen, rendered = (
+        [video for video in table["videos"] if video["label"] == name] for name in ("frozen", "rendered")
+    )
+    assert all(video["seconds"]["motion"] == video["seconds"]["flicker"] == [0.0] for video in frozen)
+    assert all(
+        video["tracker"]["right"] == [1] and video["seconds"]["motion"][0] > 0.05 for video in rendered
+    )
+    full, window = (table["costs"][label] for label in POLICIES)
+    assert full["cache_bytes"] == 2 * window["cache_bytes"] > 0 and full["batch"] == 4
+    assert rendered[0]["seconds"] == rendered[1]["seconds"] and table["missing"] == 0
+
+
+def test_files_for_eyes_and_for_vbench(made):
+    folder, table = made
+    assert sorted(path.name for path in (folder / "videos").iterdir()) == sorted(
+        f"{label}_0.mp4" for label in [*POLICIES, *policy_grid.CONTROLS]
+    )
+    names = {path.name for path in (folder / "vbench/full").iterdir()}
+    assert names == {f"{prompt}-{index}.mp4" for prompt in table["prompts"] for index in (0, 1)}
+
+
+def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, monkeypatch):
+    folder, table = made
+    calls = []
+    kept = policy_comparison.Maker._rolled_out
+    monkeypatch.setattr(
+        policy_comparison.Maker, "_rolled_out", lambda *a, **k: calls.append(1) or kept(*a, **k)
+    )
+    assert compare(folder)["videos"] == table["videos"] and not calls
+    torn = sorted((folder / "items").glob("*.json"))[0]
+    before = json.loads(torn.read_text())
+    torn.write_text(torn.read_text()[:100])
+    again = compare(folder)
+    assert again["videos"] == table["videos"] and json.loads(torn.read_text())["seconds"] == before["seconds"]
+
+
+def test_another_batch_changes_rounding_alone(made, tmp_path):
+    _, table = made
+    alone = compare(tmp_path, prompts=1, batch=1, policies=["full"])
+    for other in (video for video in alone["videos"] if video["label"] == "full"):
+        mine = ("label", "prompt", "seed")
+        [one] = [video for video in table["videos"] if all(video[key] == other[key] for key in mine)]
+        assert one["tracker"] == other["tracker"]
+        assert one["seconds"]["distance"] == pytest.approx(other["seconds"]["distance"], rel=2e-3)
+
+
+def test_blocks_decode_to_the_pixels_of_the_whole():
+    vae, latents = VAE.from_pretrained("checkpoints/wan-mini"), torch.randn(1, 9, 16, 8, 8)
+    whole = to_pixels(vae.decode(latents))
+    parts = torch.cat(list(decoded_blocks(vae, latents.split(3, 1))), 1)
+    assert parts.shape == whole.shape and (parts.int() - whole.int()).abs().max() <= 1
+    assert (parts != whole).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "is no file"),
+        (["window,window=3,sink"], "is not FIELD=VALUE"),
+        (["window,width=3"], "no field 'width'"),
+        (["window,window=three"], "must be a whole number"),
+    ],
+)
+def test_policies_that_are_none(words, message):
+    with pytest.raises(ConfigError, match=message):
+        policy_grid.read_policies(words)
+
+
+def test_the_findings_grid_has_the_family_and_the_map_once():
+    found = policy_grid.read_policies(["findings"])
+    assert len(found) == 1 + 11 + 12 + 11 and set(policy_grid.FAMILY) < set(found)
+    assert policy_grid.short_label(policy_grid.PARTICIPATIVE) == "participative 21/10"
+
+
+def test_pixels_of_a_video():
+    assert to_pixels(torch.ones(1, 2, 3, 4, 5)).shape == (1, 2, 4, 5, 3)
