@@ -3,6 +3,8 @@
     python experiments/train_mini.py --stage vae --minutes 10       # AutoencoderKLWan, videos of 64 x 64
     python experiments/train_mini.py --stage base --minutes 15      # bidirectional WanModel and its umT5
     python experiments/train_mini.py --stage causal --minutes 20 --training_checkpoints outputs/training
+    python experiments/train_mini.py --stage lora --minutes 1            # LoRA of a window of 9 frames
+    python experiments/train_mini.py --stage framewise --minutes 1       # LoRA of blocks of one frame
 
 A stage ends after its steps or, where they end first, its minutes. Then it writes bf16 weights (the moving
 average of training) and its numbers in training.json. Its state is saved every minute: after Ctrl-C or a
@@ -108,9 +110,9 @@ def run(argv=None):
 
     from experiments.caches.atomic_files import require_writable
     from experiments.extraction.provenance import device_name
+    from experiments.miniature.all_stages import STAGES
     from experiments.miniature.checkpoint_files import log_stage
     from experiments.miniature.frozen import hashes
-    from experiments.miniature.stages import STAGES
 
     log = args.log or args.output_dir / LOG
     for path in (stage.state_file, log):
