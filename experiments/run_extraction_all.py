@@ -2,12 +2,13 @@
 
 python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --key_curve --cross
 python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --output_dir cache/sweep
+torchrun --nproc-per-node 4 experiments/run_extraction_all.py --prompts prompts.txt --output_dir cache/sweep
 """
 
 import argparse
 from functools import partial
 
-from experiments.running import sweep_plan
+from experiments.running import ranks, sweep_plan
 from experiments.running.cli import config_from, main, run_parser
 from wan.errors import ConfigError
 
@@ -28,6 +29,7 @@ def run(argv=None):
         "height, width; 4 bytes per band, frame pair, head and pass",
     )
     sweep_plan.add_arguments(parser)
+    sweep_plan.add_checkpoints(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
@@ -35,8 +37,10 @@ def run(argv=None):
     from experiments.running.jobs import make_caches
 
     config = config_from(args)
+    shares = bool(args.prompts or args.seeds or args.checkpoints or args.output_dir)
+    config, rank = ranks.settle(args, config, shares_items=shares)
     requests = cache_builders.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
-    if not (args.prompts or args.seeds or args.output_dir):
+    if not shares:
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
     if args.output_path != parser.get_default("output_path"):
@@ -47,7 +51,7 @@ def run(argv=None):
         "cross_mass": args.cross,
         "frame_logits_by_band": args.rope_bands,
     }
-    sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities)
+    sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities, rank)
 
 
 command = partial(main, run)

@@ -49,8 +49,8 @@ class Claims:
     ) -> Iterator[str]:
         """Yield the items that this process is to make, each claimed until the next one is asked for.
 
-        Ends when every item is done, or was tried here: before that it waits for those that others are
-        making, and makes those of others that died. No item is yielded twice.
+        Ends when every item is done, or was tried here, or watch is asked to stop: before that it waits for
+        those that others are making, and makes those of others that died. No item is yielded twice.
         """
         progress = _Progress(len(names), self, watch or RunObserver())
         left = list(_rotated(names, self.rank))
@@ -64,6 +64,8 @@ class Claims:
                         yield name
                 progress.say(left, is_done)
             left = [name for name in left if name not in tried]
+            if watch is not None and watch.stopping:
+                return
             if left and not tried:  # the rest is being made by others
                 progress.say(left, is_done, waiting=True)
                 time.sleep(min(LOOK_SECONDS, self.lease_seconds / 4))

@@ -32,6 +32,7 @@ class Progress(RunObserver):
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
         self.quiet, self.start = quiet, time.monotonic()
         self.rollout_start, self._log = self.start, None
+        self.prints_blocks = True  # several ranks say together how far they are
         if log_file:
             self._log = open_log(log_file)
 
@@ -69,7 +70,7 @@ class Progress(RunObserver):
     def _advance(self, unit: str, index: int, count: int, what: str, every: int = 1) -> None:
         passed = time.monotonic() - self.rollout_start
         left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
-        if (index + 1) % every == 0 or index + 1 == count:
+        if self.prints_blocks and ((index + 1) % every == 0 or index + 1 == count):
             self.print(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
         self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
 

@@ -4,6 +4,7 @@ RANK, WORLD_SIZE and LOCAL_RANK are torchrun's; srun's SLURM_PROCID, SLURM_STEP_
 stand in for them. A SLURM array, or a shell loop, needs none: every process claims what is left.
 """
 
+import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -89,3 +90,26 @@ def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
             f"GPU{'s' * (gpus != 1)}: start at most {max(gpus, 1)} ranks a host, or use --device cpu"
         )
     return replace(config, device=f"cuda:{index}")
+
+
+def settle(args: argparse.Namespace, config: RunConfig, shares_items: bool) -> tuple[RunConfig, Rank]:
+    """What a script does as one of several ranks: its own GPU, and only the first of them speaks.
+
+    shares_items: the ranks make different items of a sweep.
+    """
+    rank = this_rank()
+    if rank.count == 1:
+        return config, rank
+    if not shares_items:
+        raise ConfigError(
+            f"{rank.count} ranks were started for one rollout; give a sweep (--prompts, --seeds) to share"
+        )
+    if args.overwrite:
+        raise ConfigError(
+            f"--overwrite and {rank.count} ranks exclude each other: new files look like old ones to the "
+            "next rank; remove the folder, or start one process"
+        )
+    config = on_own_device(config, rank)
+    if not rank.is_first:
+        args.quiet, args.log_file = True, None
+    return config, rank

@@ -15,6 +15,7 @@ from wan.limits import MAX_PROMPTS
 from wan.text_files import read_text
 
 SLUG_LENGTH = 60
+BASE = "base"  # in place of a checkpoint: the weights of ckpt_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +28,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", help="folder of a sweep: PROMPT_sSEED.pt each, and manifest.json")
 
 
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoints",
+        nargs="+",
+        metavar="FILE",
+        help=f"a sweep over several weights, each in a folder of its name; {BASE} is those of --ckpt_dir",
+    )
+
+
 def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
-    """Path -> settings of every run of a sweep. Raises ConfigError for flags and files that do not fit."""
+    """Path -> settings of every run of a sweep. Raises ConfigError for flags and files that do not fit.
+
+    Runs of one checkpoint stand together.
+    """
+    checkpoints = getattr(args, "checkpoints", None)
     if not args.output_dir:
-        raise ConfigError("--prompts and --seeds need --output_dir, a folder for the caches")
+        raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
+    if checkpoints and (args.checkpoint_path or args.no_checkpoint):
+        raise ConfigError("--checkpoints excludes --checkpoint_path and --no_checkpoint")
     for one, many in (("prompt", "prompts"), ("seed", "seeds")):
         if getattr(args, one) is not None and getattr(args, many):
             raise ConfigError(f"--{one} and --{many} exclude each other")
@@ -42,11 +58,31 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
         raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
     prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
     slugs = slugs_of(prompts)
+    weights = (
+        folders_of(checkpoints, Path(args.output_dir))
+        if checkpoints
+        else {config.checkpoint_path: Path(args.output_dir)}
+    )
     return {
-        str(Path(args.output_dir) / f"{slugs[prompt]}_s{seed}.pt"): replace(config, prompt=prompt, seed=seed)
+        str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
+            config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
+        )
+        for checkpoint, folder in weights.items()
         for prompt in prompts
         for seed in dict.fromkeys(args.seeds or [config.seed])
     }
+
+
+def folders_of(checkpoints: Sequence[str], folder: Path) -> dict[str | None, Path]:
+    """Checkpoint -> its folder below a folder, named as its file. None are the base weights."""
+    paths = {None if name == BASE else name: name for name in checkpoints}
+    names = {path: name if path is None else Path(name).stem for path, name in paths.items()}
+    for path, name in names.items():
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
+        if twin := next((p for p, n in names.items() if n == name and p != path), None):
+            raise ConfigError(f"--checkpoints {path} and {twin} would share the folder {name}; rename one")
+    return {path: folder / name for path, name in names.items()}
 
 
 def read_prompts(path: str | Path) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from experiments.caches.atomic_files import replacing
 from experiments.extraction.causal import Session
-from experiments.running.sweep import NOT_SETTINGS
+from experiments.running.sweep_state import NOT_SETTINGS
 from experiments.studies import direct_effects
 from wan.config import RunConfig
 from wan.errors import ConfigError

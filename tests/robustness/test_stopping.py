@@ -17,7 +17,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError, RunError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
-from experiments.running import cli, sweep_plan
+from experiments.running import cli, sweep_plan, sweep_state
 from experiments.running.progress import Progress
 from wan.blocks import block_frames
 from wan.errors import ConfigError
@@ -143,6 +143,11 @@ def sweeping(prompts, folder, *flags, seeds=("0", "1")):
     )
 
 
+def files_below(folder) -> dict[str, bytes]:
+    """Every file below a folder by its path there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 NAMES = [f"{slug}_s{seed}.pt" for slug in ("a-blue-square", "a-red-circle-moving-right") for seed in (0, 1)]
 
 
@@ -150,19 +155,21 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch, capfd):
     loads, original = [], causal.load_pipeline
     monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
     sweeping(prompts, tmp_path / "whole")()
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    assert sorted(whole) == [*NAMES, "manifest.json"] and len(loads) == 1
+    whole = files_below(tmp_path / "whole")
+    records = [name for name in whole if name.startswith("items/")]
+    assert sorted(whole) == [*NAMES, *sorted(records), "manifest.json"] and len(loads) == 1
+    assert len(records) == 4 and all(name.endswith(".json") for name in records)
     kills = 0
     for attempt in range(1, 40):  # each time killed a little later
         done = forked(
-            sweeping(prompts, tmp_path / "killed"), kill_after=0.2 + (0.1 if FULL else 0.45) * attempt
+            sweeping(prompts, tmp_path / "killed"), kill_after=0.1 + (0.05 if FULL else 0.2) * attempt
         )
         kills += done.code < 0
         for path in (tmp_path / "killed").glob("*.pt"):
             assert path.read_bytes() == whole[path.name]
         if done.code == 0:
             break
-    assert {path.name: path.read_bytes() for path in (tmp_path / "killed").iterdir()} == whole
+    assert files_below(tmp_path / "killed") == whole
     tell(capfd, f"a sweep of 4 runs killed {kills} times, then whole and equal to an undisturbed one")
     states = [run["state"] for run in json.loads(whole["manifest.json"])["runs"]]
     assert states == ["done"] * 4
@@ -259,12 +266,63 @@ def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
     assert sweep_plan.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
 
 
-def test_two_sweeps_in_one_folder(tmp_path, prompts):
+def test_a_cache_that_is_being_made_by_another_script(tmp_path, prompts):
     from experiments.running.output_locks import claimed
 
-    with claimed({str(tmp_path / "out/manifest.json"): 0}):
+    with claimed({str(tmp_path / "out" / NAMES[0]): 0}):
         other = forked(exit_code(lambda: cli.main(lambda argv: sweeping(prompts, tmp_path / "out")(), [])))
     assert other.value == 2 and "is being made by another run" in other.said
+
+
+def test_what_is_recorded_is_not_opened_again(tmp_path, prompts, monkeypatch):
+    sweeping(prompts, tmp_path / "out", seeds=("0",))()
+    opened = []
+    original = sweep_state.load_cache
+    monkeypatch.setattr(
+        sweep_state, "load_cache", lambda path, **k: opened.append(path) or original(path, **k)
+    )
+    sweeping(prompts, tmp_path / "out", seeds=("0",))()
+    assert not opened
+    path = tmp_path / "out" / NAMES[0]
+    before = path.read_bytes()
+    path.write_bytes(before[:-100])  # damaged: another size
+    os.utime(
+        tmp_path / "out" / NAMES[2], ns=(time.time_ns(), time.time_ns())
+    )  # touched since it was recorded
+    sweeping(prompts, tmp_path / "out", seeds=("0",))()
+    assert sorted(opened) == [str(path), str(tmp_path / "out" / NAMES[2])] and path.read_bytes() == before
+
+
+def test_several_checkpoints(tmp_path, prompts, monkeypatch):
+    loads, original = [], causal.load_pipeline
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
+    weights = ["base", "checkpoints/wan-mini/self_forcing_mini.pt"]
+    both = sweeping(prompts, tmp_path / "out", "--checkpoints", *weights, seeds=("0",))
+    both()
+    files = files_below(tmp_path / "out")
+    manifest = json.loads(files["manifest.json"])
+    assert [run["checkpoint"] for run in manifest["runs"]] == ["base"] * 2 + ["self_forcing_mini"] * 2
+    weights_of = [load_cache(tmp_path / "out" / run["file"])["weights"] for run in manifest["runs"]]
+    assert len(loads) == 2 and weights_of == ["base"] * 2 + ["checkpoint"] * 2
+    sweeping(prompts, tmp_path / "one", seeds=("0",))()
+    alone = files_below(tmp_path / "one")
+    assert all(files[f"self_forcing_mini/{name}"] == alone[name] for name in (NAMES[0], NAMES[2]))
+    both()
+    assert len(loads) == 3
+    for flags, message in (
+        (["--checkpoint_path", weights[1]], "--checkpoints excludes --checkpoint_path"),
+        (["--no_checkpoint"], "--checkpoints excludes --checkpoint_path and --no_checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sweeping(prompts, tmp_path / "out", "--checkpoints", *weights, *flags)()
+    with pytest.raises(
+        ConfigError, match=r"none.pt not found; --checkpoints names files of weights, or base"
+    ):
+        sweeping(prompts, tmp_path / "out", "--checkpoints", "none.pt")()
+    twin = tmp_path / "self_forcing_mini.pt"
+    twin.write_bytes(b"")
+    with pytest.raises(ConfigError, match="would share the folder self_forcing_mini; rename one"):
+        sweeping(prompts, tmp_path / "out", "--checkpoints", weights[1], str(twin))()
 
 
 # -- what a run says
