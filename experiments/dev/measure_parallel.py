@@ -7,8 +7,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ class Inputs:
         config = replace(self.config, seed=seed)
         noise, renoise = causal.draw_noise(config, self.sizes, parameter.dtype, parameter.device)
         text = torch.randn(1, 64, self.sizes.text_dim, generator=torch.Generator().manual_seed(seed))
-        looking = ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
-        with looking as calls, devices.threads_for(noise, self.sizes):
+        with ExitStack() as stack, devices.threads_for(noise, self.sizes):
+            calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(*requests)) if requests else []
             latents = self.pipeline.inference(noise, prompt_embeds=text.to(noise), renoise=renoise)[1]
         return latents, gather_calls(self.pipeline.model, calls)
 
@@ -103,12 +104,12 @@ def parts(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is measured, model by model, the sweep after the first."""
     for number, name in enumerate(args.models):
         inputs = make_inputs(bench, args, name)
-        alone = bench.first_alone(lambda i=inputs: timed_rows(bench, i, args.repeats))
+        alone = bench.first_alone(partial(timed_rows, bench, inputs, args.repeats))
         sweep = None if number else measure_sweep(bench, inputs, args)
         error = None if number else measure_error(bench, inputs, args)
         apply_head_parallel(inputs.pipeline.model, bench.group)
         together = timed_rows(bench, inputs, args.repeats, bench.max)
-        found = {"weights_gb": round(weights_gb(inputs), 2)}
+        found: dict[str, Any] = {"weights_gb": round(weights_gb(inputs), 2)}
         if bench.rank.is_first:
             found["rows"] = {row: joined(alone[row], together[row]) for row in ROWS}
         yield {"rollouts": {name: found}} | (sweep or {})

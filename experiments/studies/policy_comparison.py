@@ -25,7 +25,7 @@ from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.running.claims import item_name
-from experiments.running.sweep import NOT_SETTINGS
+from experiments.running.sweep_state import NOT_SETTINGS
 from experiments.studies.policy_grid import CONTROLS, FULL
 from experiments.studies.video_measures import measure
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
