@@ -144,8 +144,21 @@ class Tokens(Fields):
 
     layer: int
     is_logits: bool
-    token_logits: Annotated[Tensor | None, "f16/f32 [1, H, Lq, Lk]"] = None
-    token_probabilities: Annotated[Tensor | None, "f16/f32 [1, H, Lq, Lk]"] = None
+    # Since schema_version 2, where keys are not those of key_frames in order: what each key is.
+    key_frame: Annotated[Tensor | None, "i32 [keys]"] = None  # -1 an average, -2 zeros
+    key_token: Annotated[Tensor | None, "i32 [keys]"] = None  # index in its frame, row by row
+    key_position: Annotated[Tensor | None, "i32 [keys]"] = None  # temporal RoPE index
+    token_logits: Annotated[Tensor | None, "f16/f32 [1, H, Lq, Lk] | f16/f32 [1, H, Lq, keys]"] = None
+    token_probabilities: Annotated[Tensor | None, "f16/f32 [1, H, Lq, Lk] | f16/f32 [1, H, Lq, keys]"] = None
+
+    @property
+    def matrices(self) -> dict[str, Tensor | None]:
+        """Logits and probabilities by their names in files."""
+        return {"attn_logits": self.token_logits, "attn_weights": self.token_probabilities}
+
+    @property
+    def named_keys(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.key_frame, self.key_token, self.key_position
 
 
 def _check_version(values: Mapping[str, Any]) -> None:

@@ -117,3 +117,33 @@ def spread_keys(values: Tensor, key_frames: Sequence[int], num_frames: int) -> T
     spread = torch.full((*values.shape[:-1], num_frames), float("nan"))
     spread[..., torch.as_tensor(key_frames)] = values.float()
     return spread
+
+
+def by_key_frame(curves: Tensor, key_frame: Tensor, num_frames: int, mean: bool) -> Tensor:
+    """Curves per key token [..., Lk], of the frames key_frame [Lk], by frame -> [..., F]; NaN for no token.
+
+    mean: over a frame's tokens; else their sum. Tokens of no frame (an average: -1) are left out.
+    """
+    members = (key_frame[:, None] == torch.arange(num_frames)).float()  # [Lk, F]
+    counts = members.sum(0)
+    values = curves.float() @ members
+    return (values / counts if mean else values).masked_fill(counts == 0, float("nan"))
+
+
+def spread_tokens(
+    curves: Tensor, key_frame: Tensor, key_token: Tensor, frames: Sequence[int], S: int
+) -> Tensor:
+    """Curves per key token [..., Lk] at their places in these frames -> [..., len(frames)·S], NaN elsewhere.
+
+    A token that lies in two slots has the mean of both.
+    """
+    place = {frame: i for i, frame in enumerate(frames)}
+    columns = [(place[f] * S + t, i) for i, (f, t) in enumerate(_pairs(key_frame, key_token)) if f in place]
+    at, tokens = (torch.tensor(x) for x in zip(*columns, strict=True))
+    index = at.expand(*curves.shape[:-1], -1)
+    spread = torch.full((*curves.shape[:-1], len(place) * S), float("nan"))
+    return spread.scatter_reduce(-1, index, curves[..., tokens].float(), "mean", include_self=False)
+
+
+def _pairs(key_frame: Tensor, key_token: Tensor) -> Iterator[tuple[int, int]]:
+    return zip(key_frame.tolist(), key_token.tolist(), strict=True)

@@ -68,11 +68,12 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> PassReading:
         if entry.token_logits is not None or entry.token_probabilities is not None:
             return _from_tokens(entry, keys, cache, quantity)
         curve = _verified(entry.key_curve) if by_means and entry.key_curve is not None else None
+        spread = None if curve is None else _at_frames(curve, entry.named_keys, keys, S)
         if curve is not None and entry.frame_logits is None:
-            means = frames.curves_to_frames(curve.float(), S)
-            return LayerValues(frames.spread_keys(means, keys, cache.num_frames), None, curve)
+            profile = _by_frame(curve.float(), entry.named_keys, keys, cache, mean=True)
+            return LayerValues(profile, None, spread)
         matrix = _in_quantity(entry.frame_logits, entry.frame_mass, S, quantity)
-        return LayerValues(matrix.mean(1), matrix, curve)
+        return LayerValues(matrix.mean(1), matrix, spread)
 
     return PassReading(at, list(entries), keys, queries, read, queries)
 
@@ -133,12 +134,17 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
     keys = _seen(profiles)
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
 
+    def curve_of(i: int, curve: Tensor) -> Tensor:
+        if cache.key_frame is None or cache.key_token is None:
+            return curve[:, columns]
+        return frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
+
     def read(layer: int) -> LayerValues:
         i = layers.index(layer)
         return LayerValues(
             profiles[i],
             None if matrices is None else matrices[i],
-            None if curves is None else _verified(curves)[i][:, columns],
+            None if curves is None else curve_of(i, _verified(curves)[i]),
         )
 
     rows = [] if matrices is None else list(range(cache.num_frames))
@@ -165,9 +171,26 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     else:
         assert entry.token_probabilities is not None
         curves = frames.query_frame_curves(_verified(entry.token_probabilities)[0], S)
-    values = frames.curves_to_frames(curves, S) * (S if quantity == "mass" else 1)
-    matrix = frames.spread_keys(values, keys, cache.num_frames)
-    return LayerValues(matrix.mean(1), matrix, curves.mean(1))
+    matrix = _by_frame(curves, entry.named_keys, keys, cache, mean=quantity != "mass")
+    return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry.named_keys, keys, S))
+
+
+NamedKeys = tuple[Tensor | None, Tensor | None, Tensor | None]  # frame, token and position of every key
+
+
+def _by_frame(curves: Tensor, named: NamedKeys, keys: Sequence[int], cache: Cache, mean: bool) -> Tensor:
+    """Curves per key [..., Lk] by frame [..., F], as the mean or the sum of a frame's tokens."""
+    S = cache.frame_seq_length
+    if named[0] is not None:
+        return frames.by_key_frame(curves, named[0], cache.num_frames, mean)
+    values = frames.curves_to_frames(curves, S) * (1 if mean else S)
+    return frames.spread_keys(values, keys, cache.num_frames)
+
+
+def _at_frames(curve: Tensor, named: NamedKeys, keys: Sequence[int], S: int) -> Tensor:
+    """A curve per key [..., Lk] at the tokens of key frames [..., Fk·S]; NaN for tokens that did not stay."""
+    frame, token, _ = named
+    return curve if frame is None or token is None else frames.spread_tokens(curve, frame, token, keys, S)
 
 
 def _verified(values: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from experiments.caches.value_checks import (
     check_absent,
     check_any_of,
     check_frames,
+    check_keys,
     check_numbers,
     check_once,
     check_values,
@@ -102,7 +103,7 @@ class AtlasCache(Sampling, Cache):
     frame_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
     frame_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
     attended: Annotated[Tensor | None, "mask [N, P, H, F, F]"] = None  # False: an intervention left it out
-    key_curve: Annotated[Tensor | None, "f16/f32 [N, P, H, L]"] = None
+    key_curve: Annotated[Tensor | None, "f16/f32 [N, P, H, L] | f16/f32 [N, P, H, keys]"] = None
     cross_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, tokens]"] = None
     cross_tokens: Annotated[list[str] | None, "str [tokens]"] = None
     frame_logits_by_band: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F, bands]"] = None
@@ -117,6 +118,9 @@ class AtlasCache(Sampling, Cache):
         None  # temporal RoPE index of the keys
     )
     slot_tokens: Annotated[Tensor | None, "i32 [N, blocks, slots]"] = None
+    key_frame: Annotated[Tensor | None, "i32 [N, keys]"] = None  # of key_curve, where slots are not frames
+    key_token: Annotated[Tensor | None, "i32 [N, keys]"] = None  # index in its frame, row by row
+    key_position: Annotated[Tensor | None, "i32 [N, keys]"] = None  # temporal RoPE index; -9 no key
     slot_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F, slots]"] = None
     slot_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, slots]"] = None
     tokens_kept: Annotated[Tensor | None, "i32 [N, blocks, F]"] = (
@@ -136,6 +140,13 @@ class AtlasCache(Sampling, Cache):
         numbers = {"layers": self.layers, "pass_timesteps": self.pass_timesteps}
         check_numbers(numbers | (passes if self.pass_steps is not None else {}))
         check_once({"layers": self.layers} | passes)
+        check_keys(
+            (self.key_frame, self.key_token, self.key_position),
+            {"key_curve": self.key_curve},
+            self.num_frames,
+            self.frame_seq_length,
+            self.num_frames,
+        )
         matrices = {"frame_logits": self.frame_logits, "frame_mass": self.frame_mass}
         if self.frame_logits_by_band is not None:
             matrices["frame_logits_by_band"] = self.frame_logits_by_band.movedim(-1, 0)

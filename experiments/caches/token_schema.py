@@ -12,6 +12,7 @@ from experiments.caches.value_checks import (
     check_any_of,
     check_block,
     check_frames,
+    check_keys,
     check_numbers,
     check_values,
 )
@@ -27,9 +28,14 @@ class Figure4Layer(Tokens):
     num_query_frames: int
     num_key_frames: int
     last_block_start_frame: int
-    key_curve: Annotated[Tensor | None, "f16/f32 [H, Lk]"] = None
+    key_curve: Annotated[Tensor | None, "f16/f32 [H, Lk] | f16/f32 [H, keys]"] = None
     frame_logits: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
     frame_mass: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
+    slot_frame: Annotated[Tensor | None, "i32 [slots]"] = None  # as in an atlas
+    slot_position: Annotated[Tensor | None, "i32 [slots]"] = None
+    slot_logits: Annotated[Tensor | None, "f16/f32 [H, Fq, slots]"] = None
+    slot_mass: Annotated[Tensor | None, "f16/f32 [H, Fq, slots]"] = None
+    tokens_kept: Annotated[Tensor | None, "i32 [F]"] = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -93,7 +99,11 @@ class Figure4Cache(OnePass, Cache):
             check_block(where, self.block_sizes, None, **frames)
             if entry.token_logits is not None and entry.token_probabilities is not None:
                 raise CacheError(f"{where}attn_weights is another tensor than attn_logits")
-            check_values({"frame_logits": entry.frame_logits, "frame_mass": entry.frame_mass}, where)
+            by_keys = {"key_curve": entry.key_curve, **entry.matrices}
+            sizes = self.num_frames, self.frame_seq_length, len(self.key_frames)
+            check_keys(entry.named_keys, by_keys, *sizes, where)
+            mass = {"frame_mass": entry.frame_mass} if entry.slot_mass is None else {}  # averages have mass
+            check_values({"frame_logits": entry.frame_logits, "slot_mass": entry.slot_mass} | mass, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +123,18 @@ class InferenceCall(OnePass, Tokens):
         frames = {"query_frames": self.query_frames, "key_frames": self.key_frames}
         check_frames(frames, cache.num_frames, where)
         check_block(where, cache.block_sizes, self.block, **frames)
-        for name, shape, seen in (
-            ("q_shape", self.q_shape, self.query_frames),
-            ("k_shape", self.k_shape, self.key_frames),
+        S = cache.frame_seq_length
+        check_keys(self.named_keys, self.matrices, cache.num_frames, S, len(self.key_frames), where)
+        asks, seen = (f"{len(x)} frames of {S} tokens" for x in (self.query_frames, self.key_frames))
+        keys = len(self.key_frames) * S
+        if self.key_frame is not None:
+            keys, seen = len(self.key_frame), f"{len(self.key_frame)} keys"
+        for name, shape, tokens, words in (
+            ("q_shape", self.q_shape, len(self.query_frames) * S, asks),
+            ("k_shape", self.k_shape, keys, seen),
         ):
-            if shape[1:3] != [len(seen) * cache.frame_seq_length, cache.num_heads]:
-                raise CacheError(
-                    f"{where}{name} {shape} is not [B, {len(seen)} frames of {cache.frame_seq_length} "
-                    f"tokens, {cache.num_heads} heads, D]"
-                )
+            if shape[1:3] != [tokens, cache.num_heads]:
+                raise CacheError(f"{where}{name} {shape} is not [B, {words}, {cache.num_heads} heads, D]")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from wan.errors import ConfigError, named, quoted, require_text
 from wan.limits import MAX_COUNT, MAX_TEXT
 from wan.safe_load import is_verified
 
+NO_KEY = -9  # the least of key_frame: nothing is there
 MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
 
 
@@ -111,3 +112,31 @@ def check_values(values: Mapping[str, Tensor | None], where: str = "") -> None:
         off = (rows.nan_to_num().sum(-1) - 1)[attended].abs()
         if (rows < 0).any() or (off > MASS_TOLERANCE).any():
             raise CacheError(f"{where}rows of {name} do not sum to 1")
+
+
+def check_keys(
+    named: Sequence[Tensor | None],
+    values: Mapping[str, Tensor | None],
+    num_frames: int,
+    S: int,
+    seen: int,
+    where: str = "",
+) -> None:
+    """Raise CacheError where values [..., keys] are not of seen frames of S tokens, nor of named keys.
+
+    named are key_frame, key_token and key_position, where keys have names.
+    """
+    frame, token, position = named
+    if (frame is None) != (token is None) or (frame is None) != (position is None):
+        raise CacheError(f"{where}key_frame, key_token and key_position go together")
+    for name, tensor in values.items():
+        if tensor is not None and frame is None and tensor.shape[-1] != seen * S:
+            raise CacheError(
+                f"{where}{name} is {describe(tensor)}, not of {seen} key frames of {S} tokens each"
+            )
+    if frame is None or token is None:
+        return
+    if not ((frame >= NO_KEY) & (frame < num_frames)).all():
+        raise CacheError(f"{where}key_frame is not in 0..{num_frames - 1}, or negative for what is no frame")
+    if not ((token >= 0) & (token < S)).all():
+        raise CacheError(f"{where}key_token is not in 0..{S - 1}")

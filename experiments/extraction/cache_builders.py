@@ -12,6 +12,7 @@ from experiments.caches import frames
 from experiments.caches.errors import RunError
 from experiments.caches.schema import LayerCache
 from experiments.caches.token_schema import Figure4Layer, InferenceCall
+from experiments.extraction.key_fields import call_values, last_key_curves, slot_entries
 from experiments.extraction.result import Extraction
 from experiments.extraction.slot_fields import slot_fields
 from wan.config import RunConfig
@@ -43,35 +44,37 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
     layers = list(dict.fromkeys(run.config.layer_indices))
+    seen = {frame for call in run.records for frame in call["key_frames"]}
     own = {
         "format": "figure4",
         "is_logits": is_logits,
-        "attention_weights": [_figure4_layer(run, layer, is_logits) for layer in layers],
+        "attention_weights": [_figure4_layer(run, layer, is_logits, sorted(seen)) for layer in layers],
         "capture_method": "native_inference_capture",
         "layer_indices": layers,
         "query_frames": run.last_block,
-        "key_frames": run.records[0]["key_frames"],
+        "key_frames": sorted(seen),
     }
-    return {**run.common, **run.pass_tag(run.config.step)._asdict(), **own}
+    return {**run.common, **_version(run), **run.pass_tag(run.config.step)._asdict(), **own}
 
 
-def _figure4_layer(run: Extraction, layer: int, is_logits: bool) -> dict[str, Any]:
+def _figure4_layer(run: Extraction, layer: int, is_logits: bool, key_frames: list[int]) -> dict[str, Any]:
     """The last block's calls of one layer as an entry of attention_weights."""
     calls = [call for call in run.records if call.site.layer == layer]
     sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
-    repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=calls[0]["key_frames"])
-    values = {}
+    repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=key_frames)
+    values: dict[str, Any] = {}
     for call in calls:
-        for name, value in call.values.items():
-            on_frames = name in ("frame_logits", "frame_mass")
-            values[name] = (
-                frames.spread_keys(value[0], call["key_frames"], run.config.num_frames)
-                if on_frames
-                else value[0]
-                if name == "key_curve"
-                else value
-            )
+        values |= call_values(call) | slot_entries(call, run.config.num_frames)
+        for name in ("frame_logits", "frame_mass"):
+            if name in values and name in call.values:
+                values[name] = frames.spread_keys(values[name], call["key_frames"], run.config.num_frames)
     return Figure4Layer.from_dict({"layer": layer, "is_logits": is_logits, **repeated, **values}).to_dict()
+
+
+def _version(run: Extraction) -> dict[str, int]:
+    """schema_version 2 where keys are not frames in their places: who reads 1 alone would misread them."""
+    in_place = all(call.layout is None or call.layout.is_in_place for call in run.records)
+    return {} if in_place else {"schema_version": 2}
 
 
 def inference_requests(
@@ -100,10 +103,11 @@ def inference_requests(
 def inference_cache(run: Extraction) -> dict[str, Any]:
     """The captured calls in the order of the rollout, each with its layer and pass."""
     tags = ("is_logits", "block", "step", "timestep", "is_clean_pass")
-    shapes = ("query_frames", "key_frames", "q_shape", "k_shape")
+    shapes = ("query_frames", "q_shape", "k_shape")
     calls = [
         InferenceCall.from_dict(
-            {"layer": call.site.layer, **call.values, **{name: call[name] for name in (*tags, *shapes)}}
+            {"layer": call.site.layer, **call_values(call), **{name: call[name] for name in (*tags, *shapes)}}
+            | {"key_frames": sorted(call["key_frames"])}
         )
         for call in run.records
     ]
@@ -114,7 +118,7 @@ def inference_cache(run: Extraction) -> dict[str, Any]:
         "layer_indices": list(dict.fromkeys(run.config.layer_indices)),
         "num_transformer_blocks": run.num_layers,
     }
-    return {**run.common, **own}
+    return {**run.common, **_version(run), **own}
 
 
 def layer_requests(
@@ -174,7 +178,7 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
     if "frame_logits_by_band" in atlas:
         atlas["rope_bands"] = list(RotaryTable(run.records[0].q_shape[-1]).bands)
     if "key_curve" in run.quantities:
-        atlas["key_curve"] = run.stack(partial(_last_key_curve, run), layers, steps)
+        atlas |= last_key_curves(run, layers, steps)
     if "cross_mass" in run.quantities:
         atlas["cross_mass"] = run.stack(partial(_cross_mass, run), layers, steps)
         atlas["cross_tokens"] = run.prompt_tokens
@@ -199,14 +203,3 @@ def _cross_mass(run: Extraction, layer: int, step: int) -> Tensor:
     for call in calls:
         rows[:, call["query_frames"]] = call.values["cross_mass"][0, ..., :words].float()
     return rows
-
-
-def _last_key_curve(run: Extraction, layer: int, step: int) -> Tensor:
-    """Key curve of the last block among all keys: [H, F·S] float16, NaN where not attended."""
-    S, there = run.common["frame_seq_length"], run.config.passes_of_block(len(run.config.block_sizes) - 1)
-    if step not in there:  # a pass of the first block alone
-        return torch.full((run.common["num_heads"], run.config.num_frames * S), torch.nan).half()
-    call = run.captured("key_curve", layer, step)[0]
-    per_frame = call.values["key_curve"][0].unflatten(-1, (-1, S)).mT  # [H, S, Fk]
-    spread = frames.spread_keys(per_frame, call["key_frames"], run.config.num_frames)
-    return spread.mT.flatten(1).half()

@@ -242,15 +242,10 @@ def check_requests(
 ) -> None:
     """Raise ConfigError for a layer, block or pass that the model or the rollout does not have."""
     policy = config.policy
-    if policy.name == "per_head" and any(request.granularity == "map" for request in requests):
+    if policy.name == "per_head" and any(request.granularity != "frame" for request in requests):
         raise ConfigError(
-            "under cache_policy per_head heads see keys of their own, of which no maps are kept"
-        )
-    if not policy.keeps_whole_frames and any(r.granularity in ("token", "key") for r in requests):
-        raise ConfigError(
-            f"cache_policy {policy.name} keeps slots that are not frames of their own, which token matrices "
-            "and key curves in caches cannot tell; use --granularity frame, or run_extraction_all.py without "
-            "key_curve"
+            "under cache_policy per_head heads see keys of their own, of which no maps, token matrices or "
+            "key curves are kept; use --granularity frame, or run_extraction_all.py without --key_curve"
         )
     for request in requests:
         try:

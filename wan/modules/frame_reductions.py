@@ -7,7 +7,7 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.key_layout import KeyLayout
-from wan.modules.key_segments import key_frames, segments_of
+from wan.modules.key_segments import key_frames, key_tokens, segments_of
 from wan.modules.rope import RotaryTable
 
 
@@ -64,11 +64,11 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
 
 
 def of_keys(layout: KeyLayout | None, k: Tensor) -> dict[str, Tensor]:
-    """key_frame and key_position of every key, int64 [B, Lk], where slots do not say it."""
-    if layout is None or layout.is_plain:
+    """key_frame, key_token and key_position of every key, int64 [B, Lk], where key_frames do not say it."""
+    if layout is None or layout.is_in_place:
         return {}
     frames, positions = key_frames(layout, len(k))
-    return {"key_frame": frames, "key_position": positions}
+    return {"key_frame": frames, "key_token": key_tokens(layout, len(k)), "key_position": positions}
 
 
 def _gathered(parts: dict[str, Tensor], kind: str, sums: Tensor, means: Tensor) -> dict[str, Tensor]:

@@ -130,5 +130,10 @@ class KeyLayout:
         )
 
     @cached_property
+    def is_in_place(self) -> bool:
+        """Whether frames say it all: one to a slot, in order, each at its own position."""
+        return self.is_plain and self.positions == self.frames and list(self.frames) == sorted(self.frames)
+
+    @cached_property
     def positions(self) -> tuple[int, ...]:
         return tuple(slot.position for slot in self.slots)

@@ -135,5 +135,7 @@ def key_tokens(layout: KeyLayout, batch: int) -> Tensor:
     S = layout.tokens_per_slot
     tokens = torch.arange(S).repeat(batch, len(layout.slots))
     if layout.chosen is not None:
-        tokens[:, layout.chosen.slots.start * S : layout.chosen.slots.stop * S] = layout.chosen.indices.cpu()
+        tokens[:, layout.chosen.slots.start * S : layout.chosen.slots.stop * S] = (
+            layout.chosen.on_host.indices
+        )
     return tokens
