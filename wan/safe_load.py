@@ -1,10 +1,8 @@
 """torch.load for files that may be damaged or hostile: nothing runs, and no size is believed unchecked.
 
 A .pt is a zip of a pickle and one record per storage (wan/zip_records.py). weights_only keeps the pickle from
-running code.
-Here the archive's structure is checked always, records up to EAGER_BYTES are compared with their checksums on
-opening, and
-larger ones, which stay on disk until they are used, by verify().
+running code. Here the archive's structure is checked always, records up to EAGER_BYTES are compared with
+their checksums on opening, and larger ones, which stay on disk until they are used, by verify().
 """
 
 import mmap as mapping
@@ -44,10 +42,9 @@ def load_tensors(path: str | Path, mmap: bool = True, verify_all: bool = False) 
     """What torch.save wrote: tensors in plain containers, and what torch.serialization.safe_globals allows.
 
     Tensors stay on disk while mmap is true and the file's format (that of torch 1.6 and later) allows. Where
-    they do, those
-    of more than EAGER_BYTES are not compared with their checksums unless verify_all is true; verify() does
-    so. Raises
-    UnreadableError for any other file, one that is damaged, or one that declares more than it holds.
+    they do, those of more than EAGER_BYTES are not compared with their checksums unless verify_all is true;
+    verify() does so. Raises UnreadableError for any other file, one that is damaged, or one that declares
+    more than it holds.
     """
     path = Path(path)
     with warnings.catch_warnings(action="ignore"):  # of pickle protocols: an error says all there is to say

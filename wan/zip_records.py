@@ -1,8 +1,7 @@
 """What lies where in a .pt: a strict reader of the zip archives that torch.save writes, and their checksums.
 
 Two readers of one archive must not see different files. So nothing is searched for: the end of the directory
-is the end of
-the file, its entries fill the directory, records are stored as they are and do not overlap.
+is the end of the file, its entries fill the directory, records are stored as they are and do not overlap.
 """
 
 import os

@@ -90,8 +90,7 @@ def run_watched(
     """make() -> a cache of at most each bytes for every path, arranged by its function.
 
     Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for
-    what goes
-    wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
+    what goes wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
     """
     videos = videos_of(args, outputs)
     name_files(args, config, outputs, videos)

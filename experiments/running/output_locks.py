@@ -1,9 +1,8 @@
 """Outputs are claimed before a run: one run per path, nothing replaced that should stay, room on the disk.
 
 A claim is a lock file beside the output, .NAME.lock, held by filelock: by flock where the disk has it, which
-ends with the
-process, however that ends; else by a lease with a heartbeat, which expires, because another host's process
-ids mean nothing.
+ends with the process, however that ends; else by a lease with a heartbeat, which expires, because another
+host's process ids mean nothing.
 """
 
 import os
@@ -29,8 +28,7 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     """Hold outputs, given with the bytes each will take, while a run makes them.
 
     Raises CacheError, before hours of work, where one cannot be written, is there and may not be replaced, is
-    being
-    made by another run, or does not fit on its disk.
+    being made by another run, or does not fit on its disk.
     """
     for path in paths:
         require_writable(path)

@@ -98,8 +98,7 @@ def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[Non
     """Ctrl-C, SIGTERM and a terminal that closes (SIGHUP) let the current block, or step, finish.
 
     A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main
-    thread
-    nothing is changed: signals do not arrive there.
+    thread nothing is changed: signals do not arrive there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
