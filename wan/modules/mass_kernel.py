@@ -20,6 +20,45 @@ def _tile_mass(q, k, scale, lse):
 
 
 @triton.jit
+def _segment(bounds_ptr, batch, frame, num_frames, BLOCK_K: tl.constexpr):
+    """Of an unequal segment the first key, how many keys it has, and how many of them fill tiles."""
+    bound = bounds_ptr + batch * (num_frames + 1) + frame
+    first = tl.load(bound)
+    size = tl.load(bound + 1) - first
+    return first, size, size // BLOCK_K * BLOCK_K
+
+
+@triton.jit
+def _segment_mass(
+    q,
+    lse,
+    scale,
+    tile,
+    dims,
+    columns,
+    size,
+    whole,
+    stride_kl,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Mass of BLOCK_Q queries [BLOCK_Q] on the size keys whose first tile is at tile [DIM_PAD, BLOCK_K]."""
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    for _ in range(0, whole, BLOCK_K):
+        # masked loads cost 15 % here: none where none is needed
+        k = tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
+        total += tl.sum(_tile_mass(q, k, scale, lse), 1)
+        tile += BLOCK_K * stride_kl
+    if whole < size:  # the rest of the segment
+        inside = whole + columns < size
+        k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
+        total += tl.sum(tl.where(inside[None, :], _tile_mass(q, k, scale, lse), 0.0), 1)
+    return total
+
+
+@triton.jit
 def _mass_kernel(
     q_ptr,
     k_ptr,
@@ -43,9 +82,7 @@ def _mass_kernel(
     BLOCK_K: tl.constexpr,
     UNEQUAL: tl.constexpr,
 ):
-    """One program: BLOCK_Q queries of one head against all keys,
-    a frame (or an unequal segment) at a time.
-    """
+    """One program: BLOCK_Q queries of one head against all keys, a frame or an unequal segment at a time."""
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -62,28 +99,14 @@ def _mass_kernel(
     k_head = k_ptr + batch * stride_kb + head * stride_kh + dims[:, None]
 
     for frame in range(num_frames):
-        total = tl.zeros([BLOCK_Q], tl.float32)
         if UNEQUAL:
-            bound = bounds_ptr + batch * (num_frames + 1) + frame
-            first = tl.load(bound)
-            size = tl.load(bound + 1) - first
-            whole = size // BLOCK_K * BLOCK_K
+            first, size, whole = _segment(bounds_ptr, batch, frame, num_frames, BLOCK_K)
         else:
-            first = frame * frame_size
-            size = frame_size
-            whole = whole_frame
+            first, size, whole = frame * frame_size, frame_size, whole_frame
         tile = k_head + (first + columns).to(tl.int64)[None, :] * stride_kl
-        for _ in range(0, whole, BLOCK_K):
-            if HEAD_DIM == DIM_PAD:  # masked loads cost 15 % here: none where none is needed
-                k = tl.load(tile)
-            else:
-                k = tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
-            total += tl.sum(_tile_mass(q, k, scale, lse), 1)
-            tile += BLOCK_K * stride_kl
-        if whole < size:  # the rest of the frame
-            inside = whole + columns < size
-            k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
-            total += tl.sum(tl.where(inside[None, :], _tile_mass(q, k, scale, lse), 0.0), 1)
+        total = _segment_mass(
+            q, lse, scale, tile, dims, columns, size, whole, stride_kl, HEAD_DIM, DIM_PAD, BLOCK_Q, BLOCK_K
+        )
         tl.store(mass_ptr + (batch_head * num_frames + frame) * len_q + rows, total, mask=rows < len_q)
 
 
