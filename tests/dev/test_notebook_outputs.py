@@ -11,7 +11,7 @@ from PIL import Image
 
 from experiments.caches.errors import RunError
 from experiments.dev import notebook_outputs
-from experiments.dev.notebook_outputs import LIMIT, TOO_LARGE, mark, shrunk, state
+from experiments.dev.notebook_outputs import TOO_LARGE, mark, shrunk, state
 
 
 @pytest.mark.parametrize("name", notebook_outputs.RECIPES)
