@@ -41,9 +41,10 @@ SIZES = (
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the slow ones; pytest -m "not slow" leaves them out."""
+    """Mark the slow ones; pytest -m "not slow" leaves them out. What runs beside is slow too."""
     for item in items:
-        if item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
+        beside = item.get_closest_marker("beside")
+        if beside or item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
 
 

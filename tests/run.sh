@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# All tests, a process for each core:  bash tests/run.sh [pytest arguments]
+# The tests, a process for each core:  bash tests/run.sh [--full] [pytest arguments]
+# --full runs those marked `beside` too: browsers, whole scripts, the shipped weights judged again.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/running/env.sh"
-python -m pytest -n auto --dist loadfile "$@"
+chosen=(-m "not beside")
+if [ "${1:-}" = --full ]; then chosen=() && shift; fi
+python -m pytest -n auto --dist loadfile "${chosen[@]}" "$@"

@@ -46,13 +46,13 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-@pytest.mark.slow
+@pytest.mark.beside
 def test_the_wheel_ships_every_file_that_the_packages_read(installed):
     needed = [name for name in tracked("wan", "experiments") if not name.endswith((".md", ".sh"))]
     assert len(needed) > 80 and not [name for name in needed if not (installed / name).is_file()]
 
 
-@pytest.mark.slow
+@pytest.mark.beside
 def test_its_commands_say_what_they_do(installed, tmp_path):
     env = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(

@@ -63,7 +63,7 @@ def clone(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.beside
 def test_the_readme_from_top_to_bottom(clone):
     (example,) = re.findall(r"^    (key_frame,\w+\n(?:    .*\n)+)", README, re.MULTILINE)
     (clone / "MY.csv").write_text(example.replace("    ", ""))

@@ -14,25 +14,24 @@ SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
 
 
 def test_every_layer_is_what_its_own_rollout_gives(tmp_path, monkeypatch):
-    command = [
-        "bash",
-        "experiments/extract_all_layers.sh",
-        "configs/wan_mini.yaml",
-        str(tmp_path),
-        "--num_frames",
-        "6",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("layer cache of wan-mini") == 8
-    assert {path.name for path in tmp_path.iterdir()} == {f"layer{layer}.pt" for layer in range(8)}
     monkeypatch.chdir(ROOT)
+    run_extraction_each.run([*SHORT, "--output_dir", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {f"layer{layer}.pt" for layer in range(8)}
     run_extraction_each.run([*SHORT, "--layer_index", "6", "--output_path", str(tmp_path / "alone.pt")])
     alone, together = (load_cache(tmp_path / name) for name in ("alone.pt", "layer6.pt"))
     torch.testing.assert_close(
         together["full_frame_attention"], alone["full_frame_attention"], rtol=0, atol=0, equal_nan=True
     )
     assert (tmp_path / "alone.pt").read_bytes() == (tmp_path / "layer6.pt").read_bytes()
+
+
+@pytest.mark.beside
+def test_the_shell_script(tmp_path):
+    script = ["bash", "experiments/extract_all_layers.sh", "configs/wan_mini.yaml", str(tmp_path)]
+    done = subprocess.run([*script, "--num_frames", "6"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("layer cache of wan-mini") == 8
+    assert {path.name for path in tmp_path.iterdir()} == {f"layer{layer}.pt" for layer in range(8)}
 
 
 @pytest.mark.parametrize(

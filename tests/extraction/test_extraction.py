@@ -179,6 +179,7 @@ def test_the_video(tmp_path):
     assert video.std() > 5  # something is to be seen
 
 
+@pytest.mark.beside
 def test_a_script_runs_without_pythonpath(tmp_path):
     command = [
         sys.executable,

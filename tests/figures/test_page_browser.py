@@ -14,7 +14,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.figures.html_page import save_page
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.beside
 
 
 def test_keys_and_pickers(page):

@@ -8,7 +8,7 @@ from helpers.pages import box, text_of
 from experiments.caches import save_cache
 from experiments.figures.html_page import save_page
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.beside
 
 PUBLISHED = ROOT / "cache" / "published"
 

@@ -4,6 +4,7 @@ How much is tried: a little in CI, all of it with ROBUSTNESS=full.
 """
 
 import contextlib
+import io
 import os
 import pickle
 import select
@@ -73,8 +74,6 @@ def forked(function: Callable[[], Any], timeout: float = 60, kill_after: float |
 
 def _child(function: Callable[[], Any], pipe: int) -> None:
     """Never returns: pytest must not go on in a fork."""
-    import io
-
     code, value, said = 0, None, io.StringIO()
     try:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -88,6 +87,17 @@ def _child(function: Callable[[], Any], pipe: int) -> None:
     with contextlib.suppress(BaseException):
         os.write(pipe, pickle.dumps((value, said.getvalue())))
     os._exit(code)
+
+
+def one_after_another(runs: list[Callable[[], Any]]) -> list[tuple[int, str]]:
+    """The exit code of each function, and what it said on stderr; to be called in a fork."""
+    outer, ended = sys.stderr, []
+    for run in runs:
+        sys.stderr = io.StringIO()
+        code = exit_code(run)()
+        ended.append((code, sys.stderr.getvalue()))
+    sys.stderr = outer
+    return ended
 
 
 def exit_code(run: Callable[[], Any]) -> Callable[[], int]:

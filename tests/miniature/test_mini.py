@@ -73,16 +73,19 @@ def measured(tmp_path_factory) -> dict:
     }
 
 
+@pytest.mark.beside
 def test_its_vae_is_sharp_and_does_not_drift_in_what_the_model_makes(measured):
     vae = measured["vae"]
     assert vae["psnr"] > 27 and vae["psnr_first_second"] - vae["psnr_last_second"] < 1.5
 
 
+@pytest.mark.beside
 def test_decoding_is_cheaper_than_frame_by_frame(measured):
     vae = measured["vae"]
     assert vae["decode_seconds_per_latent_frame"] < 0.7 * vae["diffusers_seconds_per_latent_frame"]
 
 
+@pytest.mark.beside
 def test_its_evaluation_is_of_these_weights(measured):
     assert EVALUATION["weights"] == measured["weights"]
     now, then = (report["captions"]["one shape"]["each"] for report in (measured, EVALUATION))

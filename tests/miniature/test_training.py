@@ -9,9 +9,9 @@ from conftest import ROOT
 
 from experiments import train_mini
 from experiments.caches.errors import CacheError, StoppedError
-from experiments.miniature import training, vae_training
+from experiments.miniature import autoencoder, training, vae_training
 from experiments.miniature.autoencoder import decode, receptive_field
-from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, VAE
+from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIPS, VAE
 from experiments.miniature.training import Schedule, Trainer
 from experiments.miniature.vae_training import SHORT_SHARE, clip_length
 from experiments.running import cli
@@ -25,11 +25,17 @@ WEIGHTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_measurements(monkeypatch):
-    """The VAE's PSNR takes longer than these trainings."""
-    monkeypatch.setattr(vae_training, "vae_quality", lambda *_: {"psnr": 0.0})
-    monkeypatch.setattr(vae_training, "final_quality", lambda *_: {})
+@pytest.fixture(autouse=True, scope="module")
+def short_clips_without_measurements():
+    """Of 21 video frames at most; the VAE's PSNR takes longer than these trainings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autoencoder, "FRAMES", 21)
+        patch.setattr(vae_training, "FRAMES", 9)
+        patch.setattr(vae_training, "SHORT_CLIPS", (5, 9))
+        patch.setattr(vae_training, "LONG_CLIPS", (9, 13))
+        patch.setattr(vae_training, "vae_quality", lambda *_: {"psnr": 0.0})
+        patch.setattr(vae_training, "final_quality", lambda *_: {})
+        yield
 
 
 def train(folder, stage: str, *more: str) -> None:
@@ -107,12 +113,10 @@ def test_other_seeds_give_other_weights(undisturbed, tmp_path):
 def test_checkpoints_of_the_training_are_kept(undisturbed, tmp_path):
     for name in RECIPES["causal"].needs:
         (tmp_path / name).symlink_to(undisturbed / name)
-    for flag in ("--training_checkpoints", "--moments"):  # the older name still works
-        train(tmp_path, "causal", flag, str(tmp_path / flag))
-        kept = sorted(path.name for path in (tmp_path / flag).iterdir())
-        assert kept == ["step_00000.pt", "step_00004.pt"]
-        last = (tmp_path / flag / kept[-1]).read_bytes()
-        assert last == (tmp_path / WEIGHTS["causal"]).read_bytes()
+    train(tmp_path, "causal", "--moments", str(tmp_path / "kept"))  # the older name of --training_checkpoints
+    kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert kept == ["step_00000.pt", "step_00004.pt"]
+    assert (tmp_path / "kept" / kept[-1]).read_bytes() == (tmp_path / WEIGHTS["causal"]).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -152,8 +156,10 @@ def test_progress_is_of_steps_or_minutes_whichever_is_further(monkeypatch):
     assert both.progress == 1.0 and by_steps.progress == 0.2
 
 
-def test_the_longest_clips_are_longer_than_the_decoder_sees():
+def test_the_longest_clips_are_longer_than_the_decoder_sees(monkeypatch):
     assert max(LONG_CLIPS) > receptive_field(VAE) == 117
+    monkeypatch.setattr(vae_training, "SHORT_CLIPS", SHORT_CLIPS)
+    monkeypatch.setattr(vae_training, "LONG_CLIPS", LONG_CLIPS)
     lengths = {clip_length(step, progress) for step in range(12) for progress in (0.0, 0.99 * SHORT_SHARE)}
     assert max(lengths) < FRAMES < max(clip_length(step, 0.9) for step in range(12))
 

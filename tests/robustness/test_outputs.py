@@ -191,6 +191,7 @@ def test_a_second_ctrl_c_stops_in_the_middle_of_a_block(tmp_path, monkeypatch, c
     assert not os.listdir(tmp_path) and signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.beside
 def test_sigterm_in_a_real_process_keeps_the_finished_blocks(tmp_path):
     run = started("--num_frames", "240", "--output_path", str(tmp_path / "a.pt"))
     for line in run.stderr:

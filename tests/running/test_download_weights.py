@@ -139,6 +139,7 @@ def test_sizes_are_named_and_nothing_is_fetched_without_a_yes(hub, tmp_path, ans
     assert not hub.sent and not fetched(tmp_path / "here")
 
 
+@pytest.mark.beside
 def test_what_was_stopped_goes_on_and_nothing_is_fetched_twice(hub, tmp_path):
     here, size = tmp_path / "here", len(FILES[MODEL][WEIGHTS])
     hub.broken = True
@@ -166,6 +167,7 @@ def test_what_was_stopped_goes_on_and_nothing_is_fetched_twice(hub, tmp_path):
     assert fetched(here) == WHOLE
 
 
+@pytest.mark.beside
 def test_a_file_that_is_not_the_released_one_is_replaced(hub, tmp_path):
     target = tmp_path / "here/wan_models/Wan2.1-T2V-1.3B" / WEIGHTS
     target.parent.mkdir(parents=True)

@@ -33,6 +33,7 @@ def pipe():
     return load("wan_mini", num_frames=6)
 
 
+@pytest.mark.beside
 def test_the_readmes_block_runs_from_any_folder(elsewhere):
     (block,) = BLOCK.findall((ROOT / "README.md").read_text().partition("## In your own code")[2])
     assert len(block.strip().splitlines()) == 7

@@ -58,6 +58,7 @@ def test_layers_at_once_have_figures_of_their_own(layer_folder, tmp_path):
         assert f"layer{layer}_perhead_grid.svg" in printed(out / "notebooks" / f"layer{layer}.ipynb")
 
 
+@pytest.mark.beside
 def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     out = tmp_path / "out"
     command = [
