@@ -92,8 +92,9 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
             figure = draw(*args, **kwargs)
             if _width:
                 _fit(figure, _width)
-            for _ in range(2):  # the layout settles in two rounds
-                figure.draw_without_rendering()
+            if layout := figure.get_layout_engine():
+                for _ in range(2):  # it settles in two rounds
+                    layout.execute(figure)
             figure.set_layout_engine("none")  # fixed: showing a figure cannot change it
             plt.close(figure)
             return figure

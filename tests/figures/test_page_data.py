@@ -141,6 +141,7 @@ def test_codes(cell_bytes, power):
             assert np.nanmax(np.abs(back - row) - step) <= 2e-5  # low and high have six digits
 
 
+@pytest.mark.beside
 def test_all_passes_of_72_frames_fit(tmp_path):
     """30 x 12 heads, five passes, both quantities: one byte a cell, all matrices, within the default size."""
     atlas = synthetic_caches.atlas(layers=list(range(30)), steps=range(5), F=72, H=12, S=1, curve=False)

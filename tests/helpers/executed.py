@@ -1,40 +1,42 @@
-"""Notebooks run from top to bottom for tests, from the folder a user starts them in."""
+"""Notebooks run from top to bottom for tests, from the folder a user starts them in.
 
-import atexit
+Their cells run in this process, in an IPython that is emptied before each: a kernel would load torch again
+and draw every figure twice. Kernels are tested in tests/running.
+"""
+
 import re
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 
-from nbclient.exceptions import CellExecutionError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
-
-from experiments.running.warm_kernel import WarmKernel
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 @cache
-def kernel() -> WarmKernel:
-    """One kernel for all tests of a process: starting one takes longer than most notebooks."""
-    warm = WarmKernel(NOTEBOOKS)
-    warm.__enter__()
-    atexit.register(warm.__exit__)
-    return warm
+def ipython() -> InteractiveShell:
+    shell = InteractiveShell()
+    shell.colors = "nocolor"
+    shell.history_manager.enabled = False
+    return shell
 
 
 def run(name, folder, **parameters):
     """Printed text of an executed notebook; its figures go to folder/figures. An error's text comes last."""
     source = load_notebook_node(str(NOTEBOOKS / name))
     notebook = parameterize_notebook(source, {"SAVE_DIR": str(folder / "figures")} | parameters)
-    try:
-        kernel().execute(notebook)
-    except CellExecutionError as error:
-        assert error.ename == "CacheError", error
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "".join(
-        "\n".join(o["traceback"]) if o["output_type"] == "error" else o.get("text", "") for o in outputs
-    )
+    ipython().reset(new_session=True)
+    with chdir(NOTEBOOKS), capture_output() as printed:
+        for cell in notebook.cells:
+            if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:
+                break
+    error = done.error_before_exec or done.error_in_exec
+    assert error is None or type(error).__name__ == "CacheError", printed.stdout
+    return printed.stdout if error is None else printed.stdout.rstrip("\n")
 
 
 def figures(folder):

@@ -108,9 +108,10 @@ def test_published_data_over_the_papers_curve(tmp_path, F):
 
 
 def test_a_reference_can_be_switched_off(tmp_path):
+    save_cache(tmp_path / "c.pt", synthetic_caches.atlas(layers=(0, 4), H=10))
     printed = run(
         tmp_path,
-        CACHE_PATH="../cache/published/self_forcing_dmd_castle_21f.pt",
+        CACHE_PATH=str(tmp_path / "c.pt"),
         REFERENCE_CSV=None,
         HEADS=[[0, 0, "L1H1"], [4, 9, "L5H10"]],
     )
