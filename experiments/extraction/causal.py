@@ -37,7 +37,9 @@ from wan.config import ModelConfig, RunConfig
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
+from wan.noise import SeededNoise
 from wan.pipeline import CausalInferencePipeline
+from wan.prompt_schedule import PromptSwitch
 from wan.weights import read_weights
 
 
@@ -68,6 +70,10 @@ class Session:
                 noise, prompt_embeds=prompt_embeds, renoise=renoise, **kwargs
             )
         return latents
+
+    def switches(self, config: RunConfig) -> list[PromptSwitch]:
+        """The prompts that follow the first one, with their embeddings."""
+        return [replace(s, prompt_embeds=self.texts[str(s.prompt)][0]) for s in config.switches]
 
     def with_weights(self, config: RunConfig) -> "Session":
         """The same with the weights that another config names."""
@@ -151,9 +157,7 @@ def extract_next(
     """extract() with what is loaded already; config may have another prompt and seed than at loading."""
     observer = observer or RunObserver()
     prompt_embeds, prompt_tokens = session.texts[config.prompt]
-    switches = [
-        replace(switch, prompt_embeds=session.texts[str(switch.prompt)][0]) for switch in config.switches
-    ]
+    switches = session.switches(config)
     requests = [with_words(request, len(prompt_tokens)) for request in requests]
     noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
@@ -272,6 +276,22 @@ def draw_noise(
     generator = torch.Generator().manual_seed(config.seed)
     shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
     noise = torch.randn(shape, generator=generator)
-    most = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
-    renoise = torch.randn(most - 1, *shape, generator=generator)
+    renoise = torch.randn(_most_steps(config) - 1, *shape, generator=generator)
     return noise.to(device, dtype), renoise.to(device, dtype)
+
+
+def seeded_noise(
+    configs: Sequence[RunConfig], model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> SeededNoise:
+    """The noise that draw_noise draws for each of these configs, block by block as it is needed.
+
+    They may differ in their seeds.
+    """
+    first = configs[0]
+    shape = (model_config.in_dim, first.height, first.width)
+    seeds = [config.seed for config in configs]
+    return SeededNoise(seeds, first.num_frames, shape, _most_steps(first), device, dtype)
+
+
+def _most_steps(config: RunConfig) -> int:
+    return max(len(config.denoising_step_list), len(config.first_block_steps or ()))

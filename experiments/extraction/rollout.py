@@ -116,7 +116,7 @@ def capture_guarded(
     """
     with (
         out_of_memory(phase, requests),
-        _capture(requests) as records,
+        capturing(requests) as records,
         checks.record_forwards(model) as forwards,
         suppress(_StoppedError),
     ):  # innermost: what was captured is kept
@@ -132,7 +132,7 @@ def capture_guarded(
         yield records, check
 
 
-def _capture(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
+def capturing(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
     return ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
 
 

@@ -17,7 +17,7 @@ def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
     """
     decoder, waiting, count = StreamedDecoder(vae), list[Tensor](), 0
     for latents in blocks:
-        if waiting and count + latents.shape[1] > frames_at_once(latents):
+        if waiting and count + latents.shape[1] > frames_at_once(*latents.shape[-2:]):
             yield to_pixels(decoder(torch.cat(waiting, 1))).cpu()
             waiting, count = [], 0
         waiting.append(latents)
@@ -26,7 +26,6 @@ def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
         yield to_pixels(decoder(torch.cat(waiting, 1))).cpu()
 
 
-def frames_at_once(latents: Tensor) -> int:
-    """Latent frames that wait for each other at most: as many as one call decodes."""
-    height, width = latents.shape[-2:]
+def frames_at_once(height: int, width: int) -> int:
+    """Latent frames of this size that wait for each other at most: as many as one call decodes."""
     return max(1, POSITIONS_AT_ONCE // (height * width))

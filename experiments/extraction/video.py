@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from experiments.caches.atomic_files import replacing
+from experiments.extraction.devices import decoding_threads
 from experiments.extraction.result import Extraction
 from wan.config import RunConfig
 
@@ -18,7 +19,9 @@ def decode(extraction: Extraction) -> Tensor:
     from wan.modules.vae import VAE  # diffusers is needed only here
 
     vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=extraction.latents.device)
-    return to_pixels(vae.decode(extraction.latents))[0].cpu()
+    latents = extraction.latents
+    with decoding_threads(latents.device, *latents.shape[-2:]):
+        return to_pixels(vae.decode(latents))[0].cpu()
 
 
 def to_pixels(video: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from experiments.caches.atomic_files import replacing
-from experiments.extraction.causal import Session, pipeline_of
+from experiments.extraction.causal import Session, pipeline_of, seeded_noise
 from experiments.extraction.devices import threads_for
+from experiments.extraction.memory_parts import kv_cache
 from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
@@ -30,9 +31,7 @@ from experiments.studies.policy_grid import CONTROLS, FULL
 from experiments.studies.video_measures import measure
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
-from wan.modules.policies.base import CachePolicy
 from wan.modules.vae import VAE
-from wan.noise import SeededNoise
 
 
 @dataclass(frozen=True)
@@ -159,15 +158,8 @@ class Maker:
         session, first = self.session, items[0].config
         config = replace(first, cache_policy=dict(items[0].settings), local_attn_size=-1, sink_size=0)
         pipeline = pipeline_of(session.pipeline.model, config)
-        shape = (session.model_config.in_dim, first.height, first.width)
-        noise = SeededNoise(
-            [item.config.seed for item in items],
-            first.num_frames,
-            shape,
-            len(first.denoising_step_list),
-            session.device,
-            session.dtype,
-        )
+        configs = [item.config for item in items]
+        noise = seeded_noise(configs, session.model_config, session.dtype, session.device)
         text = torch.cat([session.texts[item.config.prompt][0] for item in items])
         clock = _Clock(session.device)
         with threads_for(torch.empty(1, *noise.shape[1:]), session.model_config):
@@ -176,7 +168,7 @@ class Maker:
         pixels = torch.cat(parts, 1).numpy()
         cost = clock.cost() | {
             "batch": len(items),
-            "cache_bytes": cache_bytes(pipeline.cache_policy, session, config),
+            "cache_bytes": kv_cache(config, session.model_config, session.dtype),
         }
         return list(pixels), cost
 
@@ -229,15 +221,6 @@ class _Clock:
         if self.device.type == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return {name: round(value, 6) for name, value in found.items()}
-
-
-def cache_bytes(policy: CachePolicy, session: Session, config: RunConfig) -> int:
-    """Keys and values that a policy holds of one video: its slots, un-rotated keys and its own state."""
-    sizes = session.model_config
-    slots = policy.capacity(config.num_frames, config.num_frame_per_block)
-    frames = 2 * slots + min(policy.raw_slots(slots), slots) + 2 * policy.state_frames()
-    tokens = frames * sizes.tokens_per_frame(config.height, config.width)
-    return tokens * sizes.dim * sizes.num_layers * session.dtype.itemsize
 
 
 def first_side(config: RunConfig) -> int:

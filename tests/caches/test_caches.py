@@ -90,7 +90,8 @@ def test_wrong_entries(tmp_path):
     cache = synthetic_caches.figure4(S=5, H=3)
     cache["attention_weights"][1]["attn_logits"] = torch.zeros(1, 3, 15, 100).half()
     with pytest.raises(
-        CacheError, match=r"attention_weights\[1\].attn_logits is float16 .*, not of 21 key frames of 5 tokens"
+        CacheError,
+        match=r"attention_weights\[1\].attn_logits is float16 .*, not of 21 key frames of 5 tokens",
     ):
         save_cache(tmp_path / "c.pt", cache)
     del cache["attention_weights"][1]["attn_logits"]

@@ -28,6 +28,7 @@ from experiments import (
     run_extraction_maps,
     run_intervention,
     run_notebooks,
+    run_rollout,
     train_mini,
 )
 from experiments.caches import save_cache
@@ -101,6 +102,7 @@ OTHERS = {
         run_causal_atlas,
         run_intervention,
         run_notebooks,
+        run_rollout,
         train_mini,
     )
 }
@@ -364,6 +366,23 @@ CASES |= {
         ["--vbench_dir", NO_DISK, "--output_dir", "{}/o"],
         ["--config_path", "{}/none.yaml"],
         ["--device", "abacus"],
+    ],
+    "run_rollout": [
+        *rollout_cases(),
+        *(
+            [*MINI, *f]
+            for f in (
+                ["--capture", "some"],
+                ["--capture", "last:0"],
+                ["--capture", "band"],
+                ["--num_frames", "4"],
+                ["--output_path", "{}/o.avi"],
+                ["--output_path", "{}/folder"],
+                ["--output_path", f"{NO_DISK}/o.mp4"],
+                ["--save_video"],
+                ["--cache_policy", "no_such_policy"],
+            )
+        ),
     ],
     "long_rollout_findings": [
         ["--no_such_flag"],

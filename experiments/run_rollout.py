@@ -1,0 +1,30 @@
+"""A video of any length: blocks are written as they are made. It goes on where it was stopped or killed.
+
+    python experiments/run_rollout.py --config_path configs/wan_mini.yaml --num_frames 240
+    python experiments/run_rollout.py --num_frames 2400 --cache_policy deep_sink --capture last:3
+
+Beside the mp4, which plays at any moment, NAME.latents.safetensors grows, and NAME.attention/ has a file for
+each captured block. docs/long_rollouts.md tells more.
+"""
+
+from experiments.running.cli import config_from, main, run_parser
+from wan.errors import ConfigError
+
+
+def run(argv=None):
+    parser = run_parser(__doc__, "outputs/long.mp4")
+    parser.add_argument(
+        "--capture", default="none", help="attention that is kept: none, last:N blocks, band:D frames, all"
+    )
+    args = parser.parse_args(argv)
+    if args.save_video is not None:
+        raise ConfigError("the video is --output_path; leave --save_video out")
+    config = config_from(args)
+
+    from experiments.running.long_job import make_long  # after the flags: a --help needs no torch
+
+    make_long(args, config)
+
+
+if __name__ == "__main__":
+    main(run)

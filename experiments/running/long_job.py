@@ -1,0 +1,90 @@
+"""From flags to a long video: sizes said before, files that go on where a kill left them."""
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from experiments.caches.atomic_files import require_writable
+from experiments.caches.errors import CacheError
+from experiments.extraction import causal
+from experiments.extraction.block_capture import BlockCapture
+from experiments.extraction.devices import choose_device, choose_dtype
+from experiments.extraction.edit_files import edits_of
+from experiments.extraction.interventions import edited
+from experiments.extraction.latent_file import LatentFile
+from experiments.extraction.long_rollout import LongVideo, make_long_video
+from experiments.extraction.memory_estimate import amount
+from experiments.extraction.video import check_video
+from experiments.running.claims import item_name
+from experiments.running.jobs import deterministic
+from experiments.running.output_locks import claimed, require_space
+from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.sweep import NOT_SETTINGS
+from wan import checkpoint
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.modules.vae import VAE
+
+
+def make_long(args: argparse.Namespace, config: RunConfig) -> None:
+    """Make a long video, or go on with one. Raises StoppedError after Ctrl-C."""
+    place, capture = LongVideo(Path(args.output_path)), BlockCapture.read(args.capture, config.step)
+    if place.path.suffix != ".mp4":
+        raise ConfigError(f"--output_path {place.path} does not end in .mp4")
+    require_writable(place.latents)
+    args.files.writes("the latents", str(place.latents))
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        claimed({str(place.path): 0}),
+        stopping_when_asked(watch),
+        deterministic(args.deterministic),
+    ):
+        check_video(config)
+        sizes = _sizes(config, place, capture)
+        session = causal.prepare(config, [], observer=watch)
+        watch.print(
+            "writes " + ", ".join(f"{amount(size)} to {path}" for path, size in sizes.items() if size)
+        )
+        if args.overwrite:
+            _remove(place)
+        latents = LatentFile(
+            place.latents,
+            (config.num_frames, session.model_config.in_dim, config.height, config.width),
+            session.dtype,
+            _made_of(config, session),
+        )
+        if place.path.exists() and not latents.frames:
+            raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
+        start, before = time.monotonic(), latents.frames
+        vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
+        with edited(session, config, edits_of(config.interventions, "config")):
+            make_long_video(session, config, place, latents, capture, vae, watch)
+        made, seconds = config.num_frames - before, time.monotonic() - start
+        watch.print(
+            f"{place.path}: {made} of {config.num_frames} frames made now, {seconds:.1f} s, {memory()}"
+        )
+
+
+def _sizes(config: RunConfig, place: LongVideo, capture: BlockCapture) -> dict[str, int]:
+    """Bytes of latents and captured attention by their paths. CacheError where the disk is too small."""
+    model = checkpoint.read_model_config(config.ckpt_dir)
+    dtype = choose_dtype(config.dtype, choose_device(config.device, config.offload))
+    values = config.num_frames * model.in_dim * config.height * config.width
+    sizes = {str(place.latents): values * dtype.itemsize, str(place.attention): capture.bytes(config, model)}
+    require_space(place.path.parent, sizes)
+    return sizes
+
+
+def _made_of(config: RunConfig, session: causal.Session) -> str:
+    """The name of a run, which is that of its files: another seed, length or device has another."""
+    said = {name: value for name, value in asdict(config).items() if name not in NOT_SETTINGS}
+    run = [config.prompt, config.seed, session.sha256.result(), str(session.dtype), session.device.type]
+    return item_name(json.dumps(said, sort_keys=True, default=str), *run)
+
+
+def _remove(place: LongVideo) -> None:
+    """Take away what an earlier run wrote, and nothing else."""
+    for path in (place.path, place.latents, *place.attention.glob("block_*.pt")):
+        path.unlink(missing_ok=True)
