@@ -103,7 +103,7 @@ def new_blocks(
     watch.log("rollout", prompt=config.prompt, seed=config.seed, given_blocks=first)
     with (
         out_of_memory(lambda: f"rolling out block {at}", requests),
-        ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as calls,
+        capturing(requests) as calls,
         checks.record_forwards(model) as forwards,
     ):
         rollout = session.pipeline.blocks(

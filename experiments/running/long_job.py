@@ -21,7 +21,7 @@ from experiments.running.claims import item_name
 from experiments.running.jobs import deterministic
 from experiments.running.output_locks import claimed, require_space
 from experiments.running.progress import Progress, memory, stopping_when_asked
-from experiments.running.sweep import NOT_SETTINGS
+from experiments.running.sweep_state import NOT_SETTINGS
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError
