@@ -30,6 +30,35 @@ def change_lines(changes: Mapping[str, np.ndarray]) -> str:
     return "\n".join(f"{name}: mean {np.nanmean(values):.2g}" for name, values in changes.items())
 
 
+QUESTIONS = {  # of the miniature's tracker, in words
+    "background": "background",
+    "color": "colour",
+    "shape": "shape",
+    "direction": "direction",
+    "landmark": "landmark",
+    "crossing": "paths cross",
+    "hides": "it hides",
+    "comes_back": "it comes back",
+    "same": "back in colour and shape",
+}
+
+
+def tracker_lines(cache: Mapping[str, Any]) -> str:
+    """What the tracker says of both videos of an effects cache, a line each; or why it says nothing."""
+    if "questions" not in cache:
+        return "the tracker judges captions of the miniature alone"
+    names = ("answers_base", "answers_edited")
+    yes = [
+        [
+            QUESTIONS[q]
+            for q, said in zip(cache["questions"], cache[name].tolist(), strict=True)
+            if said and q in QUESTIONS
+        ]
+        for name in names
+    ]
+    return f"right in the unedited video: {', '.join(yes[0])}\nright in the edited one: {', '.join(yes[1])}"
+
+
 @dataclass(frozen=True)
 class HeadStudy:
     """Direct effects of heads and what they attend to; reason says why there is nothing."""

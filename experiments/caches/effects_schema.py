@@ -25,6 +25,9 @@ class EffectsCache(Cache):
     floor: Annotated[Tensor, "f32 [F]"]  # the rollout with noise of 1e-6, or another attention backend
     psnr: Annotated[Tensor | None, "f32 [video]"] = None  # of the two videos, per video frame
     ssim: Annotated[Tensor | None, "f32 [video]"] = None
+    questions: Annotated[list[str] | None, "str [Q]"] = None  # of the miniature's tracker
+    answers_base: Annotated[Tensor | None, "mask [Q]"] = None  # its answers for the unedited video
+    answers_edited: Annotated[Tensor | None, "mask [Q]"] = None
 
     def passes(self) -> list[PassTag]:
         return []

@@ -19,6 +19,7 @@ from experiments.caches.atomic_files import replacing
 from experiments.extraction import causal
 from experiments.extraction.edit_files import edits_of, record_of
 from experiments.extraction.interventions import edited
+from experiments.miniature.captions import answers
 from experiments.running.jobs import deterministic
 from experiments.running.output_locks import claimed
 from experiments.running.progress import Progress, stopping_when_asked
@@ -64,12 +65,22 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             **measured,
             "psnr": torch.tensor(effects.psnr(*pixels)).float().clamp(max=100),
             "ssim": torch.tensor(effects.ssim(*pixels)).float(),
+            **tracked(config.prompt, pixels),
         }
         save_cache(args.output_path, cache)
         save_side_by_side(pixels, video)
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
         watch.print(f"{video}: without and with the edits")
+
+
+def tracked(prompt: str, videos: Sequence[Any]) -> dict[str, Any]:
+    """The tracker's answers for both videos, where the prompt is a caption of the miniature."""
+    said = answers(prompt, [torch.from_numpy(video) for video in videos])
+    if not said:
+        return {}
+    base, edited = (torch.tensor(values) for values in zip(*said.values(), strict=True))
+    return {"questions": list(said), "answers_base": base, "answers_edited": edited}
 
 
 def base_runs(path: str | None, session: causal.Session, config: RunConfig) -> tuple[Tensor, Tensor]:

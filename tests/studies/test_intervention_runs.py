@@ -7,6 +7,7 @@ import torch
 
 from experiments import run_intervention
 from experiments.analysis import published
+from experiments.analysis.causal_reports import tracker_lines
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import bidirectional, causal
@@ -102,6 +103,11 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, 
     )
     assert cache["interventions"]["words"] == str(EDIT) and len(cache["psnr"]) == 21
     assert (tmp_path / "effects.mp4").stat().st_size > 1000
+    assert cache["questions"] == ["background", "shape", "direction", "color"]  # of the config's caption
+    assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,) and cache["answers_base"][0]
+    assert tracker_lines(cache).startswith("right in the unedited video: background")
+    without = {name: value for name, value in cache.items() if name != "questions"}
+    assert tracker_lines(without) == "the tracker judges captions of the miniature alone"
     run_intervention.run([*flags, "--quiet"])
     assert (tmp_path / "base.pt").read_bytes() == base
     with pytest.raises(ConfigError, match=r"base.pt is of another run; choose another --save_base"):
