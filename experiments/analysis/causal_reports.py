@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.analysis import head_taxonomy
 from experiments.analysis.effects import ENOUGH_PROMPTS, head_correlation
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.measures import first_frame_mass
@@ -73,6 +74,7 @@ class HeadStudy:
     controls: dict[str, np.ndarray] = field(default_factory=dict)  # [N, H]
     norms: np.ndarray | None = None  # [N, H]
     measures: dict[str, np.ndarray] = field(default_factory=dict)  # [N, H], of one atlas
+    kinds: np.ndarray | None = None  # [N, H], names, by the signs of logits in that atlas
 
     @property
     def effect(self) -> np.ndarray:
@@ -83,7 +85,7 @@ class HeadStudy:
         maps = [HeadMap("effect", "Direct effect", UNIT, "sequential", self.effect)]
         maps += [HeadMap(name, name, UNIT, "sequential", values) for name, values in self.controls.items()]
         for name, values in self.measures.items():
-            unit, scale = ("logits", "diverging") if name == S else ("share", "share")
+            unit, scale = ("logits", "diverging") if name == S else ("share", "sequential")
             maps.append(HeadMap(name, name, unit, scale, values))
         return maps
 
@@ -131,18 +133,29 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
         floor=float(np.nanmean(cache["floor"].numpy())),
         controls=controls,
         norms=cache["head_norms"].numpy().mean(0) if "head_norms" in cache else None,
-        measures=_measures(atlas, cache),
+        **_attention(atlas, cache),
     )
 
 
-def _measures(atlas: str | Path | None, causal: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """What heads attend to, [N, H], from an unedited atlas of the same weights; nothing without one."""
+def _attention(atlas: str | Path | None, causal: Mapping[str, Any]) -> dict[str, Any]:
+    """What heads attend to, and their kinds, from an unedited atlas of the same weights; nothing without."""
     if atlas is None or not Path(atlas).is_file():
         return {}
     cache = load_cache(atlas, expect=("atlas",))
     same = cache["weights_sha256"] == causal["weights_sha256"] and "interventions" not in cache
     if not same or "frame_mass" not in cache or cache["layers"] != causal["layers"]:
         return {}
+    found: dict[str, Any] = {"measures": _measures(cache)}
+    if "frame_logits" in cache:
+        rates = head_taxonomy.context_sign_rate(open_profiles(cache, quantity="mean_logit"))
+        labels = head_taxonomy.kinds(rates, head_taxonomy.Thresholds())
+        names = {**head_taxonomy.KINDS, head_taxonomy.ABSENT: "no kind"}
+        found["kinds"] = np.vectorize(names.__getitem__, otypes=[object])(labels)
+    return found
+
+
+def _measures(cache: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """s, the mass on frame 0 and the mass on the past of every head, [N, H]."""
     view = open_profiles(cache, quantity="mass")
     profile = view.profiles()
     first, _ = first_frame_mass(profile, view.context_frames)

@@ -135,8 +135,8 @@ def draw(report: Mapping[str, Any], model: str) -> dict[str, Figure]:
     found, first = report["knockouts"], report["first_frame"]
     curves = {name: np.array(rows) for name, rows in found["curves"].items()}
     ends = np.array(found["base"][BACK]), np.array(found["all"][BACK])
-    about = f"{model}, {found['captions']} captions x {found['seeds']} seeds"
-    about_first = f"{model}, {first['prompts']} captions x {found['seeds']} seeds"
+    about = f"{model}, {found['captions']} captions × {found['seeds']} seeds"
+    about_first = f"{model}, {first['prompts']} captions × {found['seeds']} seeds"
     measures = {n: np.array(v) for n, v in first["heads"].items() if n.endswith(("first pass", "all passes"))}
     notes = {
         name: f"ρ = {_interval(values['rho'])}\npartial ρ = {_interval(values['partial_rho'])}"

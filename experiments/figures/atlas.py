@@ -31,25 +31,28 @@ from experiments.figures.style import (
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
 
 
+SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
+
+
 @styled
 def head_maps(
     maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title: str = "Measures of every head"
 ) -> Figure:
     """A panel per measure; what a cache does not hold is left out, and a note says so.
 
-    Those in logits around 0 share one scale, to be compared; the others have their own. Scales end at the 2nd
-    and 98th percentile: a few heads of the real model's last layers would leave all others in one colour."""
+    Those in logits around 0 share one scale, to be compared, as do effects; the others have their own. Scales
+    end at the 2nd and 98th percentile: a few heads of the real model's last layers would leave all others in
+    one colour."""
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
-    columns = max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
+    columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
     rows = max(1, -(-len(shown) // columns))
     size = (3.1 * columns, 0.7 + rows * (_height(len(layers)) + 0.15))
     figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=size)
-    around_0 = [values for m, values in shown if m.scale == "diverging" and m.unit == "logits"]
     for axis, (panel, values) in zip(axes.flat, shown, strict=False):
         axis.set_title(panel.title, pad=14 if any(m.queries for m in maps) else None)
         axis.text(0.5, 1.01, panel.queries, transform=axis.transAxes, ha="center", va="bottom", fontsize=7)
-        shared = np.stack(around_0) if any(values is one for one in around_0) else values
-        cmap, low, high = _range(panel.scale, shared)
+        alike = [v for m, v in shown if (m.scale, m.unit) == (panel.scale, panel.unit) and m.unit in SHARED]
+        cmap, low, high = _range(panel.scale, np.stack(alike) if alike else values)
         mesh = axis.pcolormesh(np.ma.masked_invalid(values), cmap=cmap, vmin=low, vmax=high)
         color_bar(figure, mesh, axis, panel.unit, extend=extend_of(values, low, high), aspect=25, pad=0.03)
         _head_axes(axis, layers, values.shape[1])

@@ -5,63 +5,139 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
-from experiments.figures.style import frame_axis, label_figure, styled
+from experiments.figures.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    frame_axis,
+    label_figure,
+    styled,
+    ticks,
+)
 
-LINES = {"direct": "-", "own block": "-.", "total": "--", "floor": ":"}
+LINES = {
+    "direct": ("-", BLUE),
+    "own block": ("-.", ORANGE),
+    "total": ("--", GREEN),
+    "floor": (":", DARK),
+}
+MARKERS = ("o", "^", "s", "D")
+FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only named
 
 
 @styled
 def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Figure:
-    """A line per effect [F], in units of the distance between two seeds; on a logarithmic scale."""
-    figure, axis = plt.subplots(figsize=(7, 3))
-    for name, values in changes.items():
-        positive = np.where(values > 0, values, np.nan)  # no change at all has no place on this scale
-        axis.plot(positive, LINES.get(name, "-"), marker="o", markersize=3, label=name)
-    axis.axhline(1, color="black", linewidth=0.8)
+    """A line per effect [F], in units of the distance between two seeds; on a logarithmic scale.
+
+    A floor far below the effects would flatten them, and stands in the legend.
+    """
+    figure, axis = plt.subplots(figsize=(7, 3.2))
+    positive = {name: np.where(values > 0, values, np.nan) for name, values in changes.items()}
+    least = min(
+        [np.nanmin(v) for name, v in positive.items() if name != "floor" and np.isfinite(v).any()], default=0
+    )
+    for name, values in positive.items():  # no change at all has no place on this scale
+        style, color = LINES.get(name, ("-", PURPLE))
+        label, far_below = name, name == "floor" and np.nanmax(values, initial=0) < least / FAR_BELOW
+        if far_below:
+            label = f"floor, at most {np.nanmax(values, initial=0):.2g}"
+        axis.plot(
+            [] if far_below else values,
+            style,
+            color=color,
+            marker="o",
+            markersize=3,
+            linewidth=1.4,
+            label=label,
+        )
+    axis.axhline(1, color="0.4", linewidth=0.8)
     axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter("{x:g}")
     frame_axis(axis, max(len(values) for values in changes.values()), 25)
-    axis.legend(frameon=False, ncols=len(changes), fontsize=8)
     label_figure(
         figure,
         [axis],
         f"Change of x0, {subtitle}",
         "/ distance between seeds",
-        x="Latent frame; the black line is another seed",
+        legend={line.get_label(): line for line in axis.get_lines() if line.get_label()[0] != "_"},
+        x="Latent frame; at 1 it is as far away as another seed",
     )
     return figure
 
 
 @styled
 def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str) -> Figure:
-    """A row per video [frames, height, width, 3], uint8, of these video frames, each with its number."""
-    size = (0.85 * len(frames) + 0.8, 1.0 * len(videos) + 0.7)
+    """A row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
+    height, width = next(iter(videos.values())).shape[1:3]
+    size = (0.95 * len(frames) + 0.4, (0.95 * height / width + 0.06) * len(videos) + 0.5)
     figure, axes = plt.subplots(len(videos), len(frames), squeeze=False, figsize=size)
+    figure.get_layout_engine().set(wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
     for row, (name, video) in zip(axes, videos.items(), strict=True):
         for axis, frame in zip(row, frames, strict=True):
             axis.imshow(video[frame], interpolation="nearest")
             axis.set(xticks=[], yticks=[])
             axis.grid(False)
-            axis.set_title(str(frame), fontsize=7, pad=2)
         row[0].set_ylabel(name, fontsize=8)
+    for axis, frame in zip(axes[0], frames, strict=True):
+        axis.set_title(str(frame), fontsize=8, pad=3)
     label_figure(figure, [], f"Video frames, {subtitle}")
     return figure
 
 
 @styled
 def effect_against(
-    effect: np.ndarray, measures: Mapping[str, np.ndarray], notes: Mapping[str, str], *, subtitle: str
+    effect: np.ndarray,
+    measures: Mapping[str, np.ndarray],
+    notes: Mapping[str, str],
+    *,
+    subtitle: str,
+    kinds: np.ndarray | None = None,
+    floor: float = float("nan"),
 ) -> Figure:
-    """A panel per measure: a dot per head [N, H], coloured by layer; notes say how they correlate."""
-    figure, axes = plt.subplots(
-        1, len(measures), squeeze=False, figsize=(3.2 * len(measures), 3.1), sharey=True
-    )
+    """A panel per measure: a dot per head [N, H], coloured by layer; notes say how they correlate.
+
+    kinds [N, H], the name of each head's kind, are the shapes of the dots. Logarithmic: effects of heads
+    differ by orders of magnitude. floor is drawn where it is within their range.
+    """
+    size = (3.0 * len(measures) + 0.7, 3.3)
+    figure, axes = plt.subplots(1, len(measures), squeeze=False, figsize=size, sharey=True)
     layers = np.broadcast_to(np.arange(len(effect))[:, None], effect.shape)
+    colors = plt.get_cmap("viridis", len(effect))
+    shown = np.where(effect > 0, effect, np.nan)
+    names = [""] if kinds is None else sorted(set(np.ravel(kinds)))
     for axis, (name, values) in zip(axes[0], measures.items(), strict=True):
-        dots = axis.scatter(values, effect, c=layers, cmap="viridis", s=10)
-        axis.set_xlabel(name)
-        axis.set_title(notes.get(name, ""), fontsize=7)
-    axes[0, 0].set_ylabel("direct effect")
-    figure.colorbar(dots, ax=axes[0, -1], label="layer")
-    label_figure(figure, [], f"Direct effect of every head, {subtitle}")
+        for kind, marker in zip(names, MARKERS, strict=False):
+            of_kind = np.full(effect.shape, True) if kinds is None else kinds == kind
+            dots = axis.scatter(
+                values[of_kind],
+                shown[of_kind],
+                c=layers[of_kind],
+                cmap=colors,
+                vmin=-0.5,
+                vmax=len(effect) - 0.5,
+                marker=marker,
+                s=16,
+                linewidth=0,
+            )
+        if np.nanmin(shown) / 10 < floor < np.nanmax(shown):
+            axis.axhline(floor, color="0.4", linewidth=0.8, linestyle=":")
+        axis.set(xlabel=name, yscale="log")
+        axis.set_title(notes.get(name, ""), fontsize=8)
+    axes[0, 0].set_ylabel("Direct effect (/ seeds)")
+    bar = figure.colorbar(dots, ax=axes[0, -1], ticks=ticks(len(effect), 8))
+    bar.set_label("layer")
+    shapes = {
+        kind: Line2D([], [], color="0.3", marker=marker, linestyle="", markersize=5, label=kind)
+        for kind, marker in zip(names, MARKERS, strict=False)
+        if kinds is not None
+    }
+    label_figure(figure, [], f"Direct effect of every head, {subtitle}", legend=shapes)
     return figure
