@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan.modules import frame_reductions, reductions
-from wan.modules.captured_call import CapturedCall, Kind, Pass, Site
+from wan.modules.captured_call import CapturedCall, Kind, Pass, Site, parts_of
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
 from wan.modules.head_groups import HeadGroup, joined, joint_layout
@@ -169,7 +169,15 @@ class AttentionCapture:
         layout: KeyLayout | None = None,
         mask: Tensor | None = None,
     ) -> None:
-        """Called by attention(): q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq], mask [Lq, Lk]."""
+        """Called by attention(): q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq], mask [Lq, Lk].
+
+        Of a forward over blocks at several noise levels each block's queries are a call of their own.
+        """
+        if self._pass is not None and self._pass.parts:
+            for part, rows in parts_of(self._pass, q.shape[1]):
+                with self.during(part):
+                    self.observe(site, q[:, rows].contiguous(), k, lse[..., rows].contiguous(), layout)
+            return
         session = self._sessions[-1]
         for request in session.requests:
             if request.wants(site, self._pass):

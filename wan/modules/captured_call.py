@@ -1,7 +1,7 @@
 """Who calls attention, in which forward, and what was kept of the call."""
 
 from collections.abc import Callable, Iterator, KeysView
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -32,6 +32,17 @@ class Pass:
     timestep: float = 0.0
     is_clean_pass: bool = False
     branch: str = "cond"  # classifier-free guidance runs a second branch, "uncond"
+    parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
+    levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
+
+
+def parts_of(at: Pass, num_tokens: int) -> Iterator[tuple[Pass, slice]]:
+    """The passes of a forward's blocks, with the queries of each among num_tokens."""
+    tokens, start = num_tokens // len(at.query_frames), 0
+    for part in at.parts:
+        stop = start + tokens * len(part.query_frames)
+        yield replace(part, levels=at.levels), slice(start, stop)
+        start = stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +96,11 @@ def _key_frames(call: CapturedCall) -> list[int] | None:
     return list(segments_of(call.layout).columns)
 
 
+def _frame_timesteps(at: Pass) -> dict[int, float]:
+    """The noise level of every frame of a forward; a frame that is not there is clean."""
+    return dict(at.levels) or dict.fromkeys(at.query_frames, at.timestep)
+
+
 def _of_slots(value: Callable[[KeyLayout], list[int]]) -> Callable[[CapturedCall], list[int] | None]:
     return lambda call: None if call.layout is None else value(call.layout)
 
@@ -97,6 +113,7 @@ DOCUMENTED: dict[str, Callable[[CapturedCall], Any]] = {
     "is_logits": lambda call: call.is_logits,
     **{name: _of_pass(name) for name in ("block", "step", "timestep", "is_clean_pass", "branch")},
     "query_frames": lambda call: None if call.at is None else list(call.at.query_frames),
+    "frame_timesteps": lambda call: {} if call.at is None else _frame_timesteps(call.at),
     "key_frames": _key_frames,  # of the columns of frame_logits
     "slot_frame": _of_slots(lambda layout: list(layout.frames)),
     "slot_position": _of_slots(lambda layout: list(layout.positions)),

@@ -1,0 +1,182 @@
+"""Rolling Forcing: against full forwards under a mask, and what captures say of its noise levels."""
+
+import pytest
+import torch
+
+from tests.helpers.rollouts import TINY, tiny_pipeline
+from wan.errors import ConfigError
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.captured_call import Site
+from wan.modules.edits import intervene
+from wan.modules.interventions import Knockout
+from wan.modules.rolling_cache import RollingCache
+from wan.modules.rope import RotaryTable, rotate
+from wan.rolling_forcing import RollingForcingPipeline
+from wan.scheduler import add_noise, flow_to_x0
+
+STEPS = [1000, 800, 600, 400, 200]
+
+
+def sampler(steps=STEPS, **kwargs) -> RollingForcingPipeline:
+    return RollingForcingPipeline(tiny_pipeline(**kwargs).model, denoising_step_list=steps)
+
+
+def inputs(frames: int, steps: int = 5):
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(1, frames, 16, 2, 10, generator=generator)
+    renoise = torch.randn(steps - 1, *noise.shape, generator=generator)
+    return noise, renoise, torch.randn(1, 4, TINY["text_dim"], generator=generator)
+
+
+def by_hand(run, noise, renoise, embeds) -> torch.Tensor:
+    """The rollout with no cache: each forward is clean blocks and the window under one mask.
+
+    Holds while the anchor stands at its own frames, which is so for windows that begin before frame 9.
+    """
+    steps, count = len(run.timesteps), noise.shape[1] // 3
+    x, clean = list(noise.split(3, 1)), []
+    text = run.model.text_keys_values(embeds)
+    for newest in range(count + steps - 1):
+        shown = range(len(clean), min(count, newest + 1))
+        past = torch.cat([*clean, *(x[b] for b in shown)], 1)
+        t = torch.tensor(
+            [0.0] * 3 * len(clean) + [run.timesteps[newest - b] for b in shown for _ in range(3)]
+        )
+        block = torch.arange(past.shape[1]).repeat_interleave(5) // 3
+        mask = block[None, :] <= block[:, None]
+        mask[block >= len(clean)] = True  # the window sees itself, later blocks too
+        if clean:
+            mask[block >= len(clean)] &= (
+                (block < 1) | (block >= len(clean)) | in_room(block, len(clean), shown)
+            )
+        flow = run.model(past, t[None], text, frames=range(past.shape[1]), mask=mask)[:, 3 * len(clean) :]
+        for block_flow, b in zip(flow.split(3, 1), shown, strict=True):
+            step = newest - b
+            x0 = flow_to_x0(block_flow, x[b], run.sigmas[step])
+            if step + 1 < steps:
+                x[b] = add_noise(x0, renoise[step][:, 3 * b : 3 * b + 3], run.sigmas[step + 1])
+            else:
+                clean.append(x0)
+    return torch.cat(clean, 1)
+
+
+def in_room(block, first, shown):
+    """Blocks of the newest clean frames that fit 21 beside the anchor and the window."""
+    room = (21 - 3 - 3 * len(shown)) // 3
+    return (block >= first - room) & (block < first)
+
+
+@pytest.mark.parametrize(("frames", "steps"), [(3, 5), (6, 5), (9, 3), (9, 2), (12, 1)])
+def test_the_rollout_is_that_of_full_forwards(frames, steps):
+    noise, renoise, embeds = inputs(frames, steps)
+    run = sampler(STEPS[:steps])
+    latents = run.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+    expected = by_hand(run, noise, renoise, embeds)
+    first = min(frames, 9)  # later windows move the anchor
+    torch.testing.assert_close(latents[:, :first], expected[:, :first], atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """Layer 1 of a rollout of 30 frames."""
+    noise, renoise, embeds = inputs(30)
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], granularity="frame") as found:
+        latents = sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+    plain = sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+    assert torch.equal(latents, plain)
+    return {(call["block"], call["step"]): call for call in found}
+
+
+def test_every_block_is_seen_once_at_every_level(calls):
+    assert sorted(calls) == [(block, step) for block in range(10) for step in range(6)]
+    for (block, step), call in calls.items():
+        assert call["query_frames"] == list(range(3 * block, 3 * block + 3))
+        assert call["is_clean_pass"] == (step == 5)
+        assert all(call["frame_timesteps"][frame] == call["timestep"] for frame in call["query_frames"])
+        assert call["frame_mass"].shape[-2:] == (3, len(call["key_frames"]))
+        torch.testing.assert_close(call["frame_mass"].sum(-1), torch.ones(1, 3, 3), atol=1e-5, rtol=0)
+
+
+def test_the_window_and_its_levels(calls):
+    """Block 6 at step 2 stands in the window of blocks 4-8, which begins at frame 12."""
+    call = calls[6, 2]
+    levels = sampler().timesteps
+    expected = {frame: levels[8 - frame // 3] for frame in range(12, 27)}
+    assert call["frame_timesteps"] == expected and call["timestep"] == expected[18]
+    assert call["key_frames"] == [0, 1, 2, 9, 10, 11, *range(12, 27)]
+    assert call["slot_position"] == [
+        6,
+        7,
+        8,
+        *range(9, 27),
+    ]  # the anchor right before the newest clean frames
+
+
+@pytest.mark.parametrize(
+    ("at", "frames", "positions"),
+    [
+        ((0, 0), range(3), range(3)),  # windows that begin with block 0 see themselves
+        ((0, 4), range(15), range(15)),
+        ((1, 4), range(18), range(18)),  # the anchor stands at its own frames
+        ((9, 4), [0, 1, 2, *range(12, 30)], range(9, 30)),  # the last window is one block: more clean frames
+        ((9, 0), [0, 1, 2, *range(12, 30)], range(9, 30)),
+        ((7, 5), range(3, 24), range(3, 24)),  # a clean pass sees the newest 21
+        ((6, 5), range(21), range(21)),
+        ((9, 5), range(9, 30), range(9, 30)),
+    ],
+)
+def test_what_a_pass_sees(calls, at, frames, positions):
+    assert calls[at]["key_frames"] == list(frames) and calls[at]["slot_position"] == list(positions)
+
+
+def test_the_anchor_is_rotated_from_its_own_keys():
+    generator = torch.Generator().manual_seed(0)
+    rotary, S = RotaryTable(16), 2
+    cache = RollingCache(
+        1, (1, 3, 16), S, 1, 4, lambda at: rotary(at, 1, S, torch.device("cpu")), torch.float32, "cpu"
+    )
+    raw = [torch.randn(1, S, 3, 16, generator=generator) for _ in range(6)]
+    values = [torch.randn(1, S, 3, 16, generator=generator) for _ in range(6)]
+
+    def turned(frame: int, position: int) -> torch.Tensor:
+        return rotate(raw[frame], *cache.rope(range(position, position + 1)))
+
+    for frame in range(5):
+        cache.begin_clean(range(frame, frame + 1))
+        key = turned(frame, frame)
+        cache.write(0, key, key, values[frame], raw[frame] if cache.stores_raw else None)
+    cache.begin_window(range(5, 6))
+    own = turned(5, 5)
+    k, v = cache.write(0, own, own, values[5])
+    torch.testing.assert_close(k, torch.cat([turned(0, 2), turned(3, 3), turned(4, 4), own], 1))
+    assert torch.equal(v, torch.cat([values[0], values[3], values[4], values[5]], 1))
+
+
+def test_tokens_are_those_of_one_block(calls):
+    """Token logits of a block in a window have the mean of its frame logits."""
+    noise, renoise, embeds = inputs(30)
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], blocks=[6], steps=[2]) as found:
+        sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)
+    (call,) = found
+    assert call.site == Site(1, "self") and call.values["token_logits"].shape == (1, 3, 15, 105)
+    means = call.values["token_logits"].unflatten(2, (3, 5)).unflatten(-1, (21, 5)).mean((3, 5))
+    torch.testing.assert_close(means, calls[6, 2]["frame_logits"], atol=1e-5, rtol=0)
+
+
+def test_what_it_does_not_know_is_refused():
+    noise, renoise, embeds = inputs(6)
+    for steps, sizes, message in (
+        ([1000, 500], {"local_attn_size": 6}, "must be at least 9"),
+        (STEPS, {"local_attn_size": 15}, "window of 5 blocks; it must be at least 18"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sampler(steps, **sizes)
+    with pytest.raises(ConfigError, match="equal blocks and steps"):
+        RollingForcingPipeline(tiny_pipeline().model, first_block_steps=[1000])
+    with pytest.raises(ConfigError, match="no given beginning"):
+        sampler().inference(noise, prompt_embeds=embeds, initial_latent=noise)
+    with (
+        intervene(Knockout(frames="first", passes="denoise")),
+        pytest.raises(ConfigError, match="interventions"),
+    ):
+        sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)

@@ -1,0 +1,183 @@
+"""The sampler of Rolling Forcing (arXiv 2509.25161): a window of blocks at rising noise levels.
+
+With n denoising steps the window has n blocks, the oldest at the last step's level, the newest pure noise.
+One forward denoises them together, each sees all of them, and every block goes on to its next lower level:
+the oldest leaves clean, and a block of noise enters. At the video's ends the window is shorter. Checked
+against https://github.com/TencentARC/RollingForcing as forks quote it; their clean passes over a first block
+that is not clean yet are left out, since the next one overwrites what they write.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from wan.errors import ConfigError
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.captured_call import Pass
+from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.model import TextKeysValues
+from wan.modules.rolling_cache import RollingCache
+from wan.modules.rope import RotaryTable
+from wan.noise import Noise
+from wan.pipeline import CausalInferencePipeline, Probe
+from wan.prompt_schedule import PromptSwitch
+from wan.scheduler import add_noise, flow_to_x0
+
+ATTENTION_SIZE = 21  # frames that a forward sees, where the model's local_attn_size does not say
+
+
+class RollingForcingPipeline(CausalInferencePipeline):
+    """Text to video by a rolling window. A forward sees the model's local_attn_size frames, 21 if -1."""
+
+    def __init__(self, *args, **kwargs):
+        """Arguments of CausalInferencePipeline. ConfigError for what a rolling window does not have."""
+        super().__init__(*args, **kwargs)
+        size = self.model.local_attn_size
+        self.attention_size = ATTENTION_SIZE if size == -1 else size
+        window = (len(self.timesteps) + 1) * self.num_frame_per_block
+        if self.passes.first != self.passes.later or self.independent_first_frame or self.recompute_context:
+            raise ConfigError(
+                "sampler rolling_forcing has equal blocks and steps; leave first_block_steps, "
+                "independent_first_frame and recompute_context out"
+            )
+        if self.attention_size < window:
+            raise ConfigError(
+                f"local_attn_size {self.attention_size} cannot hold the anchor and a window of "
+                f"{len(self.timesteps)} blocks; it must be at least {window}"
+            )
+
+    @torch.no_grad()
+    def blocks(
+        self,
+        noise: Noise,
+        prompt_embeds: Tensor,
+        *,
+        num_frames: int | None = None,
+        num_given: int = 0,
+        given: Callable[[range], Tensor] | None = None,
+        prompt_schedule: Sequence[PromptSwitch] = (),
+        on_pass: Callable[[], None] | None = None,
+        probe: Probe | None = None,
+    ) -> Iterator[tuple[range, Tensor]]:
+        """The rollout, block by block as they leave the window: frames and latents [B, n, C, h, w].
+
+        It holds the cache and one window. Raises ConfigError for a given beginning, other prompts later,
+        probes and edits.
+        """
+        if num_given or prompt_schedule or probe or ACTIVE_EDITS.active:
+            raise ConfigError(
+                "sampler rolling_forcing knows no given beginning, later prompts, probes or interventions; "
+                "take sampler blocks"
+            )
+        num_frames = noise.shape[1] if num_frames is None else num_frames
+        blocks = self._blocks(0, num_frames)
+        self._check_observers(num_frames, 0, len(blocks))
+        text = self.model.text_keys_values(prompt_embeds)
+        cache, levels = self._new_cache(noise), len(self.timesteps)
+        window: dict[int, Tensor] = {}  # block -> its latents at its present level
+
+        for newest in range(len(blocks) + levels - 1):
+            # 1. A block of pure noise enters, while there is one.
+            if newest < len(blocks):
+                window[newest] = noise.first(blocks[newest])
+
+            # 2. Denoise all blocks of the window together; block b stands at step newest - b.
+            predicted = self._denoise(window, newest, blocks, text, cache, on_pass)
+
+            # 3. Each block goes on to its next lower level; the oldest one may have reached the last.
+            for block, x0 in predicted.items():
+                step, frames = newest - block, blocks[block]
+                if step + 1 < levels:
+                    window[block] = add_noise(x0, noise.fresh(step, frames), self.sigmas[step + 1])
+                    continue
+                # 4. It leaves: the clean pass keeps its keys and values.
+                del window[block]
+                self._remember(block, frames, x0, text, cache, on_pass)
+                yield frames, x0
+
+    def _denoise(
+        self,
+        window: dict[int, Tensor],
+        newest: int,
+        blocks: Sequence[range],
+        text: TextKeysValues,
+        cache: RollingCache,
+        on_pass: Callable[[], None] | None,
+    ) -> dict[int, Tensor]:
+        """One forward over the window -> the clean latents that it predicts for every block."""
+        parts = [self._part(block, newest - block, blocks[block]) for block in window]
+        levels = tuple((frame, part.timestep) for part in parts for frame in part.query_frames)
+        announced = Pass(
+            query_frames=tuple(frame for frame, _ in levels),
+            block=parts[0].block,
+            step=parts[0].step,
+            timestep=parts[0].timestep,
+            parts=tuple(parts),
+            levels=levels,
+        )
+        cache.begin_window(range(levels[0][0], levels[-1][0] + 1))
+        x = torch.cat(list(window.values()), 1)
+        t = x.new_tensor([level for _, level in levels], dtype=torch.float32).expand(x.shape[0], -1)
+        flow = self._forward(x, t, announced, text, cache, on_pass)
+        flows = flow.split([len(blocks[block]) for block in window], 1)
+        return {
+            part.block: flow_to_x0(one, window[part.block], self.sigmas[part.step])
+            for part, one in zip(parts, flows, strict=True)
+        }
+
+    def _remember(
+        self,
+        block: int,
+        frames: range,
+        x0: Tensor,
+        text: TextKeysValues,
+        cache: RollingCache,
+        on_pass: Callable[[], None] | None,
+    ) -> None:
+        """The clean pass of a block."""
+        cache.begin_clean(frames)
+        at = self._part(block, len(self.timesteps), frames)
+        t = x0.new_full((), at.timestep, dtype=torch.float32)
+        self._forward(x0, t, at, text, cache, on_pass)
+
+    def _forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        at: Pass,
+        text: TextKeysValues,
+        cache: RollingCache,
+        on_pass: Callable[[], None] | None,
+    ) -> Tensor:
+        with ATTENTION_WEIGHT_CAPTURE.during(at):
+            flow = self.model(x, t, text, cache)
+        if on_pass:
+            on_pass()
+        return flow
+
+    def _part(self, block: int, step: int, frames: range) -> Pass:
+        """What one block's share of a forward is called: its own block, step and level."""
+        return Pass(
+            query_frames=tuple(frames),
+            block=block,
+            step=step,
+            timestep=self.pass_timesteps[step],
+            is_clean_pass=step == len(self.timesteps),
+        )
+
+    def _new_cache(self, noise: Noise) -> RollingCache:
+        model, config = self.model, self.model.config
+        batch, _, _, height, width = noise.shape
+        _, patch_h, patch_w = config.patch_size
+        rotary = RotaryTable(config.head_dim)
+        return RollingCache(
+            config.num_layers,
+            (batch, config.num_heads, config.head_dim),
+            config.tokens_per_frame(height, width),
+            self.num_frame_per_block,
+            self.attention_size,
+            rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, model.device),
+            dtype=model.dtype,
+            device=model.device,
+        )
