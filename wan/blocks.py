@@ -9,6 +9,7 @@ from wan.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor  # a config must not wait for torch
 
+ROLLING_ATTENTION = 21  # frames that a forward of Rolling Forcing sees, as released
 VIDEO_FRAMES_PER_LATENT = 4  # the VAE encodes frame 0 alone, then groups of four
 
 
@@ -87,6 +88,11 @@ def video_to_latent_frame(video_frame: int, stride: int = VIDEO_FRAMES_PER_LATEN
     return (video_frame + stride - 1) // stride
 
 
+def block_of_frame(block_sizes: Sequence[int], frame: int) -> int:
+    """The block that a frame belongs to."""
+    return next(block for block, frames in enumerate(block_ranges(list(block_sizes))) if frame in frames)
+
+
 def block_frames(block_sizes: Sequence[int], block: int) -> list[int]:
     """Frames of a block, block -1 the last: block_frames([1, 3, 3], 1) == [1, 2, 3]."""
     return list(block_ranges(list(block_sizes))[block])
@@ -104,9 +110,40 @@ def visible_frames(
     return [*range(sink_size), *range(end - (local_attn_size - sink_size), end)]
 
 
-def later_block(block_sizes: Sequence[int]) -> "Tensor":
-    """[F, F] bool: the key's block comes after the query's, so the cell was never attended."""
-    return earlier_block(block_sizes).T
+def rolling_attention_size(local_attn_size: int, num_steps: int, block_size: int) -> int:
+    """Frames that a forward of Rolling Forcing sees: local_attn_size, or 21. ConfigError where they do not
+    hold the first block and a window of num_steps blocks.
+    """
+    size = ROLLING_ATTENTION if local_attn_size == -1 else local_attn_size
+    least = (num_steps + 1) * block_size
+    if size < least:
+        raise ConfigError(
+            f"sampler rolling_forcing: {size} frames (local_attn_size) cannot hold the first block and a "
+            f"window of {num_steps} blocks; it must be at least {least}"
+        )
+    return size
+
+
+def later_block(block_sizes: Sequence[int], ahead: int = 0) -> "Tensor":
+    """[F, F] bool: the key's block comes more than `ahead` blocks after the query's, so the cell was never
+    attended. Only a rolling window looks ahead.
+    """
+    import torch
+
+    block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))
+    return block[None, :] > block[:, None] + ahead
+
+
+def window_levels(
+    block_sizes: Sequence[int], block: int, step: int, timesteps: Sequence[float]
+) -> dict[int, float]:
+    """Frame -> timestep of all that Rolling Forcing denoises together with a block at a step.
+
+    timesteps are those of the steps, from the noisiest on: one for each block of the window.
+    """
+    newest, ranges = block + step, block_ranges(list(block_sizes))
+    shown = range(max(0, newest - len(timesteps) + 1), min(len(ranges), newest + 1))
+    return {frame: timesteps[newest - b] for b in shown for frame in ranges[b]}
 
 
 def earlier_block(block_sizes: Sequence[int]) -> "Tensor":

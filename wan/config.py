@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.blocks import block_ranges, block_sizes, check_window, latent_frames, steps_of_blocks
+from wan.blocks import (
+    block_ranges,
+    block_sizes,
+    check_window,
+    latent_frames,
+    rolling_attention_size,
+    steps_of_blocks,
+)
 from wan.errors import ConfigError, quoted, reason_of
 from wan.limits import (
     MAX_FRAMES,
@@ -196,6 +203,8 @@ class RunConfig:
                 f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}; leave them out "
                 "where cache_policy is given"
             )
+        if self.sampler == "rolling_forcing":
+            self._check_rolling()
         if self.cache_policy is None and not self.prompt_schedule:
             return  # a config must not wait for torch
         from wan.prompt_schedule import check_schedule
@@ -203,6 +212,13 @@ class RunConfig:
         policy = self.policy
         policy.check(self.block_sizes)
         check_schedule(self.switches, block_ranges(self.block_sizes), policy)
+
+    def _check_rolling(self) -> None:
+        rolling_attention_size(self.local_attn_size, len(self.denoising_step_list), self.num_frame_per_block)
+        names = ("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame")
+        for name in (*names, "recompute_context", "interventions"):
+            if getattr(self, name):
+                raise ConfigError(f"sampler rolling_forcing knows no {name}; leave it out, or take blocks")
 
     @property
     def policy(self) -> "CachePolicy":

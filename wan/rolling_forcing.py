@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from wan.blocks import rolling_attention_size
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.captured_call import Pass
@@ -24,8 +25,6 @@ from wan.pipeline import CausalInferencePipeline, Probe
 from wan.prompt_schedule import PromptSwitch
 from wan.scheduler import add_noise, flow_to_x0
 
-ATTENTION_SIZE = 21  # frames that a forward sees, where the model's local_attn_size does not say
-
 
 class RollingForcingPipeline(CausalInferencePipeline):
     """Text to video by a rolling window. A forward sees the model's local_attn_size frames, 21 if -1."""
@@ -33,18 +32,13 @@ class RollingForcingPipeline(CausalInferencePipeline):
     def __init__(self, *args, **kwargs):
         """Arguments of CausalInferencePipeline. ConfigError for what a rolling window does not have."""
         super().__init__(*args, **kwargs)
-        size = self.model.local_attn_size
-        self.attention_size = ATTENTION_SIZE if size == -1 else size
-        window = (len(self.timesteps) + 1) * self.num_frame_per_block
+        self.attention_size = rolling_attention_size(
+            self.model.local_attn_size, len(self.timesteps), self.num_frame_per_block
+        )
         if self.passes.first != self.passes.later or self.independent_first_frame or self.recompute_context:
             raise ConfigError(
                 "sampler rolling_forcing has equal blocks and steps; leave first_block_steps, "
                 "independent_first_frame and recompute_context out"
-            )
-        if self.attention_size < window:
-            raise ConfigError(
-                f"local_attn_size {self.attention_size} cannot hold the anchor and a window of "
-                f"{len(self.timesteps)} blocks; it must be at least {window}"
             )
 
     @torch.no_grad()

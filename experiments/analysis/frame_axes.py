@@ -99,9 +99,11 @@ def query_profile(
             raise CacheError("this cache has no frame matrix: QUERY_FRAMES must be None")
         profile = _mean_of_rows(matrix, latent)
         noise = own_blocks(view.block_sizes, latent) if view.is_clean_pass is False else ()
+        if view.rolling_timesteps and noise:
+            noise = view.noise_frames if tuple(latent) == view.query_frames else noise
     highlighted = {}
     if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
-        highlighted = {noise_label(view.timestep): axes.shown(noise)}
+        highlighted = {noise_label(view.timestep, view.noise_levels.values()): axes.shown(noise)}
     return profile, Caption(
         view.quantity, subtitle(view.pass_label, query_frames), highlighted, unit=axes.unit
     )

@@ -91,6 +91,10 @@ def describe(profiles: Profiles) -> str:
         lines.append(
             f"Noise: the queries and key frames {ranges(p.noise_frames)} are noise in this pass, not context"
         )
+    if len(set(p.noise_levels.values())) > 1:
+        levels = {t: [f for f, at in p.noise_levels.items() if at == t] for t in p.noise_levels.values()}
+        said = ", ".join(f"{ranges(frames)} at t = {t:.4g}" for t, frames in levels.items())
+        lines.append(f"Window: frames {said}")
     return "\n".join([*lines, *(f"Note: {note}" for note in p.notes)])
 
 

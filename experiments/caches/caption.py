@@ -1,6 +1,6 @@
 """What a figure says about the numbers it draws: quantity, pass and queries, frames to point out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -35,6 +35,9 @@ def subtitle(pass_label: str, query_frames: Sequence[int]) -> str:
     return f"{pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)}"
 
 
-def noise_label(timestep: float | None) -> str:
-    """Legend entry of the queries' own block in a noisy pass."""
+def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> str:
+    """Legend entry of the queries' own block in a noisy pass, or of a window at several noise levels."""
+    known = {level for level in levels if level is not None}
+    if len(known) > 1:
+        return f"window (noise from t = {min(known):.4g} to {max(known):.4g})"
     return "own block (noise)" if timestep is None else f"own block (noise at t = {timestep:g})"

@@ -65,12 +65,19 @@ class Cache(Fields):
     partial: bool | None = None  # stopped after blocks_done blocks, or before some steps of the base model
     blocks_done: int | None = None
     interventions: dict[str, Any] | None = None  # edits, the same in words, and a hash: the run was edited
+    # of a rolling window: the timestep of every step, which is that of a block of the window too
+    rolling_timesteps: Annotated[list[float] | None, "float [steps]"] = None
     notes: Annotated[list[str] | None, "str [notes]"] = None  # such as a guess about an older file
 
     @property
     def done(self) -> int:
         """How many blocks were finished."""
         return len(self.block_sizes) if self.blocks_done is None else self.blocks_done
+
+    @property
+    def ahead(self) -> int:
+        """How many blocks after its own a query may see."""
+        return len(self.rolling_timesteps or [0.0]) - 1
 
     def passes(self) -> list[PassTag]:
         """The passes that a cache holds of its last block, in its order."""

@@ -85,7 +85,9 @@ class LayerCache(Sampling, OnePass, Cache):
         check_numbers({"layer_index": self.layer_index})
         frames = ("query_frames", "key_frames", "last_block_query_frames")
         check_frames({name: getattr(self, name) for name in frames}, self.num_frames)
-        check_absent("full_frame_attention", self.full_frame_attention, self.block_sizes, self.done)
+        check_absent(
+            "full_frame_attention", self.full_frame_attention, self.block_sizes, self.done, self.ahead
+        )
         for name in ("full_frame_attention", "last_block_frame_attention"):
             check_values({name: getattr(self, name)})
 
@@ -152,7 +154,7 @@ class AtlasCache(Sampling, Cache):
             matrices["frame_logits_by_band"] = self.frame_logits_by_band.movedim(-1, 0)
         for name, matrix in matrices.items():
             if matrix is not None:
-                check_absent(name, matrix, self.block_sizes, self.done)
+                check_absent(name, matrix, self.block_sizes, self.done, self.ahead)
         mass_by_slot = {"frame_mass": None, "slot_mass": self.slot_mass} if self.slot_mass is not None else {}
         check_values(matrices | {"last_block_frame_logits": self.last_block_frame_logits} | mass_by_slot)
 

@@ -96,7 +96,7 @@ class Figure4Cache(OnePass, Cache):
             ).items():
                 if getattr(entry, name) != said:
                     raise CacheError(f"{where}{name} is {getattr(entry, name)}, and the cache says {said}")
-            check_block(where, self.block_sizes, None, **frames)
+            check_block(where, self.block_sizes, None, **frames, ahead=self.ahead)
             if entry.token_logits is not None and entry.token_probabilities is not None:
                 raise CacheError(f"{where}attn_weights is another tensor than attn_logits")
             by_keys = {"key_curve": entry.key_curve, **entry.matrices}
@@ -122,7 +122,7 @@ class InferenceCall(OnePass, Tokens):
         check_numbers({"block": self.block}, where)
         frames = {"query_frames": self.query_frames, "key_frames": self.key_frames}
         check_frames(frames, cache.num_frames, where)
-        check_block(where, cache.block_sizes, self.block, **frames)
+        check_block(where, cache.block_sizes, self.block, **frames, ahead=cache.ahead)
         S = cache.frame_seq_length
         check_keys(self.named_keys, self.matrices, cache.num_frames, S, len(self.key_frames), where)
         asks, seen = (f"{len(x)} frames of {S} tokens" for x in (self.query_frames, self.key_frames))

@@ -73,7 +73,12 @@ def check_frames(values: Mapping[str, Sequence[int]], num_frames: int, where: st
 
 
 def check_block(
-    where: str, block_sizes: list[int], block: int | None, query_frames: list[int], key_frames: list[int]
+    where: str,
+    block_sizes: list[int],
+    block: int | None,
+    query_frames: list[int],
+    key_frames: list[int],
+    ahead: int = 0,
 ) -> None:
     """Raise CacheError where a call's queries are not those of its block, or a key comes after them."""
     if block is not None:
@@ -82,17 +87,17 @@ def check_block(
             raise CacheError(
                 f"{where}query_frames {query_frames} are not those of block {block} of {block_sizes}"
             )
-    if later_block(block_sizes)[query_frames[-1], key_frames].any():
+    if later_block(block_sizes, ahead)[query_frames[-1], key_frames].any():
         raise CacheError(f"{where}key_frames {key_frames} come after the queries' block")
 
 
-def check_absent(name: str, matrices: Tensor, block_sizes: list[int], done: int) -> None:
+def check_absent(name: str, matrices: Tensor, block_sizes: list[int], done: int, ahead: int = 0) -> None:
     """Raise CacheError where matrices [..., F, F] have values that no query of the done blocks can have."""
     if not is_verified(
         matrices
     ):  # it stays on disk until it is read, and checked with load_cache(verify=True)
         return
-    if not matrices[..., later_block(block_sizes)].isnan().all():
+    if not matrices[..., later_block(block_sizes, ahead)].isnan().all():
         raise CacheError(f"{name} has values where the key's block comes after the query's; absent is NaN")
     if not matrices[..., sum(block_sizes[:done]) :, :].isnan().all():
         raise CacheError(f"{name} has values in blocks that were not done; absent is NaN")

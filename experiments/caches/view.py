@@ -14,7 +14,7 @@ from experiments.caches.common import Cache
 from experiments.caches.errors import CacheError
 from experiments.caches.readers import LayerValues, read_pass
 from experiments.caches.schema import as_cache
-from wan.blocks import block_frames, block_ranges
+from wan.blocks import block_frames, block_of_frame, block_ranges, window_levels
 from wan.safe_load import is_verified
 
 LONGEST_WORDS = 100  # of edits in a subtitle
@@ -42,6 +42,7 @@ class Profiles:
     source: str  # one line: model, weights, prompt, seed
     notes: tuple[str, ...]
     edits: str  # of an edited run what was done, in words; nothing otherwise
+    rolling_timesteps: tuple[float, ...]  # of a rolling window's blocks; () of other samplers
     _read: Callable[[int], LayerValues]
     _is_verified: Callable[[], bool]
 
@@ -90,13 +91,24 @@ class Profiles:
 
     @property
     def context_frames(self) -> tuple[int, ...]:
-        """Key frames of earlier blocks: clean in every pass, the only ones that a head can remember."""
-        return tuple(f for f in self.key_frames if f not in self.own_block)
+        """Key frames of earlier blocks that are clean, the only ones that a head can remember."""
+        return tuple(f for f in self.key_frames if f not in {*self.own_block, *self.noise_levels})
 
     @property
     def noise_frames(self) -> tuple[int, ...]:
         """Key frames that are noise in this pass: the own block, unless the pass is clean or unknown."""
-        return self.own_block if self.is_clean_pass is False else ()
+        return tuple(self.noise_levels)
+
+    @property
+    def noise_levels(self) -> dict[int, float | None]:
+        """Key frame -> the timestep at which it is noise. All are at the pass's, but in a rolling window."""
+        if self.is_clean_pass is not False:
+            return {}
+        if not self.rolling_timesteps or self.step is None:
+            return dict.fromkeys(self.own_block, self.timestep)
+        block = block_of_frame(self.block_sizes, self.query_frames[-1])
+        levels = window_levels(self.block_sizes, block, self.step, self.rolling_timesteps)
+        return {frame: t for frame, t in levels.items() if frame in self.key_frames}
 
     @property
     def pass_label(self) -> str:
@@ -120,7 +132,8 @@ class Profiles:
     def caption(self) -> Caption:
         """What figures say about this view: quantity, pass and queries, and the frames that are noise."""
         has_context = len(self.noise_frames) < len(self.key_frames)  # else nothing to tell noise from
-        noise = {noise_label(self.timestep): self.noise_frames} if self.noise_frames and has_context else {}
+        label = noise_label(self.timestep, self.noise_levels.values())
+        noise = {label: self.noise_frames} if self.noise_frames and has_context else {}
         said = subtitle(self.pass_label, self.query_frames) + (
             f"; edited: {self.edits}" if self.edits else ""
         )
@@ -163,6 +176,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         source=_source(typed),
         notes=(*(typed.notes or ()), *_partial_note(typed)),
         edits=edits_in_words(typed.interventions),
+        rolling_timesteps=tuple(typed.rolling_timesteps or ()),
         _read=found.read,
         _is_verified=lambda: is_verified(cache),
     )

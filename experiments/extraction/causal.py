@@ -40,6 +40,7 @@ from wan.modules.edits import ACTIVE_EDITS
 from wan.noise import SeededNoise
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
+from wan.rolling_forcing import RollingForcingPipeline
 from wan.weights import read_weights
 
 
@@ -172,6 +173,8 @@ def extract_next(
         | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": session.sha256.result()},
         "",
     )
+    if config.sampler == "rolling_forcing":
+        common |= {"rolling_timesteps": session.pipeline.timesteps}
     if edits:
         common |= {"interventions": record_of(edits)}
     if latents.shape[1] < config.num_frames:
@@ -255,7 +258,8 @@ def load_pipeline(
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
     """The rollout of a model as a config says: blocks, steps and what the cache keeps."""
-    return CausalInferencePipeline(
+    sampler = RollingForcingPipeline if config.sampler == "rolling_forcing" else CausalInferencePipeline
+    return sampler(
         model,
         config.num_frame_per_block,
         config.independent_first_frame,

@@ -75,7 +75,7 @@ class Memory:
     def _rollout(self) -> Iterator[Need]:
         c, m, dtype = self.config, self.model_config, self.dtype
         weights, on_host = memory_parts.transformer(m, dtype, c.offload)
-        queries = max(c.block_sizes) * m.tokens_per_frame(c.height, c.width)
+        queries = memory_parts.frames_at_once(c) * m.tokens_per_frame(c.height, c.width)
         fused = self.on_gpu and dtype != torch.float32
         looking = [memory_parts.capturing(request, c, m, fused) for request in self.requests]
         tokens = memory_parts.captured(c, m, [r for r in self.requests if r.granularity == "token"])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import UMT5EncoderModel
 
-from wan.blocks import block_frames
+from wan.blocks import block_frames, rolling_attention_size
 from wan.config import ModelConfig, RunConfig
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
@@ -59,8 +59,17 @@ def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     return model.num_layers * S * model.dim * per_value
 
 
+def frames_at_once(config: RunConfig) -> int:
+    """Frames that one forward denoises: a block, or a window of them."""
+    blocks = len(config.denoising_step_list) if config.sampler == "rolling_forcing" else 1
+    return min(config.num_frames, blocks * max(config.block_sizes))
+
+
 def cached_frames(config: RunConfig) -> int:
     """Slots of the KV cache, each of one frame's tokens."""
+    if config.sampler == "rolling_forcing":  # the anchor stays beside what a forward sees
+        block = max(config.block_sizes)
+        return block + rolling_attention_size(config.local_attn_size, len(config.denoising_step_list), block)
     return config.policy.capacity(config.num_frames, max(config.block_sizes))
 
 

@@ -61,6 +61,7 @@ def roll_out(
             on_block=on_block,
             prompt_schedule=prompt_schedule,
         )
+    records = [record for record in records if record["block"] < len(finished)]  # a window began others
     checks.check_complete(
         records,
         requests,

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
+from experiments.analysis.reports import describe
+from experiments.caches.schema import check
+from experiments.caches.view import open_profiles
+from experiments.extraction import cache_builders, causal
 from tests.helpers.rollouts import TINY, tiny_pipeline
+from wan.config import load_config
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.captured_call import Site
@@ -167,7 +172,7 @@ def test_what_it_does_not_know_is_refused():
     noise, renoise, embeds = inputs(6)
     for steps, sizes, message in (
         ([1000, 500], {"local_attn_size": 6}, "must be at least 9"),
-        (STEPS, {"local_attn_size": 15}, "window of 5 blocks; it must be at least 18"),
+        (STEPS, {"local_attn_size": 15}, "a window of 5 blocks; it must be at least 18"),
     ):
         with pytest.raises(ConfigError, match=message):
             sampler(steps, **sizes)
@@ -180,3 +185,53 @@ def test_what_it_does_not_know_is_refused():
         pytest.raises(ConfigError, match="interventions"),
     ):
         sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)
+
+
+# -- in caches and figures -----------------------------------------------------------------------------------
+
+ROLLING = {"sampler": "rolling_forcing", "denoising_step_list": [1000, 600, 200], "num_frames": 15}
+
+
+@pytest.fixture(scope="module")
+def atlas():
+    config = load_config("configs/wan_mini.yaml", ROLLING)
+    requests = cache_builders.atlas_requests(config, mass=True, key_curve=True, cross=True)
+    return cache_builders.atlas_cache(causal.extract(config, requests))
+
+
+def test_an_atlas_holds_what_the_window_saw(atlas):
+    check(atlas)
+    assert len(atlas["rolling_timesteps"]) == 3 and atlas["config"]["sampler"] == "rolling_forcing"
+    seen = ~atlas["frame_logits"][0, :, 0].isnan()  # [P, F, F]
+    for step in range(3):
+        for block in range(5):
+            later = min(5, block + step + 1)  # the window ends so many blocks later
+            assert seen[step, 3 * block].nonzero()[-1].item() == 3 * later - 1
+    assert not seen[3].triu(3).any()  # clean passes look back alone
+
+
+def test_views_say_which_frames_are_noise_and_at_which_level(atlas):
+    t = atlas["pass_timesteps"]
+    view = open_profiles(atlas, 0)
+    assert view.noise_levels == {f: t[4 - f // 3] for f in range(6, 15)} and view.context_frames == tuple(
+        range(6)
+    )
+    assert list(view.caption.highlighted_frames.values()) == [tuple(range(6, 15))]
+    assert "window (noise from t = 555.6 to 1000)" in view.caption.highlighted_frames
+    assert "Window: frames 6–8 at t = 555.6, 9–11 at t = 882.4, 12–14 at t = 1000" in describe(view)
+    late = open_profiles(atlas, 2)
+    assert (
+        late.noise_frames == (12, 13, 14)
+        and "own block (noise at t = 555.556)" in late.caption.highlighted_frames
+    )
+    assert open_profiles(atlas, 3).noise_levels == {}
+
+
+def test_a_config_with_what_the_window_does_not_know_is_refused():
+    for more, message in (
+        ({"num_frame_per_block": 5, "local_attn_size": 12}, "must be at least 20"),
+        ({"first_block_steps": [1000]}, "knows no first_block_steps"),
+        ({"cache_policy": {"name": "full"}}, "knows no cache_policy"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config("configs/wan_mini.yaml", ROLLING | more)
