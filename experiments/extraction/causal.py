@@ -174,7 +174,7 @@ def extract_next(
         "",
     )
     if config.sampler == "rolling_forcing":
-        common |= {"rolling_timesteps": session.pipeline.timesteps}
+        common |= {"schema_version": 2, "rolling_timesteps": session.pipeline.timesteps}
     if edits:
         common |= {"interventions": record_of(edits)}
     if latents.shape[1] < config.num_frames:
