@@ -1,6 +1,7 @@
 """One small picture of a video per latent frame: as arrays for figures, as text that a page can hold."""
 
 import base64
+from collections.abc import Container
 from io import BytesIO
 from pathlib import Path
 
@@ -21,21 +22,30 @@ def thumbnails(path: str | Path, num_frames: int, height: int = HEIGHT) -> list[
     return [_data_uri(picture) for picture in pictures(path, num_frames, height)]
 
 
-def pictures(path: str | Path, num_frames: int, height: int = HEIGHT) -> list[np.ndarray]:
+def pictures(path: str | Path, num_frames: int, height: int = HEIGHT, which: int = 2) -> list[np.ndarray]:
     """One picture [height, W, 3] uint8 per latent frame.
 
-    The VAE encodes video frame 0 alone and then groups of four; the third of a group stands for it. Raises
+    The VAE encodes video frame 0 alone and then groups of four; which of a group, 0..3, stands for it. Raises
     ThumbnailError for a file that is no video, or that has another number of frames than the latents.
     """
+    stride = VIDEO_FRAMES_PER_LATENT
+    if not 0 <= which < stride:
+        raise ThumbnailError(f"picture {which} of a latent frame is not in 0..{stride - 1}")
+    return video_frames(path, num_frames, height, {0, *range(1 + which, stride * num_frames, stride)})
+
+
+def video_frames(
+    path: str | Path, num_frames: int, height: int, wanted: Container[int] | None = None
+) -> list[np.ndarray]:
+    """The wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
     import imageio.v3 as iio  # ffmpeg is needed only here
     from PIL import Image
 
     stride = VIDEO_FRAMES_PER_LATENT
-    wanted = {0, *range(stride - 1, stride * (num_frames - 1), stride)}
     found, count = [], 0
     try:
         for count, pixels in enumerate(iio.imiter(path, plugin="FFMPEG"), 1):
-            if count - 1 in wanted:
+            if wanted is None or count - 1 in wanted:
                 image = Image.fromarray(pixels)
                 image = image.resize((max(1, round(image.width * height / image.height)), height))
                 found.append(np.asarray(image))

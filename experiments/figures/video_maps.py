@@ -1,0 +1,209 @@
+"""What a query sees, laid over the frames of the video: all frames of one head, strips of several, words."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from experiments.analysis.video_maps import VideoMap
+from experiments.figures.colors import color_bar, color_scale
+from experiments.figures.style import RED, label_figure, styled
+
+ALPHA = 0.65  # of the map over the picture
+LEAST = 0.2  # share of it where a value is neutral
+FADED = 0.65  # share of white in pictures of frames that the query does not see
+NOISE: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
+QUERY: dict[str, Any] = {"fill": False, "edgecolor": RED, "linewidth": 2}
+
+
+def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha: float = ALPHA) -> np.ndarray:
+    """A picture [h, w, 3] uint8 under values [rows, columns], bilinear between their centres -> uint8.
+
+    The colours cover the picture more where a value is far from the scale's neutral end (0 for masses). Where
+    values are NaN the picture is pale and has no map.
+    """
+    there = np.isfinite(values)
+    cover = bilinear(there.astype(float), picture.shape[:2])
+    heat = bilinear(np.where(there, values, 0), picture.shape[:2]) / np.maximum(cover, 1e-9)
+    at = np.clip(scale.norm(heat), 0, 1)
+    far = np.abs(2 * at - 1) if scale.norm.vmin < 0 else at
+    over = (alpha * (LEAST + (1 - LEAST) * far))[..., None]
+    shown, cover = picture / 255, cover[..., None]
+    painted = over * scale.cmap(at)[..., :3] + (1 - over) * shown
+    pale = FADED + (1 - FADED) * shown
+    return np.round(255 * (cover * painted + (1 - cover) * pale)).astype(np.uint8)
+
+
+def bilinear(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Values [rows, columns] between the centres of their cells, flat beyond them -> [h, w]."""
+    for axis, length in enumerate(size):
+        cells = values.shape[axis]
+        at = (np.arange(length) + 0.5) * cells / length - 0.5
+        low = np.clip(np.floor(at).astype(int), 0, cells - 1)
+        high, share = np.minimum(low + 1, cells - 1), np.clip(at - low, 0, 1)
+        share = share[:, None] if axis == 0 else share
+        values = values.take(low, axis) * (1 - share) + values.take(high, axis) * share
+    return values
+
+
+def seen_frames(seen: VideoMap) -> list[int]:
+    """Frames of which the query sees any token."""
+    return [int(frame) for frame in np.flatnonzero(np.isfinite(seen.values).any((1, 2)))]
+
+
+@styled
+def video_map(
+    seen: VideoMap,
+    pictures: Sequence[np.ndarray],
+    *,
+    alpha: float = ALPHA,
+    columns: int = 7,
+    top: float | None = None,
+) -> Figure:
+    """One map over every frame that the query sees, and its own; one scale for all, which ends at top."""
+    shown = sorted({*seen_frames(seen), *seen.query_frames})
+    scale = scale_of([seen], top)
+    rows = -(-len(shown) // columns)
+    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(1.35 * columns, 1.0 + 1.55 * rows))
+    for axis in list(grid.flat)[len(shown) :]:
+        axis.remove()
+    axes = list(grid.flat)[: len(shown)]
+    for axis, frame in zip(axes, shown, strict=True):
+        _frame(axis, seen, frame, pictures[frame], scale, alpha)
+        axis.set_title(_name(seen, frame), fontsize=8, pad=3)
+    _finish(figure, axes, seen.title, scale, seen.unit, [seen])
+    return figure
+
+
+@styled
+def video_strip(
+    maps: Sequence[VideoMap],
+    pictures: Sequence[np.ndarray],
+    frames: Sequence[int],
+    *,
+    alpha: float = ALPHA,
+    title: str = "",
+) -> Figure:
+    """A row for each map, the chosen frames side by side, the first the query's own; one scale for all."""
+    first = maps[0]
+    own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
+    columns = [own, *(frame for frame in frames if frame != own)]
+    scale = scale_of(maps)
+    size = (1.05 * len(columns) + 0.9, 0.75 + 1.12 * len(maps))
+    figure, grid = plt.subplots(len(maps), len(columns), squeeze=False, figsize=size)
+    for row, seen in zip(grid, maps, strict=True):
+        for axis, frame in zip(row, columns, strict=True):
+            _frame(axis, seen, frame, pictures[frame], scale, alpha)
+        row[0].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=8)
+    for axis, frame in zip(grid[0], columns, strict=True):
+        axis.set_title("query" if frame == own else f"frame {frame}", fontsize=8, pad=3)
+    _finish(
+        figure,
+        list(grid.flat),
+        title or f"{first.pass_label}, query: {first.query_label}",
+        scale,
+        first.unit,
+        maps,
+    )
+    return figure
+
+
+@styled
+def word_strip(
+    words: Mapping[str, np.ndarray],
+    frames: Sequence[int],
+    pictures: Sequence[np.ndarray],
+    *,
+    title: str,
+    alpha: float = ALPHA,
+) -> Figure:
+    """A row for each word: where in the query frames it is read, mass [frames, rows, columns]; one scale."""
+    scale = _scale(np.stack(list(words.values())), "mass")
+    size = (1.05 * len(frames) + 1.2, 0.75 + 1.12 * len(words))
+    figure, grid = plt.subplots(len(words), len(frames), squeeze=False, figsize=size)
+    for row, (word, values) in zip(grid, words.items(), strict=True):
+        for axis, frame, of_frame in zip(row, frames, values, strict=True):
+            _picture(axis, blend(pictures[frame], of_frame, scale, alpha))
+        row[0].set_ylabel(word, fontsize=8)
+    for axis, frame in zip(grid[0], frames, strict=True):
+        axis.set_title(f"frame {frame}", fontsize=8, pad=3)
+    _finish(figure, list(grid.flat), title, scale, "mass on the word, share of 1", [])
+    return figure
+
+
+def scale_of(maps: Sequence[VideoMap], top: float | None = None) -> ScalarMappable:
+    """One scale for maps: from 0 for masses, in steps of their square root; around 0 for logits."""
+    return _scale(np.concatenate([seen.values.ravel() for seen in maps]), maps[0].quantity, top)
+
+
+def _scale(values: np.ndarray, quantity: str, top: float | None = None) -> ScalarMappable:
+    colors = color_scale(values, quantity)
+    top = colors["vmax"] if top is None else top
+    if quantity == "mean_logit":
+        return ScalarMappable(Normalize(-top, top), colors["cmap"])
+    return ScalarMappable(PowerNorm(0.5, 0, top), colors["cmap"])
+
+
+def _frame(
+    axis: Axes, seen: VideoMap, frame: int, picture: np.ndarray, scale: ScalarMappable, alpha: float
+) -> None:
+    """One frame with its map, hatched where it is noise, and the query where it is in this frame."""
+    _picture(axis, blend(picture, seen.values[frame], scale, alpha))
+    height, width = picture.shape[:2]
+    if frame in seen.noise_frames:
+        axis.add_patch(Rectangle((0, 0), width, height, **NOISE))
+    if frame == seen.query[0]:
+        axis.add_patch(Rectangle(*query_box(seen, (height, width)), **QUERY))
+
+
+def query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, float], float, float]:
+    """Corner (x, y), width and height of the query in a picture of so many rows and columns of pixels."""
+    rows, columns = seen.values.shape[1:]
+    high, wide = size[0] / rows, size[1] / columns
+    _, row, column = seen.query
+    return ((0, 0), size[1], size[0]) if row < 0 else ((column * wide, row * high), wide, high)
+
+
+def _picture(axis: Axes, pixels: np.ndarray) -> None:
+    height, width = pixels.shape[:2]
+    axis.imshow(pixels, extent=(0, width, height, 0), interpolation="none")  # an SVG holds the pixels once
+    axis.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
+    axis.grid(False)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def _name(seen: VideoMap, frame: int) -> str:
+    return (
+        f"{frame} (query)"
+        if frame in (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
+        else str(frame)
+    )
+
+
+def _finish(
+    figure: Figure,
+    axes: Sequence[Axes],
+    title: str,
+    scale: ScalarMappable,
+    unit: str,
+    maps: Sequence[VideoMap],
+) -> None:
+    """Colour bar, legend and title; what the maps do not show is said."""
+    color_bar(figure, scale, list(axes), unit, aspect=25, pad=0.02)
+    legend = {}
+    if any(seen.noise_frames for seen in maps):
+        legend["noise"] = Patch(
+            facecolor="0.6", hatch="////", edgecolor="white", label="own block, noise in this pass"
+        )
+    if any(seen.query[0] >= 0 for seen in maps):
+        legend["query"] = Patch(fill=False, edgecolor=RED, linewidth=2, label="the query")
+    lost = max((seen.elsewhere for seen in maps), default=0)
+    note = f"Not shown: {lost:.0%} of the mass, on keys of no frame." if lost > 0.005 else ""
+    label_figure(figure, [], title, legend=legend, note=note)
