@@ -29,6 +29,7 @@ BENCHMARKS = {
     "interventions": "experiments.dev.benchmark_interventions",
     "checkpoints": "experiments.dev.first_frame_training",
     "evaluation": "experiments.dev.miniature_tables",
+    "shape_attention": "experiments.dev.shape_attention",
     "robustness": "experiments.dev.robustness_tables",
 }
 

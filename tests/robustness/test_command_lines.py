@@ -52,6 +52,7 @@ from experiments.dev import (
     policy_figures,
     readme_figures,
     readme_tables,
+    shape_attention,
 )
 from experiments.running import cli
 
@@ -99,6 +100,7 @@ OTHERS = {
         policy_figures,
         readme_figures,
         readme_tables,
+        shape_attention,
         run_causal_atlas,
         run_intervention,
         run_notebooks,
@@ -275,6 +277,14 @@ CASES |= {
         [*MINI, "--repeats", "0"],
         [*MINI, "--blocks", "0"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "shape_attention": [
+        ["--no_such_flag"],
+        ["--captions", "0"],
+        ["--config_path", "{}/none.yaml"],
+        ["--device", "abacus"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+        ["--figure", f"{NO_DISK}/out.svg"],
     ],
     "benchmark_maps": [
         ["--no_such_flag"],

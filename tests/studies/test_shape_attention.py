@@ -1,0 +1,90 @@
+"""What heads look at in moving shapes, for attention that is known: even, on the shape, a place, a wall."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments.dev.shape_attention import report_of, table
+from experiments.miniature.frozen import SETS, held_out_scenes
+from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
+from wan.modules.captured_call import CapturedCall, Pass, Site
+from wan.modules.key_layout import KeyLayout
+
+S = 9
+
+
+def moving_cover() -> Cover:
+    """A shape on one token that moves a token a frame, over a wall of the last two; frame 5 hides it."""
+    shape = torch.zeros(6, S)
+    shape[torch.arange(5), torch.arange(5)] = 1
+    wall = (torch.arange(S) >= S - 2).float()
+    return Cover(shape, wall, torch.tensor([False] * 5 + [True]))
+
+
+def call_of(rows: torch.Tensor) -> CapturedCall:
+    """One call of the second block of three frames: rows [H, 3 S, 6 S]."""
+    at = Pass(query_frames=(3, 4, 5), block=1)
+    layout = KeyLayout.of_frames(range(6), 6 * S)
+    return CapturedCall(Site(0, "self"), at, {"token_probabilities": rows[None]}, (), (), layout)
+
+
+def test_lifts_of_attention_that_is_known():
+    cover = moving_cover()
+    on_shape = cover.shape.flatten()[: 3 * S]  # of the past
+    at_query = torch.eye(S).repeat(1, 3).repeat(3, 1)  # every query at its own place
+    on_wall = cover.wall.repeat(3)
+    rows = torch.zeros(4, 3 * S, 6 * S)
+    rows[0, :, : 3 * S] = 1
+    rows[1, :, : 3 * S] = on_shape
+    rows[2, :, : 3 * S] = at_query
+    rows[3, :, : 3 * S] = on_wall
+    rows[:, :, 3 * S :] = 5  # the own block does not count
+    (lifts,) = lifts_of([call_of(rows / rows.sum(-1, keepdim=True))], cover, 4)
+    found = dict(zip(MASKS, lifts.T.T, strict=True))
+    assert torch.allclose(lifts[:, 0], torch.ones(5))
+    assert found["moving"][1] == pytest.approx(S) and found["shuffled"][1] == pytest.approx(S / 3)
+    assert found["here"][2] == pytest.approx(S) and found["moving"][2] == 0  # the shape was never there
+    assert found["first"][1] == pytest.approx(S / 3)
+    assert found["wall"][3] == pytest.approx(S / 2) and found["moving"][3] == 0
+
+
+def test_the_cover_of_rendered_videos():
+    from experiments.miniature.evaluation import rendered
+
+    (scene,) = held_out_scenes(SETS["one shape"], 1)
+    (video,) = rendered([scene], 81)
+    cover = cover_of(video, scene, 4, 4)
+    assert cover.shape.shape == (21, 16) and not cover.wall.any() and not cover.hidden.any()
+    assert 0.02 < cover.shape.mean() < 0.3 and (cover.shape.sum(1) > 0.3).all()
+    (scene,) = held_out_scenes(SETS["behind a wall"], 1)
+    (video,) = rendered([scene], 81)
+    cover = cover_of(video, scene, 4, 4)
+    assert cover.hidden.any() and not cover.hidden[0] and 0.3 < cover.wall.mean() < 0.6
+    assert not cover.shape[cover.hidden].any() and cover.shape[0].sum() > 0.3
+
+
+def test_followers_and_the_table():
+    rng = np.random.default_rng(0)
+    lifts = np.ones((8, 2, 3, 5, 4)) + 0.1 * rng.standard_normal((8, 2, 3, 5, 4))
+    lifts[:, :, 1, 0, 2] = 5  # layer 1, head 2 follows; layer 2, head 3 stays where the query is
+    lifts[:, :, 2, [0, 2], 3] = 4, 6
+    lifts[4:, :, :, 4] = np.nan  # no wall
+    found = ShapeAttention([f"caption {n}" for n in range(8)], [0, 4], lifts)
+    follows = followers(found, 0).follows
+    assert follows[1, 2] and not follows[2, 3] and follows.sum() <= 2
+    assert found.maps(4)[0].values.shape == (3, 4) and "follows" in {m.name for m in found.maps(4)}
+    report = report_of(found, "wan-mini")
+    text = table(report)
+    assert "layer 1, head 2 | 5.00" in text and text.count("\n| pass 0") >= 2
+
+
+@pytest.mark.slow
+def test_heads_of_the_miniature_are_measured(monkeypatch):
+    from experiments.studies.shape_attention import measure
+    from wan.config import load_config
+
+    monkeypatch.chdir(ROOT)
+    found = measure(load_config("configs/wan_mini.yaml"), held_out_scenes(SETS["behind a wall"], 1), [4])
+    assert found.lifts.shape == (1, 1, 8, 5, 12) and np.isfinite(found.lifts[:, :, :, :4]).all()
+    assert 0.5 < np.nanmean(found.lifts[:, :, :, 0]) < 16
