@@ -10,7 +10,7 @@ from experiments.analysis.prompt_words import words_of
 from experiments.caches.common import PassTag
 from experiments.caches.errors import CacheError
 from experiments.caches.maps_schema import ANY, NO_KEY, BlockMaps, MapsCache
-from experiments.caches.view import edits_in_words
+from experiments.caches.view import edits_in_words, source_of
 
 QUANTITIES = ("mass", "mean_logit")
 UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
@@ -32,7 +32,10 @@ class VideoMap:
     is_clean_pass: bool
     keys: int  # how many the query sees
     elsewhere: float  # share of its mass on keys of no frame, such as averages
+    model: str
+    source: str
     edits: str = ""
+    kind: str = "maps"
 
     @property
     def unit(self) -> str:
@@ -106,6 +109,8 @@ def open_map(
         bool(typed.passes()[p].is_clean_pass),
         int(seen.sum()),
         float(1 - mass[placed].sum()),
+        typed.model,
+        source_of(typed),
         edits_in_words(typed.interventions),
     )
 

@@ -173,7 +173,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         timestep=found.at.timestep,
         is_clean_pass=found.at.is_clean_pass,
         branch=cache.get("branch"),
-        source=_source(typed),
+        source=source_of(typed),
         notes=(*(typed.notes or ()), *_partial_note(typed)),
         edits=edits_in_words(typed.interventions),
         rolling_timesteps=tuple(typed.rolling_timesteps or ()),
@@ -232,7 +232,8 @@ def _partial_note(cache: Cache) -> list[str]:
     return [f"partial: the run was stopped after {cache.done} of {total} blocks; what comes later is absent"]
 
 
-def _source(cache: Cache) -> str:
+def source_of(cache: Cache) -> str:
+    """Model, weights, prompt and seed in a line."""
     weights = ": ".join(filter(None, (cache.weights, cache.weights_file)))
     prompt = f"“{cache.prompt}”" if cache.prompt else "prompt not recorded"
     seed = "not recorded" if cache.seed is None else cache.seed

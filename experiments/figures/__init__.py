@@ -14,10 +14,12 @@ from experiments.figures.heads import head_curves, head_grid, one_head
 from experiments.figures.knockouts import knockout_curves
 from experiments.figures.layer import all_heads, frame_maps
 from experiments.figures.layers import layer_comparison, layer_statistics, layers_together
+from experiments.figures.map_movie import save_map_movie
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
 from experiments.figures.sweeps import sweep_curves
-from experiments.figures.thumbnails import pictures_for
+from experiments.figures.thumbnails import pictures, pictures_for, video_frames
+from experiments.figures.video_maps import map_strip, video_map, word_strip
 
 __all__ = [
     "LABELS",
@@ -41,14 +43,20 @@ __all__ = [
     "layer_comparison",
     "layer_statistics",
     "layers_together",
+    "map_strip",
     "one_head",
+    "pictures",
     "pictures_for",
     "placebo_strips",
     "profile_heat_maps",
     "prompt_words",
     "rope_bands",
+    "save_map_movie",
     "save_svg",
     "score_against_effect",
     "sweep_curves",
+    "video_frames",
+    "video_map",
     "video_strips",
+    "word_strip",
 ]

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -10,13 +11,28 @@ from matplotlib.figure import Figure
 from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import FORMATS
-from experiments.caches.view import Profiles
 from experiments.figures.style import STYLE, WIDTHS, use_width
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
 
 
-def about(view: Profiles, cache_path: str | Path) -> dict[str, str]:
+class Described(Protocol):
+    """A view of a cache: profiles, or a map over the video."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def pass_label(self) -> str: ...
+
+
+def about(view: Described, cache_path: str | Path) -> dict[str, str]:
     """What the metadata of a figure says: model, weights, prompt and seed, the cache with its hash, and the
     script that writes its format."""
     path = Path(cache_path)

@@ -82,7 +82,7 @@ def video_map(
 
 
 @styled
-def video_strip(
+def map_strip(
     maps: Sequence[VideoMap],
     pictures: Sequence[np.ndarray],
     frames: Sequence[int],

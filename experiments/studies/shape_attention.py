@@ -25,10 +25,10 @@ from wan.modules.key_segments import key_frames, key_tokens
 
 MASKS = {  # of the past, and how each is called in figures
     "moving": "the moving shape",
-    "shuffled": "the same masks, frames shuffled",
-    "here": "its place in the query frame, held still",
-    "first": "its place in frame 0, held still",
-    "wall": "the wall, while it hides",
+    "shuffled": "frames shuffled",
+    "here": "its place now, still",
+    "first": "its place in frame 0, still",
+    "wall": "the wall that hides it",
 }
 HIDDEN = 0.15  # of its first area, as the tracker judges
 
@@ -133,11 +133,11 @@ class ShapeAttention:
         """A map of heads for every mask, and what moving has over its controls."""
         mean = self.mean(step)
         found = [
-            HeadMap(f"on_{name}", f"on {title}", "share of mass / of tokens", "ratio", mean[:, i])
+            HeadMap(f"on_{name}", title.capitalize(), "log₂ lift", "diverging", np.log2(mean[:, i]))
             for i, (name, title) in enumerate(MASKS.items())
         ]
         over = mean[:, 0] - mean[:, 1:4].max(1)
-        return [*found, HeadMap("follows", "moving − the best control", "lift", "diverging", over)]
+        return [*found, HeadMap("follows", "Moving − the best control", "lift", "diverging", over)]
 
 
 def measure(
