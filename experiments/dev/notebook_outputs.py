@@ -35,6 +35,10 @@ EAGLE = "cache/published/self_forcing_dmd_eagle_21f.pt"
 PUBLISHED = ("cache/published/*",)
 MINI = ("configs/wan_mini.yaml", "checkpoints/wan-mini/**/*.safetensors", "checkpoints/wan-mini/*.pt")
 MINI_CONFIG = ("--config_path", "configs/wan_mini.yaml")
+ON_THE_VIDEO = (
+    *("--layer_indices", *map(str, range(8)), "--query_patch", "18,1,2", "--words", "--save_video"),
+    *("--prompt", "a blue circle moving right over a light yellow background", "--steps", "0", "4"),
+)
 EDIT = "interventions: [{edit: knockout, frames: past, layers: [3, 4], passes: denoise}]\n"
 
 Cells = list[dict[str, Any]]
@@ -47,6 +51,7 @@ class Recipe:
     inputs: tuple[str, ...]
     scripts: tuple[tuple[str, ...], ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    limit: int = LIMIT
 
 
 RECIPES = {
@@ -55,6 +60,7 @@ RECIPES = {
     ),
     "interventions": Recipe(MINI, (("run_intervention.py", *MINI_CONFIG, "--interventions", "edits.yaml"),)),
     "layer_atlas": Recipe(PUBLISHED, parameters={"CACHE_PATH": f"../{EAGLE}"}),
+    "on_the_video": Recipe(MINI, (("run_extraction_maps.py", *MINI_CONFIG, *ON_THE_VIDEO),), limit=150_000),
     "plot_figure4": Recipe(MINI, (("run_extraction.py", *MINI_CONFIG),)),
     "plt_fig4": Recipe(PUBLISHED),
     "policies": Recipe((*MINI, "configs/policies/*.yaml")),
@@ -116,7 +122,7 @@ def store(path: Path) -> str:
     for count, (cell, shown) in enumerate(zip(code, outputs, strict=True), 1):
         cell["execution_count"], cell["outputs"] = count, shown
     notebook["metadata"]["outputs"] = {"sha256": mark(notebook, path.stem)}
-    text, note = shrunk(notebook, code)
+    text, note = shrunk(notebook, code, RECIPES[path.stem].limit)
     with replacing(path) as file:
         file.write(text.encode())
     return f"{path}: {len(text.encode()) / 1000:.0f} kB{note}"
@@ -173,25 +179,25 @@ def plain(output: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def shrunk(notebook: dict[str, Any], code: Cells) -> tuple[str, str]:
-    """The notebook's text below LIMIT, and a note: pictures shrink together, then the largest go."""
+def shrunk(notebook: dict[str, Any], code: Cells, limit: int = LIMIT) -> tuple[str, str]:
+    """The notebook's text of at most limit bytes, and a note: pictures shrink together, the largest go."""
     pictures = [one["data"] for cell in code for one in cell["outputs"] if "image/png" in one.get("data", {})]
     whole = [data["image/png"] for data in pictures]
     for width, colours in SIZES:
         for data, png in zip(pictures, whole, strict=True):
             data["image/png"] = smaller(png, width, colours)
         text = as_text(notebook)
-        if len(text.encode()) <= LIMIT:
+        if len(text.encode()) <= limit:
             return text, f", pictures at most {width} pixels wide" if pictures else ""
     dropped = 0
     for data in sorted(pictures, key=lambda data: len(data["image/png"]), reverse=True):
         del data["image/png"]
         data["text/plain"], dropped = TOO_LARGE, dropped + 1
         text = as_text(notebook)
-        if len(text.encode()) <= LIMIT:
+        if len(text.encode()) <= limit:
             break
     else:
-        raise RunError(f"its text alone is above {LIMIT} bytes")
+        raise RunError(f"its text alone is above {limit} bytes")
     return text, f", {dropped} of {len(pictures)} pictures left out"
 
 

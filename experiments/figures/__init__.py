@@ -18,7 +18,7 @@ from experiments.figures.map_movie import save_map_movie
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
 from experiments.figures.sweeps import sweep_curves
-from experiments.figures.thumbnails import pictures, pictures_for, video_frames
+from experiments.figures.thumbnails import pictures_for, required_pictures, video_frames, video_of
 from experiments.figures.video_maps import map_strip, video_map, word_strip
 
 __all__ = [
@@ -45,11 +45,11 @@ __all__ = [
     "layers_together",
     "map_strip",
     "one_head",
-    "pictures",
     "pictures_for",
     "placebo_strips",
     "profile_heat_maps",
     "prompt_words",
+    "required_pictures",
     "rope_bands",
     "save_map_movie",
     "save_svg",
@@ -57,6 +57,7 @@ __all__ = [
     "sweep_curves",
     "video_frames",
     "video_map",
+    "video_of",
     "video_strips",
     "word_strip",
 ]

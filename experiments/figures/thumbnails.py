@@ -58,6 +58,22 @@ def video_frames(
     return found
 
 
+def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
+    """The video given, or the mp4 of the same name beside a cache. CacheError where there is none."""
+    path = Path(video) if video is not None else Path(cache_path).with_suffix(".mp4")
+    if not path.is_file():
+        raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
+    return path
+
+
+def required_pictures(path: str | Path, num_frames: int, height: int, which: int) -> list[np.ndarray]:
+    """pictures() of a video that has to be there: a plain CacheError where it cannot be shown."""
+    try:
+        return pictures(path, num_frames, height, which)
+    except ThumbnailError as error:
+        raise CacheError(str(error)) from None
+
+
 def pictures_for(
     cache_path: str | Path, video: str | Path | None, num_frames: int
 ) -> tuple[list[np.ndarray] | None, str]:

@@ -15,7 +15,7 @@ from typing import Any
 from experiments.caches.errors import CacheError
 
 # arguments that name a file to write
-OUTPUTS = ("output_path", "save_video", "save_base", "log_file", "log", "sheet")
+OUTPUTS = ("output_path", "save_video", "save_base", "log_file", "log", "sheet", "figure")
 MAX_FILES = 10_000  # below a folder that is read
 
 Identity = tuple[int, int, tuple[str, ...]]  # device, inode, and the names below it that are not there yet
