@@ -13,7 +13,7 @@ from wan.modules.head_groups import BY_FRAME, joint_layout, spread
 from wan.modules.model import WanModel
 from wan.parallel import ProcessShard, shard_of
 
-WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_position")  # the same in every process
+WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_position", "map_queries")  # the same in every process
 BATCH_BYTES = 1 << 28  # sent at once
 
 

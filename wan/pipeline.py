@@ -168,8 +168,6 @@ class CausalInferencePipeline:
         layers, passes = self.model.config.num_layers, len(self.pass_timesteps)
         ATTENTION_WEIGHT_CAPTURE.check_model(layers, num_blocks, passes)
         if ACTIVE_EDITS.active:
-            if self.cache_policy.name == "per_head" and not self.model.head_shard.is_whole:
-                raise ConfigError("edits under cache_policy per_head are made in one process, on one device")
             ACTIVE_EDITS.check(self.plan(num_frames, given))
 
     def _check_probe(self, probe: Probe | None, noise: Noise) -> None:

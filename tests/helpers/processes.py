@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 
-def together(count: int, function: Callable[[dist.ProcessGroup], Any], seconds: float = 60) -> list[Any]:
+def together(count: int, function: Callable[[dist.ProcessGroup], Any], seconds: float = 20) -> list[Any]:
     """What function(group) returns in each of count forks. Raises RuntimeError with what they raised."""
     with tempfile.TemporaryDirectory() as folder:
         children = [

@@ -17,6 +17,7 @@ from wan.modules.capture import CaptureRequest
 from wan.modules.edits import intervene
 from wan.modules.head_outputs import ReferenceMeans, record_head_outputs
 from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
+from wan.modules.key_maps import MapQuery
 from wan.modules.run_in_step import RunInStep
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
 from wan.pipeline import CausalInferencePipeline
@@ -40,6 +41,10 @@ POLICIES = {
 REQUESTS = (
     CaptureRequest(granularity="frame", kinds=("self", "cross"), layers=[1, 3], rope_bands=True),
     CaptureRequest(granularity="key", layers=[1], steps=[0]),
+    CaptureRequest(
+        granularity="map", layers=[2], heads=(1, 3), queries=(MapQuery(), MapQuery(4, 2)), steps=[1]
+    ),
+    CaptureRequest(granularity="map", layers=[4], kinds=("cross",), num_words=5, blocks=[2], steps=[0]),
     CaptureRequest(granularity="token", layers=[2], blocks=[1], steps=[4], is_logits=False),
 )
 
@@ -49,8 +54,9 @@ def policy_of(name: str, folder):
     if name == "per_head":  # a class lives in the first heads alone, another in one layer alone
         labels = [["a" if head < 4 else "b" for head in range(HEADS)] for _ in range(LAYERS)]
         labels[3] = ["c" if head % 2 else "a" for head in range(HEADS)]
-        with (folder / "labels.csv").open("w", newline="") as file:
-            csv.writer(file).writerows(labels)
+        if not (folder / "labels.csv").exists():  # by the parent of all processes
+            with (folder / "labels.csv").open("w", newline="") as file:
+                csv.writer(file).writerows(labels)
         classes = {"a": "participative", "b": "full", "c": "memory_bank"}
         settings |= {"file": str(folder / "labels.csv")}
         settings |= {"policies": {label: POLICIES[policy] for label, policy in classes.items()}}
@@ -84,7 +90,8 @@ def assert_same(found, expected):
             other.site, other.at, other.q_shape, other.k_shape)  # fmt: skip
         assert call.values.keys() == other.values.keys() and call["key_frames"] == other["key_frames"]
         for name, values in call.values.items():
-            torch.testing.assert_close(values, other.values[name], rtol=0, atol=ATOL, equal_nan=True)
+            half = 2**-10 if values.dtype == torch.float16 else 0.0  # two roundings of nearly one number
+            torch.testing.assert_close(values, other.values[name], rtol=half, atol=ATOL, equal_nan=True)
 
 
 def every_policy(group, folder):
@@ -92,7 +99,7 @@ def every_policy(group, folder):
     found = {}
     model = parallel_model(group)
     for name in POLICIES:
-        requests = REQUESTS[: 1 if name in ("participative", "per_head") else 3]
+        requests = REQUESTS[: 1 if name in ("participative", "per_head") else None]
         if name == "per_head":
             requests = [dataclasses.replace(requests[0], rope_bands=False, kinds=("self",))]
         found[name] = stripped(
@@ -125,7 +132,7 @@ def one_process(what, folder=None):
     return globals()[what](None, folder) if folder else globals()[what](None)
 
 
-def edited_runs(group):
+def edited_runs(group, folder):
     """Latents and calls under edits of some heads, of means, of another run, of text."""
     model, frames = parallel_model(group), CaptureRequest(granularity="frame", layers=[1, 3])
     with record_head_outputs() as outputs:
@@ -140,20 +147,24 @@ def edited_runs(group):
         "move": [Move(frames=[0], offset=3, heads=[0, 4, 8], passes="all"), frame_mean],
         "text": [Knockout(tokens=[0, 5], heads=[6], passes="denoise"), mean],
         "step": [swap],
+        "per_head": [Knockout(frames="past", heads=[1, 10], passes="denoise"), swap],
     }
+    by_class = policy_of("per_head", folder)
+    by_class.policies["a"], by_class.policies["c"] = make_policy("window", window=6), make_policy("full")
     found = {}
     for name, edits in cases.items():
-        with RunInStep(lambda: roll_out(model, seed=5, gathers=False)) as other:
+        policy = by_class if name == "per_head" else None
+        with RunInStep(lambda p=policy: roll_out(model, p, seed=5, gathers=False)) as other:
             data = {frame_mean: outputs, mean: means, swap: other}
             with intervene(*edits, data={edit: data[edit] for edit in edits if edit in data}):
-                found[name] = stripped(roll_out(model, None, frames, num_frames=9))
+                found[name] = stripped(roll_out(model, policy, frames, num_frames=9))
     return found, outputs.norm_per_head()
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_edits_of_some_heads(size):
-    expected, norms = one_process("edited_runs")
-    (first, first_norms), *_ = together(size, edited_runs)
+def test_edits_of_some_heads(size, tmp_path):
+    expected, norms = one_process("edited_runs", tmp_path)
+    (first, first_norms), *_ = together(size, lambda group: edited_runs(group, tmp_path))
     for name, run in expected.items():
         assert_same(first[name], run)
     torch.testing.assert_close(first_norms, norms, rtol=0, atol=ATOL)

@@ -18,8 +18,16 @@ from wan.modules.captured_call import CapturedCall, Kind, Pass, Site, parts_of
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
 from wan.modules.head_groups import HeadGroup, joined, joint_layout
+from wan.modules.head_shard import HeadShard
 from wan.modules.key_layout import KeyLayout
-from wan.modules.key_maps import MapQuery, check_queries, key_maps, queries_of, word_map
+from wan.modules.key_maps import (
+    MapQuery,
+    check_queries,
+    key_maps,
+    of_chosen_heads,
+    queries_of,
+    word_map,
+)
 from wan.modules.key_means import KeyMeans
 from wan.modules.key_segments import segments_of
 
@@ -290,15 +298,16 @@ def _map_values(
     """What a request for maps keeps of a call."""
     if mask is not None:
         raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
-    if request.heads is not None:
-        check_indices("head", request.heads, q.shape[2])
-        heads = list(request.heads)
-        q, k, lse = q[:, :, heads], k[:, :, heads], lse[:, heads]
-    if site.kind == "cross":
-        return {"word_map": word_map(q, k, request.num_words)}
-    if layout is None:
-        raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
-    return key_maps(q, k, lse, request.queries, at.query_frames, layout.tokens_per_slot)
+
+    def of(heads: list[int]) -> dict[str, Tensor]:
+        chosen = q[:, :, heads], k[:, :, heads]
+        if site.kind == "cross":
+            return {"word_map": word_map(*chosen, request.num_words)}
+        if layout is None:
+            raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
+        return key_maps(*chosen, lse[:, heads], request.queries, at.query_frames, layout.tokens_per_slot)
+
+    return of_chosen_heads(request.heads, site.shard or HeadShard.whole(q.shape[2]), of)
 
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:

@@ -32,8 +32,8 @@ class EditedCall:
     bias: KeyBias | None = None
     after: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     has_other_keys: bool = False  # than those of the cache
-    of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of a layer's
-    layer_heads: int = 0  # and how many the layer has then
+    of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
+    layer_heads: int = 0  # and how many of the layer are here then
 
     def finish(self, z: Tensor) -> Tensor:
         """The output of the call, from what attention gave."""
@@ -49,7 +49,8 @@ class EditedCall:
     def heads(self, edit: Selection) -> list[int]:
         """The heads of an edit, by their indices in the call; none where the call is of others."""
         if self.of_heads is not None:
-            return [n for n, head in enumerate(self.of_heads) if edit.heads is None or head in edit.heads]
+            here = range(len(self.of_heads))
+            return [n for n in here if edit.heads is None or self.number(n) in edit.heads]
         return list(range(self.q.shape[2])) if edit.heads is None else self.shard.local(list(edit.heads))
 
     def heads_in_model(self, edit: Selection) -> list[int]:
@@ -58,7 +59,7 @@ class EditedCall:
 
     def number(self, head: int) -> int:
         """The number in the model of a head of the call."""
-        return head + self.shard.heads.start if self.of_heads is None else self.of_heads[head]
+        return self.shard.heads.start + (head if self.of_heads is None else self.of_heads[head])
 
     @property
     def is_changed(self) -> bool:
@@ -129,8 +130,10 @@ def edit_call(edit: Edit, call: EditedCall, data: Any = None) -> bool:
 
     data: Means of an ablation to means, an InStep of an edit with a source.
     """
+    if not call.shard.is_whole and isinstance(edit, (Ablate, Patch)) and hasattr(data, "call"):
+        _source(call, data)  # a source is run by all processes together, also by those it changes nothing in
     if call.of_heads is not None and not call.heads(edit):
-        return False
+        return _changes_another(edit, call)
     if isinstance(edit, (Knockout, Bias)):
         return _bias(edit, call)
     if isinstance(edit, Ablate):
@@ -138,6 +141,12 @@ def edit_call(edit: Edit, call: EditedCall, data: Any = None) -> bool:
     if isinstance(edit, Patch):
         return _patch(edit, call, data)
     return _move(edit, call) if isinstance(edit, Move) else _jitter(edit, call)
+
+
+def _changes_another(edit: Edit, call: EditedCall) -> bool:
+    """Whether an edit is of heads in other processes too."""
+    heads = range(call.shard.total) if edit.heads is None else edit.heads
+    return any(head not in call.shard.heads for head in heads)
 
 
 def _names(name: int | str, frame: int, is_own: bool, is_sink: bool) -> bool:

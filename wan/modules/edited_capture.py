@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.edited_call import EditedCall
-from wan.modules.key_maps import key_maps, word_map
+from wan.modules.key_maps import key_maps, of_chosen_heads, word_map
 from wan.modules.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -41,14 +41,16 @@ def edited_values(request: "CaptureRequest", call: EditedCall, lse: Tensor) -> d
 
 def _maps(request: "CaptureRequest", call: EditedCall, lse: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
     """Maps of the chosen heads; lse [B, H, Lq], bias [H, Lk]."""
-    heads = list(range(call.q.shape[2]) if request.heads is None else request.heads)
-    q, k, lse = call.q[:, :, heads], call.k[:, :, heads], lse[:, heads]
-    bias = None if bias is None else bias[heads]
-    if call.site.kind == "cross":
-        return {"word_map": word_map(q, k, request.num_words, bias)}
-    S = call.known.tokens_per_slot
-    maps = key_maps(q, k, lse, request.queries, call.at.query_frames, S, bias)
-    return maps | _attended((*maps["map_mass"].shape[:2], 1, k.shape[1]), bias)
+
+    def of(heads: list[int]) -> dict[str, Tensor]:
+        q, k, added = call.q[:, :, heads], call.k[:, :, heads], None if bias is None else bias[heads]
+        if call.site.kind == "cross":
+            return {"word_map": word_map(q, k, request.num_words, added)}
+        S = call.known.tokens_per_slot
+        maps = key_maps(q, k, lse[:, heads], request.queries, call.at.query_frames, S, added)
+        return maps | _attended((*maps["map_mass"].shape[:2], 1, k.shape[1]), added)
+
+    return of_chosen_heads(request.heads, call.shard, of)
 
 
 def _frames(

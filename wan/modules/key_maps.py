@@ -5,13 +5,14 @@ frame, or one token. Mass is stored times S, the tokens of a frame: its mean ove
 of that frame.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from wan.modules import reductions
+from wan.modules.head_shard import HeadShard
 
 ALL = -1
 
@@ -73,6 +74,25 @@ def key_maps(
             means, columns = reductions.key_token_means(q[:, some], k, lse[:, :, some], bias)
             logits[:, :, row], mass[:, :, row] = means, columns * tokens_per_slot
     return {"map_logits": logits, "map_mass": mass, "map_queries": torch.tensor(found)}
+
+
+def of_chosen_heads(
+    heads: Sequence[int] | None, shard: HeadShard, make: Callable[[list[int]], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """make(heads) of those chosen heads (None: all) that are in this process, by their indices here.
+
+    Raises ValueError for a head that the layer does not have.
+    """
+    if heads is None:
+        return make(list(range(len(shard.heads))))
+    for head in heads:
+        if not 0 <= head < shard.total:
+            raise ValueError(f"head {head} is not in 0..{shard.total - 1}")
+    if not shard.is_whole and list(heads) != sorted(heads):
+        raise ValueError(f"several GPUs keep maps of heads in ascending order, not of {list(heads)}")
+    here = shard.local(list(heads))
+    values = make(here or [0])
+    return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
 
 
 def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None) -> Tensor:
