@@ -13,7 +13,7 @@ from wan.modules.head_groups import BY_FRAME, joint_layout, spread
 from wan.modules.model import WanModel
 from wan.parallel import ProcessShard, shard_of
 
-WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_position", "map_queries")  # the same in every process
+WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_token", "key_position", "map_queries")  # same everywhere
 BATCH_BYTES = 1 << 28  # sent at once
 
 
@@ -90,22 +90,30 @@ def _joined(
 ) -> CapturedCall:
     """One call from its parts of some heads each."""
     layout, seen = call.layout, [of.frames or () for of in kept]
+    edited = any("attended" in part for part in parts)
     if layout is not None and len(set(seen)) > 1:  # under per_head: their heads see different frames
         layout = joint_layout(seen, layout)
         columns = zip(parts, seen, strict=True)
         parts = [
             {n: spread(part[n], has, layout.frames) for n in BY_FRAME if n in part} for part, has in columns
         ]
-    names = dict.fromkeys(name for part in parts for name in part)
-    values = {}
-    for name in names:
-        like = next(part[name] for part in parts if name in part)
-        if name in WITHOUT_HEADS:
-            values[name] = like
-        else:  # attended is missing where no head lost a key
-            values[name] = torch.cat([part.get(name, torch.ones_like(like)) for part in parts], 1)
+    if edited:  # also where no head lost a key
+        parts = [
+            part if "attended" in part else part | {"attended": _attended(part, parts)} for part in parts
+        ]
+    values = {
+        name: like if name in WITHOUT_HEADS else torch.cat([part[name] for part in parts], 1)
+        for name, like in parts[0].items()
+    }
     shapes = ((*shape[:2], shard.total, shape[3]) for shape in (call.q_shape, call.k_shape))
     q_shape, k_shape = shapes
     if layout is not None:
         k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
     return replace(call, values=values, q_shape=q_shape, k_shape=k_shape, layout=layout)
+
+
+def _attended(part: dict[str, Tensor], parts: Sequence[dict[str, Tensor]]) -> Tensor:
+    """Which keys the heads of one part attended to, where none of them was left out by an edit."""
+    if "frame_logits" in part:
+        return ~part["frame_logits"].isnan()
+    return torch.ones_like(next(other["attended"] for other in parts if "attended" in other))
