@@ -114,7 +114,7 @@ def _describe(passes: Passes, layers: Sequence[int]) -> dict[str, Any]:
     view = next(iter(passes[0].values()))[layers[0]]
     return {
         "model": words(view.model, LONGEST["model"]),
-        "source": words(view.source, LONGEST["source"]),
+        "source": words(f"edited: {view.edits}. " * bool(view.edits) + view.source, LONGEST["source"]),
         "notes": [words(note, LONGEST["note"]) for note in view.notes[:MOST_NOTES]],
         "layers": list(layers),
         "num_heads": view.num_heads,

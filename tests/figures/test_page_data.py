@@ -123,6 +123,13 @@ def test_what_a_cache_lacks(tmp_path):
     assert np.isnan(decode_matrices(one["matrices"]["mean_logit"], 3, 3, 9)[0, 1]).all()
 
 
+def test_an_edited_cache_says_so(tmp_path):
+    done = {"edits": [], "words": "knock out the first frame", "hash": "0123456789abcdef"}
+    save_cache(tmp_path / "edited.pt", synthetic_caches.atlas() | {"interventions": done})
+    source = data_of(tmp_path / "edited.pt")["source"]
+    assert source.startswith("edited: knock out the first frame (0123456789abcdef). ")
+
+
 @pytest.mark.parametrize("cell_bytes", [1, 2])
 @pytest.mark.parametrize("power", [1, 2])
 def test_codes(cell_bytes, power):
