@@ -17,6 +17,7 @@ POLICIES = [
     {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
     {"name": "two_memories", "window": 6, "sink": 1},
     {"name": "memory_bank", "window": 6, "sink": 1, "bank": 2, "interval": 1},
+    {"name": "relative", "window": 9, "sink": 5, "released": "longlive_infinity"},  # zeros in block 0
 ]
 
 

@@ -12,6 +12,8 @@ from wan.modules import reductions
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
+from wan.modules.edits import intervene
+from wan.modules.interventions import Knockout
 from wan.modules.key_segments import key_frames
 from wan.pipeline import CausalInferencePipeline
 
@@ -114,3 +116,22 @@ def test_masses_of_unequal_segments(device):
         parts = [probs[item, :, :, a:b].sum(-1) for a, b in pairwise(row)]
         expected = torch.stack(parts, -1).unflatten(1, (2, 5)).mean(2)
         torch.testing.assert_close(mass[item].cpu().double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES[5:], ids=lambda policy: policy["name"])
+def test_a_knockout_leaves_the_other_heads_values(policy):
+    """Of slots that are no frames, too: the first edited call differs in its head alone."""
+    request = CaptureRequest(layers=[0], blocks=[4], steps=[0], granularity="frame", rope_bands=True)
+    edit = Knockout(layers=[0], heads=[1], frames="past", blocks=[4], passes="all")
+    plain = roll_out(policy, request)[1][0]
+    with intervene(edit):
+        edited = roll_out(policy, request)[1][0]
+    assert plain.values.keys() == edited.values.keys() - {"attended"}
+    others = [head for head in range(12) if head != 1]
+    for name in plain.values.keys() - {"tokens_kept"}:
+        torch.testing.assert_close(
+            edited[name][:, others], plain[name][:, others], atol=1e-5, rtol=0, equal_nan=True
+        )
+    own = [frame in range(12, 15) for frame in edited["key_frames"]]
+    assert (edited["frame_mass"][:, 1].sum(-1) - 1).abs().max() < 1e-5
+    assert edited["frame_logits"][:, 1].isfinite().all((0, 1)).tolist() == own

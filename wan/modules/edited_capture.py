@@ -12,7 +12,10 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.edited_call import EditedCall
+from wan.modules.frame_reductions import of_keys
+from wan.modules.key_layout import KeyLayout
 from wan.modules.key_maps import key_maps, of_chosen_heads, word_map
+from wan.modules.key_segments import key_frames, segments_of
 from wan.modules.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -26,10 +29,11 @@ def edited_values(request: "CaptureRequest", call: EditedCall, lse: Tensor) -> d
     if request.granularity == "token":
         name = "token_logits" if request.is_logits else "token_probabilities"
         matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, bias=per_token)
-        return {name: matrix} | _attended((*matrix.shape[:2], 1, matrix.shape[3]), per_token)
+        attended = _attended((*matrix.shape[:2], 1, matrix.shape[3]), per_token)
+        return {name: matrix} | attended | of_keys(call.layout, k)
     if request.granularity == "key":
         curve = _biased(reductions.key_curve(q, k), per_token)
-        return {"key_curve": curve} | _attended(curve.shape, per_token)
+        return {"key_curve": curve} | _attended(curve.shape, per_token) | of_keys(call.layout, k)
     if request.granularity == "map":
         return _maps(request, call, lse, per_token)
     num_query_frames = len(call.at.query_frames)
@@ -63,6 +67,8 @@ def _frames(
         raise ValueError(
             "what edits change is captured under cache_policy per_head for classes of whole frames alone"
         )
+    if not call.layout.is_plain:
+        return _mixed_frames(request, call, call.layout, num_query_frames)
     slots = len(call.layout.slots)
     per_slot = None if call.bias is None else call.bias.values.to(q.device)
     means = reductions.frame_means(k, slots)
@@ -77,6 +83,41 @@ def _frames(
     if request.mass:
         values["frame_mass"] = reductions.frame_mass(q, k, lse, num_query_frames, slots, per_slot)
     return values
+
+
+def _mixed_frames(
+    request: "CaptureRequest", call: EditedCall, layout: KeyLayout, num_query_frames: int
+) -> dict[str, Tensor]:
+    """What frame_reductions.of_frames keeps, token by token, because an edit may leave some of them out."""
+    q, k, segments = call.q, call.k, segments_of(layout)
+    bias = None if call.bias is None else call.bias.per_token(q.device)
+    frames = key_frames(layout, len(k))[0]
+    slots = (torch.arange(k.shape[1]) // layout.tokens_per_slot).expand_as(frames)
+    logits = _biased(reductions.frame_logits(q, k.float(), num_query_frames), bias)  # [B, H, Fq, Lk]
+    mass = reductions.token_mass(q, k, num_query_frames, bias) if request.mass else None
+    values = {"tokens_kept": segments.tokens_kept.expand(len(k), -1).clone()}
+    for kind, names, columns in (
+        ("frame", frames, segments.columns),
+        ("slot", slots, range(len(layout.slots))),
+    ):
+        members = (names[:, :, None] == torch.tensor(columns)).float()[:, None].to(q.device)  # [B, 1, Lk, n]
+        values[f"{kind}_logits"] = _visible_mean(logits, members)
+        if mass is not None:
+            values[f"{kind}_mass"] = mass @ members
+        if kind == "frame" and request.rope_bands:
+            sizes = list(RotaryTable(q.shape[-1]).bands.values())
+            by_band = reductions.frame_logits_by_band(q, k.float(), num_query_frames, sizes)
+            out = logits.isnan()
+            parts = [_visible_mean(band.masked_fill(out, torch.nan), members) for band in by_band.unbind(-1)]
+            values["frame_logits_by_band"] = torch.stack(parts, -1)
+    if bias is not None and not bias.isfinite().all():
+        values["attended"] = ~values["frame_logits"].isnan()
+    return values
+
+
+def _visible_mean(logits: Tensor, members: Tensor) -> Tensor:
+    """Mean over the members [B, 1, Lk, n] that are not NaN of logits [B, H, Fq, Lk]; NaN where all are."""
+    return (logits.nan_to_num() @ members) / ((~logits.isnan()).float() @ members)
 
 
 def _biased(logits: Tensor, bias: Tensor | None) -> Tensor:
