@@ -2,7 +2,9 @@
 
 import os
 import pickle
+import shutil
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,6 +151,9 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
         save_cache(tmp_path / "c.pt", synthetic_caches.layer(N=4))
     assert (tmp_path / "c.pt").read_bytes() == before
     assert os.listdir(tmp_path) == ["c.pt"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(CacheError, match=r"No space left on device; it needs \d{5,} bytes, 1 are free"):
+        save_cache(tmp_path / "c.pt", synthetic_caches.layer(N=4))
 
 
 def test_what_cannot_be_read(tmp_path):
@@ -292,6 +297,14 @@ def test_older_inference_window_and_single_call(tmp_path):
     )  # which pass it was, nobody knows
 
 
+def test_older_inference_of_one_pass(tmp_path):
+    """Its calls lie in their blocks; which pass it was, the file does not say."""
+    torch.save(older_inference([3, 3, 3], passes=1), tmp_path / "c.pt")
+    calls = load_cache(tmp_path / "c.pt")["attention_weights"]
+    assert [(c["block"], c["step"]) for c in calls] == [(b, None) for b in range(3) for _ in (2, 4)]
+    assert [c["query_frames"][0] for c in calls] == [0, 0, 3, 3, 6, 6]
+
+
 def test_omegaconf_and_numpy_values(tmp_path):
     config = OmegaConf.create({"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None})
     older = older_figure4(
@@ -309,10 +322,13 @@ def test_omegaconf_and_numpy_values(tmp_path):
     assert cache["config"] == {"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None}
     assert type(cache["prompt"]) is str
     assert cache["attention_weights"][0]["scale"] == 0.5
-    torch.save(
-        older_layer(full_frame_attention=older_layer()["full_frame_attention"].numpy()), tmp_path / "c.pt"
-    )
-    assert load_cache(tmp_path / "c.pt")["full_frame_attention"].isnan().any()
+    older = older_layer(more=np.zeros((2, 3)), words=np.array(["a", "b"]))
+    older["full_frame_attention"] = older["full_frame_attention"].numpy()
+    torch.save(older, tmp_path / "c.pt")
+    cache = load_cache(tmp_path / "c.pt")
+    assert cache["full_frame_attention"].isnan().any()
+    assert cache["full_frame_attention"].dtype == torch.float16
+    assert cache["words"] == ["a", "b"] and cache["more"].shape == (2, 3)
 
 
 def test_numpy_1_names(tmp_path):

@@ -9,7 +9,7 @@ from helpers import synthetic_caches
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError
-from experiments.caches.view import open_profiles
+from experiments.caches.view import open_call, open_profiles
 
 
 def reference(entry, S, keys, F, mass=False):
@@ -157,6 +157,22 @@ def test_atlas_of_published_profiles_alone(tmp_path):
     )  # coarser, so not used
     np.testing.assert_array_equal(open_profiles(cache).frame_profile(1), exact[1, 0])
     assert open_profiles(cache).frame_matrix(1).shape == (3, 9, 9)
+
+
+def test_one_call_of_many():
+    cache = synthetic_caches.inference(layers=(1, 5), steps=(0, 4))
+    for index, (layer, step) in enumerate([(1, 0), (5, 0), (1, 4), (5, 4)]):
+        view = open_call(cache, index)
+        assert (view.layers, view.step, view.quantity) == ((layer,), step, "mean_prob")
+        expected = reference(cache["attention_weights"][index], 5, [*range(9)], 9, mass=True) / 5
+        np.testing.assert_allclose(view.frame_matrix(layer), expected, atol=1e-7)
+    for index in (-1, 4):
+        with pytest.raises(CacheError, match=rf"call {index} is not in 0\.\.3, the calls of this cache"):
+            open_call(cache, index)
+    with pytest.raises(CacheError, match="probabilities, no mean_logit"):
+        open_call(cache, 0, "mean_logit")
+    view = open_call(synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4)), 4, "mass")
+    assert (view.layers, view.step) == ((1,), 4)
 
 
 def test_noise_is_told_from_context():

@@ -7,7 +7,7 @@ within 1e-6; in bfloat16 no worse than twice the error of the same formula in pl
 import pytest
 import torch
 
-from wan.modules import reductions
+from wan.modules import attention, reductions
 from wan.modules.attention import attention_with_lse
 
 # heads, head dim, tokens a frame, query frames, key frames
@@ -114,3 +114,10 @@ def test_log_sum_exp_of_the_fused_call(size, device):
     q, _, lse, logits, _ = call(size, torch.float32, device)
     assert lse.shape == (1, size[0], q.shape[1]) and lse.dtype == torch.float32
     assert (lse - logits.logsumexp(-1)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_device_without_fused_calls_goes_by_formula(dtype, monkeypatch):
+    monkeypatch.setattr(attention, "_attention_by_formula", lambda *_: "by formula")
+    q = torch.empty(1, 3, 5, 16, dtype=dtype, device="meta")
+    assert attention.attention_with_lse(q, q, q) == "by formula"
