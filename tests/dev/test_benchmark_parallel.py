@@ -11,7 +11,7 @@ from conftest import ROOT
 from experiments.dev import benchmark_parallel
 from wan.errors import ConfigError
 
-SMALL = "--device cpu --num_layers 1 --num_frames 3 --accuracy_frames 3 --height 4 --width 4 --repeats 1 --sweep 2"
+SMALL = "--device cpu --num_layers 1 --num_frames 3 --accuracy_frames 3 --height 4 --width 4 --repeats 1"
 
 
 def test_one_process_has_nothing_to_compare(monkeypatch):
@@ -21,10 +21,17 @@ def test_one_process_has_nothing_to_compare(monkeypatch):
         benchmark_parallel.run(["--device", "cpu"])
 
 
-@pytest.mark.slow
+@pytest.mark.beside
 def test_two_processes(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = ["experiments/dev/benchmark_parallel.py", "--models", "Wan2.1-T2V-1.3B", *SMALL.split()]
+    script = [
+        "experiments/dev/benchmark_parallel.py",
+        "--models",
+        "Wan2.1-T2V-1.3B",
+        *SMALL.split(),
+        "--sweep",
+        "2",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GIT_COMMIT": "0" * 40}
     done = subprocess.run(
         [*torchrun, *script, "--output_path", str(tmp_path / "report.json")],

@@ -2,8 +2,11 @@
 layer caches and atlases of both branches, and bad input.
 """
 
+import contextlib
+import io
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,17 +31,24 @@ def at_the_root(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def by_shell(tmp_path_factory) -> tuple[dict, str]:
-    """What `extract_attention.sh CKPT_DIR "" OUT_DIR` makes, and what it says."""
-    folder = tmp_path_factory.mktemp("base")
-    command = ["bash", "experiments/extract_attention.sh", "checkpoints/wan-mini", "", str(folder)]
+def made(tmp_path_factory) -> tuple[dict, str, Path]:
+    """The layer cache of a run without flags but the folders, what the run says, and its file."""
+    path, said = tmp_path_factory.mktemp("base") / "layer7.pt", io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(said):
+        extract_attention_wan.run([*MINI, "--output_dir", str(path.parent)])
+    return load_cache(path), said.getvalue(), path
+
+
+@pytest.mark.beside
+def test_the_shell_script_makes_the_same_bytes(made, tmp_path):
+    command = ["bash", "experiments/extract_attention.sh", "checkpoints/wan-mini", "", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return load_cache(folder / "layer7.pt"), done.stdout
+    assert (tmp_path / "layer7.pt").read_bytes() == made[2].read_bytes()
 
 
-def test_the_layer_cache(by_shell):
-    cache, said = by_shell
+def test_the_layer_cache(made):
+    cache, said, _ = made
     assert (cache["format"], cache["layer_index"], cache["weights"], cache["model"]) == (
         "layer",
         7,
@@ -68,8 +78,8 @@ def test_the_layer_cache(by_shell):
     )
 
 
-def test_nothing_is_context_in_a_bidirectional_run(by_shell):
-    view = open_profiles(by_shell[0])
+def test_nothing_is_context_in_a_bidirectional_run(made):
+    view = open_profiles(made[0])
     assert view.query_frames == (3, 4, 5) and view.own_block == view.noise_frames == tuple(range(6))
     assert view.context_frames == () and view.pass_label == "pass 0 (t = 999)"
 
