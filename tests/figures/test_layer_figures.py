@@ -59,7 +59,7 @@ def drawings(H, F, N):
         (3, 19, 1, "one map", "head 5"),
         (3, 19, 1, "heads", "H2"),
         (3, 9, 1, "layers", "Layer 0"),
-        (12, 72, 30, "layers", "Layer 29"),
+        pytest.param(12, 72, 30, "layers", "Layer 29", marks=pytest.mark.beside),
         (12, 72, 1, "one", "min@"),
         (12, 21, 1, "sinks", "H11 (sink="),
         (40, 72, 1, "words", "on the whole prompt"),

@@ -130,6 +130,7 @@ def started(*flags, **more):
     )
 
 
+@pytest.mark.beside
 def test_terminals_that_are_gone_do_not_end_a_run(tmp_path):
     """From the first block on nobody reads stdout or stderr any more; every layer is written all the same."""
     run = started("--num_frames", "60", "--output_dir", str(tmp_path / "layers"))

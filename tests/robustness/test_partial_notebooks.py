@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -34,8 +35,8 @@ NOTEBOOKS = {  # name of the cache -> notebook, its parameters, and what it prin
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
-    """What each notebook printed, and its figures; all of them in one kernel, emptied in between."""
+def stopped(tmp_path_factory) -> Path:
+    """A folder of caches of runs that were stopped."""
     folder = tmp_path_factory.mktemp("partial")
     stop_after = {"block": 2, "step": 2}
 
@@ -65,7 +66,7 @@ def shown(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
             [*MINI, "--num_steps", "6", "--all_layers", "--step", "0", "2", "5", "--output_dir", str(folder)],
         )
         assert all(load_cache(path)["partial"] for path in folder.glob("*.pt"))
-        return run_all(folder)
+    return folder
 
 
 def stop(script, flags) -> None:
@@ -74,20 +75,16 @@ def stop(script, flags) -> None:
     assert ended.value.code == 130
 
 
-def run_all(folder) -> dict[str, tuple[str, dict[str, bytes]]]:
-    results = {}
-    for name, (notebook, parameters, _) in NOTEBOOKS.items():
-        values = {
-            key: str(folder / value) if key.endswith("PATH") else value for key, value in parameters.items()
-        }
-        printed = executed.run(notebook, folder / name, **values)
-        results[name] = printed, executed.figures(folder / name)
-    return results
+SECOND = [
+    pytest.param(name, marks=pytest.mark.beside) for name in NOTEBOOKS if "Figure 4" in name or "base" in name
+]
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_says_where_the_run_was_stopped(name, shown):
-    printed, figures = shown[name]
+@pytest.mark.parametrize("name", ["atlas", "layer", "inference", *SECOND])
+def test_a_notebook_says_where_the_run_was_stopped(name, stopped, tmp_path):
+    notebook, parameters, _ = NOTEBOOKS[name]
+    paths = {key: str(stopped / value) for key, value in parameters.items() if key.endswith("PATH")}
+    printed, figures = executed.run(notebook, tmp_path, **parameters | paths), executed.figures(tmp_path)
     assert NOTEBOOKS[name][2] in printed and figures
     assert not re.search(r"\bnan\b", printed + "".join(map(executed.words, figures.values())), re.IGNORECASE)
     hidden = [

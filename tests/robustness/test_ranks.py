@@ -67,6 +67,7 @@ def files_below(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.beside
 def test_three_ranks_one_killed_one_added(tmp_path):
     assert ended(start(tmp_path / "one", ALONE)) == 0
     whole = files_below(tmp_path / "one")
@@ -83,6 +84,7 @@ def test_three_ranks_one_killed_one_added(tmp_path):
     assert [run["state"] for run in json.loads((out / "manifest.json").read_text())["runs"]] == ["done"] * 12
 
 
+@pytest.mark.beside
 def test_requeued_with_another_number_of_ranks(tmp_path):
     """SLURM ends a task by SIGTERM and starts it again: here two processes, then one, then three."""
     out = tmp_path / "out"

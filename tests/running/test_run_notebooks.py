@@ -44,6 +44,7 @@ def printed(path):
     return "".join(o["text"] for o in outputs if o["output_type"] == "stream")
 
 
+@pytest.mark.beside
 def test_layers_at_once_have_figures_of_their_own(layer_folder, tmp_path):
     """Two kernels work at the same time; each draws the layer whose cells it was given."""
     out, layers = tmp_path / "out", ["0", "3"]

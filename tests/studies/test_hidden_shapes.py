@@ -60,6 +60,7 @@ def finished(tmp_path_factory, config, session, judges):
     return one
 
 
+@pytest.mark.beside
 def test_no_head_with_a_past_is_a_window_of_one_block(finished, config, session):
     runs = finished.runs("test")
     sizes = session.model_config

@@ -43,6 +43,7 @@ def made(tmp_path_factory):
     return folder, compare(folder, vbench_dir=str(folder / "vbench"), videos=1)
 
 
+@pytest.mark.beside
 def test_every_policy_and_control_has_every_video(made):
     _, table = made
     labels = [*POLICIES, *policy_grid.CONTROLS]

@@ -117,6 +117,7 @@ def stripped(run):
     ]  # fmt: skip
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_policy(size, tmp_path):
     expected = one_process("every_policy", tmp_path)
@@ -161,7 +162,7 @@ def edited_runs(group, folder):
     return found, outputs.norm_per_head()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.beside)])
 def test_edits_of_some_heads(size, tmp_path):
     expected, norms = one_process("edited_runs", tmp_path)
     (first, first_norms), *_ = together(size, lambda group: edited_runs(group, tmp_path))
