@@ -17,8 +17,10 @@ def test_no_number_in_a_table_is_typed(path):
 
 
 def test_every_benchmark_has_its_table():
+    """A benchmark that has none has no report either: it is yet to run."""
     named = {name for path in documents() for _, name, _ in MARKED.findall(path.read_text())}
-    assert {benchmark_of(ROOT / name) for name in named} == set(BENCHMARKS)
+    without = set(BENCHMARKS) - {benchmark_of(ROOT / name) for name in named}
+    assert not [path for name in without for path in (ROOT / "docs").rglob(f"{name}*.json")]
 
 
 MOVED = {  # scripts that the commands recorded in older JSON name: history keeps its text

@@ -292,7 +292,7 @@ def test_caches_hold_declared_fields_only():
         "inference": cache_builders.inference_cache(hand_made(WHOLE, "token")),
         "figure4": cache_builders.figure4_cache(only(run, block=[2], step=[1])),
     }
-    assert made.keys() == schema.FORMATS.keys() - {"effects", "causal_atlas"}  # made of other runs
+    assert made.keys() == schema.FORMATS.keys() - {"effects", "causal_atlas", "maps"}  # made of other runs
     for kind, cache in made.items():
         assert cache["format"] == kind
         assert cache.keys() <= {field.rstrip("?") for field in schema.FORMATS[kind].fields}

@@ -184,6 +184,8 @@ def test_recipes_can_be_narrowed():
         "vae": (),
         "base": ("vae",),
         "causal": ("vae", "transformer", "text_encoder"),
+        "lora": ("vae", "transformer", "text_encoder", "self_forcing_mini.pt"),
+        "framewise": ("vae", "transformer", "text_encoder", "self_forcing_mini.pt"),
     }
     hard = RECIPES["base"].kinds
     assert hard.count("crossing") == hard.count("wall") == 2 > hard.count("single")
