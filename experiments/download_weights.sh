@@ -1,21 +1,43 @@
 #!/usr/bin/env bash
-# The released weights, into the places that configs/self_forcing_dmd.yaml names. Says how much is missing and asks first;
-# the same command goes on where it was stopped, and fetches nothing twice.
+# The released weights of a model, into the places that its config names. Says licence, source and how much is missing, and
+# asks first; the same command goes on where it was stopped, and fetches nothing twice. Weights that are not under a common
+# open licence are asked for once more.
 #
-#     bash experiments/download_weights.sh [--yes] [FOLDER]      # FOLDER: the root of the repository where not given
+#     bash experiments/download_weights.sh [--yes] [--accept_licence] [NAME] [FOLDER]
+#
+# NAME: a configuration of configs/, self_forcing_dmd where not given. FOLDER: the root of the repository where not given.
 set -euo pipefail
-usage="usage: bash experiments/download_weights.sh [--yes] [FOLDER]"
-yes=""
-if [ "${1-}" = --yes ]; then yes=1; shift; fi
-case "${1-}" in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; -*) echo "error: unknown flag $1; $usage" >&2; exit 2 ;; esac
+usage="usage: bash experiments/download_weights.sh [--yes] [--accept_licence] [NAME] [FOLDER]"
+yes="" accepted="" name=self_forcing_dmd
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --yes) yes=1 ;;
+        --accept_licence) accepted=1 ;;
+        -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -*) echo "error: unknown flag $1; $usage" >&2; exit 2 ;;
+        *) break ;;
+    esac
+    shift
+done
+configs="$(dirname "${BASH_SOURCE[0]}")/../configs"
+case "${1-}" in
+    "" | */* | .*) ;;      # a folder
+    *) if [ -f "$configs/$1.yaml" ] || [ $# -gt 1 ]; then name="$1"; shift; fi ;;
+esac
 if [ $# -gt 1 ]; then echo "error: $usage" >&2; exit 2; fi
 folder=$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/..}")
 source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 
-model="$folder/wan_models/Wan2.1-T2V-1.3B"
-fetch() {      # everything of the base model, one file of Self-Forcing; "$@" are flags of hf
-    hf download Wan-AI/Wan2.1-T2V-1.3B --local-dir "$model" "$@" &&
-        hf download gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt --local-dir "$folder" "$@"
+plan=$(python -m experiments.running.release "$name") || exit 2
+said() { sed -n "s/^$1 //p" <<< "$plan"; }
+base=$(said base) repository=$(said repository) licence=$(said licence)
+mapfile -t files < <(said file)
+model="$folder/wan_models/$base" target="$folder/$(said folder)"
+without=()
+if [ "$(said base_files)" = "no transformer" ]; then without=(--exclude "diffusion_pytorch_model*"); fi
+fetch() {      # the base model, then the release's files; "$@" are flags of hf
+    hf download "Wan-AI/$base" --local-dir "$model" ${without[@]+"${without[@]}"} "$@" &&
+        hf download "$repository" "${files[@]}" --local-dir "$target" "$@"
 }
 resume() {     # REPOSITORY FILE FOLDER: hf begins a file anew where it was killed, curl goes on; hf then compares its hash
     local target="$3/$2"
@@ -26,21 +48,32 @@ resume() {     # REPOSITORY FILE FOLDER: hf begins a file anew where it was kill
         "${HF_ENDPOINT:-https://huggingface.co}/$1/resolve/main/$2" && mv "$target.part" "$target" ||
         { echo "error: $2 did not arrive whole; the same command goes on where it stopped" >&2; exit 1; }
 }
+agree() {      # QUESTION REFUSAL
+    local answer
+    read -r -p "$1 [y/N] " answer || answer=""
+    case "$answer" in
+        y | Y | yes) ;;
+        *) echo "error: $2" >&2; exit 2 ;;
+    esac
+}
 
+echo "$name: licence $licence; $(said source), https://huggingface.co/$repository"
 planned=$(fetch --dry-run --format human 2>&1) ||
     { echo "error: ${HF_ENDPOINT:-https://huggingface.co} does not answer; look at the network, then run this again" >&2; exit 1; }
 echo "$planned"
 echo "into $folder, where $(df -Ph "$(realpath -e "$folder" 2>/dev/null || echo .)" | awk 'NR == 2 {print $4}') are free"
-if [ -z "$yes" ]; then
-    read -r -p "Download? [y/N] " answer || answer=""
-    case "$answer" in
-        y | Y | yes) ;;
-        *) echo "error: nothing was downloaded; --yes does not ask" >&2; exit 2 ;;
-    esac
+if [ "$(said ask)" = yes ] && [ -z "$accepted" ]; then
+    agree "Do you accept its licence ($licence)?" "nothing was downloaded; --accept_licence says that you accept it"
 fi
-for file in diffusion_pytorch_model.safetensors models_t5_umt5-xxl-enc-bf16.pth Wan2.1_VAE.pth; do
-    resume Wan-AI/Wan2.1-T2V-1.3B "$file" "$model"
+if [ -z "$yes" ]; then agree "Download?" "nothing was downloaded; --yes does not ask"; fi
+transformer=(diffusion_pytorch_model.safetensors)
+if [ ${#without[@]} -gt 0 ]; then transformer=(); fi
+for file in ${transformer[@]+"${transformer[@]}"} models_t5_umt5-xxl-enc-bf16.pth Wan2.1_VAE.pth; do
+    resume "Wan-AI/$base" "$file" "$model"
 done
-resume gdhe17/Self-Forcing checkpoints/self_forcing_dmd.pt "$folder"
+for file in "${files[@]}"; do
+    resume "$repository" "$file" "$target"
+done
 fetch --format human
-echo "next: python experiments/run_extraction_figure4.py --layer_indices 1 5"
+if [ "$name" = self_forcing_dmd ]; then more=""; else more="--config_path configs/$name.yaml "; fi
+echo "next: python experiments/run_extraction_figure4.py ${more}--layer_indices 1 5"

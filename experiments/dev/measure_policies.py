@@ -49,7 +49,7 @@ class Bench:
         old = self.rollout.pipeline
         device, n = self.rollout.noise.device, old.num_frame_per_block
         pipeline = CausalInferencePipeline(old.model, n, cache_policy=policy)
-        pipeline.timesteps, pipeline.sigmas = old.timesteps, old.sigmas
+        pipeline.passes, pipeline.timesteps, pipeline.sigmas = old.passes, old.timesteps, old.sigmas
         stamps: list[float] = []
         clock = time.perf_counter if device.type == "cuda" else time.process_time  # others use the CPU too
 

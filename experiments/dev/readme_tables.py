@@ -19,6 +19,7 @@ MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.D
 BENCHMARKS = {
     "capture": "experiments.dev.benchmark_capture",
     "maps": "experiments.dev.benchmark_maps",
+    "models": "experiments.dev.benchmark_models",
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",

@@ -10,9 +10,13 @@ import socket
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+from experiments.running import release
+from wan.config import load_config
 
 MODEL, TUNED = "Wan-AI/Wan2.1-T2V-1.3B", "gdhe17/Self-Forcing"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -25,6 +29,7 @@ FILES = {
         "Wan2.1_VAE.pth": os.urandom(1 << 20),
     },
     TUNED: {"checkpoints/self_forcing_dmd.pt": os.urandom(1 << 20), "checkpoints/other.pt": b"not asked for"},
+    "tianweiy/CausVid": {"autoregressive_checkpoint/model.pt": b"few bytes", "other.pt": b"not asked for"},
 }
 
 
@@ -159,7 +164,7 @@ def test_what_was_stopped_goes_on_and_nothing_is_fetched_twice(hub, tmp_path):
     for name, start, length in hub.sent:
         sent[name].append((start, length))
     assert sent[WEIGHTS] == [(size // 2, size - size // 2)]  # the second half, once
-    whole = {name: [(0, len(data))] for files in FILES.values() for name, data in files.items()}
+    whole = {name: [(0, len(data))] for repo in (MODEL, TUNED) for name, data in FILES[repo].items()}
     del whole["checkpoints/other.pt"]
     assert sent == whole | {WEIGHTS: sent[WEIGHTS]}
     hub.sent.clear()
@@ -192,7 +197,52 @@ def test_the_places_are_those_of_the_default_config():
         assert place in config
 
 
-@pytest.mark.parametrize("flags", [["--no"], ["--yes", "a", "b"]])
+@pytest.mark.parametrize(
+    ("flags", "answer", "said"),
+    [
+        ([], "n\n", "nothing was downloaded; --accept_licence"),
+        (
+            ["--yes"],
+            "",
+            "nothing was downloaded; --accept_licence",
+        ),  # a yes to the download is none to a licence
+        ([], "y\nn\n", "nothing was downloaded; --yes"),
+        (["--accept_licence"], "n\n", "nothing was downloaded; --yes"),
+    ],
+)
+def test_a_licence_is_said_first_and_asked_for(hub, tmp_path, flags, answer, said):
+    done = download(hub, tmp_path, *flags, "causvid", str(tmp_path / "here"), answer=answer)
+    assert done.returncode == 2 and said in done.stderr and not hub.sent
+    first = done.stdout.splitlines()[0]
+    assert first.startswith(
+        "causvid: licence CC BY-NC-SA 4.0, non-commercial; https://github.com/tianweiy/CausVid"
+    )
+
+
+@pytest.mark.beside
+def test_a_sibling_goes_where_its_config_looks(hub, tmp_path):
+    flags = ("--yes", "--accept_licence", "causvid", str(tmp_path / "here"))
+    done = download(hub, tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    config = load_config(ROOT / "configs/causvid.yaml")
+    there = fetched(tmp_path / "here")
+    assert there[config.checkpoint_path] == b"few bytes" and f"{config.ckpt_dir}/{WEIGHTS}" in there
+    assert "--config_path configs/causvid.yaml" in done.stdout
+
+
+@pytest.mark.parametrize("name", release.released())
+def test_every_release_is_complete_and_its_files_are_those_of_the_config(name):
+    config = release.release_of(name)
+    said = config.release
+    paths = [str(Path(said["folder"]) / file) for file in said["files"]]
+    assert paths == [path for path in (config.checkpoint_path, config.lora_path) if path]
+    assert said["ask"] == ("non-commercial" in said["licence"] or "its own" in said["licence"])
+    assert said["source"].startswith("https://github.com/")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--no"], ["--yes", "a", "b"], ["no_such", "x"], ["causvid", "x", "y"], ["taxonomy", "x"]]
+)
 def test_bad_flags(hub, tmp_path, flags):
     done = download(hub, tmp_path, *flags)
     assert (
