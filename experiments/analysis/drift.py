@@ -35,7 +35,7 @@ class Measure:
 MEASURES = {
     "hue_kept": Measure(
         "Hue histogram kept",
-        "1 − ½ ‖h(first second) − h(t)‖₁, h a histogram of 180 hues weighted by saturation, sum 1",
+        "1 − ½ Σ abs(h(first second) − h(t)), h a histogram of 180 hues weighted by saturation, sum 1",
         "share",
         "higher",
         "histogram intersection, Swain and Ballard 1991",
@@ -52,7 +52,7 @@ MEASURES = {
     ),
     "flicker": Measure(
         "Flicker",
-        "mean |f(t) − f(t + 1)| / 255",
+        "mean abs(f(t) − f(t + 1)) / 255",
         "share of full scale",
         "lower",
         "temporal flickering of VBench, arXiv 2311.17982",

@@ -9,8 +9,63 @@ Writes docs/long_rollouts.json; docs/long_rollouts.md, the notebook and the READ
 import json
 
 from experiments.caches.atomic_files import replacing
+from experiments.dev.tables import markdown, measured_on
 from experiments.running.cli import Parser, main
 from wan.text_files import read_json
+
+HEADER = (
+    "policy",
+    "colour and shape right",
+    "against full",
+    "p (Holm)",
+    "behind a wall",
+    "hue kept",
+    "motion",
+    "keys and values",
+)
+
+
+def table(report: dict) -> str:
+    """The family and the controls, the questions, and under them what was measured."""
+    family = ["full", *report["against_full"]]
+    controls = [name for name in ("frozen", "vae", "rendered") if name in report["policies"]]
+    rows = [_row(report, label) for label in [*family, *controls]]
+    asked = [
+        (
+            question,
+            str(of["pairs"]),
+            *(_said(of[name]["difference"], sign=True) for name in ("right", "motion")),
+        )
+        for question, of in report["questions"].items()
+    ]
+    header = ("paired difference", "pairs", "right", "motion")
+    n, what = report["prompts"], f"{report['num_frames']} latent frames, {report['seeds']} seeds"
+    under = f"{n} held-out prompts, {what}; 95 % intervals over prompts; motion in sides per second"
+    return f"{markdown(HEADER, rows)}\n\n{markdown(header, asked)}\n\n{under}; {measured_on(report['made'])}"
+
+
+def _row(report: dict, label: str) -> tuple[str, ...]:
+    of = report["policies"][label]
+    against = report["against_full"].get(label)
+    measures = of["measures"]
+    return (
+        of["name"],
+        _said(measures["right"]),
+        _said(against["difference"], sign=True) if against else "",
+        f"{against['p_holm']:.4f}" if against else "",
+        _said(of["by_kind"]["wall"]) if "wall" in of["by_kind"] else "",
+        _said(measures["hue_kept"]),
+        _said(measures["motion"]),
+        f"{of['cost']['cache_bytes'] / 1e6:.1f} MB" if "cost" in of else "",
+    )
+
+
+def _said(interval: list, sign: bool = False) -> str:
+    """0.62 (0.55-0.70), or with signs."""
+    if interval[0] is None:
+        return ""
+    estimate, low, high = (f"{x:+.2f}" if sign else f"{x:.2f}" for x in interval)
+    return f"{estimate} ({low} to {high})"
 
 
 def run(argv=None):

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
     "parallel": "experiments.dev.benchmark_parallel",
+    "long_memory": "experiments.dev.benchmark_long_rollouts",
     "first_contact": "experiments.dev.benchmark_first_contact",
     "first_frame": "experiments.dev.first_frame_numbers",
     "hidden_shapes": "experiments.dev.hidden_shapes_report",

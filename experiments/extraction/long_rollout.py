@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from experiments.caches.errors import RunError, StoppedError
+from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.extraction import checks
 from experiments.extraction.block_capture import BlockCapture, path_of
 from experiments.extraction.causal import Session, seeded_noise
@@ -47,8 +47,8 @@ class LongVideo:
 
 def can_be_given(config: RunConfig) -> bool:
     """Whether clean passes alone bring back the cache: no choice by noisy queries, no quirk, no edit."""
-    policy = config.policy
-    return not (policy.chooses_by_layer or policy.source or config.interventions)
+    policies = getattr(config.policy, "classes", {"": config.policy}).values()  # of per_head several
+    return not config.interventions and not any(one.chooses_by_layer or one.source for one in policies)
 
 
 def make_long_video(
@@ -66,6 +66,10 @@ def make_long_video(
     blocks = block_ranges(config.block_sizes)
     writer = VideoWriter(GrowingVideo(place.path), vae, latents, blocks, session.device)
     if writer.video.is_finished:
+        if latents.frames < config.num_frames:
+            raise CacheError(
+                f"{place.path} is finished and its latents are not; --overwrite makes both again"
+            )
         return
     with (
         threads_for(torch.empty(1, *latents.shape), session.model_config),

@@ -13,7 +13,7 @@ def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
     """Pixels uint8 [B, frames, H, W, 3] on the CPU of blocks of latents [B, n, C, h, w], in order.
 
     Blocks of small frames wait until there are as many as the decoder takes in one call. What comes out is
-    decoded at once up to rounding: 2e-6 of full scale in float32, nothing in bfloat16.
+    what decoding at once gives, up to rounding.
     """
     decoder, waiting, count = StreamedDecoder(vae), list[Tensor](), 0
     for latents in blocks:

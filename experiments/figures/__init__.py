@@ -14,6 +14,16 @@ from experiments.figures.heads import head_curves, head_grid, one_head
 from experiments.figures.knockouts import knockout_curves
 from experiments.figures.layer import all_heads, frame_maps
 from experiments.figures.layers import layer_comparison, layer_statistics, layers_together
+from experiments.figures.long_rollouts import (
+    against_motion,
+    cost_and_quality,
+    drift_over_time,
+    effect_by_length,
+    long_strips,
+    policy_dots,
+    rope_against_distance,
+    sink_maps,
+)
 from experiments.figures.map_movie import save_map_movie
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
@@ -26,11 +36,15 @@ __all__ = [
     "NAMES",
     "FigureFolder",
     "about",
+    "against_motion",
     "agreement_matrix",
     "all_heads",
     "contrasts_by_frame",
+    "cost_and_quality",
     "distances_and_contrasts",
+    "drift_over_time",
     "effect_against",
+    "effect_by_length",
     "effect_by_pass",
     "effects_by_frame",
     "frame_maps",
@@ -43,17 +57,21 @@ __all__ = [
     "layer_comparison",
     "layer_statistics",
     "layers_together",
+    "long_strips",
     "map_strip",
     "one_head",
     "pictures_for",
     "placebo_strips",
+    "policy_dots",
     "profile_heat_maps",
     "prompt_words",
     "required_pictures",
+    "rope_against_distance",
     "rope_bands",
     "save_map_movie",
     "save_svg",
     "score_against_effect",
+    "sink_maps",
     "sweep_curves",
     "video_frames",
     "video_map",

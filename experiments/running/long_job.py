@@ -49,14 +49,14 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         )
         if args.overwrite:
             _remove(place)
+        if place.path.exists() and not place.latents.exists():
+            raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
         latents = LatentFile(
             place.latents,
             (config.num_frames, session.model_config.in_dim, config.height, config.width),
             session.dtype,
             _made_of(config, session),
         )
-        if place.path.exists() and not latents.frames:
-            raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
         start, before = time.monotonic(), latents.frames
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         with edited(session, config, edits_of(config.interventions, "config")):

@@ -227,6 +227,35 @@ def test_files_of_others_are_left_alone(tmp_path):
         read_blocks(tmp_path)
 
 
+def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, monkeypatch, session, config, vae):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "a.mp4"
+    flags = [
+        "--config_path",
+        "configs/wan_mini.yaml",
+        "--num_frames",
+        "3",
+        "--quiet",
+        "--output_path",
+        str(path),
+    ]
+    path.write_bytes(b"mine")
+    with pytest.raises(CacheError, match="without its latents"):
+        run_rollout.run(flags)
+    assert path.read_bytes() == b"mine" and not path.with_suffix(".latents.safetensors").exists()
+    run_rollout.run([*flags, "--overwrite"])
+    made = path.read_bytes()
+    run_rollout.run(flags)
+    assert path.read_bytes() == made
+    with pytest.raises(CacheError, match="is of another run"):
+        run_rollout.run([*flags, "--seed", "3"])
+    finished = tmp_path / "b/a.mp4"
+    finished.parent.mkdir()
+    finished.write_bytes(made)
+    with pytest.raises(CacheError, match="its latents are not"):
+        make(finished.parent, session, config, vae)
+
+
 def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
     path, pixels = tmp_path / "a.mp4", torch.randint(0, 255, (6, 64, 64, 3), dtype=torch.uint8)
     video = GrowingVideo(path)

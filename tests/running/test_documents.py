@@ -22,6 +22,8 @@ SCRIPTS = [
     "match_curve",
     "run_causal_atlas",
     "run_intervention",
+    "run_rollout",
+    "compare_policies",
 ]
 
 

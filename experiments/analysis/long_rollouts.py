@@ -1,0 +1,161 @@
+"""The findings about long rollouts, as notebook and figures see them; what RoPE alone would say."""
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.analysis.effects import Interval
+from experiments.caches.errors import CacheError
+
+MAKE = "python experiments/dev/long_rollout_findings.py outputs/policies/comparison.json"
+PRIMARY = "right"
+CONTROLS = ("frozen", "vae", "rendered")
+TITLES = {
+    "right": "Colour and shape right (share)",
+    "hue_kept": "Hue histogram kept",
+    "motion": "Motion (sides per second)",
+    "flicker": "Flicker (share of full scale)",
+    "distance": "Distance to the first frames",
+    "non_repetition": "Non-repetition",
+    "largest_drop": "Largest drop towards the first frames",
+}
+WAN_TIME_DIMS = 44  # of a head of 128: 22 frequencies
+ROPE_THETA = 10000.0
+
+
+class LongRollouts:
+    """Policies by their short names, with intervals over prompts."""
+
+    def __init__(self, findings: Mapping[str, Any]):
+        self.findings = findings
+        self.labels = {label: one["name"] for label, one in findings["policies"].items()}
+        self.controls = [label for label in CONTROLS if label in self.labels]
+        self.family = ["full", *findings["against_full"]]
+
+    @classmethod
+    def open(cls, path: str | Path) -> "LongRollouts":
+        """Raises CacheError for a file that is not there, or that the findings' script did not write."""
+        try:
+            return cls(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise CacheError(f"{path} cannot be read: {error.strerror}; run: {MAKE}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CacheError(f"{path} holds no findings ({type(error).__name__}); run: {MAKE}") from None
+
+    @property
+    def subtitle(self) -> str:
+        """What the numbers are over."""
+        f = self.findings
+        return f"{f['num_frames']} latent frames, {f['prompts']} held-out prompts x {f['seeds']} seeds"
+
+    def interval(self, label: str, measure: str = PRIMARY) -> Interval:
+        """A measure of a policy or control, mean over prompts."""
+        return _interval(self.findings["policies"][label]["measures"][measure])
+
+    def intervals(self, measure: str = PRIMARY) -> dict[str, Interval]:
+        """Of the family and the controls, by short names."""
+        return {self.labels[label]: self.interval(label, measure) for label in [*self.family, *self.controls]}
+
+    def curves(self, measure: str) -> dict[str, dict[str, np.ndarray]]:
+        """mean, low and high [seconds] of the policies and controls that are shown over time."""
+        return {
+            self.labels[label]: {key: np.array(values, float) for key, values in of[measure].items()}
+            for label, of in self.findings["curves"].items()
+        }
+
+    def sink_map(self, policy: str, measure: str = PRIMARY) -> tuple[list[int], list[int], np.ndarray]:
+        """Windows, sinks, and the measure [windows, sinks] in frames; NaN where there is no such policy."""
+        rows = self.findings["sink_map"][policy]
+        windows = sorted({row["window"] for row in rows})
+        sinks = sorted({row["sink"] for each in self.findings["sink_map"].values() for row in each})
+        values = np.full((len(windows), len(sinks)), np.nan)
+        for row in rows:
+            values[windows.index(row["window"]), sinks.index(row["sink"])] = row[measure][0]
+        return windows, sinks, values
+
+    def costs(self) -> dict[str, tuple[float, float, float]]:
+        """Megabytes of keys and values, milliseconds of a late block of one video, the primary measure."""
+        found = {}
+        for label in self.family:
+            if cost := self.findings["policies"][label].get("cost"):
+                late = 1000 * cost["last_block_seconds"] / cost["batch"]
+                found[self.labels[label]] = (cost["cache_bytes"] / 1e6, late, self.interval(label).estimate)
+        return found
+
+    def lines(self) -> str:
+        """A line a policy: the primary measure, the paired difference to full, motion beside them."""
+        said = []
+        for label in [*self.family, *self.controls]:
+            right, motion = self.interval(label), self.interval(label, "motion")
+            line = f"{self.labels[label]:>22}: right {right}, motion {motion}"
+            if against := self.findings["against_full"].get(label):
+                line += f"; against full {_interval(against['difference'])}, p {against['p_holm']:.4f} (Holm)"
+            said.append(line)
+        return "\n".join(said)
+
+    def answers(self) -> str:
+        """A line a question: the paired difference and its interval."""
+        return "\n".join(
+            f"{question}: right {_interval(of[PRIMARY]['difference'])}, p {of[PRIMARY]['p']:.4f}; "
+            f"motion {_interval(of['motion']['difference'])}"
+            for question, of in self.findings["questions"].items()
+        )
+
+
+def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int]]:
+    """Frames of videos side by side, uint8 [side, n · side, 3] by the policy's name, and their seconds.
+
+    Raises CacheError for another file.
+    """
+    from PIL import Image
+
+    try:
+        kept = json.loads(Path(path).read_text(encoding="utf-8"))
+        pictures = {name: base64.b64decode(row) for name, row in kept["rows"].items()}
+        strips = {name: np.asarray(Image.open(io.BytesIO(x)).convert("RGB")) for name, x in pictures.items()}
+        return strips, [int(second) for second in kept["seconds"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        make = "python experiments/dev/long_rollout_strips.py outputs/policies/videos"
+        raise CacheError(f"{path} holds no strips ({type(error).__name__}); run: {make}") from None
+
+
+def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict[int, float]]:
+    """First-frame effect by policy and length, and the largest placebo under the whole past by length.
+
+    Raises CacheError for another file.
+    """
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+        effects: dict[str, dict[int, Interval]] = {}
+        for row in rows:
+            effects.setdefault(row["policy"], {})[row["num_frames"]] = _interval(row["effect"])
+        placebos = {row["num_frames"]: row["largest_placebo"] for row in rows if row["policy"] == "full"}
+        return effects, {length: value for length, value in placebos.items() if value is not None}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        make = f"python experiments/dev/long_first_frame.py --output_path {path}"
+        raise CacheError(f"{path} holds no effects ({type(error).__name__}); run: {make}") from None
+
+
+def rope_coherence(distances: np.ndarray, dims: int = WAN_TIME_DIMS) -> np.ndarray:
+    """Re C(Δ) = mean over the time frequencies ω of cos(ω Δ), in -1..1: how alike RoPE makes two positions.
+
+    distances [n] in latent frames; dims of a head's temporal share, 44 of Wan's 128.
+    """
+    frequencies = ROPE_THETA ** (-np.arange(0, dims, 2) / dims)
+    return np.cos(np.outer(np.asarray(distances, np.float64), frequencies)).mean(1)
+
+
+def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -> list[tuple[int, float]]:
+    """The largest local maxima of values at distances above beyond: (distance, value), largest first."""
+    inner = np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:])) + 1
+    chosen = sorted((i for i in inner if distances[i] > beyond), key=lambda i: -values[i])[:count]
+    return [(int(distances[i]), float(values[i])) for i in chosen]
+
+
+def _interval(values: Sequence[float | None]) -> Interval:
+    return Interval(*(float("nan") if value is None else float(value) for value in values))
