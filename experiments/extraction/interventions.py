@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.extraction.edit_files import edits_of
-from experiments.extraction.reference_means import reference_means
+from experiments.extraction.reference_means import reference_means, require_means
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.modules.edits import Edits, intervene, needed_by
@@ -25,9 +26,24 @@ def edited(session: "Session", config: RunConfig, edits: Sequence[Edit]) -> Iter
         yield None
         return
     session.pipeline.plan(config.num_frames).check(edits)
+    check_sources(edits)
     with ExitStack() as stack:
         data = dict(_data_of(session, config, edits, stack))
         yield stack.enter_context(intervene(*edits, data=data))
+
+
+def check_sources(edits: Sequence[Edit]) -> None:
+    """Raise ConfigError, with the command that makes it, where a file that an edit needs is not there."""
+    for edit in edits:
+        source = edit.source if isinstance(edit, (Ablate, Patch)) else None
+        if isinstance(source, str):
+            require_means(source)
+        weights = source.weights if isinstance(source, Source) else None
+        if weights not in (None, "base") and not Path(str(weights)).is_file():
+            raise ConfigError(
+                f"source: weights {weights} not found; bash experiments/download_weights.sh gets the released "
+                "ones, python experiments/train_mini.py --stage causal makes the miniature's"
+            )
 
 
 def plain_edits_of(config: RunConfig) -> list[Edit]:

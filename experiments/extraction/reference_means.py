@@ -57,11 +57,16 @@ def _name(session: "Session", config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> Mapping[Key, Tensor]:
-    if not path.is_file():
+def require_means(path: str | Path) -> None:
+    """Raise ConfigError where a file of means is not there."""
+    if not Path(path).is_file():
         raise ConfigError(
             f"{path} not found; leave source out, and the run makes the means of its reference_prompts"
         )
+
+
+def _read(path: Path) -> Mapping[Key, Tensor]:
+    require_means(path)
     try:
         values = load_tensors(path, False)
         keys = {name: name.split("|") for name in values}

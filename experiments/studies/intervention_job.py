@@ -18,7 +18,7 @@ from experiments.caches import save_cache
 from experiments.caches.atomic_files import replacing
 from experiments.extraction import causal
 from experiments.extraction.edit_files import edits_of, record_of
-from experiments.extraction.interventions import edited
+from experiments.extraction.interventions import check_sources, edited
 from experiments.miniature.captions import answers
 from experiments.running.jobs import deterministic
 from experiments.running.output_locks import claimed
@@ -47,6 +47,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         session = causal.prepare(base_config, [], observer=watch)
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)
+        check_sources(edits)
         for edit in edits:
             watch.print(f"{edit}: {plan.in_words(edit)}")
         if args.dry_run:

@@ -83,6 +83,9 @@ def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tm
     )
     named = causal.extract_next(session, replace(few, interventions=[kept.to_dict()]), [])
     assert torch.equal(named.latents, latents[1])
+    lost = Patch("z", Source(weights="no/weights.pt"), passes="denoise")
+    with pytest.raises(ConfigError, match=r"no/weights.pt not found; bash experiments/download_weights.sh"):
+        causal.extract_next(session, replace(few, interventions=[lost.to_dict()]), [])
     gone = Ablate("mean", "no/means.pt", passes="denoise")
     with pytest.raises(ConfigError, match=r"no/means.pt not found; leave source out"):
         causal.extract_next(session, replace(few, interventions=[gone.to_dict()]), [])

@@ -8,7 +8,7 @@ from wan.modules.captured_call import Pass, Site
 from wan.modules.edit_fields import InterventionError
 from wan.modules.edited_call import jittered_bases
 from wan.modules.edits import intervene
-from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move
+from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
 from wan.modules.key_layout import KeyLayout, Slot
 
 HEADS, DIM, S = 3, 12, 5  # the temporal share of 12 dims is 4: two frequencies
@@ -151,6 +151,41 @@ def test_ablated_heads_are_replaced_and_the_others_keep_their_bits():
     assert torch.equal(out[:, :, 1], expected)
     zero, _ = run(Ablate("zero", passes="all"))
     assert (zero == 0).all()
+
+
+class Source:
+    """The same call of another run, with tensors that this file made."""
+
+    q, k, v = (x.flip(0) + 0.5 for x in inputs())
+    z = torch.full_like(q, 7.0)
+
+    def call(self, site, at, of_heads=None):
+        return self
+
+
+PATCHED = {  # heads 0 and 2 -> which of their tensors are the source's, and of which keys
+    "qk": (Patch("qk", {"seed": 1}, heads=[0, 2], passes="all"), ("q", "k"), range(len(FRAMES))),
+    "kv of the past": (Patch("kv", {"seed": 1}, heads=[0, 2], passes="all"), ("k", "v"), range(4)),
+    "kv of frame 4": (Patch("kv", {"seed": 1}, frames=4, heads=[0, 2], passes="all"), ("k", "v"), [2]),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_patched_heads_against_float64(name):
+    edit, taken, slots = PATCHED[name]
+    source, mixed = Source(), dict(zip("qkv", (x.clone() for x in inputs()), strict=True))
+    for tensor in taken:
+        keys = [slot * S + n for slot in slots for n in range(S)]
+        rows = torch.arange(len(OWN) * S) if tensor == "q" else torch.tensor(keys)
+        for head in (0, 2):
+            mixed[tensor][:, rows, head] = getattr(source, tensor)[:, rows, head]
+    out, call = run(edit, data={edit: source})
+    expected, p = softmax(*mixed.values(), bias_of({}))
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+    mass = p.unflatten(3, (-1, S)).sum(-1).unflatten(2, (-1, S)).mean(3)
+    torch.testing.assert_close(call["frame_mass"].double(), mass, atol=1e-5, rtol=0)
+    edit = Patch("z", {"seed": 1}, heads=[1], passes="all")
+    assert (run(edit, data={edit: source})[0][:, :, 1] == 7).all()
 
 
 def rope_by_hand(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
