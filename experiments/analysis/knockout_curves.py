@@ -3,14 +3,23 @@
 Answers are shares over seeds, [captions] of one condition, paired by caption. The unit is the caption.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.analysis.effects import Interval, bootstrap, head_correlation, holm, sign_flip_p
 
-RANDOM = "random"
+BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
+ORDERS = {  # of heads -> in words
+    "effect": "by single effect",
+    "change": "by change of x0",
+    "s": "by s",
+    "mass on the past": "by mass on the past",
+}
 Curves = Mapping[str, np.ndarray]  # by order [counts, captions]
 
 
@@ -47,6 +56,39 @@ def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float,
     """The fewest heads after which half of what the past gives is lost; None where no count does that."""
     half = (whole + none) / 2
     return next((count for count, share in zip(counts, shares, strict=True) if share <= half), None)
+
+
+class Knockouts(NamedTuple):
+    """The curves of a report as a figure takes them; reason says why there are none."""
+
+    reason: str = ""
+    subtitle: str = ""
+    counts: Sequence[int] = ()
+    orders: Mapping[str, np.ndarray] = MappingProxyType({})  # [counts, 3] each: share and its interval
+    random: np.ndarray = np.empty((0, 5))  # and lowest and highest draw
+    ends: tuple[np.ndarray, np.ndarray] = (np.empty(3), np.empty(3))  # with the whole past, and without any
+
+
+def knockouts_of(report: Mapping[str, Any]) -> Knockouts:
+    """The curves of a report of hidden_shapes.py."""
+    found = report["knockouts"]
+    curves = {name: np.array(rows) for name, rows in found["curves"].items()}
+    about = f"{report['model']}, {found['captions']} captions × {found['seeds']} seeds"
+    return Knockouts(
+        "",
+        f"Which heads bring a hidden shape back: {about}",
+        found["counts"],
+        {label: curves[name] for name, label in ORDERS.items()},
+        curves["random"],
+        (np.array(found["base"][BACK]), np.array(found["all"][BACK])),
+    )
+
+
+def read_knockouts(path: str | Path) -> Knockouts:
+    """The curves of a report in a file, or why there are none."""
+    if not Path(path).is_file():
+        return Knockouts(f"{path} not found; run: python experiments/dev/hidden_shapes.py")
+    return knockouts_of(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:

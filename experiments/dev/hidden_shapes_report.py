@@ -8,18 +8,12 @@ from matplotlib.figure import Figure
 
 from experiments.analysis import knockout_curves
 from experiments.analysis.effects import bootstrap
-from experiments.analysis.knockout_curves import rounded
+from experiments.analysis.knockout_curves import BACK, ORDERS, knockouts_of, rounded
 from experiments.dev.tables import markdown, measured_on
 from experiments.figures.effects import effect_against
 from experiments.figures.knockouts import knockout_curves as draw_curves
-from experiments.studies.hidden_shapes import BACK, QUESTIONS, Condition, HiddenShapes
+from experiments.studies.hidden_shapes import QUESTIONS, Condition, HiddenShapes
 
-ORDERS = {  # of the study -> in words
-    "effect": "by single effect",
-    "change": "by change of x0",
-    "s": "by s",
-    "mass on the past": "by mass on the past",
-}
 SHOWN = 12  # heads of the ranking in the report
 
 
@@ -133,9 +127,7 @@ def _interval(values: list[float], digits: int = 2) -> str:
 def draw(report: Mapping[str, Any], model: str) -> dict[str, Figure]:
     """The curves, and the effect of removing frame 0 against what heads attend to."""
     found, first = report["knockouts"], report["first_frame"]
-    curves = {name: np.array(rows) for name, rows in found["curves"].items()}
-    ends = np.array(found["base"][BACK]), np.array(found["all"][BACK])
-    about = f"{model}, {found['captions']} captions × {found['seeds']} seeds"
+    curves = knockouts_of(report)
     about_first = f"{model}, {first['prompts']} captions × {found['seeds']} seeds"
     measures = {n: np.array(v) for n, v in first["heads"].items() if n.endswith(("first pass", "all passes"))}
     notes = {
@@ -145,12 +137,12 @@ def draw(report: Mapping[str, Any], model: str) -> dict[str, Figure]:
     shown = [name for name in measures if name.endswith("first pass")]
     return {
         "hidden_shapes.svg": draw_curves(
-            found["counts"],
-            {label: curves[name] for name, label in ORDERS.items()},
-            curves["random"],
-            ends,
+            curves.counts,
+            curves.orders,
+            curves.random,
+            curves.ends,
             what="Share back in colour and shape",
-            subtitle=f"Which heads bring a hidden shape back: {about}",
+            subtitle=curves.subtitle,
         ),
         "first_frame_removed.svg": effect_against(
             np.array(first["heads"]["effect"]),

@@ -41,8 +41,8 @@ def check_sources(edits: Sequence[Edit]) -> None:
         weights = source.weights if isinstance(source, Source) else None
         if weights not in (None, "base") and not Path(str(weights)).is_file():
             raise ConfigError(
-                f"source: weights {weights} not found; bash experiments/download_weights.sh gets the released "
-                "ones, python experiments/train_mini.py --stage causal makes the miniature's"
+                f"source: weights {weights} not found; bash experiments/download_weights.sh gets the "
+                "released ones, python experiments/train_mini.py --stage causal makes the miniature's"
             )
 
 

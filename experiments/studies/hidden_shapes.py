@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from experiments.analysis.knockout_curves import BACK
 from experiments.extraction.causal import Session
 from experiments.miniature import tracking
 from experiments.miniature.frozen import SETS, held_out_scenes
@@ -34,7 +35,6 @@ from wan.modules.interventions import Knockout
 from wan.modules.vae import VAE
 
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "background")
-BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
 SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 DECODED_AT_ONCE = 96  # videos
 ALONE = Rank()

@@ -110,7 +110,7 @@ def test_the_study_says_what_it_was_made_of_and_is_not_made_again(finished, conf
     assert sorted(orders["random 0"]) == HEADS and min(change.values()) > 0
     report = hidden_shapes_report.knockouts(again)
     assert json.loads(script.compact(report)) == json.loads(json.dumps(report))
-    assert set(report["curves"]) == {*hidden_shapes_report.ORDERS, "random"}
+    assert set(report["curves"]) == {*knockout_curves.ORDERS, "random"}
     assert report["ranking"][0]["layer"] == orders["effect"][0][0]
 
 
