@@ -141,7 +141,6 @@ def draw(report: Mapping[str, Any], model: str) -> dict[str, Figure]:
             curves.orders,
             curves.random,
             curves.ends,
-            what="Share back in colour and shape",
             subtitle=curves.subtitle,
         ),
         "first_frame_removed.svg": effect_against(

@@ -30,7 +30,7 @@ FOLDER = Path("notebooks")
 LIMIT = 300_000  # bytes of a stored notebook
 SIZES = ((1200, 128), (1000, 96), (850, 64), (720, 48), (600, 32))  # widest picture in pixels, its colours
 TOO_LARGE = "This figure is too large to be stored here: run the notebook."
-LINKS = ("configs", "checkpoints", "cache/published")
+LINKS = ("configs", "checkpoints", "cache/published", "docs")
 EAGLE = "cache/published/self_forcing_dmd_eagle_21f.pt"
 PUBLISHED = ("cache/published/*",)
 MINI = ("configs/wan_mini.yaml", "checkpoints/wan-mini/**/*.safetensors", "checkpoints/wan-mini/*.pt")
@@ -39,7 +39,17 @@ ON_THE_VIDEO = (
     *("--layer_indices", *map(str, range(8)), "--query_patch", "18,1,2", "--words", "--save_video"),
     *("--prompt", "a blue circle moving right over a light yellow background", "--steps", "0", "4"),
 )
-EDIT = "interventions: [{edit: knockout, frames: past, layers: [3, 4], passes: denoise}]\n"
+HIDING = "a purple square moving right behind a white wall over a dark green background"
+EDITS = {
+    "edits.yaml": "interventions: [{edit: knockout, frames: past, layers: [3, 4], passes: denoise}]\n",
+    "first.yaml": "interventions: [{edit: knockout, frames: first, passes: denoise}]\n",
+    "prompts.txt": f"""{HIDING}
+a red circle moving right over a dark blue background
+a cyan cross moving up and right and a yellow square moving down over a light gray background
+a yellow circle moving left behind a white wall over a dark red background
+""",
+}
+ATLAS_OF_EDITS = ("--edit", "first.yaml", "--prompts", "prompts.txt", "--seeds", "0")
 
 Cells = list[dict[str, Any]]
 
@@ -52,13 +62,23 @@ class Recipe:
     scripts: tuple[tuple[str, ...], ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     limit: int = LIMIT
+    files: Mapping[str, str] = field(default_factory=dict)  # that its scripts read
 
 
 RECIPES = {
     "extract_all_attention": Recipe(
         (EAGLE,), (("layers_from_atlas.py", EAGLE, "--layers", "20", "--output_dir", "cache"),)
     ),
-    "interventions": Recipe(MINI, (("run_intervention.py", *MINI_CONFIG, "--interventions", "edits.yaml"),)),
+    "interventions": Recipe(
+        MINI,
+        (
+            ("run_intervention.py", *MINI_CONFIG, "--interventions", "edits.yaml", "--prompt", HIDING),
+            ("run_extraction_all.py", *MINI_CONFIG, "--output_path", "cache/atlas.pt"),
+            ("run_causal_atlas.py", *MINI_CONFIG, *ATLAS_OF_EDITS),
+        ),
+        limit=150_000,
+        files=EDITS,
+    ),
     "layer_atlas": Recipe(PUBLISHED, parameters={"CACHE_PATH": f"../{EAGLE}"}),
     "on_the_video": Recipe(MINI, (("run_extraction_maps.py", *MINI_CONFIG, *ON_THE_VIDEO),), limit=150_000),
     "plot_figure4": Recipe(MINI, (("run_extraction.py", *MINI_CONFIG),)),
@@ -106,7 +126,8 @@ def mark(notebook: Mapping[str, Any], name: str) -> str:
     inputs = [
         [path.relative_to(ROOT).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()] for path in files
     ]
-    said = json.dumps([cells, inputs, recipe.scripts, dict(recipe.parameters)], sort_keys=True)
+    made_with = [cells, inputs, recipe.scripts, dict(recipe.parameters)]
+    said = json.dumps([*made_with, *([dict(recipe.files)] if recipe.files else [])], sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()
 
 
@@ -160,7 +181,8 @@ def prepare(folder: Path, recipe: Recipe) -> None:
         if name != FOLDER:
             (folder / name).symlink_to(ROOT / name)
     (folder / FOLDER).mkdir()
-    (folder / "edits.yaml").write_text(EDIT, encoding="utf-8")
+    for name, text in recipe.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     for script, *arguments in recipe.scripts:
         command = [sys.executable, str(ROOT / "experiments" / script), *arguments]

@@ -18,8 +18,8 @@ def knockout_curves(
     random: np.ndarray,
     ends: tuple[np.ndarray, np.ndarray],
     *,
-    what: str,
     subtitle: str,
+    what: str = "Share back in colour and shape",
 ) -> Figure:
     """A line an order [counts, 3] (share, low, high) over the number of heads; ends are none and all.
 
