@@ -201,8 +201,9 @@ def plain(output: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def shrunk(notebook: dict[str, Any], code: Cells, limit: int = LIMIT) -> tuple[str, str]:
+def shrunk(notebook: dict[str, Any], code: Cells, limit: int | None = None) -> tuple[str, str]:
     """The notebook's text of at most limit bytes, and a note: pictures shrink together, the largest go."""
+    limit = LIMIT if limit is None else limit
     pictures = [one["data"] for cell in code for one in cell["outputs"] if "image/png" in one.get("data", {})]
     whole = [data["image/png"] for data in pictures]
     for width, colours in SIZES:
