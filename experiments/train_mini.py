@@ -20,7 +20,7 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from experiments.miniature.recipe import HARD_KINDS, LOG, RECIPES, StageRun
+from experiments.miniature.recipe import HARD_KINDS, LOG, OPTIMIZERS, RECIPES, StageRun
 from experiments.running.cli import Parser, main
 from wan.config import DTYPES
 from wan.errors import ConfigError
@@ -41,6 +41,7 @@ def parser() -> Parser:
     add("--log", type=Path, help=f"JSON with the numbers of every stage (OUTPUT_DIR/{LOG})")
     add("--lr", type=float, help="peak learning rate")
     add("--batch", type=int, help="clips of 81 frames per step")
+    add("--optimizer", choices=OPTIMIZERS, help="of matrices and kernels; AdamW has the other parameters")
     add("--clips", type=int, help="different clips to train on")
     add(
         "--kinds",
@@ -69,7 +70,11 @@ def stage_run(args: argparse.Namespace) -> StageRun:
             raise ConfigError(f"--{name} must be above 0 and at most {most:g}, not {value:g}")
     if not 0 <= args.seed < 2**31:
         raise ConfigError(f"--seed must be in 0..{2**31 - 1}, not {args.seed}")
-    given = {name: v for name in ("steps", "lr", "batch", "clips") if (v := getattr(args, name)) is not None}
+    given = {
+        name: v
+        for name in ("steps", "lr", "batch", "clips", "optimizer")
+        if (v := getattr(args, name)) is not None
+    }
     if args.kinds:
         given["kinds"] = tuple(args.kinds)
     recipe = replace(RECIPES[args.stage], **given)

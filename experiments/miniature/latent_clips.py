@@ -27,11 +27,11 @@ class LatentClips:
         scenes = list(itertools.islice(sample_scenes(seed, kinds=run.recipe.kinds), run.clips))
         weights = (run.output_dir / "vae/diffusion_pytorch_model.safetensors").read_bytes()
         made_of = [seed, run.clips, list(run.recipe.kinds), sha256(weights).hexdigest()]
-        self.latents = _saved(run.latents_file, made_of)
-        if self.latents is None:
-            self.latents = _encoded(run, scenes)
-            torch.save({"made_of": made_of, "latents": self.latents}, run.latents_file)
-        self.latents = self.latents.to(device)
+        latents = _saved(run.latents_file, made_of)
+        if latents is None:
+            latents = _encoded(run, scenes)
+            torch.save({"made_of": made_of, "latents": latents}, run.latents_file)
+        self.latents = latents.to(device)
         captions = ["", *(scene.caption for scene in scenes)]  # row 0 is the empty one
         tokens = build_tokenizer()(captions, padding=True, return_tensors="pt")
         self.ids, self.mask = tokens.input_ids.to(device), tokens.attention_mask.to(device)

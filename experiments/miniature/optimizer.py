@@ -1,6 +1,5 @@
-"""Muon for the matrices of the transformer's layers, AdamW for every other parameter.
-
-On this miniature Muon needs less than half of AdamW's steps for the same loss. torch.optim.Muon takes its
+"""Muon for the matrices of a network's layers, AdamW for every other parameter.
+ torch.optim.Muon takes its
 learning rate from the host and works matrix by matrix; here a tensor gives it and matrices of one shape are
 one batch, so that an update can be a CUDA graph.
 """
@@ -22,13 +21,16 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/post
 
 
 class Muon:
-    """Momentum, made orthogonal (https://kellerjordan.github.io/posts/muon), of float32 matrices."""
+    """Momentum, made orthogonal (https://kellerjordan.github.io/posts/muon), of float32 matrices [out, in].
+
+    Kernels [out, in, ...] count as matrices of `out` rows.
+    """
 
     def __init__(self, matrices: Sequence[Tensor], lr: Tensor):
         self.lr = lr
         by_shape: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in matrices:
-            by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+            by_shape.setdefault(tuple(sorted(matrix.flatten(1).shape)), []).append(matrix)
         self.groups = list(by_shape.values())
         self.momenta = [[torch.zeros_like(m) for m in group] for group in self.groups]
 
@@ -38,22 +40,28 @@ class Muon:
             gradients = [m.grad for m in matrices if m.grad is not None]
             torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
             ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
-            wide = torch.stack([x.T if tall(x) else x for x in ahead])
-            update = orthogonal(wide) * (self.lr * UPDATE_RMS * max(matrices[0].shape) ** 0.5)
+            update = orthogonal(torch.stack([as_wide(x) for x in ahead]))
+            update *= self.lr * UPDATE_RMS * max(update.shape[1:]) ** 0.5
             torch._foreach_mul_(matrices, 1 - WEIGHT_DECAY * self.lr)
-            torch._foreach_sub_(
-                matrices, [u.T if tall(m) else u for u, m in zip(update, matrices, strict=True)]
-            )
+            torch._foreach_sub_(matrices, [of_wide(u, m) for u, m in zip(update, matrices, strict=True)])
 
 
-def tall(matrix: Tensor) -> bool:
-    return matrix.shape[0] > matrix.shape[1]
+def as_wide(x: Tensor) -> Tensor:
+    """[rows, columns] of a matrix or kernel, rows <= columns."""
+    x = x.flatten(1)
+    return x.T if x.shape[0] > x.shape[1] else x
+
+
+def of_wide(x: Tensor, like: Tensor) -> Tensor:
+    """as_wide() undone."""
+    return (x if x.shape[0] == like.shape[0] else x.T).reshape(like.shape)
 
 
 def orthogonal(x: Tensor) -> Tensor:
     """Matrices [n, rows, columns], rows <= columns, with all singular values brought near 1; float32."""
     a, b, c = NEWTON_SCHULZ
-    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
+    x = x.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)

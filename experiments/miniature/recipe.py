@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SIDE, FRAMES = 64, 81  # pixels, video frames
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
-VAE = {"base_dim": 16, "decoder_base_dim": 8, "z_dim": 16, "num_res_blocks": 1, "dim_mult": [1, 2, 4, 4]}
+VAE = {"base_dim": 16, "decoder_base_dim": 12, "z_dim": 16, "num_res_blocks": 1, "dim_mult": [1, 2, 4, 4]}
 TEXT = {
     "d_model": MODEL.text_dim,
     "d_kv": 16,
@@ -25,6 +25,7 @@ TEXT = {
 }
 SHIFT = 5.0
 SAMPLER_STEPS = (1000, 750, 500, 250)  # of the few-step sampler, before warping
+OPTIMIZERS = ("muon", "adamw")
 CAPTION_DROPOUT = 0.1
 KL_WEIGHT = 1e-4
 SHORT_CLIPS, LONG_CLIPS = (
@@ -52,12 +53,13 @@ class Recipe:
     clips: int = 16384  # different clips
     kinds: tuple[str, ...] = HARD_KINDS  # of scenes
     needs: tuple[str, ...] = ()  # files and folders of earlier stages
+    optimizer: str = "muon"  # of matrices and kernels; AdamW has the rest
 
 
 CAUSAL_FILES = ("vae", "transformer", "text_encoder", "self_forcing_mini.pt")  # of the stages above
 
 RECIPES = {
-    "vae": Recipe(12000, 1e-3, 4),
+    "vae": Recipe(12000, 1e-3, 4, optimizer="adamw"),
     "base": Recipe(30000, 1e-3, 128, 40960, needs=("vae",)),
     "causal": Recipe(30000, 8e-4, 80, 40960, needs=("vae", "transformer", "text_encoder")),
     "lora": Recipe(6000, 1e-3, 64, 40960, needs=CAUSAL_FILES),

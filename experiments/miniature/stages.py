@@ -34,6 +34,11 @@ def compile_blocks(model: WanModel, wanted: bool) -> None:
         block.compile()
 
 
+def layer_matrices(run: StageRun) -> Callable[[str, Tensor], bool]:
+    """Which parameters are Muon's: the matrices of the transformer's layers."""
+    return lambda name, p: run.recipe.optimizer == "muon" and name.startswith("blocks.") and p.ndim == 2
+
+
 def train_base(run: StageRun) -> dict:
     """Flow matching over whole clips, jointly with the text encoder: transformer/, text_encoder/,
     tokenizer/."""
@@ -44,7 +49,7 @@ def train_base(run: StageRun) -> dict:
     model.init_weights()
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **TEXT)).to(device)
     schedule = Schedule(recipe.steps, run.minutes, run.ranks)
-    trainer = Trainer([model, encoder], recipe.lr, schedule, run.dtype)
+    trainer = Trainer([model, encoder], recipe.lr, schedule, run.dtype, layer_matrices(run))
     compile_blocks(model, run.compile)
 
     def save() -> None:
@@ -137,7 +142,7 @@ def train_causal(run: StageRun) -> dict:
     model.load_state_dict(read_transformer_state(run.output_dir))
     loss = TeacherForcing(run, model, clips)
     schedule = Schedule(run.recipe.steps, run.minutes, run.ranks)
-    trainer = Trainer([model], run.recipe.lr, schedule, run.dtype)
+    trainer = Trainer([model], run.recipe.lr, schedule, run.dtype, layer_matrices(run))
     compile_blocks(model, run.compile)
     keeps = run.training_checkpoints is not None and run.ranks.first
 

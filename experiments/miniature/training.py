@@ -62,7 +62,15 @@ class Trainer:
     first calls. Parameters that do not require gradients stay as they are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], peak_lr: float, schedule: Schedule, dtype: torch.dtype):
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        peak_lr: float,
+        schedule: Schedule,
+        dtype: torch.dtype,
+        in_muon: Callable[[str, Tensor], bool] = lambda name, p: False,
+    ):
+        """in_muon says by name which parameters are Muon's."""
         self.averaged_modules = [deepcopy(m).float().requires_grad_(False) for m in modules]
         named = [(name, p) for m in modules for name, p in m.named_parameters()]
         trained = [p.requires_grad for _, p in named]
@@ -75,8 +83,9 @@ class Trainer:
         device = self.params[0].device
         self.on_gpu = device.type == "cuda"
         self.lr = torch.zeros((), device=device)  # a tensor, so that graphs see it change
-        in_layers = [name.startswith("blocks.") and p.ndim == 2 for name, p in named if p.requires_grad]
-        self.optimizer = Optimizer(self.masters, in_layers, self.lr)
+        self.optimizer = Optimizer(
+            self.masters, [in_muon(name, p) for name, p in named if p.requires_grad], self.lr
+        )
         for m in modules:
             m.to(dtype)
         self.peak_lr, self.schedule, self.ranks = peak_lr, schedule, schedule.ranks
@@ -165,8 +174,8 @@ class Trainer:
     ) -> None:
         """Call one_step(step) to the stage's end, at least once, then save_weights().
 
-        The state of a process alone is saved every minute and on Ctrl-C, and removed at the end. Of several
-        ranks the first one writes the weights. Raises StoppedError on Ctrl-C.
+        The state of a process alone is saved every minute and on Ctrl-C, and removed at the end. Several
+        ranks keep no state: the first one saves the weights every minute. Raises StoppedError on Ctrl-C.
         """
         alone = self.ranks.count == 1
         if not alone:  # weights were drawn alike, clips must not be
@@ -177,8 +186,11 @@ class Trainer:
         try:
             while self._goes_on():
                 one_step(self.steps)
-                if alone and time.monotonic() - saved > SAVE_SECONDS:
-                    self.save_state(state_file)
+                if self.ranks.first and time.monotonic() - saved > SAVE_SECONDS:
+                    if alone:
+                        self.save_state(state_file)
+                    else:
+                        save_weights()
                     saved = time.monotonic()
         except KeyboardInterrupt:
             if not alone:

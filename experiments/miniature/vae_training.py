@@ -57,7 +57,13 @@ def train_vae(run: StageRun) -> dict:
     set_layout(vae, torch.channels_last, torch.channels_last_3d)
     scenes = list(itertools.islice(sample_scenes(run.seed, kinds=recipe.kinds), recipe.clips))
     table = scene_table(scenes).to(device)
-    trainer = Trainer([vae], recipe.lr, Schedule(recipe.steps, run.minutes, run.ranks), run.dtype)
+    trainer = Trainer(
+        [vae],
+        recipe.lr,
+        Schedule(recipe.steps, run.minutes, run.ranks),
+        run.dtype,
+        lambda _, p: recipe.optimizer == "muon" and p.ndim >= 4,
+    )
 
     def loss(frames: int) -> Tensor:
         size = (max(1, round(run.batch * FRAMES / frames)),)
