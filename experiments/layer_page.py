@@ -26,6 +26,9 @@ def run(argv=None):
         type=Path,
         help="an mp4 of the same rollout, for thumbnails; the one beside the cache if any",
     )
+    parser.add_argument(
+        "--maps", type=Path, help="a maps cache of the same rollout: a click on a patch shows what it sees"
+    )
     args = parser.parse_args(argv)
     if args.max_mb is not None and args.max_mb <= 0:
         parser.error(f"--max_mb must be above 0, not {args.max_mb:g}")
@@ -35,7 +38,7 @@ def run(argv=None):
     path = args.output_path or Path(args.cache).with_suffix(".html")
     args.files.reads("the cache", args.cache)
     args.files.writes("the page", None if args.output_path else path)
-    save_page(path, args.cache, max_mb=args.max_mb or MAX_MB, video=args.video)
+    save_page(path, args.cache, max_mb=args.max_mb or MAX_MB, video=args.video, maps=args.maps)
     print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 
 

@@ -45,7 +45,8 @@ def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
         return _layer(cache, at, quantity)
     if isinstance(cache, InferenceCache):
         return _inference(cache, at, quantity)
-    assert isinstance(cache, AtlasCache)
+    if not isinstance(cache, AtlasCache):
+        raise CacheError(f"a cache of format {cache.format} holds no values per frame")
     return _atlas(cache, at, quantity)
 
 

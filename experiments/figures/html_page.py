@@ -18,13 +18,23 @@ from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles, open_passes
 from experiments.figures.page_data import QUANTITIES, Passes, fit, size_of, to_json
+from experiments.figures.page_maps import maps_of
 from experiments.figures.thumbnails import ThumbnailError, thumbnails
 
 PARTS = Path(__file__).with_name("page")
 
 STYLES = ("theme.css", "page.css", "drawing.css")
 
-SCRIPTS = ("data.js", "draw.js", "heads.js", "detail.js", "compare.js", "export.js", "controls.js")
+SCRIPTS = (
+    "data.js",
+    "draw.js",
+    "heads.js",
+    "detail.js",
+    "compare.js",
+    "on_video.js",
+    "export.js",
+    "controls.js",
+)
 
 MAX_MB = 16.0  # both quantities of five passes of 30 x 12 heads x 72 frames are 14 MB
 
@@ -61,18 +71,23 @@ def save_page(
     layers: Sequence[int] | None = None,
     max_mb: float = MAX_MB,
     video: str | Path | None = None,
+    maps: str | Path | None = None,
 ) -> Path:
     """Write the page of a cache or folder, whole or not at all.
 
     layers None: all of them. max_mb bounds the file, in 10^6 bytes (see page_data.fit). video is an mp4 of
-    the same rollout; None takes the one beside the cache. Raises CacheError where the profiles alone do not
-    fit, and for a video that cannot be shown.
+    the same rollout; None takes the one beside the cache. maps is a maps cache of the rollout, which takes at
+    most half of the page. Raises CacheError where the profiles alone do not fit, for a video that cannot be
+    shown, and for maps of another rollout.
     """
     passes, there = open_passes_of(source)
-    frames, notes = _video_frames(Path(source), video, next(iter(next(iter(passes[0].values())).values())))
+    view = next(iter(next(iter(passes[0].values())).values()))
+    frames, notes = _video_frames(Path(source), video, view)
     page = _template()
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
-    data = fit(passes, there if layers is None else layers, room, notes) | {"thumbnails": frames}
+    seen = None if maps is None else maps_of(maps, view, room // 2)
+    data = fit(passes, there if layers is None else layers, room - size_of(seen), notes)
+    data |= {"thumbnails": frames, "maps": seen}
     with replacing(path) as file:
         file.write(page.replace("DATA_GOES_HERE", to_json(data), 1).encode())
     return Path(path)

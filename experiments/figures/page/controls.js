@@ -25,6 +25,7 @@ function draw() {
   redraw("matrix", drawMatrix, [quantity, at, s.scale, room("matrix")]);
   redraw("profile", drawProfile, [quantity, at, s.scale, room("profile")]);
   redraw("video", drawVideo, [room("detail")]);
+  redraw("onvideo", drawOnVideo, [s.pass, at, s.patch, room("detail")]);
   redraw("heads", drawHeads, [quantity, list, s.scale, room("heads")]);
   redraw("table", drawTable, [quantity, list]);
   markMap();
@@ -96,6 +97,7 @@ addEventListener("keydown", (event) => {
 const inside = (i, n) => i >= 0 && i < n;
 // What lies at a point of a drawing, or null
 const CELL = {
+  onvideo: onVideoCell,
   map(x, y) {
     const j = Math.floor((x - MAP.left) / MAP.w),
       i = Math.floor((y - MAP.top) / MAP.h);
@@ -128,6 +130,7 @@ function wordsFor(id, cell) {
   const i = cell.layer ?? state.layer,
     j = cell.head ?? state.head,
     m = measure();
+  if (id === "onvideo") return onVideoWords(cell);
   if (id === "map")
     return `${nameOf([i, j])}: ${m.title} ${show(measured(i, j))} ${there(measured(i, j)) ? m.unit : ""}`;
   if (id === "matrix") {
@@ -180,6 +183,7 @@ for (const id of Object.keys(CELL)) {
   svg.addEventListener("click", (event) => {
     const cell = cellAt(event);
     if (cell?.layer !== undefined) choose({ layer: cell.layer, head: cell.head });
+    if (cell?.patch !== undefined) choose({ patch: cell.patch });
   });
 }
 
