@@ -61,8 +61,7 @@ class VideoMap:
 
 def places_of(cache: Mapping[str, Any]) -> list[Place]:
     """Every query of a cache, in its order; one that several blocks have is named once."""
-    rows = (tuple(row) for block in _typed(cache).blocks for row in _queries(block))
-    return list(dict.fromkeys(rows))
+    return list(dict.fromkeys(place for place, _, _ in _entries(_typed(cache))))
 
 
 def open_map(

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def requests_of(config: RunConfig, S: int) -> dict[str, list[CaptureRequest]]:
     last = len(config.block_sizes) - 1
     frames = tuple(range(config.num_frames - config.block_sizes[-1], config.num_frames))
     patches = tuple(MapQuery(frames[0], n * S // PATCHES) for n in range(PATCHES))
-    of = {"granularity": "map", "blocks": [last]}
+    of: dict[str, Any] = {"granularity": "map", "blocks": [last]}
     words = CaptureRequest(kinds=("cross",), num_words=WORDS, steps=[0], **of)
     return {
         "plain": [],
@@ -54,7 +55,7 @@ def one_call(
     def maps(some: list[MapQuery]) -> Callable[[], object]:
         return lambda: key_maps(q, k, lse, some, range(frames), S)
 
-    calls = {"attention": lambda: attention_with_lse(*heads_first)}
+    calls: dict[str, Callable[[], object]] = {"attention": lambda: attention_with_lse(*heads_first)}
     calls |= {name: maps(some) for name, some in queries.items()}
     spent = {name: milliseconds(call, q, repeats) for name, call in calls.items()}
     return {

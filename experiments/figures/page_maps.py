@@ -43,6 +43,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         "passes": [by_layer[0][0][0].pass_label for by_layer in found],
         "queries": places,
         "noise": [[list(seen.noise_frames) for seen in by_layer[0][0]] for by_layer in found],
+        "own": [seen.query_frames[0] for seen in first],
         "unit": first[0].unit,
         "grid": [typed.rows, typed.columns],
     }

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from experiments.analysis.video_maps import VideoMap
-from experiments.figures.colors import color_bar, color_scale
+from experiments.figures.colors import color_bar, color_scale, extend_of
 from experiments.figures.style import RED, label_figure, styled
 
 ALPHA = 0.65  # of the map over the picture
@@ -32,7 +32,7 @@ def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha:
     cover = bilinear(there.astype(float), picture.shape[:2])
     heat = bilinear(np.where(there, values, 0), picture.shape[:2]) / np.maximum(cover, 1e-9)
     at = np.clip(scale.norm(heat), 0, 1)
-    far = np.abs(2 * at - 1) if scale.norm.vmin < 0 else at
+    far = at if isinstance(scale.norm, PowerNorm) else np.abs(2 * at - 1)
     over = (alpha * (LEAST + (1 - LEAST) * far))[..., None]
     shown, cover = picture / 255, cover[..., None]
     painted = over * scale.cmap(at)[..., :3] + (1 - over) * shown
@@ -89,18 +89,21 @@ def map_strip(
     *,
     alpha: float = ALPHA,
     title: str = "",
+    labels: Sequence[str] = (),
 ) -> Figure:
     """A row for each map, the chosen frames side by side, the first the query's own; one scale for all."""
     first = maps[0]
     own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
     columns = [own, *(frame for frame in frames if frame != own)]
-    scale = scale_of(maps)
+    scale = scale_of(maps, frames=columns)
     size = (1.05 * len(columns) + 0.9, 0.75 + 1.12 * len(maps))
     figure, grid = plt.subplots(len(maps), len(columns), squeeze=False, figsize=size)
     for row, seen in zip(grid, maps, strict=True):
         for axis, frame in zip(row, columns, strict=True):
             _frame(axis, seen, frame, pictures[frame], scale, alpha)
         row[0].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=8)
+    for row, label in zip(grid, labels, strict=False):
+        row[0].set_ylabel(label, fontsize=8)
     for axis, frame in zip(grid[0], columns, strict=True):
         axis.set_title("query" if frame == own else f"frame {frame}", fontsize=8, pad=3)
     _finish(
@@ -137,9 +140,20 @@ def word_strip(
     return figure
 
 
-def scale_of(maps: Sequence[VideoMap], top: float | None = None) -> ScalarMappable:
-    """One scale for maps: from 0 for masses, in steps of their square root; around 0 for logits."""
-    return _scale(np.concatenate([seen.values.ravel() for seen in maps]), maps[0].quantity, top)
+def scale_of(
+    maps: Sequence[VideoMap], top: float | None = None, frames: Sequence[int] | None = None
+) -> ScalarMappable:
+    """One scale for maps: from 0 for masses, in steps of their square root; around 0 for logits.
+
+    It ends at the largest value of earlier blocks in the frames (None: all) that are shown: a query's own
+    token would leave the past in one colour.
+    """
+    past = [
+        seen.values[[f for f in frames or range(len(seen.values)) if f < seen.query_frames[0]]]
+        for seen in maps
+    ]
+    some = past if any(np.isfinite(values).any() for values in past) else [seen.values for seen in maps]
+    return _scale(np.concatenate([values.ravel() for values in some]), maps[0].quantity, top)
 
 
 def _scale(values: np.ndarray, quantity: str, top: float | None = None) -> ScalarMappable:
@@ -196,7 +210,11 @@ def _finish(
     maps: Sequence[VideoMap],
 ) -> None:
     """Colour bar, legend and title; what the maps do not show is said."""
-    color_bar(figure, scale, list(axes), unit, aspect=25, pad=0.02)
+    over = [seen.values[np.isfinite(seen.values)] for seen in maps]
+    ends = scale.get_clim()
+    assert ends[0] is not None and ends[1] is not None
+    extend = extend_of(np.concatenate(over), *ends) if over else "neither"
+    color_bar(figure, scale, list(axes), unit, aspect=25, pad=0.02, extend=extend)
     legend = {}
     if any(seen.noise_frames for seen in maps):
         legend["noise"] = Patch(

@@ -54,6 +54,7 @@ from experiments.dev import (
     long_rollout_strips,
     notebook_outputs,
     policy_figures,
+    on_the_video_figure,
     readme_figures,
     readme_tables,
     shape_attention,
@@ -107,6 +108,7 @@ OTHERS = {
         measure_moments,
         policy_figures,
         readme_figures,
+        on_the_video_figure,
         readme_tables,
         shape_attention,
         run_causal_atlas,
@@ -294,6 +296,14 @@ CASES |= {
         [*MINI, "--blocks", "0"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
+    "on_the_video_figure": [
+        ["--no_such_flag"],
+        ["--captions", "0"],
+        ["--scene", "x"],
+        ["--scene", "-1", "--captions", "1"],
+        ["--config_path", "{}/none.yaml"],
+        ["--output_path", f"{NO_DISK}/out.svg"],
+    ],
     "shape_attention": [
         ["--no_such_flag"],
         ["--captions", "0"],
@@ -466,6 +476,10 @@ CASES |= {
         [],
         *([f"{{}}/{name}"] for name in ("none.pt", "text.txt", "bytes.bin", "list.pt", "folder", "empty")),
         ["{}/atlas.pt", "--output_path", f"{NO_DISK}/page.html"],
+        *(
+            ["{}/atlas.pt", "--maps", f"{{}}/{name}"]
+            for name in ("none.pt", "atlas.pt", "text.txt", "folder")
+        ),
         ["{}/atlas.pt", "--output_path", "{}/folder"],
     ],
     "measure_moments": [["--no_such_flag"], [], ["{}/none"]],

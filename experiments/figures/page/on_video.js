@@ -117,7 +117,9 @@ function drawOnVideo() {
     values = seenBy(state.patch),
     noise = maps.noise[here[0]][state.patch],
     [own, row, column] = maps.queries[state.patch];
-  const top = Math.max(...values.filter(there), 1e-9),
+  // the colours end at the largest value of earlier blocks: a query's own token would leave them in one colour
+  const earlier = values.slice(0, maps.own[state.patch] * maps.rows * maps.columns).filter(there);
+  const top = Math.max(...(earlier.length ? earlier : values.filter(there)), 1e-9),
     shape = maps.grid[0] / maps.grid[1];
   const queryFrame = own < 0 ? F - 1 : own,
     side = Math.min(g.query, width / 3),
@@ -146,7 +148,7 @@ function drawOnVideo() {
   put("onvideo", width, bottom, out);
   const pooled = maps.rows < maps.grid[0] || maps.columns < maps.grid[1] ? " Patches are pooled to fit in the page." : "";
   $("onvideo-note").textContent =
-    `Click a patch of a frame that has dots to ask what it sees. Pale: not seen.${noise.length ? " Hatched: noise in this pass." : ""}${pooled}`;
+    `Click a patch of a frame that has dots to ask what it sees. The colours end at the largest value of earlier blocks. Pale: not seen.${noise.length ? " Hatched: noise in this pass." : ""}${pooled}`;
 }
 
 // What lies at a point of the drawing: a frame, its patch, and the captured query nearest to it

@@ -1,0 +1,101 @@
+"""Draw what the README shows on the video: a head that follows the miniature's shape, and one that stays.
+
+    python experiments/dev/on_the_video_figure.py
+
+Heads are chosen by what they look at in --captions videos; the tracker says on which patch the query is.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.running.cli import Parser, count, main
+from wan.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+OUTPUT = Path("notebooks/figures/on_the_video_mini.svg")
+HEIGHT = 72  # pixels of a picture
+SEEN = 0.3  # share of a patch that the shape covers, at least where the query is
+FRAME, STEP = 18, 4  # of the query: the last block's first frame, in the clean pass
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config_path", default="configs/wan_mini.yaml")
+    parser.add_argument("--captions", type=count, default=16, help="captions by which heads are chosen")
+    parser.add_argument("--scene", type=int, default=0, help="which held-out caption behind a wall is drawn")
+    parser.add_argument("--output_path", type=Path, default=OUTPUT)
+    args = parser.parse_args(argv)
+
+    from experiments.caches.atomic_files import require_writable  # no torch for --help
+    from experiments.figures.style import save_svg
+
+    require_writable(args.output_path)
+    print(save_svg(draw(args), args.output_path))
+
+
+def draw(args: argparse.Namespace):
+    """The figure of one scene."""
+    from dataclasses import replace
+
+    from experiments.analysis.video_maps import open_map
+    from experiments.extraction import causal, map_builders, video
+    from experiments.figures.video_maps import map_strip
+    from experiments.miniature.frozen import SETS, held_out_scenes
+    from experiments.studies import shape_attention
+    from wan.config import load_config
+
+    config = load_config(args.config_path)
+    if args.scene < 0:
+        raise ConfigError(f"--scene {args.scene} counts from 0")
+    walls = held_out_scenes(SETS["behind a wall"], max(args.captions, args.scene + 1))
+    half = args.captions // 2
+    scenes = [*held_out_scenes(SETS["one shape"], args.captions - half), *walls[:half]]
+    heads = chosen_heads(shape_attention.measure(config, scenes, [STEP]))
+    scene, session = walls[args.scene], causal.prepare(config, [], [walls[args.scene].caption])
+    config = replace(config, prompt=scene.caption, seed=args.scene)
+    grid = map_builders.token_grid(config, session.model_config)
+    pixels = video.decode(causal.extract_next(session, config, []))
+    cover = shape_attention.cover_of(pixels.permute(0, 3, 1, 2) / 255, scene, *grid)
+    if cover.shape[FRAME].max() < SEEN:
+        raise ConfigError(f"no shape is seen in frame {FRAME} of scene {args.scene}: draw another --scene")
+    place = (FRAME, *divmod(int(cover.shape[FRAME].argmax()), grid[1]))
+    asked = map_builders.map_requests(config, grid, [place], steps=[STEP])
+    cache = map_builders.maps_cache(causal.extract_next(session, config, asked), grid)
+    maps = [open_map(cache, *head, STEP, place) for head in heads.values()]
+    pictures = [resized(pixels[max(0, 4 * frame - 1)].numpy()) for frame in range(config.num_frames)]
+    labels = [f"{words}\nlayer {layer}, head {head}" for words, (layer, head) in heads.items()]
+    title = f"What the miniature's queries look at: “{scene.caption}”"
+    return map_strip(maps, pictures, range(0, FRAME, 2), title=title, labels=labels)
+
+
+def chosen_heads(found) -> dict[str, tuple[int, int]]:
+    """The head that follows the shape most, and the one that stays most at the query's place."""
+    import numpy as np
+
+    mean = found.mean(STEP)  # [layers, masks, H]
+    follows = mean[:, 0] - mean[:, 1:4].max(1)
+    stays = mean[:, 2] - np.maximum(mean[:, 0], mean[:, 3])
+    return {"follows the shape": _largest(follows), "stays at its place": _largest(stays)}
+
+
+def _largest(values: "np.ndarray") -> tuple[int, int]:
+    layer, head = divmod(int(values.argmax()), values.shape[1])
+    return layer, head
+
+
+def resized(picture: "np.ndarray") -> "np.ndarray":
+    """A picture of HEIGHT pixels."""
+    import numpy as np
+    from PIL import Image
+
+    image = Image.fromarray(picture)
+    return np.asarray(
+        image.resize((round(image.width * HEIGHT / image.height), HEIGHT), Image.Resampling.BICUBIC)
+    )
+
+
+if __name__ == "__main__":
+    main(run)
