@@ -1,18 +1,14 @@
-"""Files appear whole or not at all, and how large they will be."""
+"""Files appear whole or not at all."""
 
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from torch import Tensor
+from typing import BinaryIO
 
 from experiments.caches.errors import CacheError
-
-MARGIN = 1 << 16  # bytes of a cache beside its tensors: names, numbers, the archive's directory
 
 
 @contextmanager
@@ -64,15 +60,3 @@ def require_writable(path: str | Path) -> None:
             part_of(target).stat()  # its name may be too long where the output's own is not
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
-    """Bytes that a cache, or what is in it, takes in a file; a little too many. One tensor counts once."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        new = value.data_ptr() not in seen
-        seen.add(value.data_ptr())
-        return value.numel() * value.element_size() * new + 512
-    if isinstance(value, Mapping):
-        return MARGIN * ("format" in value) + sum(tensor_bytes(inner, seen) for inner in value.values())
-    return sum(tensor_bytes(inner, seen) for inner in value) if isinstance(value, list) else 16

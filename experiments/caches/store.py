@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from experiments.caches import legacy
-from experiments.caches.atomic_files import replacing, tensor_bytes
+from experiments.caches.atomic_files import replacing
 from experiments.caches.common import Cache
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import FORMATS, SCHEMA_VERSION, check
+from experiments.caches.sizes import tensor_bytes
 from experiments.caches.value_checks import check_counts
 from wan.errors import reason_of
 from wan.safe_load import UnreadableError, load_tensors

@@ -7,15 +7,17 @@ Shown are the four heads whose maps differ most. experiments/base_and_causal.sh 
 
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.caches import load_cache
 from experiments.caches.errors import CacheError
-from experiments.caches.view import Profiles, open_profiles
-from experiments.figures import style
-from experiments.figures.compared import compared_maps
 from experiments.running.cli import Parser, main
+
+if TYPE_CHECKING:  # the rest is imported after the flags: --help needs no torch
+    from matplotlib.figure import Figure
+
+    from experiments.caches.view import Profiles
 
 HEADS_SHOWN = 4
 
@@ -26,12 +28,19 @@ def run(argv=None):
     parser.add_argument("causal", type=Path, help="the same layer of the causal weights")
     parser.add_argument("sheet", type=Path, help="the SVG to write")
     args = parser.parse_args(argv)
+
+    from experiments.caches import load_cache
+    from experiments.caches.view import open_profiles
+    from experiments.figures.style import save_svg
+
     base, causal = (open_profiles(load_cache(path, expect=("layer",))) for path in (args.base, args.causal))
-    print(style.save_svg(draw(base, causal), args.sheet))
+    print(save_svg(draw(base, causal), args.sheet))
 
 
-def draw(base: Profiles, causal: Profiles):
+def draw(base: "Profiles", causal: "Profiles") -> "Figure":
     """Both as rows of one figure. Raises CacheError where they are not the same layer and frames."""
+    from experiments.figures.compared import compared_maps
+
     same = ("layers", "num_heads", "num_frames", "quantity")
     if differ := [name for name in same if getattr(base, name) != getattr(causal, name)]:
         raise CacheError(

@@ -7,17 +7,15 @@ Writes docs/checkpoints_first_frame.json, from which readme_tables.py fills docs
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from experiments.analysis.first_frame_findings import first_frame
-from experiments.caches import load_cache
 from experiments.caches.atomic_files import replacing
-from experiments.caches.view import Profiles, open_passes, open_profiles
-from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, main
+
+if TYPE_CHECKING:  # the rest is imported after the flags: --help needs no torch
+    from experiments.caches.view import Profiles
 
 ATLASES = Path("cache/wan-mini-training")
 OUTPUT = Path("docs/checkpoints_first_frame.json")
@@ -25,6 +23,9 @@ OUTPUT = Path("docs/checkpoints_first_frame.json")
 
 def checkpoints(folder: Path = ATLASES) -> list[dict[str, Any]]:
     """A row for the first and the clean pass of every kept atlas, in the order of training."""
+    from experiments.caches import load_cache
+    from experiments.caches.view import open_passes, open_profiles
+
     rows = []
     for path in sorted(folder.glob("step_*.pt")):
         cache = load_cache(path)
@@ -34,8 +35,10 @@ def checkpoints(folder: Path = ATLASES) -> list[dict[str, Any]]:
     return rows
 
 
-def numbers(view: Profiles) -> dict[str, Any]:
+def numbers(view: "Profiles") -> dict[str, Any]:
     """s, its place among the placebos' sizes and c(0), over all heads of one pass."""
+    from experiments.analysis.first_frame_findings import first_frame
+
     found = first_frame(view)
     assert found is not None
     s, largest = found.fit.effect, np.abs(found.placebos).max(-1)
@@ -72,6 +75,11 @@ def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_path", type=Path, default=OUTPUT)
     args = parser.parse_args(argv)
+
+    import torch
+
+    from experiments.extraction.provenance import environment
+
     report = {"environment": environment(torch.device("cpu")), "checkpoints": checkpoints()}
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")

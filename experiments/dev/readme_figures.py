@@ -7,28 +7,11 @@ The real model's are made from cache/published/. The miniature's Figure 4 comes 
 others from the logs in checkpoints/wan-mini/ and from videos that are generated anew.
 """
 
-import json
 from pathlib import Path
 
-import numpy as np
-from matplotlib.figure import Figure
-
-from experiments.analysis import curve_matching, head_choice, head_measures, head_taxonomy, published
-from experiments.caches import load_cache
-from experiments.caches.view import Profiles, open_profiles
-from experiments.figures import atlas, heads, style
-from experiments.figures import training as training_figures
-from experiments.figures.training import training_curves, video_strips
-from experiments.miniature.checkpoint_analysis import read_report
 from experiments.running.cli import Parser, main
 
 FOLDER = Path("notebooks/figures")
-
-MINI, MOMENTS = Path("checkpoints/wan-mini"), Path("cache/wan-mini-training")
-
-STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions shown: the first of each set
-
-SHORT = published.FOLDER / "self_forcing_dmd_eagle_21f.pt"
 
 
 def run(argv=None):
@@ -39,87 +22,12 @@ def run(argv=None):
     )
     parser.add_argument("--output_dir", type=Path, default=FOLDER)
     args = parser.parse_args(argv)
-    short = open_profiles(load_cache(SHORT))
-    drawn = {
-        "figure4_published.svg": figure4(short, published.FOLDER / published.FIGURE4_CSV),
-        "kinds_of_heads_published.svg": kinds_of_heads(short),
-    }
-    if args.mini_cache:
-        drawn["figure4_mini.svg"] = figure4(
-            open_profiles(load_cache(args.mini_cache, expect=("figure4", "atlas"))), None
-        )
-    if args.miniature:
-        drawn |= {"videos_mini.svg": videos(), "training_mini.svg": training(), "moments_mini.svg": moments()}
-    for name, figure in drawn.items():
-        print(style.save_svg(figure, args.output_dir / name))
 
+    from experiments.dev.readme_drawings import drawings  # after the flags: it needs torch
+    from experiments.figures.style import save_svg
 
-def figure4(view: Profiles, curves_csv: Path | None) -> Figure:
-    """The heads of the paper's Figure 4, over the paper's own curves where they are given."""
-    curves, _ = published.curves_for(view, curves_csv, published.FIGURE4_MODEL)
-    panels = head_choice.choose_heads(view, published.FIGURE4_HEADS).panels
-    return heads.head_curves(curve_matching.add_reference(panels, view, curves), view.caption)
-
-
-def kinds_of_heads(view: Profiles) -> Figure:
-    """Anchor, wave and veil by our rule beside the published labels."""
-    thresholds = head_taxonomy.load_thresholds("configs/taxonomy.yaml")
-    maps = head_measures.label_maps(view, None, thresholds, published.labels_for(view))[:2]
-    return atlas.label_maps(maps, view.layers, subtitle=view.caption.subtitle)
-
-
-def videos() -> Figure:
-    """Strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
-    # Torch models, for this figure only.
-    from experiments.miniature.evaluation import rendered
-    from experiments.miniature.frozen import SETS, held_out_scenes
-    from experiments.miniature.generation import Miniature
-    from experiments.miniature.recipe import FRAMES
-    from wan.config import load_config
-
-    mini = Miniature(load_config("configs/wan_mini.yaml"))
-    chosen: list[str] = []
-    rows: dict[str, list] = {"rendered": [], "causal": [], "base": []}
-    for name, count in STRIPS.items():
-        some = held_out_scenes(SETS[name], count)
-        captions = [scene.caption for scene in some]
-        rows["rendered"] += rendered(some, FRAMES)
-        rows["causal"] += mini.causal(captions)
-        rows["base"] += mini.base(captions)
-        chosen += captions
-    return video_strips(
-        chosen, {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in rows.items()}
-    )
-
-
-def training() -> Figure:
-    """Losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
-    log = json.loads((MINI / "training.json").read_text(encoding="utf-8"))
-    names = {"vae": "VAE", "base": "base", "causal": "causal"}
-    first, again = log["vae"], log.get("vae_resumed")  # the first recipe had a second run of the VAE
-    second = again["psnr_curve"] if again else []
-    psnr = first["psnr_curve"] + [[first["steps"] + step, *values] for step, *values in second]
-    losses = {label: log[stage]["loss_curve"] for stage, label in names.items()}
-    return training_curves(losses, psnr, resumed=first["steps"] if again else None)
-
-
-def moments() -> Figure:
-    """Preferences for the first frame while the causal weights are trained."""
-    report = read_report(MOMENTS / "moments.json")
-    captured = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
-    context = load_cache(MOMENTS / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
-    measures = {
-        "Excess of frame 0 at equal distance": ("logits", 0, "equal_distance_excess"),
-        "Mass on frame 0, of the context's": ("share", 1 / sum(context), "first_context_mass"),
-    }
-    first_pass = [moment["first pass"] for moment in report["training_checkpoints"]]
-    values = {
-        title: (unit, neutral, np.array([means[name] for means in first_pass]))
-        for title, (unit, neutral, name) in measures.items()
-    }
-    steps, count = [moment["step"] for moment in report["training_checkpoints"]], len(report["captions"])
-    subtitle = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {count} captions"
-    return training_figures.training_checkpoints(steps, values, captured, subtitle)
+    for name, draw in drawings(args.mini_cache, args.miniature).items():
+        print(save_svg(draw(), args.output_dir / name))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ BENCHMARKS = {
     "parallel": "experiments.dev.benchmark_parallel",
     "long_memory": "experiments.dev.benchmark_long_rollouts",
     "first_contact": "experiments.dev.benchmark_first_contact",
-    "first_frame": "experiments.dev.first_frame_numbers",
+    "first_frame": "experiments.dev.first_frame_report",
     "hidden_shapes": "experiments.dev.hidden_shapes_report",
     "interventions": "experiments.dev.benchmark_interventions",
     "checkpoints": "experiments.dev.first_frame_training",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.caches.atomic_files import MARGIN
+from experiments.caches.sizes import MARGIN
 from experiments.extraction import memory_parts, prompt_embeds
 from wan import checkpoint
 from wan.config import ModelConfig, RunConfig

@@ -1,5 +1,6 @@
 """The numbers and figures of "What Figure 4 really shows" are those of the published data today."""
 
+import contextlib
 import json
 import re
 
@@ -7,9 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from experiments.caches import load_cache
-from experiments.caches.view import open_profiles
-from experiments.dev import first_frame_numbers, first_frame_training
+from experiments.dev import first_frame_numbers, first_frame_report, first_frame_training
 from experiments.figures import style
 
 
@@ -19,16 +18,14 @@ def words(path):
 
 @pytest.fixture(scope="module")
 def views():
-    folder = ROOT / "cache/published"
-    return {
-        name: open_profiles(load_cache(folder / file)) for name, file in first_frame_numbers.ATLASES.items()
-    }
+    with contextlib.chdir(ROOT):
+        return first_frame_report.published_views()
 
 
 def test_the_json_is_measured_again(views, monkeypatch):
     monkeypatch.chdir(ROOT)
     committed = json.loads((ROOT / first_frame_numbers.OUTPUT).read_text())
-    measured = json.loads(json.dumps(first_frame_numbers.report(views)))
+    measured = json.loads(json.dumps(first_frame_report.report(views)))
     assert measured.pop("environment").keys() == committed.pop("environment").keys()
     assert measured == committed
     for one in committed["atlases"].values():  # contrasts do not depend on how many frames are free
@@ -38,7 +35,7 @@ def test_the_json_is_measured_again(views, monkeypatch):
 
 
 def test_the_figures_are_drawn_again(views, tmp_path):
-    for name, figure in first_frame_numbers.draw(views).items():
+    for name, figure in first_frame_report.draw(views).items():
         committed = ROOT / first_frame_numbers.FIGURES / name
         assert words(style.save_svg(figure, tmp_path / name)) == words(committed)
         assert committed.stat().st_size < 300_000

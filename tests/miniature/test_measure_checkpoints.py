@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from experiments import measure_checkpoints
 from experiments.caches import load_cache
-from experiments.dev import readme_figures
+from experiments.dev import readme_drawings, readme_figures
 from experiments.figures import style
 from experiments.miniature.checkpoint_analysis import read_report
 from experiments.miniature.frozen import SETS, held_out_scenes
@@ -60,14 +60,14 @@ def test_atlases_of_three_checkpoints_are_there_and_differ():
 @pytest.mark.parametrize("name", ["training", "moments"])
 def test_figures_of_the_training_are_up_to_date(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    made = style.save_svg(getattr(readme_figures, name)(), tmp_path / f"{name}.svg").read_text()
+    made = style.save_svg(getattr(readme_drawings, name)(), tmp_path / f"{name}.svg").read_text()
     committed = (readme_figures.FOLDER / f"{name}_mini.svg").read_text()
     assert words(made) == words(committed), "run: python experiments/dev/readme_figures.py --miniature"
 
 
 def test_the_videos_shown_are_the_first_of_each_set():
     shown = " ".join(words((ROOT / "notebooks/figures/videos_mini.svg").read_text()))
-    for name, count in readme_figures.STRIPS.items():
+    for name, count in readme_drawings.STRIPS.items():
         assert all(scene.caption in shown for scene in held_out_scenes(SETS[name], count))
 
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -590,6 +591,27 @@ def test_bad_input_is_one_line_and_exit_code_2(name, files, monkeypatch, capfd):
     assert not left
     assert usage == (0, "")
     tell(capfd, f"{name}: {len(refused)} bad command lines, exit code 2 and one line each; --help 0")
+
+
+HELPS = """
+import contextlib, io, runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        runpy.run_path(path, run_name="__main__")
+    assert "torch" not in sys.modules, path
+"""
+
+
+def test_no_help_imports_torch():
+    """A second of waiting for each script; all of them in one process take less."""
+    paths = [path for folder in ("experiments", "experiments/dev") for path in (ROOT / folder).glob("*.py")]
+    paths = [str(path) for path in paths if path.stem in SCRIPTS]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", HELPS, *paths], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and len(paths) == len(SCRIPTS), done.stderr
 
 
 SHELL = {  # too few or too many words

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.caches import frames, load_cache, save_cache
-from experiments.caches.atomic_files import tensor_bytes
+from experiments.caches.sizes import tensor_bytes
 from experiments.running.sweep_plan import slugs_of
 from wan.blocks import (
     block_frames,
