@@ -5,7 +5,7 @@ python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer
 
 from functools import partial
 
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import add_gpus, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
@@ -22,6 +22,7 @@ def run(argv=None):
         default="probabilities",
         help="probabilities in float32, or logits in float16",
     )
+    add_gpus(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch

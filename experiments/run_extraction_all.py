@@ -9,7 +9,7 @@ import argparse
 from functools import partial
 
 from experiments.running import ranks, sweep_plan
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import add_gpus, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
@@ -28,6 +28,7 @@ def run(argv=None):
         help="also the mean logits by RoPE band: time frequencies, "
         "height, width; 4 bytes per band, frame pair, head and pass",
     )
+    add_gpus(parser)
     sweep_plan.add_arguments(parser)
     sweep_plan.add_checkpoints(parser)
     args = parser.parse_args(argv)
@@ -38,11 +39,11 @@ def run(argv=None):
 
     config = config_from(args)
     shares = bool(args.prompts or args.seeds or args.checkpoints or args.output_dir)
-    config, rank = ranks.settle(args, config, shares_items=shares)
     requests = cache_builders.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
     if not shares:
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
+    config, rank = ranks.settle(args, config)
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {

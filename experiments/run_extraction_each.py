@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import add_gpus, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
@@ -25,6 +25,7 @@ def run(argv=None):
         default="frame",
         help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check",
     )
+    add_gpus(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch

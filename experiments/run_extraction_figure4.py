@@ -6,7 +6,7 @@ python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml
 
 from functools import partial
 
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import add_gpus, config_from, main, run_parser
 
 
 def run(argv=None):
@@ -21,6 +21,7 @@ def run(argv=None):
     parser.add_argument(
         "--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds"
     )
+    add_gpus(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch

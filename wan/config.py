@@ -17,6 +17,7 @@ from wan.blocks import (
 from wan.errors import ConfigError, quoted, reason_of
 from wan.limits import (
     MAX_FRAMES,
+    MAX_GPUS,
     MAX_LAYERS,
     MAX_NAME,
     MAX_SCALE,
@@ -165,6 +166,7 @@ class RunConfig:
 
     device: str = "auto"
     dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    gpus: int = 1  # how many make one rollout together, by heads (wan/parallel.py)
     offload: bool = False  # the layers' weights stay on the host and are streamed; umT5 runs there
     t5_cpu: bool = False  # umT5 runs on the CPU
     prompt_embeds: str | None = None  # a file of text states, in place of umT5
@@ -177,6 +179,7 @@ class RunConfig:
         check_texts(model=(self.model, MAX_NAME), prompt=(self.prompt, MAX_TEXT))
         check_texts(**{name: (getattr(self, name), None) for name in paths})
         check_number("num_frames", self.num_frames, 1, MAX_FRAMES)
+        check_number("gpus", self.gpus, 1, MAX_GPUS)
         for name in ("height", "width"):
             check_number(name, getattr(self, name), 1, MAX_SIDE)
         check_seed(self.seed)

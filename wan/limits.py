@@ -14,6 +14,7 @@ MAX_SIDE = 1 << 10  # of a latent frame: videos of 8192 pixels
 MAX_STEPS = 10_000  # of the base model's sampler
 MAX_DENOISING_STEPS = 100  # of a block
 MAX_SCALE = 1000.0  # shift of noise levels, guidance
+MAX_GPUS = 4096  # of one rollout
 MAX_PROMPTS = 100_000  # of a sweep
 MAX_NAME = 200  # characters of a model's name, which titles carry
 MAX_PATH = 4096  # characters

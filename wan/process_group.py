@@ -41,16 +41,39 @@ def join(device: torch.device, timeout: timedelta = TIMEOUT) -> dist.ProcessGrou
     return dist.group.WORLD
 
 
+def joined() -> dist.ProcessGroup | None:
+    """The group that this process has joined."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def leave() -> None:
     """Part, all at once; nothing where no group was joined."""
-    if dist.is_initialized() and dist.group.WORLD is not None:
-        wait_for_all(dist.group.WORLD)
+    if (group := joined()) is not None:
+        wait_for_all(group)
         dist.destroy_process_group()
 
 
 def wait_for_all(group: dist.ProcessGroup) -> None:
     """Wait until every process of a group is here; no GPU takes part."""
     dist.all_reduce(torch.zeros(1), group=group)
+
+
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket closed",
+    "Broken pipe",
+    "remote error",
+)
+LATE = ("Timed out waiting", "Timeout")
+
+
+def trouble_with_others(error: BaseException) -> str:
+    """lost or late where an exchange failed because of another process; nothing for other errors."""
+    text = str(error)
+    if joined() is None or not isinstance(error, RuntimeError):
+        return ""
+    return "late" if any(s in text for s in LATE) else "lost" if any(s in text for s in LOST) else ""
 
 
 def is_first_to_fail(message: str) -> bool:

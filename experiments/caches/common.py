@@ -57,6 +57,7 @@ class Cache(Fields):
     config: dict[str, Any] | None = None  # settings of the rollout that have no field of their own
     versions: dict[str, str] | None = None  # by package
     device: str | None = None  # cpu, or the GPU's name
+    gpus: int | None = None  # how many made it together, where more than one: bits differ with their number
     dtype: str | None = None  # of generation
     is_logits: bool
     quantity: str | None = None  # one of QUANTITIES where is_logits leaves it open

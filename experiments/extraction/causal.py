@@ -32,12 +32,14 @@ from experiments.extraction.prompt_embeds import (
 from experiments.extraction.provenance import provenance
 from experiments.extraction.result import Extraction
 from experiments.extraction.rollout import out_of_memory, roll_out
-from wan import checkpoint
+from wan import checkpoint, process_group
 from wan.config import ModelConfig, RunConfig
+from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.noise import SeededNoise
+from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 from wan.rolling_forcing import RollingForcingPipeline
@@ -231,6 +233,7 @@ def common_fields(
         "model": config.model,
         "weights": "checkpoint" if config.checkpoint_path else "base",
         "weights_file": " + ".join(Path(path).name for path in (weights_file, config.lora_path) if path),
+        **({"gpus": config.gpus} if config.gpus > 1 else {}),
     } | provenance(config, weights_file, dtype, device)
 
 
@@ -251,9 +254,23 @@ def load_pipeline(
         local_attn_size=config.local_attn_size,
         sink_size=config.sink_size,
     )
+    share(model, config.gpus)
     pipeline = pipeline_of(model, config)
     pipeline.weights = str(report)
     return pipeline
+
+
+def share(model: CausalWanModel, gpus: int) -> None:
+    """Let the processes that were started for it make each call of a model together, where gpus says so."""
+    if gpus == 1:
+        return
+    group = process_group.joined()
+    if group is None or group.size() != gpus:
+        raise ConfigError(
+            f"gpus is {gpus}, which the scripts run_extraction*.py know; elsewhere start {gpus} processes by "
+            "torchrun, and let each call wan.process_group.join()"
+        )
+    apply_head_parallel(model, group)
 
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:

@@ -80,9 +80,10 @@ class Memory:
         looking = [memory_parts.capturing(request, c, m, fused) for request in self.requests]
         tokens = memory_parts.captured(c, m, [r for r in self.requests if r.granularity == "token"])
         kept = memory_parts.captured(c, m, [r for r in self.requests if r.granularity != "token"])
+        cache = 0 if self.bidirectional else memory_parts.kv_cache(c, m, dtype)
         device = {
             "weights": weights,
-            "KV cache": 0 if self.bidirectional else memory_parts.kv_cache(c, m, dtype),
+            "KV cache": cache // c.gpus,  # each process keeps its share of the heads
             "text": (1 + self.bidirectional) * memory_parts.text_states(m, dtype),
             "activations": memory_parts.activations(m, dtype, queries),
             "latents": memory_parts.latents(c, m, dtype),

@@ -10,10 +10,12 @@ from experiments.caches.errors import RunError
 from experiments.extraction import checks
 from experiments.extraction.observer import RunObserver
 from wan.blocks import block_ranges
+from wan.gathered_calls import gather_calls
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest, move_to_cpu
 from wan.modules.captured_call import CapturedCall
 from wan.modules.model import WanModel
+from wan.parallel import any_process
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 from wan.text2video import TextToVideoPipeline
@@ -47,7 +49,7 @@ def roll_out(
         check(latents)
         finished.append(latents.clone())
         observer.block(block, frames[block], len(frames))
-        if observer.stopping and block + 1 < len(frames):
+        if any_process(pipeline.model, observer.stopping) and block + 1 < len(frames):
             raise _StoppedError
 
     def phase() -> str:
@@ -70,7 +72,7 @@ def roll_out(
         len(pipeline.pass_timesteps),
         pipeline.passes.has,
     )
-    return torch.cat(finished, 1), records
+    return torch.cat(finished, 1), gather_calls(pipeline.model, records)
 
 
 def sample(

@@ -22,6 +22,7 @@ from wan.validation import check_seed
 
 __all__ = [
     "Parser",
+    "add_gpus",
     "add_memory_flags",
     "add_run_flags",
     "config_from",
@@ -44,6 +45,7 @@ OVERRIDES = (
     "layer_indices",
     "layer_index",
     "dtype",
+    "gpus",
     "offload",
     "t5_cpu",
     "prompt_embeds",
@@ -112,6 +114,7 @@ class Parser(argparse.ArgumentParser):
                 word, words[number - 1] if number and words[number - 1].startswith("-") else "a word"
             )
         found = super().parse_args(words, namespace)
+        found.words = words
         parsed.append(found)
         found.files = run_files.of_arguments(found)
         return found
@@ -164,6 +167,13 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     add_memory_flags(parser)
     add_run_flags(parser)
     return parser
+
+
+def add_gpus(parser: Parser) -> None:
+    """Of scripts that make one rollout: docs/many_gpus.md."""
+    parser.add_argument(
+        "--gpus", type=count, help="make one rollout on so many GPUs of this host; it starts torchrun itself"
+    )
 
 
 def add_edit_flags(parser: Parser) -> None:

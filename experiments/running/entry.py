@@ -14,6 +14,9 @@ from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.running.streams import unfailing_streams
 from wan.errors import ConfigError, one_line, reason_of
 
+EXPLAINED = (1, 2, 130)  # exit codes of processes that have said why
+LOST = 70  # of one that another process left alone
+
 parsed: list[Namespace] = []  # the flags of the script that runs, once they are read
 
 
@@ -28,13 +31,26 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
             run(argv)
         except (KeyboardInterrupt, Exception) as error:
             message, code = explained(error)
+            if code == LOST or not first_to_say(message):
+                raise SystemExit(code) from None
             if parsed and getattr(parsed[-1], "debug", False):
                 traceback.print_exc()
             fail(message, code)
 
 
+def first_to_say(message: str) -> bool:
+    """Whether no other process of the same rollout has said what went wrong."""
+    group = sys.modules.get("wan.process_group")  # where several processes make one rollout
+    return group is None or group.is_first_to_fail(message)
+
+
 def explained(error: BaseException) -> tuple[str, int]:
     """What is printed of an error, and the exit code."""
+    group = sys.modules.get("wan.process_group")
+    if group is not None and (trouble := group.trouble_with_others(error)):
+        if trouble == "lost":  # it says itself what went wrong, or its launcher does
+            return "another process of this rollout has ended", LOST
+        return f"another process of this rollout did not answer in {group.TIMEOUT.seconds // 60} minutes", 1
     if isinstance(error, (ConfigError, CacheError)):
         return str(error), 2
     if isinstance(error, KeyboardInterrupt):

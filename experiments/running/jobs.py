@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,13 @@ from experiments.extraction.observer import RunObserver
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import check_video
 from experiments.running.cli import videos_of
+from experiments.running.distributed import together
 from experiments.running.output_locks import claimed
 from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.ranks import this_rank
 from experiments.running.results import BuildCache, partial_name, save
 from experiments.running.run_files import RunFiles
+from wan import process_group
 from wan.config import RunConfig
 from wan.modules.capture import CaptureRequest
 
@@ -72,7 +75,11 @@ def make_caches(
     requests: Sequence[CaptureRequest],
     outputs: Mapping[str, BuildCache],
 ) -> None:
-    """One rollout -> a cache for each path, arranged by its function. Raises what run_watched raises."""
+    """One rollout -> a cache for each path, arranged by its function. Raises what run_watched raises.
+
+    Where several GPUs make it, the first process writes.
+    """
+    config, _ = together(args, config)
     each = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
     run_watched(args, config, outputs, each, lambda watch: causal.extract(config, requests, watch), what)
@@ -95,16 +102,21 @@ def run_watched(
     videos = videos_of(args, outputs)
     name_files(args, config, outputs, videos)
     claims = dict.fromkeys(outputs, each) | dict.fromkeys(videos, 0)
+    writes = config.gpus == 1 or this_rank().is_first
     with (
         Progress(args.quiet, args.log_file) as watch,
-        claimed(claims, args.overwrite is not False),
+        claimed(claims, args.overwrite is not False) if writes else nullcontext(),
         stopping_when_asked(watch, unit),
         deterministic(args.deterministic),
     ):
         if videos:
             check_video(config)  # before the rollout, which may take hours
         start = time.monotonic()
-        save(args, make(watch), outputs, watch)
+        made = make(watch)
+        process_group.leave()
+        if not writes:
+            return
+        save(args, made, outputs, watch)
         watch.print(
             f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, "
             f"{memory()}"

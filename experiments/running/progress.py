@@ -21,6 +21,7 @@ import torch
 
 from experiments.caches.errors import CacheError
 from experiments.extraction.observer import RunObserver
+from wan import process_group
 
 
 class Progress(RunObserver):
@@ -116,7 +117,9 @@ def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[Non
         ):  # a terminal that is gone; a line just being printed
             print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT]
+    if process_group.joined() is None:  # else SIGTERM ends a process, also while it waits for another
+        numbers.append(signal.SIGTERM)
     if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup: the run outlives its terminal
         numbers.append(hang_up)
     before = {number: signal.signal(number, asked) for number in numbers}

@@ -92,18 +92,16 @@ def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
     return replace(config, device=f"cuda:{index}")
 
 
-def settle(args: argparse.Namespace, config: RunConfig, shares_items: bool) -> tuple[RunConfig, Rank]:
-    """What a script does as one of several ranks: its own GPU, and only the first of them speaks.
-
-    shares_items: the ranks make different items of a sweep.
-    """
+def settle(args: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Rank]:
+    """What a script does as one of several ranks of a sweep: its own GPU, and only the first one speaks."""
     rank = this_rank()
+    if config.gpus > 1:
+        raise ConfigError(
+            f"--gpus {config.gpus} is of one rollout; a sweep is shared by ranks of one GPU each: "
+            f"torchrun --nproc-per-node {config.gpus}"
+        )
     if rank.count == 1:
         return config, rank
-    if not shares_items:
-        raise ConfigError(
-            f"{rank.count} ranks were started for one rollout; give a sweep (--prompts, --seeds) to share"
-        )
     if args.overwrite:
         raise ConfigError(
             f"--overwrite and {rank.count} ranks exclude each other: new files look like old ones to the "

@@ -26,8 +26,8 @@ from wan.text_files import read_json
 # These do not change an atlas, or only as another machine does; files stand in it with what they hold, not by
 # their paths.
 NOT_SETTINGS = (
-    *("prompt", "seed", "device", "layer_indices", "layer_index", "step", "base", "offload", "t5_cpu"),
-    *("dtype", "embeds_dir", "ckpt_dir", "checkpoint_path", "prompt_embeds"),
+    *("prompt", "seed", "device", "gpus", "layer_indices", "layer_index", "step", "base", "offload"),
+    *("t5_cpu", "dtype", "embeds_dir", "ckpt_dir", "checkpoint_path", "prompt_embeds"),
 )
 
 WRITE_SECONDS = 5.0  # between two manifests: one of ten thousand runs takes its time
