@@ -20,8 +20,9 @@ TIMEOUT = timedelta(minutes=20)  # of one exchange: longer than a process may ne
 _stores: list[Store] = []  # of the group that this process has joined
 
 
-def join(device: torch.device, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+def join(device: torch.device) -> dist.ProcessGroup:
     """The group of all processes that were started together, for tensors on the CPU and on a GPU each."""
+    timeout = TIMEOUT
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     _stores.append(PrefixStore("errors", store))
     on_gpu = device.type == "cuda"
@@ -65,7 +66,7 @@ LOST = (
     "Broken pipe",
     "remote error",
 )
-LATE = ("Timed out waiting", "Timeout")
+LATE = ("timed out", "timeout")
 
 
 def trouble_with_others(error: BaseException) -> str:
@@ -73,7 +74,7 @@ def trouble_with_others(error: BaseException) -> str:
     text = str(error)
     if joined() is None or not isinstance(error, RuntimeError):
         return ""
-    return "late" if any(s in text for s in LATE) else "lost" if any(s in text for s in LOST) else ""
+    return "late" if any(s in text.lower() for s in LATE) else "lost" if any(s in text for s in LOST) else ""
 
 
 def is_first_to_fail(message: str) -> bool:

@@ -69,7 +69,7 @@ def _start(args: argparse.Namespace, count: int) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # the agent's own report of what the processes said already
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a process whose partner is gone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     launch = LaunchConfig(

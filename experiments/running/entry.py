@@ -50,7 +50,7 @@ def explained(error: BaseException) -> tuple[str, int]:
     if group is not None and (trouble := group.trouble_with_others(error)):
         if trouble == "lost":  # it says itself what went wrong, or its launcher does
             return "another process of this rollout has ended", LOST
-        return f"another process of this rollout did not answer in {group.TIMEOUT.seconds // 60} minutes", 1
+        return f"another process of this rollout did not answer in {group.TIMEOUT.seconds} s", 1
     if isinstance(error, (ConfigError, CacheError)):
         return str(error), 2
     if isinstance(error, KeyboardInterrupt):

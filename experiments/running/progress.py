@@ -104,6 +104,7 @@ def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[Non
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    speaks = os.environ.get("RANK", "0") in ("", "0")  # of several ranks the first one
     hang_up = getattr(signal, "SIGHUP", None)
     asked_before: list[int] = []
 
@@ -112,6 +113,8 @@ def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[Non
             raise KeyboardInterrupt
         asked_before.append(number)
         watch.stopping = True
+        if not speaks:
+            return
         with suppress(
             OSError, RuntimeError, ValueError
         ):  # a terminal that is gone; a line just being printed

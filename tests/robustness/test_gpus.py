@@ -1,0 +1,177 @@
+"""--gpus: the numbers of one process, and whatever goes wrong in one of several is said once and ends all."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from conftest import ROOT
+from helpers.forked import exit_code
+
+from experiments import run_extraction_all, run_extraction_each
+from experiments.caches import load_cache
+from experiments.caches.errors import RunError
+from experiments.extraction import causal
+from experiments.running import cli, jobs  # noqa: F401  warmed for the forks
+from wan import process_group
+from wan.errors import ConfigError
+
+MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(1)
+
+
+def ranks(count: int, run, folder, prepare=lambda rank: None) -> tuple[list[int], str]:
+    """Exit codes of count processes of one group, and what they said together."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(folder / f"said{rank}", os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+            code = 71
+            try:
+                prepare(rank)
+                code = exit_code(run)()
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    said = "".join((folder / f"said{rank}").read_text() for rank in range(count))
+    return codes, said
+
+
+def extracting(path, *flags):
+    return lambda: cli.main(run_extraction_all.run, [*MINI, "--quiet", "--output_path", str(path), *flags])
+
+
+def test_the_numbers_of_one_process(tmp_path):
+    codes, said = ranks(3, extracting(tmp_path / "three.pt", "--cross"), tmp_path)
+    assert codes == [0, 0, 0] and not said, said
+    extracting(tmp_path / "one.pt", "--cross")()
+    three, one = load_cache(tmp_path / "three.pt"), load_cache(tmp_path / "one.pt")
+    assert three["gpus"] == 3 and set(three) - set(one) == {"gpus"}
+    for name in ("frame_logits", "frame_mass", "cross_mass"):
+        torch.testing.assert_close(three[name], one[name], rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_one_process_fails(tmp_path):
+    def spoil(rank):
+        if rank == 1:
+            causal.load_pipeline = broken
+
+    def broken(*args):
+        raise RunError("block 0: not finite")
+
+    codes, said = ranks(2, extracting(tmp_path / "out.pt"), tmp_path, spoil)
+    assert codes[1] == 1 and codes[0] in (1, 70) and said == "error: block 0: not finite\n"
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_one_process_does_not_answer(tmp_path):
+    def slow(rank):
+        process_group.TIMEOUT = timedelta(seconds=2)
+        if rank == 1:
+            original = causal.load_pipeline
+            causal.load_pipeline = lambda *args: time.sleep(6) or original(*args)
+
+    codes, said = ranks(2, extracting(tmp_path / "out.pt"), tmp_path, slow)
+    assert codes[0] == 1 and codes[1] != 0
+    assert said == "error: another process of this rollout did not answer in 2 s\n"
+
+
+def test_all_fail_alike_and_say_it_once(tmp_path):
+    codes, said = ranks(2, extracting(tmp_path / "out.pt", "--checkpoint_path", "none.pt"), tmp_path)
+    assert codes == [2, 2] and said.count("\n") == 1 and "none.pt not found" in said
+
+
+def start(path, *flags):
+    command = [
+        sys.executable,
+        "experiments/run_extraction_each.py",
+        *MINI[:2],
+        "--device",
+        "cpu",
+        "--gpus",
+        "2",
+    ]
+    return subprocess.Popen(
+        [*command, "--output_path", str(path), *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def children_of(process: int) -> list[int]:
+    with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def test_ctrl_c_saves_what_is_there(tmp_path):
+    """torchrun's agent passes it on, and both processes stop after the same block."""
+    process = start(tmp_path / "out.pt", "--num_frames", "300")
+    first = next(line for line in process.stderr if line.startswith("block 1/100"))
+    process.send_signal(signal.SIGINT)
+    said = first + process.stderr.read()
+    assert process.wait(60) == 130
+    errors = [line for line in said.splitlines() if not line.startswith("block ")]
+    assert len(errors) == 2 and errors[0].startswith("stopping after this block"), said
+    assert errors[1].startswith("error: stopped after") and load_cache(tmp_path / "out.pt")["partial"]
+
+
+def test_a_killed_process_ends_the_others(tmp_path):
+    process = start(tmp_path / "out.pt", "--num_frames", "300")
+    next(line for line in process.stderr if line.startswith("block 1/100"))
+    os.kill(children_of(process.pid)[1], signal.SIGKILL)
+    said = [line for line in process.stderr if not line.startswith("block ")]
+    assert process.wait(60) == 1 and len(said) == 1
+    assert said[0].startswith("error: process 1 of 2 was ended by SIGKILL, and the others with it")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        (
+            ["--gpus", "5"],
+            {},
+            "--gpus 5 does not split wan-mini: its 12 heads and blocks of 48 tokens go on 1, 2",
+        ),
+        (
+            ["--gpus", "2", "--seeds", "1", "--output_dir", "x"],
+            {},
+            "a sweep is shared by ranks of one GPU each",
+        ),
+        (["--gpus", "3"], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "--gpus 3 under 2 ranks"),
+        ([], {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0"}, "--gpus 5 does not split wan-mini"),
+        ([], {"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+    ],
+)
+def test_what_does_not_split(flags, environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        run_extraction_all.run([*MINI, *flags])
+
+
+def test_more_gpus_than_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError, match="--gpus 2, and 1 GPU is here; --device cpu takes as many processes"
+    ):
+        run_extraction_each.run([*MINI[:4], "--gpus", "2"])
