@@ -114,9 +114,9 @@ class Parser(argparse.ArgumentParser):
                 word, words[number - 1] if number and words[number - 1].startswith("-") else "a word"
             )
         found = super().parse_args(words, namespace)
-        found.words = words
         parsed.append(found)
         found.files = run_files.of_arguments(found)
+        found.words = words  # for the processes of --gpus
         return found
 
     def error(self, message: str) -> NoReturn:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -100,6 +101,22 @@ def test_requeued_with_another_number_of_ranks(tmp_path):
     before = files_below(out)
     assert [ended(child) for child in [start(out, rank(number, 3)) for number in range(3)]] == [0, 0, 0]
     assert files_below(out) == before
+
+
+def test_the_slurm_script(tmp_path):
+    """It goes where it was submitted, and becomes the Python that the signals are for."""
+    script = ["bash", str(ROOT / "experiments/running/slurm_sweep.sh")]
+    few = subprocess.run([*script, "x"], capture_output=True, text=True)
+    assert (
+        few.returncode == 2 and few.stderr.startswith("error: usage: sbatch") and few.stderr.count("\n") == 1
+    )
+    (tmp_path / "python").write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    words = ["c.yaml", "p.txt", "out", "--seeds", "0", "1"]
+    done = subprocess.run([*script, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    expected = ["experiments/run_extraction_all.py", "--config_path", "c.yaml", "--prompts", "p.txt"]
+    assert done.stdout.split() == [str(ROOT), *expected, "--output_dir", "out", "--seeds", "0", "1"]
 
 
 @pytest.mark.parametrize(
