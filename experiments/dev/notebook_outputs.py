@@ -80,6 +80,7 @@ RECIPES = {
         files=EDITS,
     ),
     "layer_atlas": Recipe(PUBLISHED, parameters={"CACHE_PATH": f"../{EAGLE}"}),
+    "models": Recipe((*MINI, "configs/wan_mini_*.yaml", "cache/wan-mini-training/*.pt"), limit=150_000),
     "on_the_video": Recipe(MINI, (("run_extraction_maps.py", *MINI_CONFIG, *ON_THE_VIDEO),), limit=150_000),
     "plot_figure4": Recipe(MINI, (("run_extraction.py", *MINI_CONFIG),)),
     "plt_fig4": Recipe(PUBLISHED),

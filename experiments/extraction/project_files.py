@@ -37,6 +37,12 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     return replace(config, **found)
 
 
+def missing_files(config: RunConfig) -> list[str]:
+    """The weights that a config names and that are not there."""
+    named = [path for path in (config.checkpoint_path, config.lora_path) if path is not None]
+    return [path for path in named if not Path(path).is_file()]
+
+
 def _below_home(path: Path) -> Path:
     """The absolute path: below the working folder where it is there, else below the project."""
     return path.resolve() if path.exists() else HOME / path
