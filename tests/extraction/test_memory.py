@@ -171,3 +171,17 @@ def test_a_control_group_limits_what_is_free(tmp_path):
         == float("inf")
     )
     assert 0 < memory_estimate.free_host_bytes() < 10**15
+
+
+def test_a_lora_and_a_rolling_window_are_planned(tmp_path):
+    dim, ffn, layers = 1536, 8960, 30
+    lora = on_gpu(tmp_path, lora_path="lora.pt", lora_alpha=1.0)
+    assert total(lora, "merging the LoRA", "host") == 4 * layers * (8 * dim**2 + 2 * dim * ffn)
+    plain = on_gpu(tmp_path)
+    rolling = on_gpu(tmp_path, sampler="rolling_forcing", denoising_step_list=[1000, 800, 600, 400, 200])
+    parts = [
+        next(n.parts for n in run.needs() if (n.phase, n.where) == ("rolling out", "GPU"))
+        for run in (plain, rolling)
+    ]
+    assert parts[1]["KV cache"] == parts[0]["KV cache"] // 21 * 24  # the anchor beside 21 frames
+    assert parts[1]["activations"] == 5 * parts[0]["activations"]

@@ -5,6 +5,7 @@ one line, exit code 2, nothing left behind.
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers.checkpoints import GOLDEN_MODEL
 from safetensors.torch import save_file
 
 from experiments import run_extraction_all
+from experiments.caches import load_cache
 from experiments.dev import random_weights
 from experiments.extraction import memory_estimate
 from experiments.running import cli
@@ -142,6 +144,55 @@ def test_text_encoders(tmp_path, real, monkeypatch, capfd, spoil, message):
     refused(tmp_path, [*real, *BASE], capfd, message)
 
 
+def lora(path, rank=2, **spoilt):
+    """A LoRA of one layer; spoilt replaces a half."""
+    dim, name = GOLDEN_MODEL.dim, "base_model.model.blocks.0.self_attn.q.lora_{}.weight"
+    pair = {"A": torch.ones(rank, dim), "B": torch.zeros(dim, rank)} | spoilt
+    torch.save({name.format(half): value for half, value in pair.items() if value is not None}, path)
+
+
+DIM = GOLDEN_MODEL.dim
+
+
+@pytest.mark.parametrize(
+    ("more", "spoil", "message"),
+    [
+        ("", lambda path: path.unlink(), "lora.pt not found"),
+        ("", truncate, "lora.pt cannot be read as a checkpoint of tensors"),
+        ("", lambda path: path.write_bytes(b""), "lora.pt cannot be read as a checkpoint of tensors"),
+        ("", code_in_a_pickle, "lora.pt cannot be read as a checkpoint of tensors: it holds a"),
+        ("", lambda path: lora(path, B=None), "half a LoRA"),
+        ("", lambda path: lora(path, A=torch.full((2, DIM), torch.inf)), "values that are not finite"),
+        ("", lambda path: lora(path, A=torch.ones(2, DIM, dtype=torch.int64)), "not of floating point"),
+        ("", lambda path: lora(path, A=torch.ones(2, 7)), "it is of another model"),
+        ("", lambda path: lora(path, A=torch.ones(0, DIM), B=torch.ones(DIM, 0)), "do not multiply"),
+        ("", lambda path: torch.save([torch.ones(2)], path), "holds a list, not a state dict"),
+        ("", lambda path: torch.save({"a": {"b": torch.ones(2)}}, path), "is no tensor; not a LoRA"),
+        ("lora_rank: 3\n", lora, "has rank 2, not 3"),
+        ("lora_alpha: .nan\n", lora, "lora_alpha must be above 0"),
+        ("lora_alpha: -1\n", lora, "lora_alpha must be above 0"),
+        ("lora_rank: 100000000000\n", lora, "lora_rank must be above 0"),
+        ("lora_rank: two\n", lora, "lora_rank"),
+    ],
+)
+def test_loras(tmp_path, real, capfd, more, spoil, message):
+    lora(tmp_path / "lora.pt")
+    alpha = "" if "alpha" in more else "lora_alpha: 2\n"
+    with (tmp_path / "c.yaml").open("a") as file:
+        file.write(f"lora_path: {tmp_path / 'lora.pt'}\n{alpha}{more}")
+    spoil(tmp_path / "lora.pt")
+    flags = ["--checkpoint_path", str(tmp_path / "sf.pt"), *states_flags(tmp_path)]
+    refused(tmp_path, [*real, *flags], capfd, message)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_of_another_size_is_one_line(tmp_path, real, capfd):
+    other = replace(GOLDEN_MODEL, num_layers=2, ffn_dim=48)
+    random_weights.make_checkpoint(tmp_path / "sf.pt", other, torch.bfloat16, CPU)
+    flags = ["--checkpoint_path", str(tmp_path / "sf.pt"), *states_flags(tmp_path)]
+    refused(tmp_path, [*real, *flags], capfd, "sf.pt holds a model of dim .* it has ffn_dim 48, num_layers 2")
+
+
 def refused(folder, argv, capfd, message):
     before = sorted(folder.rglob("*"))
     with pytest.raises(SystemExit) as ended:
@@ -159,3 +210,19 @@ def test_what_is_whole_runs(tmp_path, real):
         run_extraction_all.run([*real, *flags, *states_flags(tmp_path), "--quiet"])
         assert (tmp_path / "out/atlas.pt").is_file()
     assert json.loads(checkpoint.transformer_file(tmp_path / "wan").read_text())["weight_map"]
+
+
+def test_a_lora_is_merged_said_and_kept_in_the_provenance(tmp_path, real, capsys):
+    lora(tmp_path / "lora.pt", B=torch.ones(DIM, 2))
+    flags = ["--checkpoint_path", str(tmp_path / "sf.pt"), *states_flags(tmp_path)]
+    run_extraction_all.run([*real, *flags, "--quiet"])
+    plain = load_cache(tmp_path / "out/atlas.pt")
+    with (tmp_path / "c.yaml").open("a") as file:
+        file.write(f"lora_path: {tmp_path / 'lora.pt'}\nlora_alpha: 2\n")
+    run_extraction_all.run([*real, *flags, "--overwrite"])
+    tuned, said = load_cache(tmp_path / "out/atlas.pt"), capsys.readouterr().out
+    assert "needs" in said and "while merging the LoRA" in said
+    assert "150 tensors of generator_ema" in said and "lora.pt merged into 1 layers (rank 2, alpha 2)" in said
+    assert not torch.equal(plain["frame_logits"], tuned["frame_logits"])
+    assert tuned["weights_file"] == "sf.pt + lora.pt" and tuned["config"]["lora_alpha"] == 2
+    assert "lora.pt" in [file["name"] for file in tuned["files"]] and "lora_alpha" not in plain["config"]
