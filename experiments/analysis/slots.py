@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.caches.errors import CacheError
+
 NO_SLOT, CHOSEN, EMPTY, AVERAGE = -9, -3, -2, -1  # codes of slot_frame beside frames
 
 
@@ -14,7 +16,10 @@ def slots_of(atlas: dict[str, Any], layer: int = 0) -> tuple[np.ndarray, np.ndar
     """
     if "slot_frame" in atlas:
         return atlas["slot_frame"][layer].numpy(), atlas["slot_position"][layer].numpy()
-    seen = ~atlas["frame_logits"][layer, 0].isnan().all(0)  # [F queries, F keys]
+    held = [atlas[name] for name in ("frame_logits", "frame_mass") if name in atlas]
+    if not held:
+        raise CacheError("this cache holds no frame matrices: what its blocks saw is not known")
+    seen = ~held[0][layer, 0].isnan().all(0)  # [F queries, F keys]
     ends = np.cumsum(atlas["block_sizes"])
     rows = [np.flatnonzero(seen[end - 1].numpy()) for end in ends]
     frames = np.full((len(rows), max(map(len, rows))), NO_SLOT)

@@ -120,6 +120,8 @@ class AtlasCache(Sampling, Cache):
         None  # temporal RoPE index of the keys
     )
     slot_tokens: Annotated[Tensor | None, "i32 [N, blocks, slots]"] = None
+    sink_slots: Annotated[list[int] | None, "int [blocks]"] = None  # how many of the first slots never leave
+    memory_slots: Annotated[list[int] | None, "int [blocks]"] = None  # after them, of a bank of frames
     key_frame: Annotated[Tensor | None, "i32 [N, keys]"] = None  # of key_curve, where slots are not frames
     key_token: Annotated[Tensor | None, "i32 [N, keys]"] = None  # index in its frame, row by row
     key_position: Annotated[Tensor | None, "i32 [N, keys]"] = None  # temporal RoPE index; -9 no key

@@ -25,6 +25,9 @@ def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) ->
     for name, absent in (("slot_frame", NO_SLOT), ("slot_position", NO_SLOT), ("slot_tokens", 0)):
         rows = [[_padded(call[name], slots, absent) for call in layer[0]] for layer in blocks]
         found[name] = torch.tensor(rows, dtype=torch.int32)
+    layouts = [call.layout for call in blocks[0][0] if call.layout is not None]
+    found["sink_slots"] = [layout.sink.stop for layout in layouts]
+    found["memory_slots"] = [sum(bool(slot.items) for slot in layout.slots) for layout in layouts]
     mixed = any("slot_logits" in call.values for layer in blocks for calls in layer for call in calls)
     if run.config.policy.keeps_whole_frames and not mixed:  # a release may have zeros among its frames
         return found

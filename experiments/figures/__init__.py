@@ -11,6 +11,7 @@ from experiments.figures.first_frame import (
 )
 from experiments.figures.folder import FigureFolder, about
 from experiments.figures.heads import head_curves, head_grid, one_head
+from experiments.figures.key_maps import key_maps
 from experiments.figures.knockouts import knockout_curves
 from experiments.figures.layer import all_heads, frame_maps
 from experiments.figures.layers import layer_comparison, layer_statistics, layers_together
@@ -25,6 +26,7 @@ from experiments.figures.long_rollouts import (
     sink_maps,
 )
 from experiments.figures.map_movie import save_map_movie
+from experiments.figures.policies import survival_map
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
 from experiments.figures.sweeps import sweep_curves
@@ -51,6 +53,7 @@ __all__ = [
     "head_curves",
     "head_grid",
     "head_maps",
+    "key_maps",
     "knockout_curves",
     "label_agreement",
     "label_maps",
@@ -72,6 +75,7 @@ __all__ = [
     "save_svg",
     "score_against_effect",
     "sink_maps",
+    "survival_map",
     "sweep_curves",
     "video_frames",
     "video_map",

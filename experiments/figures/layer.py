@@ -11,6 +11,7 @@ from matplotlib.transforms import offset_copy
 
 from experiments.caches.caption import Caption
 from experiments.figures.colors import color_bar, color_scale, heat_map
+from experiments.figures.key_maps import keys_label, label_keys
 from experiments.figures.style import (
     GREY,
     LABELS,
@@ -34,10 +35,13 @@ def frame_maps(
     *,
     layer: int,
     heads: Sequence[int] | None = None,
+    keys: Sequence[str] | None = None,
+    key_axis: str = "frame",
 ) -> Figure:
     """Query × key frames of every head on one colour scale: matrices [H, rows, F], a row per entry of
     query_frames. heads are their numbers, 0, 1, ... by default. Logits are coloured symmetrically around 0,
-    grey was not attended."""
+    grey was not attended. keys are labels of the columns where they are not the frames 0, 1, ...; key_axis
+    says whether they are frames or positions."""
     H, rows, F = matrices.shape
     heads = list(heads if heads is not None else range(H))
     which = f"{H} heads" if H > 1 else f"head {heads[0]}"
@@ -53,13 +57,17 @@ def frame_maps(
     for head, axis, values in zip(heads, axes, matrices, strict=True):
         image = heat_map(axis, values, equal=square, **colors)
         axis.set_title(f"H{head}" if H > 1 else "", fontsize=9)
-        _frame_ticks(axis.xaxis, range(F))
+        if keys is None:
+            _frame_ticks(axis.xaxis, range(F))
+        else:
+            label_keys(axis, keys)
         _frame_ticks(axis.yaxis, query_frames)
     for axis in axes[:: min(4, H)]:
         axis.set_ylabel(f"Query frame ({caption.unit})")
     shrink = min(1, 4 / figure.get_figheight())
+    x = f"Key frame ({caption.unit})" if keys is None else keys_label(key_axis, keys)
     color_bar(figure, image, axes, LABELS[caption.quantity], aspect=30, pad=0.02, shrink=shrink)
-    label_figure(figure, axes, title, legend=grey_legend(matrices), x=f"Key frame ({caption.unit})")
+    label_figure(figure, axes, title, legend=grey_legend(matrices), x=x)
     return figure
 
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+from experiments import figures
+from experiments.analysis.key_axes import AXES, key_columns, key_matrix
 from experiments.analysis.slots import slot_mass, slots_of, survival
 from experiments.caches import load_cache, save_cache
 from experiments.extraction.policy_atlas import policy_atlas
@@ -40,6 +42,8 @@ def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, monkeypatch):
     if settings["name"] == "participative":
         tokens = atlas["tokens_kept"].sum(2)
         assert (tokens[:, -1] == 5 * atlas["frame_seq_length"]).all()
+    for axis in AXES:
+        check_axis(atlas, axis, settings)
     kept = survival(atlas)
     assert kept.shape == (8, 12) and (kept[:, -3:] == 1).all() and 0 <= kept.min() < 1
     count = mass.shape[1]
@@ -50,3 +54,26 @@ def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, monkeypatch):
     ):
         figure.canvas.draw()
         assert figure.axes[0].get_title()
+
+
+def check_axis(atlas, axis, settings):
+    """Columns along an axis hold all of the mass, and the matrix the same values."""
+    columns = key_columns(atlas, 1, 0, "mass", axis)
+    assert columns.values.shape[1] == len(columns.labels) == len(columns.marks)
+    matrix, labels = key_matrix(atlas, 1, 0, "mass", axis)
+    own = matrix[:, -3:].mean(1)
+    doubled = settings["name"] == "memory_bank"  # a banked frame may lie in the window, too
+    if not doubled:
+        np.testing.assert_allclose(np.nansum(columns.values, 1), 1, atol=1e-5)
+        at = {label: n for n, label in enumerate(labels)}
+        for n, label in enumerate(columns.labels):
+            np.testing.assert_allclose(own[:, at[label]], columns.values[:, n], atol=1e-6)
+    np.testing.assert_allclose(np.nansum(own, 1), 1, atol=1e-5)
+    sink = settings.get("sink", 0) if settings["name"] != "window" or axis == "position" else settings["sink"]
+    assert columns.marks.count("sink") == sink
+    assert ("average" in columns.marks) == (settings["name"] == "two_memories")
+    assert ("chosen tokens" in columns.marks) == (settings["name"] == "participative")
+    assert columns.marks.count("memory") == (2 if doubled else 0)
+    figure = figures.key_maps({"Layer 1": columns}, "mass", "keys")
+    figure.canvas.draw()
+    assert {text.get_text() for text in figure.legends[0].get_texts()} >= {m for m in columns.marks if m}

@@ -11,6 +11,7 @@ from helpers import executed, synthetic_caches
 from experiments.analysis import atlas_reports, head_measures, head_taxonomy, panels, published
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
+from experiments.extraction.policy_atlas import policy_atlas
 from experiments.figures import atlas, style
 
 
@@ -191,3 +192,14 @@ def test_every_size_draws(tmp_path, N, H):
     assert len(dots.get_xdata()) == (labels == 1).sum()
     drawn = figure.axes[0].collections[0].get_array().reshape(N, H)
     np.testing.assert_array_equal(np.array(list(head_taxonomy.KINDS))[drawn.astype(int)], labels)
+
+
+def test_keys_of_a_cache_policy_along_positions(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = {"name": "two_memories", "window": 6, "sink": 1}
+    save_cache(tmp_path / "atlas.pt", policy_atlas("configs/wan_mini.yaml", settings, 12))
+    run(tmp_path, CACHE_PATH=str(tmp_path / "atlas.pt"), KEY_AXIS="position", PUBLISHED=str(tmp_path))
+    drawn = tmp_path / "figures"
+    assert {"keys_by_position.svg", "survival.svg"} <= {path.name for path in drawn.iterdir()}
+    assert "average" in words(drawn / "keys_by_position.svg")
+    assert "Temporal position" in words(drawn / "layer1_frame_maps.svg")
