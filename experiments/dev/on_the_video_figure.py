@@ -2,20 +2,22 @@
 
     python experiments/dev/on_the_video_figure.py
 
-Heads are chosen by what they look at in --captions videos; the tracker says on which patch the query is.
+Heads are those of docs/shape_attention.json (shape_attention.py); the tracker says on which patch the query
+is.
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.running.cli import Parser, count, main
+from experiments.running.cli import Parser, main
 from wan.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
 
-OUTPUT = Path("notebooks/figures/on_the_video_mini.svg")
+REPORT, OUTPUT = Path("docs/shape_attention.json"), Path("notebooks/figures/on_the_video_mini.svg")
 HEIGHT = 72  # pixels of a picture
 SEEN = 0.3  # share of a patch that the shape covers, at least where the query is
 FRAME, STEP = 18, 4  # of the query: the last block's first frame, in the clean pass
@@ -24,7 +26,7 @@ FRAME, STEP = 18, 4  # of the query: the last block's first frame, in the clean 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--config_path", default="configs/wan_mini.yaml")
-    parser.add_argument("--captions", type=count, default=16, help="captions by which heads are chosen")
+    parser.add_argument("--heads", type=Path, default=REPORT, help="the report by which heads are chosen")
     parser.add_argument("--scene", type=int, default=0, help="which held-out caption behind a wall is drawn")
     parser.add_argument("--output_path", type=Path, default=OUTPUT)
     args = parser.parse_args(argv)
@@ -50,11 +52,9 @@ def draw(args: argparse.Namespace):
     config = load_config(args.config_path)
     if args.scene < 0:
         raise ConfigError(f"--scene {args.scene} counts from 0")
-    walls = held_out_scenes(SETS["behind a wall"], max(args.captions, args.scene + 1))
-    half = args.captions // 2
-    scenes = [*held_out_scenes(SETS["one shape"], args.captions - half), *walls[:half]]
-    heads = chosen_heads(shape_attention.measure(config, scenes, [STEP]))
-    scene, session = walls[args.scene], causal.prepare(config, [], [walls[args.scene].caption])
+    heads = chosen_heads(args.heads)
+    scene = held_out_scenes(SETS["behind a wall"], args.scene + 1)[-1]
+    session = causal.prepare(config, [], [scene.caption])
     config = replace(config, prompt=scene.caption, seed=args.scene)
     grid = map_builders.token_grid(config, session.model_config)
     pixels = video.decode(causal.extract_next(session, config, []))
@@ -71,19 +71,19 @@ def draw(args: argparse.Namespace):
     return map_strip(maps, pictures, range(0, FRAME, 2), title=title, labels=labels)
 
 
-def chosen_heads(found) -> dict[str, tuple[int, int]]:
+def chosen_heads(report: Path) -> dict[str, tuple[int, int]]:
     """The head that follows the shape most, and the one that stays most at the query's place."""
-    import numpy as np
-
-    mean = found.mean(STEP)  # [layers, masks, H]
-    follows = mean[:, 0] - mean[:, 1:4].max(1)
-    stays = mean[:, 2] - np.maximum(mean[:, 0], mean[:, 3])
-    return {"follows the shape": _largest(follows), "stays at its place": _largest(stays)}
-
-
-def _largest(values: "np.ndarray") -> tuple[int, int]:
-    layer, head = divmod(int(values.argmax()), values.shape[1])
-    return layer, head
+    try:
+        found = json.loads(report.read_text(encoding="utf-8"))["passes"]["clean pass"]
+        follows = found["top"][0]
+        return {
+            "follows the shape": (follows["layer"], follows["head"]),
+            "stays at its place": tuple(found["stays"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        raise ConfigError(
+            f"{report} is no report of heads; run: python experiments/dev/shape_attention.py"
+        ) from None
 
 
 def resized(picture: "np.ndarray") -> "np.ndarray":

@@ -93,8 +93,8 @@ def report_of(found, model: str, device: str = "cpu") -> dict:
     for step, name in STEPS.items():
         mean, each = found.mean(step), followers(found, step)
         moving = np.where(each.follows, mean[:, 0], 0)
-        order = np.argsort(-moving, axis=None)[:LISTED]
-        top = [divmod(int(i), mean.shape[2]) for i in order if moving.flat[i]]
+        stays = mean[:, 2] - mean[:, [0, 1, 3]].max(1)  # at the query's place more than anywhere else
+        top = [head for head in largest(moving, LISTED) if moving[head]]
         passes[name] = {
             "mean": [round(float(x), 3) for x in np.nanmean(mean, (0, 2))],
             "follow": int(each.follows.sum()),
@@ -107,10 +107,19 @@ def report_of(found, model: str, device: str = "cpu") -> dict:
                 }
                 for layer, head in top
             ],
+            "stays": list(largest(stays, 1)[0]),
         }
     heads = found.lifts.shape[2] * found.lifts.shape[4]
     common = {"model": model, "captions": len(found.captions), "heads": heads, "masks": MASKS}
     return common | {"environment": environment(choose_device(device)), "passes": passes}
+
+
+def largest(values, count: int) -> list[tuple[int, int]]:
+    """Layer and head of the largest values [layers, H]."""
+    layers, heads = (
+        indices.tolist() for indices in divmod((-values).argsort(axis=None)[:count], values.shape[1])
+    )
+    return list(zip(layers, heads, strict=True))
 
 
 if __name__ == "__main__":

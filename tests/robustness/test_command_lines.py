@@ -299,9 +299,9 @@ CASES |= {
     ],
     "on_the_video_figure": [
         ["--no_such_flag"],
-        ["--captions", "0"],
         ["--scene", "x"],
-        ["--scene", "-1", "--captions", "1"],
+        ["--scene", "-1"],
+        *(["--heads", f"{{}}/{name}"] for name in ("none.json", "text.txt", "folder", "bytes.bin")),
         ["--config_path", "{}/none.yaml"],
         ["--output_path", f"{NO_DISK}/out.svg"],
     ],
