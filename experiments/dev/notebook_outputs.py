@@ -36,7 +36,7 @@ PUBLISHED = ("cache/published/*",)
 MINI = ("configs/wan_mini.yaml", "checkpoints/wan-mini/**/*.safetensors", "checkpoints/wan-mini/*.pt")
 MINI_CONFIG = ("--config_path", "configs/wan_mini.yaml")
 ON_THE_VIDEO = (
-    *("--layer_indices", *map(str, range(8)), "--query_patch", "18,1,2", "--words", "--save_video"),
+    *("--layer_indices", *map(str, range(8)), "--query_patch", "18,1,1", "--words", "--save_video"),
     *("--prompt", "a blue circle moving right over a light yellow background", "--steps", "0", "4"),
 )
 HIDING = "a purple square moving right behind a white wall over a dark green background"
@@ -81,7 +81,12 @@ RECIPES = {
     ),
     "layer_atlas": Recipe(PUBLISHED, parameters={"CACHE_PATH": f"../{EAGLE}"}),
     "models": Recipe((*MINI, "configs/wan_mini_*.yaml", "cache/wan-mini-training/*.pt"), limit=150_000),
-    "on_the_video": Recipe(MINI, (("run_extraction_maps.py", *MINI_CONFIG, *ON_THE_VIDEO),), limit=150_000),
+    "on_the_video": Recipe(
+        MINI,
+        (("run_extraction_maps.py", *MINI_CONFIG, *ON_THE_VIDEO),),
+        {"HEADS": [[5, 4], [7, 9], [6, 6], [3, 9]], "WORDS": ["blue", "circle", "yellow"], "STEP": 4},
+        limit=150_000,
+    ),
     "plot_figure4": Recipe(MINI, (("run_extraction.py", *MINI_CONFIG),)),
     "plt_fig4": Recipe(PUBLISHED),
     "policies": Recipe((*MINI, "configs/policies/*.yaml")),

@@ -1,13 +1,17 @@
 """What heads look at in moving shapes, for attention that is known: even, on the shape, a place, a wall."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
+from experiments.dev.on_the_video_figure import chosen_heads
 from experiments.dev.shape_attention import report_of, table
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
+from wan.errors import ConfigError
 from wan.modules.captured_call import CapturedCall, Pass, Site
 from wan.modules.key_layout import KeyLayout
 
@@ -64,7 +68,7 @@ def test_the_cover_of_rendered_videos():
     assert not cover.shape[cover.hidden].any() and cover.shape[0].sum() > 0.3
 
 
-def test_followers_and_the_table():
+def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     rng = np.random.default_rng(0)
     lifts = np.ones((8, 2, 3, 5, 4)) + 0.1 * rng.standard_normal((8, 2, 3, 5, 4))
     lifts[:, :, 1, 0, 2] = 5  # layer 1, head 2 follows; layer 2, head 3 stays where the query is
@@ -77,6 +81,12 @@ def test_followers_and_the_table():
     report = report_of(found, "wan-mini")
     text = table(report)
     assert "layer 1, head 2 | 5.00" in text and text.count("\n| pass 0") >= 2
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert [*chosen_heads(tmp_path / "report.json").values()] == [(1, 2), (2, 3)]
+    report["passes"]["clean pass"]["top"] = []  # no head follows
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=r"run: python experiments/dev/shape_attention\.py"):
+        chosen_heads(tmp_path / "report.json")
 
 
 @pytest.mark.slow
