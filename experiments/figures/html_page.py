@@ -18,6 +18,7 @@ from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles, open_passes
 from experiments.figures.page_data import QUANTITIES, Passes, fit, size_of, to_json
+from experiments.figures.page_keys import keys_of
 from experiments.figures.page_maps import maps_of
 from experiments.figures.thumbnails import ThumbnailError, thumbnails
 
@@ -30,6 +31,7 @@ SCRIPTS = (
     "draw.js",
     "heads.js",
     "detail.js",
+    "keys.js",
     "compare.js",
     "on_video.js",
     "export.js",
@@ -86,8 +88,10 @@ def save_page(
     page = _template()
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     seen = None if maps is None else maps_of(maps, view, room // 2)
-    data = fit(passes, there if layers is None else layers, room - size_of(seen), notes)
-    data |= {"thumbnails": frames, "maps": seen}
+    shown = there if layers is None else layers
+    keys = keys_of(Path(source), passes, shown)
+    data = fit(passes, shown, room - size_of(seen) - size_of(keys), notes)
+    data |= {"thumbnails": frames, "maps": seen, "keys": keys}
     with replacing(path) as file:
         file.write(page.replace("DATA_GOES_HERE", to_json(data), 1).encode())
     return Path(path)

@@ -6,12 +6,14 @@ import subprocess
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from helpers import synthetic_caches
 from helpers.pages import SHOWN, box, set_value, text_of
 
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
+from experiments.extraction.policy_atlas import policy_atlas
 from experiments.figures.html_page import save_page
 
 pytestmark = pytest.mark.beside
@@ -240,3 +242,20 @@ def test_hostile_words_stay_words(page, tmp_path):
         "new DOMParser().parseFromString(viewAsSvg(), 'image/svg+xml').querySelectorAll('img, script').length"
     )
     assert drawn == 0 and "/" not in browser.js("fileName('svg', here())")
+
+
+def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    atlas = policy_atlas("configs/wan_mini.yaml", {"name": "two_memories", "window": 6, "sink": 1}, 12)
+    save_cache(tmp_path / "a.pt", atlas)
+    path = save_page(tmp_path / "a.html", tmp_path / "a.pt")
+    browser = page("layer=2&head=3&quantity=mass", path=path)
+    drawn = "document.getElementById('keys').textContent"
+    assert "Key frame" in browser.js(drawn) and "μ" in browser.js(drawn) and "average" in browser.js(drawn)
+    along = "rowOf(data.keys[state.axis].passes[0].mass, 2, 3).filter(there)"
+    assert abs(sum(browser.js(along)) - 1) < 1e-3  # averages hold their share
+    set_value(browser, "axis", "position")
+    assert "axis=position" in browser.js("location.hash") and "Temporal position" in browser.js(drawn)
+    assert browser.js("data.keys.position.labels[2]") == [str(n) for n in range(6)]
+    assert len(browser.js(along)) == 6 and abs(sum(browser.js(along)) - 1) < 1e-3
+    assert "sink" in browser.js(drawn)

@@ -26,6 +26,7 @@ function draw() {
   redraw("profile", drawProfile, [quantity, at, s.scale, room("profile")]);
   redraw("video", drawVideo, [room("detail")]);
   redraw("onvideo", drawOnVideo, [s.pass, at, s.patch, room("detail")]);
+  redraw("keys", drawKeys, [quantity, at, s.scale, s.axis, room("keys")]);
   redraw("heads", drawHeads, [quantity, list, s.scale, room("heads")]);
   redraw("table", drawTable, [quantity, list]);
   markMap();
@@ -43,12 +44,14 @@ function drawControls() {
     scale: state.scale,
     measure: measure()?.name ?? "",
     list: state.list,
+    axis: state.axis,
     kind: state.kind,
     theme: state.theme,
   };
   for (const [id, value] of Object.entries(wanted)) if ($(id).value !== String(value)) $(id).value = value;
   for (const id of ["min", "max"]) if (document.activeElement !== $(id)) $(id).value = state[id] ?? "";
   $("pass-label").textContent = pass().label;
+  $("keys-box").hidden = !data.keys;
   $("kind-box").hidden = !pass().kinds;
   $("save-matrix").disabled = !pass().matrices[state.quantity];
   document.documentElement.dataset.theme = state.theme || (dark.matches ? "dark" : "light");
@@ -237,7 +240,7 @@ for (const [name, move] of [
 }
 for (const name of ["layer", "head", "pass"])
   $(name).addEventListener("input", (event) => choose({ [name]: Number(event.target.value) }));
-for (const name of ["quantity", "measure", "scale", "list", "kind", "theme"]) {
+for (const name of ["quantity", "measure", "scale", "axis", "list", "kind", "theme"]) {
   $(name).addEventListener("change", (event) => choose({ [name]: event.target.value }));
 }
 for (const name of ["min", "max"])

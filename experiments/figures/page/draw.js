@@ -144,10 +144,10 @@ function levels(low, high, room = 5) {
 }
 
 // From 0, with the noise frames shaded
-function bars(profile, x, y, w, h, [low, high], noise = pass().noise) {
+function bars(profile, x, y, w, h, [low, high], noise = pass().noise, columns = F) {
   const scale = high > low ? h / (high - low) : 0,
     zero = y + high * scale,
-    step = w / F;
+    step = w / columns;
   let out =
     noise.length && noise.length < F ? rect(x + noise[0] * step, y, noise.length * step, h, at("noise")) : "";
   let up = "",
