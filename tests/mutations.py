@@ -51,6 +51,18 @@ caches | _inference | len(blocks) - 1 | len(blocks) - 2
 caches | _place     | len(blocks) - 1 | len(blocks) - 2
 caches | _inference | passes < 1 | passes < 2
 caches | _place     | passes < 1 | passes < 2
+wan | _blocks       | 0 if initial_latent is None else initial_latent.shape[1] \
+  | initial_latent.shape[1] if initial_latent is None else 0
+wan | _given_frames | initial_latent is None | initial_latent is not None
+wan | fresh_noise | renoise is not None      | renoise is None
+wan | fresh       | self.renoise is not None | self.renoise is None
+wan | _blocks       | noise.ndim != 5 | noise.ndim != 6
+wan | _given_frames | noise.ndim != 5 | noise.ndim != 6
+caches | noise_frames | self.own_block if self.is_clean_pass is False else () \
+  | () if self.is_clean_pass is False else self.own_block
+caches | noise_levels | self.is_clean_pass is not False | self.is_clean_pass is False
+caches | _from_tokens | S if quantity == 'mass' else 1 | 1 if quantity == 'mass' else S
+caches | _from_tokens | quantity != 'mass' | quantity == 'mass'
 """  # a mistake of the older tree, and under it the same one in code that was rewritten since
 SWAPPED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)]
 SWAPPED += [(ast.Is, ast.IsNot), (ast.And, ast.Or), (ast.Add, ast.Sub)]
