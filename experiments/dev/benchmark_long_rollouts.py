@@ -90,7 +90,7 @@ def measure(config_path: str, device: str, policy: str, num_frames: int) -> dict
         flags = ["--config_path", config_path, "--device", device, "--cache_policy", policy, "--quiet"]
         flags += ["--num_frames", str(num_frames), "--output_path", str(video), "--log_file", str(log)]
         subprocess.run([sys.executable, str(SCRIPT), *flags], check=True)
-        events = [json.loads(line) for line in log.read_text().splitlines()]
+        events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         blocks = [event for event in events if event["event"] == "block"]
         return {
             "policy": policy,

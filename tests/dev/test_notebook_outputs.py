@@ -65,12 +65,11 @@ def noise(width, height):
 
 
 def test_pictures_shrink_and_the_largest_are_left_out(monkeypatch):
-    monkeypatch.setattr(notebook_outputs, "LIMIT", 30_000)
     monkeypatch.setattr(notebook_outputs, "SIZES", ((120, 128), (60, 32)))
     outputs = [{"output_type": "display_data", "metadata": {}, "data": {"image/png": noise(w, h)}}
                for w, h in ((50, 50), (90, 900), (90, 90))]  # fmt: skip
     cell = {"cell_type": "code", "source": [], "metadata": {}, "outputs": outputs}
-    text, note = shrunk({"cells": [cell]}, [cell])
+    text, note = shrunk({"cells": [cell]}, [cell], limit=30_000)
     assert len(text.encode()) <= 30_000 and note == ", 1 of 3 pictures left out"
     assert [set(one["data"]) for one in outputs] == [{"image/png"}, {"text/plain"}, {"image/png"}]
     assert outputs[1]["data"]["text/plain"] == TOO_LARGE

@@ -293,6 +293,7 @@ def test_given_policies_of_the_table_are_all_tried():
     assert {policy["name"] for policy in POLICIES} == set(cache_policies.POLICIES) - {"per_head"}
 
 
+@pytest.mark.beside
 def test_killed_at_any_moment_it_plays_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "18", "--cache_policy", "longlive"]

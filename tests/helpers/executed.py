@@ -5,7 +5,9 @@ and draw every figure twice. Kernels are tested in tests/running.
 """
 
 import re
-from contextlib import chdir
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -25,12 +27,22 @@ def ipython() -> InteractiveShell:
     return shell
 
 
+@contextmanager
+def main_module_kept() -> Iterator[None]:
+    """IPython takes the place of __main__, which processes that are spawned later import again."""
+    main = sys.modules["__main__"]
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def run(name, folder, **parameters):
     """Printed text of an executed notebook; its figures go to folder/figures. An error's text comes last."""
     source = load_notebook_node(str(NOTEBOOKS / name))
     notebook = parameterize_notebook(source, {"SAVE_DIR": str(folder / "figures")} | parameters)
-    ipython().reset(new_session=True)
-    with chdir(NOTEBOOKS), capture_output() as printed:
+    with chdir(NOTEBOOKS), main_module_kept(), capture_output() as printed:
+        ipython().reset(new_session=True)
         for cell in notebook.cells:
             if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:
                 break

@@ -74,7 +74,7 @@ def test_inference_window_of_probabilities(tmp_path):
     assert "not attended" in (tmp_path / "figures" / "figure4_reproduction.svg").read_text()
 
 
-@pytest.mark.parametrize("F", [21, 72])
+@pytest.mark.parametrize("F", [21, pytest.param(72, marks=pytest.mark.beside)])
 def test_published_data_over_the_papers_curve(tmp_path, F):
     printed = run(tmp_path, CACHE_PATH=f"../cache/published/self_forcing_dmd_eagle_{F}f.pt")
     words = re.sub(r"<[^>]*>", "", (tmp_path / "figures" / "figure4_reproduction.svg").read_text())

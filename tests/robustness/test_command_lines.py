@@ -603,15 +603,14 @@ for path in sys.argv[1:]:
 """
 
 
-def test_no_help_imports_torch():
-    """A second of waiting for each script; all of them in one process take less."""
-    paths = [path for folder in ("experiments", "experiments/dev") for path in (ROOT / folder).glob("*.py")]
-    paths = [str(path) for path in paths if path.stem in SCRIPTS]
+def test_no_help_of_the_workshop_imports_torch():
+    """Those of users: tests/robustness/test_streams.py."""
+    paths = [str(path) for path in (ROOT / "experiments/dev").glob("*.py") if path.stem in SCRIPTS]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", HELPS, *paths], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0 and len(paths) == len(SCRIPTS), done.stderr
+    assert done.returncode == 0 and len(paths) > 15, done.stderr
 
 
 SHELL = {  # too few or too many words

@@ -187,7 +187,8 @@ def opens_without_encoding(path: Path) -> list[int]:
         words = {word.arg for word in node.keywords}
         first = 1 if isinstance(node.func, ast.Name) or name == "fdopen" else 0
         mode = next((w.value for w in node.keywords if w.arg == "mode"), (node.args[first:] or [None])[0])
-        binary = isinstance(mode, ast.Constant) and "b" in str(mode.value)
+        modes = [part.value for part in ast.walk(mode) if isinstance(part, ast.Constant)] if mode else []
+        binary = bool(modes) and all("b" in str(value) for value in modes)
         low = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") in (
             "os",
             "Image",

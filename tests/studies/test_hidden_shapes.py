@@ -75,6 +75,7 @@ def test_no_head_with_a_past_is_a_window_of_one_block(finished, config, session)
     assert (edited - runs.latents)[:, 3:].abs().max() > 0.1
 
 
+@pytest.mark.beside
 def test_a_batch_gives_what_its_runs_give_alone(finished, session):
     runs = finished.runs("test")
     alone = torch.cat([session.rollout(one) for one in runs.configs])

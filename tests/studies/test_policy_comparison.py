@@ -66,6 +66,7 @@ def test_every_policy_and_control_has_every_video(made):
     assert rendered[0]["seconds"] == rendered[1]["seconds"] and table["missing"] == 0
 
 
+@pytest.mark.beside
 def test_files_for_eyes_and_for_vbench(made):
     folder, table = made
     assert sorted(path.name for path in (folder / "videos").iterdir()) == sorted(
