@@ -2,12 +2,13 @@
 
     python experiments/run_causal_atlas.py --config_path configs/wan_mini.yaml --prompts FILE --seeds 0 1
     python experiments/run_causal_atlas.py --each head --edit edit.yaml --output_dir cache/causal_atlas
+    torchrun --nproc-per-node 4 experiments/run_causal_atlas.py --prompts FILE --seeds 0 1
 
 Without --edit every head's output is replaced by its mean over a reference set, in the denoising passes.
 docs/interventions.md says what the numbers are.
 """
 
-from experiments.running import sweep_plan
+from experiments.running import ranks, sweep_plan
 from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
@@ -28,7 +29,8 @@ def run(argv=None):
 
     from experiments.studies.causal_atlas_job import make_atlas  # after the flags: a --help needs no torch
 
-    make_atlas(args, list(sweep_plan.plan(args, config).values()))
+    config, rank = ranks.settle(args, config)
+    make_atlas(args, list(sweep_plan.plan(args, config).values()), rank)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import platform
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,8 +48,9 @@ def target_of(path: str | Path) -> Path:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file is while it is being written by this process."""
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Where a file is while it is being written by this process of this host."""
+    host = zlib.crc32(platform.node().encode(errors="surrogateescape"))  # disks are shared
+    return path.with_name(f".{path.name}.{os.getpid()}-{host:08x}.part")
 
 
 def require_writable(path: str | Path) -> None:

@@ -17,6 +17,8 @@ import torch
 
 from experiments.caches.atomic_files import replacing
 from experiments.extraction.causal import Session
+from experiments.running.claims import Claims, item_name
+from experiments.running.ranks import Rank
 from experiments.running.sweep_state import NOT_SETTINGS
 from experiments.studies import direct_effects
 from wan.config import RunConfig
@@ -112,35 +114,66 @@ class Study:
             file.write(json.dumps(index | {"items": rows}, ensure_ascii=False, indent=1).encode() + b"\n")
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What is made at a time: one layer of a batch of runs, which are the same whoever makes them."""
+
+    configs: Sequence[RunConfig]
+    layer: int | None
+    items: Sequence[Item]
+
+    @property
+    def name(self) -> str:
+        return item_name([item.name for item in self.items])
+
+
+def pieces_of(study: Study, batch: int) -> dict[str, Piece]:
+    """All pieces by their names, those of one batch together."""
+    settings, found = study.settings, []
+    for start in range(0, len(study.configs), batch):
+        configs = study.configs[start : start + batch]
+        for layer in study.layers:
+            found.append(Piece(configs, layer, [Item(config, layer, settings) for config in configs]))
+    return {piece.name: piece for piece in found}
+
+
 def run(
-    study: Study, session: Session, batch: int, say: Callable[[str], None], stopping: Callable[[], bool]
+    study: Study,
+    session: Session,
+    batch: int,
+    say: Callable[[str], None],
+    stopping: Callable[[], bool],
+    rank: Rank | None = None,
 ) -> bool:
-    """Make what is not done yet, up to batch runs at a time -> whether all is done."""
+    """Make what is not done yet, up to batch runs at a time, and nobody else makes -> whether all is done."""
     (study.folder / "items").mkdir(parents=True, exist_ok=True)
     session.pipeline.plan(study.configs[0].num_frames).check([study.edit])
-    waiting: dict[RunIndex, list[int | None]] = {}
-    total = 0
-    by_config = {(c.prompt, c.seed): c for c in study.configs}
-    for item in study.items():
-        total += 1
-        if study.read(item) is None:
-            waiting.setdefault((item.config.prompt, item.config.seed), []).append(item.layer)
-    left = sum(map(len, waiting.values()))
-    say(f"{total - left} of {total} items are done")
-    groups: dict[tuple[int | None, ...], list[RunConfig]] = {}
-    for key, layers in waiting.items():  # runs that wait for the same layers go together
-        groups.setdefault(tuple(layers), []).append(by_config[key])
-    for chosen, configs in groups.items():
-        for start in range(0, len(configs), batch):
-            runs = direct_effects.begin(session, configs[start : start + batch])
-            floors = direct_effects.floor(runs)
-            for layer in chosen:
-                _save(study, runs, layer, floors, direct_effects.measure(runs, dict(_edits(study, layer))))
-                left -= len(runs.configs)
-                say(f"{total - left} of {total} items are done")
-                study.write_index()
-                if stopping():
-                    return left == 0
+    pieces, done = pieces_of(study, batch), set()
+
+    def is_done(name: str) -> bool:
+        if name not in done and all(study.read(item) is not None for item in pieces[name].items):
+            done.add(name)
+        return name in done
+
+    def say_done() -> None:
+        count = sum(len(piece.items) for name, piece in pieces.items() if is_done(name))
+        say(f"{count} of {sum(len(piece.items) for piece in pieces.values())} items are done")
+
+    say_done()
+    runs: direct_effects.Runs | None = None
+    with Claims(study.folder / "items", rank) as claims:
+        for name in claims.to_make(list(pieces), is_done):
+            piece = pieces[name]
+            if runs is None or runs.configs is not piece.configs:
+                runs = None  # its tensors leave first
+                runs = direct_effects.begin(session, piece.configs)
+                floors = direct_effects.floor(runs)
+            found = direct_effects.measure(runs, dict(_edits(study, piece.layer)))
+            _save(study, runs, piece.layer, floors, found)
+            say_done()
+            study.write_index()
+            if stopping():
+                return all(map(is_done, pieces))
     study.write_index()
     return True
 

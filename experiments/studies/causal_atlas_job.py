@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.caches import save_cache
+from experiments.caches.atomic_files import require_writable
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
 from experiments.extraction.edit_files import read_edits, record_of
 from experiments.running.jobs import deterministic
-from experiments.running.output_locks import claimed
 from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -30,15 +31,19 @@ def the_edit(path: str | None) -> Edit:
     return edits[0]
 
 
-def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
-    """Make what is not done yet of an atlas, and the atlas when all is. Raises StoppedError after Ctrl-C."""
+def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Rank) -> None:
+    """Make what is not done yet of an atlas, and the atlas when all is. Raises StoppedError after Ctrl-C.
+
+    Several ranks make different pieces, and the first of them the atlas; without a launcher each writes it,
+    whole and with the same bytes.
+    """
     edit, folder = the_edit(args.edit), Path(args.output_dir)
     with (
         Progress(args.quiet, args.log_file) as watch,
-        claimed({str(folder / ATLAS): 0}),
         stopping_when_asked(watch, "layer"),
         deterministic(args.deterministic),
     ):
+        require_writable(folder / ATLAS)
         prompts = list(dict.fromkeys(config.prompt for config in configs))
         session = causal.prepare(configs[0], [], prompts, watch)
         study = causal_atlas.Study(
@@ -52,8 +57,10 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
             str(session.dtype),
         )
         start = time.monotonic()
-        if not causal_atlas.run(study, session, args.batch, watch.print, lambda: watch.stopping):
+        if not causal_atlas.run(study, session, args.batch, watch.print, lambda: watch.stopping, rank):
             raise StoppedError("stopped; what is done will not be made again: run the same command to go on")
+        if not rank.is_first:
+            return
         save_cache(folder / ATLAS, atlas_cache(study, session))
         watch.print(
             f"{folder / ATLAS}: {edit}, each {args.each}: {time.monotonic() - start:.1f} s, {memory()}"

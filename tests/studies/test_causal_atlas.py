@@ -7,6 +7,7 @@ import torch
 
 from experiments.caches import load_cache, save_cache
 from experiments.extraction import causal
+from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.causal_atlas_job import atlas_cache
 from wan.config import load_config
@@ -41,10 +42,20 @@ def study(folder, session, configs, edit=EDIT, each="head"):
     )
 
 
-def make(one, session, batch=2, stop_after=99):
+def make(one, session, batch=2, stop_after=99, rank=None):
     made = []
-    done = causal_atlas.run(one, session, batch, made.append, lambda: len(made) > stop_after)
+    done = causal_atlas.run(one, session, batch, made.append, lambda: len(made) > stop_after, rank)
     return done, made
+
+
+def test_another_rank_begins_elsewhere_and_makes_the_same(finished, tmp_path, session, configs):
+    again = study(tmp_path, session, configs)
+    assert not make(again, session, stop_after=1, rank=Rank(1, 2))[0]
+    assert {again.read(item) is not None for item in again.items() if item.layer == 3} == {True}
+    assert make(again, session, rank=Rank(0, 2))[0]
+    for path in (finished.folder / "items").iterdir():
+        assert (tmp_path / "items" / path.name).read_bytes() == path.read_bytes()
+    assert (finished.folder / "index.json").read_bytes() == (tmp_path / "index.json").read_bytes()
 
 
 @pytest.fixture(scope="module")
