@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import current_thread, main_thread
+from typing import NoReturn
 
 from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.running.streams import unfailing_streams
@@ -102,7 +103,7 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def fail(message: object, code: int) -> None:
+def fail(message: object, code: int) -> NoReturn:
     """Print one line and end the process."""
     print(f"error: {one_line(message)}", file=sys.stderr)
     raise SystemExit(code)
