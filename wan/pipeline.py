@@ -1,6 +1,7 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -160,7 +161,8 @@ class CausalInferencePipeline:
         whole_frames = policy.name in ("window", "relative", "deep_sink")  # of others: all that may be there
         window = getattr(policy, "window", -1) if whole_frames else -1
         sink = max([getattr(one, "sink", 0) for one in getattr(policy, "classes", {"": policy}).values()])
-        blocks = blocks_of_window(sizes, window, sink, given)
+        seen = blocks_of_window(sizes, window, sink, given)
+        blocks = tuple(replace(keys, steps=self.passes.of_block(b)) for b, keys in enumerate(seen))
         return RolloutPlan(config.num_layers, config.num_heads, len(self.timesteps), blocks, config.text_len)
 
     def _check_observers(self, num_frames: int, given: int, num_blocks: int) -> None:

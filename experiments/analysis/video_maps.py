@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.prompt_words import words_of
-from experiments.caches.common import PassTag
+from experiments.caches.caption import pass_name
 from experiments.caches.errors import CacheError
 from experiments.caches.maps_schema import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import edits_in_words, source_of
@@ -102,7 +102,7 @@ def open_map(
         quantity,
         layer,
         head,
-        _pass_label(typed.passes()[p]),
+        pass_name(*typed.passes()[p]),
         _queries(block)[row],
         tuple(block.query_frames),
         bool(typed.passes()[p].is_clean_pass),
@@ -112,10 +112,6 @@ def open_map(
         source_of(typed),
         edits_in_words(typed.interventions),
     )
-
-
-def _pass_label(at: PassTag) -> str:
-    return f"{'clean pass' if at.is_clean_pass else f'pass {at.step}'} (t = {at.timestep:g})"
 
 
 def word_maps(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.caches.caption import Caption, noise_label, subtitle
+from experiments.caches.caption import Caption, noise_label, pass_name, subtitle
 from experiments.caches.common import Cache
 from experiments.caches.errors import CacheError
 from experiments.caches.readers import LayerValues, read_pass
@@ -116,10 +116,7 @@ class Profiles:
         branch = ", unconditional branch" if self.branch == "uncond" else ""
         if self.timestep is None:
             return ("pass not recorded" if self.step is None else f"pass {self.step}") + branch
-        name = "clean pass" if self.is_clean_pass else f"pass {self.step}"
-        if self.timestep == 0 and self.is_clean_pass is False:  # not the clean one, which stands beside it
-            name += ", denoising"
-        return f"{name} (t = {self.timestep:g}){branch}"
+        return pass_name(self.step, self.timestep, self.is_clean_pass) + branch
 
     @property
     def captured(self) -> str:

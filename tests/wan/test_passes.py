@@ -14,6 +14,9 @@ from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
+from wan.modules.edit_fields import InterventionError
+from wan.modules.edits import intervene
+from wan.modules.interventions import Ablate, Knockout
 from wan.pass_plan import PassPlan
 from wan.pipeline import RECACHE, CausalInferencePipeline
 from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
@@ -167,3 +170,13 @@ def test_a_pass_that_the_last_block_has_not_is_refused_before_the_rollout():
         memory_estimate.check_requests(config, sizes, cache_builders.layer_requests(config))
     there = replace(config, step=2)
     memory_estimate.check_requests(there, sizes, cache_builders.layer_requests(there))
+
+
+def test_an_edit_of_a_step_is_counted_where_blocks_have_it():
+    """Step 1 (t = 938) is the first block's alone, which has no past to lose."""
+    run = CausalInferencePipeline(tiny_pipeline().model, num_frame_per_block=1, **TWO_STEP)
+    noise, renoise, embeds = inputs(3)
+    assert run.plan(3).count(Ablate("zero", layers=[0], passes="denoise")) == 4 + 2 + 2
+    lost = Knockout(frames="past", layers=[0], steps=[1], passes="denoise")
+    with intervene(lost), pytest.raises(InterventionError, match="no call can be edited"):
+        run.inference(noise, prompt_embeds=embeds, renoise=renoise)

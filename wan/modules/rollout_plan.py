@@ -18,6 +18,7 @@ class BlockKeys:
     sink: tuple[int, ...] = ()
     is_given: bool = False  # no denoising, a clean pass alone
     sees_past: bool = False  # also where its past has no frame numbers
+    steps: tuple[int, ...] | None = None  # its denoising steps; None: every one of the rollout's
 
     def named(self, frames: Frames) -> set[int]:
         """The frames among the keys that these name; -1 stands for a past without numbers."""
@@ -51,8 +52,10 @@ class RolloutPlan:
         """The steps of a block that an edit selects."""
         last = self.num_steps if self.has_clean_pass else None
         first = self.num_steps if self.blocks[block].is_given else 0
+        own = self.blocks[block].steps
         steps = range(first, self.num_steps + self.has_clean_pass)
-        return [step for step in steps if edit.selects_pass(step, step == last)]
+        there = [step for step in steps if own is None or step in own or step == last]
+        return [step for step in there if edit.selects_pass(step, step == last)]
 
     def calls(self, edit: Edit) -> list[tuple[int, int]]:
         """(block, step) of the calls of one layer and branch that an edit changes."""
