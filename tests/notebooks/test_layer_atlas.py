@@ -200,6 +200,6 @@ def test_keys_of_a_cache_policy_along_positions(tmp_path, monkeypatch):
     save_cache(tmp_path / "atlas.pt", policy_atlas("configs/wan_mini.yaml", settings, 12))
     run(tmp_path, CACHE_PATH=str(tmp_path / "atlas.pt"), KEY_AXIS="position", PUBLISHED=str(tmp_path))
     drawn = tmp_path / "figures"
-    assert {"keys_by_position.svg", "survival.svg"} <= {path.name for path in drawn.iterdir()}
-    assert "average" in words(drawn / "keys_by_position.svg")
+    assert {"keys.svg", "survival.svg"} <= {path.name for path in drawn.iterdir()}
+    assert "average" in words(drawn / "keys.svg")
     assert "Temporal position" in words(drawn / "layer1_frame_maps.svg")
