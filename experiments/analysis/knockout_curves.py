@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.analysis.effects import Interval, bootstrap, head_correlation, holm, sign_flip_p
+from experiments.analysis.head_taxonomy import KINDS, Thresholds, kinds
 
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
 ORDERS = {  # of heads -> in words
@@ -110,6 +111,7 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
         "mean_control": rounded(bootstrap(found["control"].mean((1, 2))), 4),
         "floor": float(f"{found['floor'].mean():.2g}"),
         "heads_above_control": int(sum(above)),
+        "kinds": _by_kind(effect, found["share of positive logits, first pass"].mean(0)),
         "correlations": {
             name: {
                 "rho": rounded(head_correlation(effect, found[name])),
@@ -123,4 +125,17 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
             name: [[float(f"{value:.3g}") for value in row] for row in found[name].mean(0)]
             for name in ("effect", "control", "norm", *measured)
         },
+    }
+
+
+def _by_kind(effect: np.ndarray, rate: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Number of heads of every kind, and their mean effect; effect [prompts, layers, H], rate [layers, H]."""
+    labels = kinds(rate, Thresholds())
+    return {
+        name: {
+            "heads": int((labels == kind).sum()),
+            "effect": rounded(bootstrap(effect[:, labels == kind].mean(1)), 4),
+        }
+        for kind, name in KINDS.items()
+        if (labels == kind).any()
     }

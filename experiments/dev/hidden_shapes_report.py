@@ -89,12 +89,15 @@ def _of_first_frame(found: Mapping[str, Any]) -> str:
         for name, values in found["correlations"].items()
     ]
     heads = np.size(found["heads"]["effect"])
+    kinds = ", ".join(
+        f"{name} {_interval(of['effect'], 3)} ({of['heads']} heads)" for name, of in found["kinds"].items()
+    )
     return (
         markdown(("measure of a head", "ρ", "partial ρ", "partial ρ, beyond the control"), rows)
         + "\n\nDirect effect of removing frame 0 from one head's view, in distances between seeds, mean over "
         + f"{heads} heads: {_interval(found['mean_effect'], 3)}; of removing a random earlier frame: "
         + f"{_interval(found['mean_control'], 3)}; floor {found['floor']:.1g}. Frame 0 matters more than "
-        + f"the random frame in {found['heads_above_control']} heads (interval above 0). "
+        + f"the random frame in {found['heads_above_control']} heads (interval above 0). By kind: {kinds}. "
         + f"{found['prompts']} captions; intervals resample captions and layers.\n"
     )
 

@@ -1,4 +1,4 @@
-"""What heads attend to in a batch of unedited runs: s, the mass on frame 0 and the mass on the past."""
+"""What heads attend to in a batch of unedited runs: s, masses, and the signs that kinds of heads go by."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from experiments.analysis.first_frame import context_cells, first_frame_effect
+from experiments.analysis.measures import sign_rate
 from experiments.studies.direct_effects import Runs
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.captured_call import CapturedCall
 
-S, MASS_0, MASS_PAST = "s", "mass on frame 0", "mass on the past"
+S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
 
 
 def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
     """By name [steps, R, layers, H] of R runs in these denoising steps; means over frames with a past."""
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=steps) as calls:
         runs.inference()
-    found: dict[str, list[np.ndarray]] = {S: [], MASS_0: [], MASS_PAST: []}
+    found: dict[str, list[np.ndarray]] = {S: [], MASS_0: [], MASS_PAST: [], RATE: []}
     sizes = runs.configs[0].block_sizes
     past = context_cells(sizes)  # [F, F]
     has_past = past.any(1)
@@ -26,6 +27,7 @@ def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
         now = [call for call in calls if call.at is not None and call.at.step == step]
         logits, mass = (_matrices(now, name, len(past)) for name in ("frame_logits", "frame_mass"))
         found[S].append(first_frame_effect(logits, sizes).effect)
+        found[RATE].append(sign_rate(logits[..., past]))
         of_past = np.where(past, mass, 0)[..., has_past, :]
         found[MASS_0].append(of_past[..., 0].mean(-1))
         found[MASS_PAST].append(of_past.sum(-1).mean(-1))

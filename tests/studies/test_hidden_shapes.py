@@ -93,6 +93,8 @@ def test_measures_of_a_batch_are_those_of_each_run(finished, session):
         logits[3 * block : 3 * block + 3, : 3 * block + 3] = call["frame_logits"][0, 4].numpy()
     s = first_frame_effect(logits, runs.configs[0].block_sizes).effect
     assert found["s"][1, 1, 6, 4] == pytest.approx(float(s), abs=1e-4)
+    of_past = calls[1]["frame_logits"][0, 4][:, :3]
+    assert found["share of positive logits"][1, 1, 6, 4] == pytest.approx((of_past > 0).float().mean().item())
     mass = calls[1]["frame_mass"][0, 4]
     assert found["mass on frame 0"][1, 1, 6, 4] == pytest.approx(mass[:, 0].mean().item(), abs=1e-5)
     assert found["mass on the past"][1, 1, 6, 4] == pytest.approx(mass[:, :3].sum(1).mean().item(), abs=1e-5)
@@ -187,9 +189,16 @@ def test_a_planted_dependence_on_frame_0_is_found():
         "floor": np.full((20,), 1e-6),
         "mass on frame 0, first pass": mass,
         "s, first pass": rng.uniform(size=mass.shape),
+        "share of positive logits, first pass": np.broadcast_to(np.arange(6) / 5, mass.shape),
     }
     report = knockout_curves.first_frame_report(found, range(4))
     by = {name: values["partial_rho"] for name, values in report["correlations"].items()}
     assert by["mass on frame 0, first pass"][0] > 0.8 and by["mass on frame 0, first pass"][1] > 0.5
     assert by["s, first pass"][1] < 0 < by["s, first pass"][2]
+    assert {name: one["heads"] for name, one in report["kinds"].items()} == {
+        "anchor": 4,
+        "wave": 16,
+        "veil": 4,
+    }
+    assert report["kinds"]["veil"]["effect"][0] == pytest.approx(found["effect"][..., 0].mean(), abs=1e-4)
     assert report["heads_above_control"] == 24 and report["prompts"] == 20
