@@ -43,11 +43,7 @@ HIDING = "a purple square moving right behind a white wall over a dark green bac
 EDITS = {
     "edits.yaml": "interventions: [{edit: knockout, frames: past, layers: [3, 4], passes: denoise}]\n",
     "first.yaml": "interventions: [{edit: knockout, frames: first, passes: denoise}]\n",
-    "prompts.txt": f"""{HIDING}
-a red circle moving right over a dark blue background
-a cyan cross moving up and right and a yellow square moving down over a light gray background
-a yellow circle moving left behind a white wall over a dark red background
-""",
+    "prompts.txt": f"{HIDING}\na red circle moving right over a dark blue background\n",
 }
 ATLAS_OF_EDITS = ("--edit", "first.yaml", "--prompts", "prompts.txt", "--seeds", "0")
 
