@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from experiments.running import sweep_plan
 from experiments.running.cli import config_from, count, main, run_parser, whole_number
+from wan.config import DTYPES
 from wan.errors import ConfigError
 
 
@@ -26,7 +27,14 @@ def run(argv=None):
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
     flag("--workers", type=whole_number, help="processes that measure; one a core beside a GPU, else none")
+    flag(
+        "--vae_dtype",
+        choices=DTYPES[1:],
+        default="float32",
+        help="of the decoder; bfloat16 takes half the time",
+    )
     flag("--videos", type=whole_number, default=2, help="prompts whose first seed is kept as an mp4")
+    flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
     sweep_plan.add_arguments(parser)
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240)

@@ -68,6 +68,11 @@ class LongRollouts:
             for label, of in self.findings["curves"].items()
         }
 
+    @property
+    def mapped(self) -> list[str]:
+        """The policies of which a window and sink were run."""
+        return [policy for policy, rows in self.findings["sink_map"].items() if rows]
+
     def sink_map(self, policy: str, measure: str = PRIMARY) -> tuple[list[int], list[int], np.ndarray]:
         """Windows, sinks, and the measure [windows, sinks] in frames; NaN where there is no such policy."""
         rows = self.findings["sink_map"][policy]

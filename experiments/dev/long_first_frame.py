@@ -2,7 +2,8 @@
 
     python experiments/dev/long_first_frame.py --output_path docs/benchmarks/long_first_frame.json
 
-Mean logits of pass 0 (t = 1000) of every layer and head of the miniature, for the config's reference prompts.
+Mean logits of pass 0 (t = 1000) of every layer and head of the miniature, for the config's reference prompts,
+each with a seed of its own.
 A length's effect is fitted to the cells of its first frames; placebos are the same fit for frames 1 to 14.
 """
 
@@ -50,6 +51,8 @@ def run(argv=None):
 
 def frame_logits(session: Any, config: Any, prompts: list[str]) -> Any:
     """Mean logits of pass 0 of one rollout a prompt, NaN where nothing was seen: [B, layers · H, F, F]."""
+    from dataclasses import replace
+
     import numpy as np
     import torch
 
@@ -57,7 +60,8 @@ def frame_logits(session: Any, config: Any, prompts: list[str]) -> Any:
     from experiments.extraction.devices import threads_for
     from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 
-    noise = seeded_noise([config] * len(prompts), session.model_config, session.dtype, session.device)
+    configs = [replace(config, seed=config.seed + number) for number in range(len(prompts))]
+    noise = seeded_noise(configs, session.model_config, session.dtype, session.device)
     text = torch.cat([session.texts[prompt][0] for prompt in prompts])
     heads, F = session.model_config.num_layers * session.model_config.num_heads, config.num_frames
     matrix = np.full((len(prompts), heads, F, F), np.nan, np.float32)

@@ -64,15 +64,18 @@ class BlockCapture:
             total += 2 * 4 * model.num_layers * model.num_heads * sizes[block] * keys
         return total
 
-    def save(self, folder: Path, block: int, calls: Sequence[CapturedCall]) -> None:
-        """Write a block's calls: logits and mass [layers, H, n, keys], frame and position of each key."""
+    def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], row: int = 0) -> None:
+        """Write a block's calls: logits and mass [layers, H, n, keys], frame and position of each key.
+
+        Of one video of a batch, by its row.
+        """
         values: dict[str, Any] = {"format": FORMAT, "block": block, "step": self.step}
         values["query_frames"] = list(calls[0].at.query_frames) if calls[0].at else []
         values["timestep"] = calls[0].at.timestep if calls[0].at else 0.0
         start = -self.count if self.kind == "band" else None
         for name in ("logits", "mass"):
             of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
-            values[name] = torch.stack([x[0, ..., start:].float().cpu() for x in of_slots])
+            values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])
         layouts = [call.layout for call in calls if call.layout is not None]
         for name in ("frames", "positions"):
             values[f"key_{name}"] = torch.tensor([getattr(layout, name)[start:] for layout in layouts])

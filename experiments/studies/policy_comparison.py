@@ -19,9 +19,11 @@ import numpy as np
 import torch
 
 from experiments.caches.atomic_files import replacing
+from experiments.extraction.block_capture import BlockCapture
 from experiments.extraction.causal import Session, pipeline_of, seeded_noise
 from experiments.extraction.devices import threads_for
 from experiments.extraction.memory_parts import kv_cache
+from experiments.extraction.rollout import capturing
 from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
@@ -31,7 +33,10 @@ from experiments.studies.policy_grid import CONTROLS, FULL
 from experiments.studies.video_measures import measure
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
+from wan.modules.captured_call import CapturedCall
 from wan.modules.vae import VAE
+
+Block = tuple[range, torch.Tensor]  # frames, latents [B, n, C, h, w]
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,9 @@ class Comparison:
     batch: int
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
+    capture: BlockCapture = field(
+        default_factory=BlockCapture
+    )  # what is kept of attention: attention/NAME of each item
 
     def items(self) -> list[Item]:
         controls = {label: {"control": label} for label in CONTROLS} if self.scenes else {}
@@ -134,6 +142,7 @@ class Maker:
                 continue
             about = {
                 "label": item.label,
+                "name": item.name,
                 "prompt": item.config.prompt,
                 "seed": item.config.seed,
                 "cost": cost,
@@ -162,15 +171,33 @@ class Maker:
         noise = seeded_noise(configs, session.model_config, session.dtype, session.device)
         text = torch.cat([session.texts[item.config.prompt][0] for item in items])
         clock = _Clock(session.device)
-        with threads_for(torch.empty(1, *noise.shape[1:]), session.model_config):
-            blocks = (x for _, x in pipeline.blocks(noise, text, num_frames=num_frames))
-            parts = list(decoded_blocks(self.vae, clock.around(blocks)))
+        capture = self.comparison.capture if num_frames is None else BlockCapture()
+        requests = capture.requests(capture.blocks(len(first.block_sizes)))
+        with (
+            threads_for(torch.empty(1, *noise.shape[1:]), session.model_config),
+            capturing(requests) as calls,
+        ):
+            rollout = clock.around(pipeline.blocks(noise, text, num_frames=num_frames))
+            blocks = self._captured(rollout, items, calls)
+            parts = list(decoded_blocks(self.vae, blocks))
         pixels = torch.cat(parts, 1).numpy()
         cost = clock.cost() | {
             "batch": len(items),
             "cache_bytes": kv_cache(config, session.model_config, session.dtype),
         }
         return list(pixels), cost
+
+    def _captured(
+        self, rollout: Iterator[Block], items: Sequence[Item], calls: list[CapturedCall]
+    ) -> Iterator[torch.Tensor]:
+        """The latents of each block, after what was captured of it is written for every item."""
+        for number, (_, latents) in enumerate(rollout):
+            if calls:
+                for row, item in enumerate(items):
+                    folder = self.comparison.folder / "attention" / item.name
+                    self.comparison.capture.save(folder, number, calls, row)
+                calls.clear()
+            yield latents
 
     def _control(self, control: str, items: Sequence[Item]) -> list[np.ndarray]:
         """The first frame for ever, or the scenes as rendered, or after the VAE."""
@@ -202,16 +229,16 @@ class _Clock:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def around(self, blocks: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def around(self, rollout: Iterator[Block]) -> Iterator[Block]:
         while True:
             start = time.monotonic()
-            latents = next(blocks, None)
+            block = next(rollout, None)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            if latents is None:
+            if block is None:
                 return
             self.seconds.append(time.monotonic() - start)
-            yield latents
+            yield block
 
     def cost(self) -> dict[str, Any]:
         """Seconds of all blocks, and of one early and one late: medians of a tenth of them."""

@@ -17,6 +17,7 @@ from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.caches.atomic_files import replacing, require_writable
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
+from experiments.extraction.block_capture import BlockCapture
 from experiments.extraction.provenance import environment
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene
@@ -57,7 +58,8 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
         session = causal.prepare(first, [], list(dict.fromkeys(run.prompt for run in runs)), watch)
         comparison = _comparison(args, session, runs, scenes)
         watch.log("rollout", videos=len(comparison.items()))
-        _make(comparison, session, args.workers, rank, watch)
+        vae = VAE.from_pretrained(first.ckpt_dir, getattr(torch, args.vae_dtype), session.device)
+        _make(comparison, session, vae, args.workers, rank, watch)
         table = merged(comparison)
         if table["missing"]:
             left = f"{table['missing']} of {len(comparison.items())} videos are missing"
@@ -76,6 +78,7 @@ def _checked(args: argparse.Namespace, first: RunConfig) -> RunConfig:
         raise ConfigError("policies are compared on one prompt each, without interventions")
     for settings in read_policies(args.policies).values():
         read_policy(settings).check(first.block_sizes)
+    BlockCapture.read(args.capture, first.step)
     for place in (args.output_dir, *([args.vbench_dir] if args.vbench_dir else [])):
         require_writable(Path(place) / TABLE)
     return first
@@ -91,20 +94,25 @@ def _comparison(
         runs,
         scenes,
         session.sha256.result(),
-        str(session.dtype),
+        f"{session.dtype} {args.vae_dtype}",
         args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
         Path(args.vbench_dir) if args.vbench_dir else None,
         args.videos,
+        BlockCapture.read(args.capture, runs[0].step),
     )
 
 
 def _make(
-    comparison: Comparison, session: causal.Session, workers: int | None, rank: Rank, watch: Progress
+    comparison: Comparison,
+    session: causal.Session,
+    vae: VAE,
+    workers: int | None,
+    rank: Rank,
+    watch: Progress,
 ) -> None:
     """Make all groups that are not done, until asked to stop."""
     on_gpu, groups = session.device.type == "cuda", comparison.groups()
     torch.backends.cudnn.benchmark = on_gpu  # the decoder's convolutions, always of one size
-    vae = VAE.from_pretrained(comparison.runs[0].ckpt_dir, device=session.device)
 
     def is_done(name: str) -> bool:
         return all(comparison.read(item) is not None for item in groups[name])

@@ -401,6 +401,8 @@ CASES |= {
         ["--output_dir", NO_DISK],
         ["--output_dir", "{}/text.txt"],
         ["--vbench_dir", NO_DISK, "--output_dir", "{}/o"],
+        ["--capture", "last:x"],
+        ["--vae_dtype", "int8"],
         ["--config_path", "{}/none.yaml"],
         ["--device", "abacus"],
     ],

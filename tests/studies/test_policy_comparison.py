@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.extraction.block_capture import read_blocks
 from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels
 from experiments.studies import policy_comparison, policy_comparison_job, policy_grid
@@ -25,6 +26,8 @@ def compare(folder, prompts=2, **flags):
         "output_dir": str(folder),
         "vbench_dir": None,
         "videos": 0,
+        "vae_dtype": "float32",
+        "capture": "last:1",
         "batch": 4,
         "workers": 0,
         "quiet": True,
@@ -64,6 +67,19 @@ def test_every_policy_and_control_has_every_video(made):
     full, window = (table["costs"][label] for label in POLICIES)
     assert full["cache_bytes"] == 2 * window["cache_bytes"] > 0 and full["batch"] == 4
     assert rendered[0]["seconds"] == rendered[1]["seconds"] and table["missing"] == 0
+
+
+def test_attention_of_every_video(made):
+    folder, table = made
+    for video in table["videos"]:
+        kept = folder / "attention" / video["name"]
+        assert kept.exists() == (video["label"] in POLICIES)
+    one, other = (
+        video for video in table["videos"] if video["label"] == "window,window=3" and not video["seed"]
+    )
+    one, other = (read_blocks(folder / "attention" / video["name"]) for video in (one, other))
+    assert [block["block"] for block in one] == [1] and one[0]["key_frames"][0].tolist() == [3, 4, 5]
+    assert one[0]["logits"].shape == (8, 12, 3, 3) and not torch.equal(one[0]["logits"], other[0]["logits"])
 
 
 @pytest.mark.beside
