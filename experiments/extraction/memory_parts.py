@@ -115,13 +115,13 @@ def captured(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> int:
     """What requests that fit keep of a rollout, in memory and in a cache alike."""
-    blocks, window = config.block_sizes, config.policy.num_frames or config.num_frames
+    blocks, policy = config.block_sizes, config.policy
     passes, total = range(num_passes or config.num_passes), 0
     for request in requests:
         layers = range(model.num_layers) if request.layers is None else request.layers
         calls = len(layers) * len(passes if request.steps is None else request.steps)
         for block in range(len(blocks)) if request.blocks is None else request.blocks:
-            seen = min(sum(blocks[: block + 1]), window)
+            seen = policy.most_slots(sum(blocks[: block + 1]))
             for kind in request.kinds:
                 if request.granularity == "map":
                     frames = block_frames(blocks, block)
@@ -158,7 +158,7 @@ def _kept_of_call(
     if request.granularity == "token":
         return query_frames * S * keys * request.token_dtype.itemsize
     if request.granularity == "key":
-        return config.num_frames * S * FLOAT
+        return max(config.num_frames, seen) * S * FLOAT
     if kind == "cross":
         return query_frames * keys * FLOAT
     policy, bands = config.policy, len(RotaryTable(model.head_dim).bands) if request.rope_bands else 0

@@ -78,6 +78,10 @@ class CachePolicy:
         """Slots of a cache for num_frames frames in blocks of at most block_size."""
         return num_frames
 
+    def most_slots(self, frames: int) -> int:
+        """Slots that a block sees at most once there were frames, its own among them."""
+        return min(frames, self.num_frames or frames)
+
     def raw_slots(self, capacity: int) -> int:
         """How many of the first slots keep un-rotated keys as well;
         all of them where keys move between slots.

@@ -49,6 +49,9 @@ class MemoryBank(WindowedPolicy):
     def capacity(self, num_frames: int, block_size: int) -> int:
         return min(self.window, num_frames) + self.bank
 
+    def most_slots(self, frames: int) -> int:
+        return min(frames, self.window) + self.bank  # a banked frame may lie in the window, too
+
     def start(self, cache: "KVCache") -> None:
         self._block = 0
         self._at = 0  # the bank's first slot
