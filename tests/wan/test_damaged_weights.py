@@ -144,6 +144,42 @@ def test_text_encoders(tmp_path, real, monkeypatch, capfd, spoil, message):
     refused(tmp_path, [*real, *BASE], capfd, message)
 
 
+def as_safetensors(folder, spoil=lambda path: None):
+    """The checkpoint as Krea ships one, spoilt -> its flags."""
+    state = torch.load(folder / "sf.pt", weights_only=True)["generator_ema"]
+    save_file(state, folder / "w.safetensors")
+    spoil(folder / "w.safetensors")
+    return ["--checkpoint_path", str(folder / "w.safetensors"), *states_flags(folder)]
+
+
+def header(path, **tensor):
+    """A .safetensors file that says it holds this tensor, and holds 8 bytes."""
+    said = json.dumps({"model.head.head.bias": {"dtype": "BF16", **tensor}}).encode()
+    path.write_bytes(len(said).to_bytes(8, "little") + said + bytes(8))
+
+
+def test_a_safetensors_checkpoint_runs(tmp_path, real, capsys):
+    run_extraction_all.run([*real, *as_safetensors(tmp_path)])
+    assert "w.safetensors: 150 tensors of the file itself" in capsys.readouterr().out
+    assert load_cache(tmp_path / "out/atlas.pt")["weights_file"] == "w.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (truncate, "w.safetensors cannot be read"),
+        (lambda path: path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}"), "cannot be read"),
+        (lambda path: header(path, shape=[1 << 40, 1 << 40], data_offsets=[0, 8]), "cannot be read"),
+        (lambda path: header(path, shape=[4], data_offsets=[0, 1 << 50]), "cannot be read"),
+        (lambda path: torch.save({"a": torch.ones(2)}, path), "cannot be read"),
+        (lambda path: header(path, shape=[4], data_offsets=[0, 8]), "149 of 150 keys missing"),
+        (lambda path: save_file({"vae.w": torch.ones(2)}, path), "no known layout of a Wan transformer"),
+    ],
+)
+def test_hostile_safetensors_are_one_line(tmp_path, real, capfd, spoil, message):
+    refused(tmp_path, [*real, *as_safetensors(tmp_path, spoil)], capfd, message)
+
+
 def lora(path, rank=2, **spoilt):
     """A LoRA of one layer; spoilt replaces a half."""
     dim, name = GOLDEN_MODEL.dim, "base_model.model.blocks.0.self_attn.q.lora_{}.weight"
