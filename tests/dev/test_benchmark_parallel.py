@@ -43,3 +43,12 @@ def test_two_processes(tmp_path):
     assert set(rows) == {"nothing", "mean logits + mass"} and report["gpus"] == 2
     assert report["error"]["between"] < 1e-5 and report["sweep"]["same_bytes"]
     assert "| 1 GPU | 2 GPUs | ratio |" in done.stdout and "Sweep of 2 captured rollouts" in done.stdout
+
+
+def test_the_computed_cost_follows_from_the_measured_rollout():
+    report = json.loads((ROOT / "docs/benchmarks/capture_h200.json").read_text())
+    seconds = report["rows"]["mean logits + mass"]["median_seconds"]
+    hours = 1000 * 3 * 4 * seconds / 3600
+    text = (ROOT / "docs/many_gpus.md").read_text()
+    for said in (f"{seconds} s on an H200", f"{hours:.1f} hours on one GPU", f"8 GPUs {hours / 8:.1f} hours"):
+        assert said in " ".join(text.split()), said

@@ -118,7 +118,7 @@ def stripped(run):
 
 
 @pytest.mark.beside
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_policy(size, tmp_path):
     expected = one_process("every_policy", tmp_path)
     first, *others = together(size, lambda group: every_policy(group, tmp_path))
