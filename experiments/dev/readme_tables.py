@@ -23,6 +23,7 @@ BENCHMARKS = {
     "memory": "experiments.dev.benchmark_memory",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
+    "policies": "experiments.dev.benchmark_policies",
     "parallel": "experiments.dev.benchmark_parallel",
     "long_memory": "experiments.dev.benchmark_long_rollouts",
     "first_contact": "experiments.dev.benchmark_first_contact",

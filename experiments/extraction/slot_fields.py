@@ -8,7 +8,9 @@ from torch import Tensor
 
 from experiments.extraction.result import Extraction
 from wan.modules.captured_call import CapturedCall
+from wan.modules.key_layout import AVERAGE
 
+LEAST_MASS = 1e-4  # what is less is rounding
 NO_SLOT = -9  # in slot_frame, beside -1 an average, -2 zeros, -3 tokens of several frames
 
 
@@ -35,10 +37,25 @@ def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) ->
         if name.replace("slot", "frame") in run.quantities:
             parts = [torch.stack([_rows(run, calls, name, slots) for calls in layer]) for layer in blocks]
             found[name] = torch.stack(parts)  # [layers, P, H, F, slots]
+    if run.config.policy.name == "per_head" and "slot_mass" in found:
+        _add_averages(found)
     if run.config.policy.name == "participative":
         kept = [[_tokens_of_frames(run, call) for call in layer[0]] for layer in blocks]
         found["tokens_kept"] = torch.tensor(kept, dtype=torch.int32)
     return found
+
+
+def _add_averages(found: dict[str, Any]) -> None:
+    """Heads of a class may see averages, which are no frames: one more slot has their mass together."""
+    mass = found["slot_mass"]  # [N, P, H, F, slots]
+    rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)
+    if not (rest > LEAST_MASS).any():
+        return
+    found["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
+    found["slot_logits"] = torch.cat([found["slot_logits"], torch.full_like(rest, torch.nan)], -1)
+    for name, code in (("slot_frame", AVERAGE), ("slot_position", AVERAGE), ("slot_tokens", 0)):
+        column = torch.full_like(found[name][..., :1], code)
+        found[name] = torch.cat([found[name], column], -1)
 
 
 def _of_blocks(run: Extraction, layer: int, step: int) -> list[CapturedCall]:

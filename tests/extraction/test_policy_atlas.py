@@ -77,3 +77,25 @@ def check_axis(atlas, axis, settings):
     figure = figures.key_maps({"Layer 1": columns}, "mass", "keys")
     figure.canvas.draw()
     assert {text.get_text() for text in figure.legends[0].get_texts()} >= {m for m in columns.marks if m}
+
+
+def test_an_atlas_of_classes_of_heads_can_be_saved(tmp_path, monkeypatch):
+    """Also where one class keeps averages, whose mass is of no frame."""
+    monkeypatch.chdir(ROOT)
+    rows = [",".join("ab"[(layer + head) % 2] for head in range(12)) for layer in range(8)]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    for one, other in (
+        ({"name": "full"}, {"name": "window", "window": 6, "sink": 1}),
+        ({"name": "relative", "window": 6, "sink": 1}, {"name": "ema_sink", "window": 6, "sink": 2}),
+    ):
+        settings = {
+            "name": "per_head",
+            "file": str(tmp_path / "labels.csv"),
+            "policies": {"a": one, "b": other},
+        }
+        save_cache(tmp_path / "atlas.pt", policy_atlas(CONFIG, settings, 12))
+        atlas = load_cache(tmp_path / "atlas.pt")
+        assert atlas["schema_version"] == 2
+        torch.testing.assert_close(atlas["slot_mass"].nansum(-1), torch.ones(8, 5, 12, 12))
+        averages = atlas["slot_frame"][0, -1] == -1
+        assert averages.any() == (other["name"] == "ema_sink")
