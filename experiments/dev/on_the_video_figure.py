@@ -1,4 +1,4 @@
-"""Draw what the README shows on the video: a head that follows the miniature's shape, and one that stays.
+"""Draw what the README shows on the video: where heads look that follow the miniature's shape.
 
     python experiments/dev/on_the_video_figure.py
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 REPORT, OUTPUT = Path("docs/shape_attention.json"), Path("notebooks/figures/on_the_video_mini.svg")
-HEIGHT = 72  # pixels of a picture
+HEADS, HEIGHT = 3, 72  # rows; pixels of a picture
 SEEN = 0.3  # share of a patch that the shape covers, at least where the query is
 FRAME, STEP = 18, 4  # of the query: the last block's first frame, in the clean pass
 
@@ -27,7 +27,8 @@ def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--config_path", default="configs/wan_mini.yaml")
     parser.add_argument("--heads", type=Path, default=REPORT, help="the report by which heads are chosen")
-    parser.add_argument("--scene", type=int, default=0, help="which held-out caption behind a wall is drawn")
+    parser.add_argument("--prompt", help="of one shape; the config's where not given")
+    parser.add_argument("--seed", type=int, help="the config's where not given")
     parser.add_argument("--output_path", type=Path, default=OUTPUT)
     args = parser.parse_args(argv)
 
@@ -40,50 +41,39 @@ def run(argv=None):
 
 def draw(args: argparse.Namespace):
     """The figure of one scene."""
-    from dataclasses import replace
-
     from experiments.analysis.video_maps import open_map
     from experiments.extraction import causal, map_builders, video
     from experiments.figures.video_maps import map_strip
-    from experiments.miniature.frozen import SETS, held_out_scenes
+    from experiments.miniature.moving_shapes import Scene
     from experiments.studies import shape_attention
     from wan.config import load_config
 
-    config = load_config(args.config_path)
-    if args.scene < 0:
-        raise ConfigError(f"--scene {args.scene} counts from 0")
+    config = load_config(args.config_path, {"prompt": args.prompt, "seed": args.seed})
     heads = chosen_heads(args.heads)
-    scene = held_out_scenes(SETS["behind a wall"], args.scene + 1)[-1]
-    session = causal.prepare(config, [], [scene.caption])
-    config = replace(config, prompt=scene.caption, seed=args.scene)
+    session = causal.prepare(config, [])
     grid = map_builders.token_grid(config, session.model_config)
     pixels = video.decode(causal.extract_next(session, config, []))
-    cover = shape_attention.cover_of(pixels.permute(0, 3, 1, 2) / 255, scene, *grid)
+    cover = shape_attention.cover_of(pixels.permute(0, 3, 1, 2) / 255, Scene((), ""), *grid)
     if cover.shape[FRAME].max() < SEEN:
-        raise ConfigError(f"no shape is seen in frame {FRAME} of scene {args.scene}: draw another --scene")
+        raise ConfigError(f"no shape is seen in frame {FRAME} of seed {config.seed}: draw another --seed")
     place = (FRAME, *divmod(int(cover.shape[FRAME].argmax()), grid[1]))
     asked = map_builders.map_requests(config, grid, [place], steps=[STEP])
     cache = map_builders.maps_cache(causal.extract_next(session, config, asked), grid)
-    maps = [open_map(cache, *head, STEP, place) for head in heads.values()]
+    maps = [open_map(cache, *head, STEP, place) for head in heads]
     pictures = [resized(pixels[max(0, 4 * frame - 1)].numpy()) for frame in range(config.num_frames)]
-    labels = [f"{words}\nlayer {layer}, head {head}" for words, (layer, head) in heads.items()]
-    title = f"What the miniature's queries look at: “{scene.caption}”"
-    return map_strip(maps, pictures, range(0, FRAME, 2), title=title, labels=labels)
+    title = f"Three heads that follow the shape: “{config.prompt}”"
+    return map_strip(maps, pictures, range(0, FRAME, 2), title=title)
 
 
-def chosen_heads(report: Path) -> dict[str, tuple[int, int]]:
-    """The head that follows the shape most, and the one that stays most at the query's place."""
+def chosen_heads(report: Path) -> list[tuple[int, int]]:
+    """The heads that follow the shape most surely: by the lower end of moving minus the best control."""
     try:
-        found = json.loads(report.read_text(encoding="utf-8"))["passes"]["clean pass"]
-        follows = found["top"][0]
-        return {
-            "follows the shape": (follows["layer"], follows["head"]),
-            "stays at its place": tuple(found["stays"]),
-        }
+        found = json.loads(report.read_text(encoding="utf-8"))["passes"]["clean pass"]["top"]
+        order = sorted(found, key=lambda head: -head["interval"][0])
+        return [(order[n]["layer"], order[n]["head"]) for n in range(HEADS)]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        raise ConfigError(
-            f"{report} is no report of heads; run: python experiments/dev/shape_attention.py"
-        ) from None
+        said = f"{report} names no {HEADS} heads that follow; run: python experiments/dev/shape_attention.py"
+        raise ConfigError(said) from None
 
 
 def resized(picture: "np.ndarray") -> "np.ndarray":

@@ -93,7 +93,6 @@ def report_of(found, model: str, device: str = "cpu") -> dict:
     for step, name in STEPS.items():
         mean, each = found.mean(step), followers(found, step)
         moving = np.where(each.follows, mean[:, 0], 0)
-        stays = mean[:, 2] - mean[:, [0, 1, 3]].max(1)  # at the query's place more than anywhere else
         top = [head for head in largest(moving, LISTED) if moving[head]]
         passes[name] = {
             "mean": [round(float(x), 3) for x in np.nanmean(mean, (0, 2))],
@@ -107,7 +106,6 @@ def report_of(found, model: str, device: str = "cpu") -> dict:
                 }
                 for layer, head in top
             ],
-            "stays": list(largest(stays, 1)[0]),
         }
     heads = found.lifts.shape[2] * found.lifts.shape[4]
     common = {"model": model, "captions": len(found.captions), "heads": heads, "masks": MASKS}

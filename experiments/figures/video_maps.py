@@ -89,7 +89,6 @@ def map_strip(
     *,
     alpha: float = ALPHA,
     title: str = "",
-    labels: Sequence[str] = (),
 ) -> Figure:
     """A row for each map, the chosen frames side by side, the first the query's own; one scale for all."""
     first = maps[0]
@@ -102,8 +101,6 @@ def map_strip(
         for axis, frame in zip(row, columns, strict=True):
             _frame(axis, seen, frame, pictures[frame], scale, alpha)
         row[0].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=8)
-    for row, label in zip(grid, labels, strict=False):
-        row[0].set_ylabel(label, fontsize=8)
     for axis, frame in zip(grid[0], columns, strict=True):
         axis.set_title("query" if frame == own else f"frame {frame}", fontsize=8, pad=3)
     _finish(

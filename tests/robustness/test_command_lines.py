@@ -299,8 +299,7 @@ CASES |= {
     ],
     "on_the_video_figure": [
         ["--no_such_flag"],
-        ["--scene", "x"],
-        ["--scene", "-1"],
+        ["--seed", "x"],
         *(["--heads", f"{{}}/{name}"] for name in ("none.json", "text.txt", "folder", "bytes.bin")),
         ["--config_path", "{}/none.yaml"],
         ["--output_path", f"{NO_DISK}/out.svg"],
