@@ -52,7 +52,7 @@ class Claims:
         Ends when every item is done, or was tried here, or watch is asked to stop: before that it waits for
         those that others are making, and makes those of others that died. No item is yielded twice.
         """
-        progress = _Progress(len(names), self, watch or RunObserver())
+        progress = _Progress(names, is_done, self, watch or RunObserver())
         left = list(_rotated(names, self.rank))
         while left := [name for name in left if not is_done(name)]:
             tried = set()
@@ -62,13 +62,14 @@ class Claims:
                         tried.add(name)
                     if held and not is_done(name):  # it may have been finished just before the claim
                         yield name
-                progress.say(left, is_done)
+                progress.say()
             left = [name for name in left if name not in tried]
             if watch is not None and watch.stopping:
                 return
             if left and not tried:  # the rest is being made by others
-                progress.say(left, is_done, waiting=True)
+                progress.say(waiting=True)
                 time.sleep(min(LOOK_SECONDS, self.lease_seconds / 4))
+        progress.say(at_end=True)
 
     def at_work(self) -> int:
         """How many items are claimed."""
@@ -108,22 +109,25 @@ def _rotated(names: Sequence[str], rank: Rank) -> list[str]:
 class _Progress:
     """One line for all ranks, said by the first of them where there are several."""
 
-    def __init__(self, total: int, claims: Claims, watch: RunObserver):
-        self.total, self.claims, self.watch = total, claims, watch
+    def __init__(
+        self, names: Sequence[str], is_done: Callable[[str], bool], claims: Claims, watch: RunObserver
+    ):
+        self.names, self.is_done, self.claims, self.watch = names, is_done, claims, watch
         self.start, self.at_first, self.said = time.monotonic(), -1, (-1, False)
-        self.asked = -SAY_SECONDS
+        self.next = self.start
 
-    def say(self, left: Sequence[str], is_done: Callable[[str], bool], waiting: bool = False) -> None:
-        """Count what is done, now and then, and say it where that is news; left was not done before."""
+    def say(self, waiting: bool = False, at_end: bool = False) -> None:
+        """Count what is done, now and then, and say it where that is news."""
         now, rank = time.monotonic(), self.claims.rank
-        if rank.count == 1 or not rank.is_first or now - self.asked < SAY_SECONDS:
+        if rank.count == 1 or not rank.is_first or (now < self.next and not at_end):
             return
-        self.asked = now
-        done = self.total - sum(not is_done(name) for name in left)
+        done, total = sum(map(self.is_done, self.names)), len(self.names)
+        after = time.monotonic()
+        self.next = after + max(SAY_SECONDS, 20 * (after - now))  # to count thousands of files takes its time
         self.at_first = done if self.at_first < 0 else self.at_first
         if (done, waiting) == self.said:
             return
         self.said, made = (done, waiting), done - self.at_first
-        rest = f", {(now - self.start) / made * (self.total - done):.0f} s left" if made else ""
+        rest = f", {(now - self.start) / made * (total - done):.0f} s left" if made and done < total else ""
         at_work = f"{self.claims.at_work()} in work by {rank.count} ranks"
-        self.watch.print(f"{done} of {self.total} done, {at_work}{rest}{'; waiting for them' * waiting}")
+        self.watch.print(f"{done} of {total} done, {at_work}{rest}{'; waiting for them' * waiting}")
