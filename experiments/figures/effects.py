@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
@@ -41,12 +42,13 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     least = min(
         [np.nanmin(v) for name, v in positive.items() if name != "floor" and np.isfinite(v).any()], default=0
     )
+    drawn: dict[str, Artist] = {}
     for name, values in positive.items():  # no change at all has no place on this scale
         style, color = LINES.get(name, ("-", PURPLE))
         label, far_below = name, name == "floor" and np.nanmax(values, initial=0) < least / FAR_BELOW
         if far_below:
             label = f"floor, at most {np.nanmax(values, initial=0):.2g}"
-        axis.plot(
+        (drawn[label],) = axis.plot(
             [] if far_below else values,
             style,
             color=color,
@@ -67,7 +69,7 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
         [axis],
         f"Change of x0, {subtitle}",
         "/ distance between seeds",
-        legend={line.get_label(): line for line in axis.get_lines() if line.get_label()[0] != "_"},
+        legend=drawn,
         x="Latent frame; at 1 it is as far away as another seed",
     )
     return figure
@@ -79,7 +81,7 @@ def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, sub
     height, width = next(iter(videos.values())).shape[1:3]
     size = (0.95 * len(frames) + 0.4, (0.95 * height / width + 0.06) * len(videos) + 0.5)
     figure, axes = plt.subplots(len(videos), len(frames), squeeze=False, figsize=size)
-    figure.get_layout_engine().set(wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
+    figure.set_layout_engine("constrained", wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
     for row, (name, video) in zip(axes, videos.items(), strict=True):
         for axis, frame in zip(row, frames, strict=True):
             axis.imshow(video[frame], interpolation="nearest")
