@@ -191,6 +191,12 @@ CASES["run_extraction_all"] += [
         ["--cache_policy", "{}/none.yaml"],
         ["--cache_policy", "{}/text.txt"],
         ["--prompt_schedule", "{}/none.yaml"],
+        ["--gpus", "0"],
+        ["--gpus", "x"],
+        ["--gpus", "5", "--device", "cpu"],
+        ["--gpus", "2", "--seeds", "1", "--output_dir", "{}/o"],
+        ["--checkpoints", "{}/none.pt", "--output_dir", "{}/o"],
+        ["--checkpoints", "base"],
     )
 ]
 CASES["run_extraction_each"] += [
