@@ -2,7 +2,7 @@
 
 python tests/mutations.py --choose OLDER_TREE                  # chooses mistakes that both trees can have
 python tests/mutations.py --root OLDER_TREE --label before     # makes them there; counts what is noticed
-python tests/mutations.py --label after                        # the same here
+python tests/mutations.py --label after [--again]              # the same here; again: what survived
 
 A mistake is an expression of a function and what takes its place, so it is found again in a tree whose files
 have moved; REWRITTEN names it in the words of code that has changed. Each is made in a copy of the tree. The
@@ -34,6 +34,7 @@ TESTS = {
     "native offload damaged_weights vae",
     "caches": "caches frames profiles taxonomy measures published",
 }
+NOTICED = ("failed", "error", "hung")
 Mistake = tuple[str, ...]  # package, function, expression, what takes its place; and the file, of several
 REWRITTEN = """\
 wan | _crc32_of_record | record.header_offset + 26 | record.header_offset - 26
@@ -238,6 +239,7 @@ def main() -> None:
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to make them in")
     parser.add_argument("--label", help="what the result is called in the report")
+    parser.add_argument("--again", action="store_true", help="of LABEL, only those that no test noticed then")
     args = parser.parse_args()
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {"campaigns": {}}
     if args.choose:
@@ -248,13 +250,20 @@ def main() -> None:
         from diffusers import AutoencoderKLWan, WanTransformer3DModel  # noqa: F401
 
         torch.set_num_threads(1)
-        rows = campaign(args.root.resolve(), [tuple(mistake) for mistake in report["mistakes"]])
-        noticed = sum(row["result"] in ("failed", "error", "hung") for row in rows)
+        chosen = [tuple(mistake) for mistake in report["mistakes"]]
+        earlier = report["campaigns"].get(args.label, {}).get("results", []) if args.again else []
+        kept = dict(zip(chosen, earlier, strict=False))
+        left = [mistake for mistake in chosen if kept.get(mistake) not in NOTICED]
+        new = dict(zip(left, (row["result"] for row in campaign(args.root.resolve(), left)), strict=True))
+        results = [(kept | new)[mistake] for mistake in chosen]
+        noticed = sum(result in NOTICED for result in results)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        print(f"{noticed} of {len(rows)} noticed, {used.ru_utime + used.ru_stime:.0f} CPU seconds")
+        print(f"{noticed} of {len(results)} noticed, {used.ru_utime + used.ru_stime:.0f} CPU seconds")
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=args.root, capture_output=True, text=True)
-        result = {"git": commit.stdout.strip(), "noticed": noticed, "of": len(rows)}
-        report["campaigns"][args.label] = result | {"results": [row["result"] for row in rows]}
+        result = {"git": commit.stdout.strip(), "noticed": noticed, "of": len(results), "results": results}
+        if kept:
+            result["tried_again"] = len(left)  # the others were noticed at an earlier commit
+        report["campaigns"][args.label] = result
     REPORT.write_text(json.dumps(report, indent=1) + "\n")
 
 
