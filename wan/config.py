@@ -169,8 +169,8 @@ class RunConfig:
     gpus: int = 1  # how many make one rollout together, by heads (wan/parallel.py)
     offload: bool = False  # the layers' weights stay on the host and are streamed; umT5 runs there
     t5_cpu: bool = False  # umT5 runs on the CPU
-    prompt_embeds: str | None = None  # a file of text states, in place of umT5
-    embeds_dir: str | None = "cache/prompt_embeds"  # where text states are remembered; None: nowhere
+    prompt_embeds: str | None = None  # a file of prompt embeddings, in place of umT5
+    embeds_dir: str | None = "cache/prompt_embeds"  # where prompt embeddings are remembered; None: nowhere
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no run can have, before anything is loaded for one."""

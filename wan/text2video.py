@@ -61,7 +61,7 @@ class TextToVideoPipeline:
         negative_embeds: Tensor,
         on_step: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Latents of as many frames as noise [B, F, C, h, w] has, from text states [B, n, text_dim].
+        """Latents of as many frames as noise [B, F, C, h, w] has, from prompt embeddings [B, n, text_dim].
 
         The solver runs in float32, the model in its own dtype. on_step is called with each step and its
         latents.

@@ -4,7 +4,7 @@
     python experiments/dev/readme_figures.py --miniature --mini_cache cache/atlas.pt
 
 The real model's are made from cache/published/. The miniature's Figure 4 comes from a cache of its own, the
-others from the logs in checkpoints/wan-mini/ and from videos that are generated anew.
+others from the logs in checkpoints/wan-mini/ and from videos that are generated again.
 """
 
 from pathlib import Path

@@ -52,7 +52,7 @@ def benchmark_of(path: Path) -> str:
 
 
 def fill(text: str, root: Path = ROOT) -> str:
-    """A document with every marked table made anew."""
+    """A document with every marked table filled."""
     return MARKED.sub(lambda found: found[1] + table(root / found[2]) + found[3], text)
 
 
@@ -64,7 +64,7 @@ def documents() -> list[Path]:
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "documents", nargs="*", type=Path, help="files whose tables are made anew; README.md and docs/*.md"
+        "documents", nargs="*", type=Path, help="files whose tables are filled; README.md and docs/*.md"
     )
     for path in parser.parse_args(argv).documents or documents():
         fill_file(path)

@@ -155,7 +155,7 @@ def read_states(path: str | Path, model_config: ModelConfig) -> PromptStates:
     if not fits or not 1 <= states.shape[1] <= model_config.text_len:
         raise CheckpointError(
             f"{path}: prompt_embeds {list(states.shape)} are not [1, at most {model_config.text_len}, "
-            f"{model_config.text_dim}], the text states of this model"
+            f"{model_config.text_dim}], the prompt embeddings of this model"
         )
     if not states.isfinite().all():
         raise CheckpointError(f"{path}: prompt_embeds are not finite")

@@ -1,4 +1,4 @@
-"""What the transformer stages train on: latents of rendered clips with their captions, noise, text states."""
+"""What the transformer stages train on: latents of rendered clips, their captions embedded, noise."""
 
 from __future__ import annotations
 

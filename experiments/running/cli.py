@@ -162,7 +162,7 @@ def run_parser(description: str, output_path: str | None) -> Parser:
         help="also decode the video and write an mp4, beside the cache unless PATH says where",
     )
     add_policy_flags(parser)
-    flag("--prompt_embeds", metavar="FILE", help="a .pt of text states, in place of umT5")
+    flag("--prompt_embeds", metavar="FILE", help="a .pt of prompt embeddings, in place of umT5")
     add_edit_flags(parser)
     add_memory_flags(parser)
     add_run_flags(parser)

@@ -1,6 +1,4 @@
-"""From a request to files, safely: outputs claimed, the rollout watched, what is complete saved, also when
-stopped.
-"""
+"""From a request to files: claim the outputs, roll out, save what is complete, also of a stopped run."""
 
 import argparse
 import os
@@ -36,7 +34,7 @@ def make_base_caches(
     """Sample one video -> a cache of a layer at one step, or (None) atlases of all layers at steps -> the
     paths.
 
-    Raises what run_watched raises.
+    Raises what run_observed raises.
     """
     config, folder = as_one_block(config), Path(args.output_dir)
     request = CaptureRequest(
@@ -57,12 +55,12 @@ def make_base_caches(
             },
         )
     outputs = {str(folder / name): build_cache for name, build_cache in outputs.items()}
-    run_watched(
+    run_observed(
         args,
         config,
         outputs,
         each,
-        lambda watch: sample(config, request, watch),
+        lambda observer: sample(config, request, observer),
         f"{config.base.num_steps} steps of {config.num_frames} frames",
         "step",
     )
@@ -75,17 +73,19 @@ def make_caches(
     requests: Sequence[CaptureRequest],
     outputs: Mapping[str, BuildCache],
 ) -> None:
-    """One rollout -> a cache for each path, arranged by its function. Raises what run_watched raises.
+    """One rollout -> a cache for each path, built by its function. Raises what run_observed raises.
 
     Where several GPUs make it, the first process writes.
     """
     config, _ = together(args, config)
     each = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
-    run_watched(args, config, outputs, each, lambda watch: causal.extract(config, requests, watch), what)
+    run_observed(
+        args, config, outputs, each, lambda observer: causal.extract(config, requests, observer), what
+    )
 
 
-def run_watched(
+def run_observed(
     args: argparse.Namespace,
     config: RunConfig,
     outputs: Mapping[str, BuildCache],
@@ -94,30 +94,30 @@ def run_watched(
     what: str,
     unit: str = "block",
 ) -> None:
-    """make() -> a cache of at most each bytes for every path, arranged by its function.
+    """make() -> a cache of at most each bytes for every path, built by its function.
 
     Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for
-    what goes wrong later, and StoppedError after Ctrl-C. what and unit are for those who watch.
+    what goes wrong later, and StoppedError after Ctrl-C. what and unit are for the observer.
     """
     videos = videos_of(args, outputs)
     name_files(args, config, outputs, videos)
     claims = dict.fromkeys(outputs, each) | dict.fromkeys(videos, 0)
     writes = config.gpus == 1 or this_rank().is_first
     with (
-        Progress(args.quiet, args.log_file) as watch,
+        Progress(args.quiet, args.log_file) as observer,
         claimed(claims, args.overwrite is not False) if writes else nullcontext(),
-        stopping_when_asked(watch, unit),
+        stopping_when_asked(observer, unit),
         deterministic(args.deterministic),
     ):
         if videos:
             check_video(config)  # before the rollout, which may take hours
         start = time.monotonic()
-        made = make(watch)
+        made = make(observer)
         process_group.leave()
         if not writes:
             return
-        save(args, made, outputs, watch)
-        watch.print(
+        save(args, made, outputs, observer)
+        observer.print(
             f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, "
             f"{memory()}"
         )

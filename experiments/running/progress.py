@@ -95,7 +95,7 @@ def open_log(path: str | Path) -> TextIO:
 
 
 @contextmanager
-def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[None]:
+def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[None]:
     """Ctrl-C, SIGTERM and a terminal that closes (SIGHUP) let the current block, or step, finish.
 
     A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main
@@ -109,10 +109,10 @@ def stopping_when_asked(watch: RunObserver, unit: str = "block") -> Iterator[Non
     asked_before: list[int] = []
 
     def asked(number: int, frame: FrameType | None) -> None:
-        if not watch.generating or (number != hang_up and any(n != hang_up for n in asked_before)):
+        if not observer.generating or (number != hang_up and any(n != hang_up for n in asked_before)):
             raise KeyboardInterrupt
         asked_before.append(number)
-        watch.stopping = True
+        observer.stopping = True
         if not speaks:
             return
         with suppress(

@@ -22,9 +22,9 @@ def partial_name(path: str) -> str:
 
 
 def save(
-    args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], watch: RunObserver
+    args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], observer: RunObserver
 ) -> None:
-    """Write a rollout's caches, each arranged by its function.
+    """Write a rollout's caches, each built by its function.
 
     Raises RunError where that fails, and StoppedError after what a stopped rollout has is saved.
     """
@@ -32,7 +32,7 @@ def save(
         args.files.unchanged()
         if not result.stopped:
             lines = save_whole(args, result, outputs)
-            watch.log("saved", paths=list(outputs))
+            observer.log("saved", paths=list(outputs))
             if not args.quiet:  # last: a pipe that is closed must not keep a file from being written
                 print("\n".join(lines))
             return
@@ -40,7 +40,7 @@ def save(
     except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
     partial = "partial" in result.common
-    watch.log("saved", paths=written, partial=partial)
+    observer.log("saved", paths=written, partial=partial)
     how = "as partial" if partial else "whole"
     kept = f"saved {how}: {', '.join(written)}" if written else "none of what was asked for was captured yet"
     raise StoppedError(

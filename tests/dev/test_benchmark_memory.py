@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A run of small random weights in the native layout, with text states from a file."""
+    """A run of small random weights in the native layout, with prompt embeddings from a file."""
     monkeypatch.setattr(random_weights, "SHARD_BYTES", 1 << 20)
     random_weights.make_transformer(tmp_path / "small", GOLDEN_MODEL, torch.float32, CPU)
     states = torch.randn(1, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim)

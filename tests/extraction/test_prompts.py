@@ -1,4 +1,4 @@
-"""Text states: remembered by all that their bits depend on, or given in a file;
+"""Prompt embeddings: remembered by all that their bits depend on, or given in a file;
 the same caches byte for byte.
 """
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def mini(tmp_path, monkeypatch):
-    """Flags of a short run of the miniature that remembers text states in a folder of its own."""
+    """Flags of a short run of the miniature that remembers prompt embeddings in a folder of its own."""
     monkeypatch.chdir(ROOT)
     config = tmp_path / "mini.yaml"
     text = (ROOT / "configs/wan_mini.yaml").read_text()

@@ -145,10 +145,10 @@ def test_room_on_the_disk_is_asked_for_before_the_model_is_loaded(tmp_path, monk
 
 @pytest.mark.parametrize("flags", [[], ["--all_layers", "--step", "all"]])
 def test_the_estimate_is_close_and_never_too_small(flags, tmp_path, monkeypatch):
-    asked, original = {}, jobs.run_watched
+    asked, original = {}, jobs.run_observed
     monkeypatch.setattr(
         jobs,
-        "run_watched",
+        "run_observed",
         lambda args, config, outputs, each, *more: (
             asked.update(dict.fromkeys(outputs, each)) or original(args, config, outputs, each, *more)
         ),

@@ -151,7 +151,7 @@ def test_flags(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for entry_of_root in ("configs", "checkpoints", "cache", "README.md", "docs"):
         (tmp_path / entry_of_root).symlink_to(ROOT / entry_of_root)
-    monkeypatch.setattr(jobs, "run_watched", begins)
+    monkeypatch.setattr(jobs, "run_observed", begins)
     monkeypatch.setattr(sweep, "run_sweep", begins)
     monkeypatch.setattr("experiments.caches.store.save_cache", begins)
     monkeypatch.setattr("experiments.figures.html_page.save_page", begins)

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def real(tmp_path, monkeypatch):
-    """wan/ in the native layout in shards, sf.pt and text states, all small and whole;
+    """wan/ in the native layout in shards, sf.pt and prompt embeddings, all small and whole;
     and the flags of a run of them.
     """
     monkeypatch.chdir(ROOT)

@@ -70,7 +70,7 @@ def test_a_batch_is_its_videos_one_by_one():
         ({"noise": NOISE[0], "prompt_embeds": EMBEDS}, r"is not \[B, F, C, h, w\]"),
         ({"noise": NOISE[:, :, :8], "prompt_embeds": EMBEDS}, "16 channels"),
         ({"noise": NOISE[..., :11], "prompt_embeds": EMBEDS}, "do not split into patches of 2 x 2"),
-        ({"noise": NOISE, "prompt_embeds": EMBEDS[..., :5]}, "text states of shape"),
+        ({"noise": NOISE, "prompt_embeds": EMBEDS[..., :5]}, "prompt embeddings of shape"),
         ({"noise": NOISE}, "give prompt_embeds, or text_prompts and a text_encoder"),
         (
             {"noise": NOISE[:, :8], "prompt_embeds": EMBEDS, "initial_latent": NOISE[:, :1]},

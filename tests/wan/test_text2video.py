@@ -19,7 +19,7 @@ FRAMES = 4
 
 
 def inputs(frames=FRAMES):
-    """Noise [1, F, 16, 4, 6] and two text states [1, 32, 64]."""
+    """Noise [1, F, 16, 4, 6] and two prompt embeddings [1, 32, 64]."""
     generator = torch.Generator().manual_seed(3)
     texts = torch.randn(2, 1, 32, 64, generator=generator)
     return torch.randn(1, frames, 16, 4, 6, generator=generator), *texts

@@ -96,7 +96,7 @@ class Selection:
         return "self"
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
-        """Whether a pass of a block is chosen; step -1, a cache computed anew, never is."""
+        """Whether a pass of a block is chosen; step -1, a cache computed again, never is."""
         if step < 0 or is_clean_pass:
             return is_clean_pass and step >= 0 and self.passes != "denoise"
         return self.passes != "clean" and (self.steps is None or step in self.steps)

@@ -38,12 +38,12 @@ class WanModel(nn.Module):
         self.rotary = RotaryTable(config.head_dim)
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
-        """Flow of latents x [B, C, F, h, w] at timestep t [B] for text states context [B, n, text_dim]."""
+        """Flow of latents x [B, C, F, h, w] at timestep t [B], context [B, n, text_dim] from umT5."""
         text = self.text_keys_values(context)
         return self.flow(x, t.expand(x.shape[0])[:, None], text, frames=range(x.shape[2]))
 
     def text_keys_values(self, context: Tensor) -> TextKeysValues:
-        """Cross-attention keys and values of every layer, from text states [B, n, text_dim].
+        """Cross-attention keys and values of every layer, from prompt embeddings [B, n, text_dim].
 
         Rows of zeros fill the text up to text_len before the embedding; their embeddings are attended, as in
         training.
@@ -51,7 +51,7 @@ class WanModel(nn.Module):
         config = self.config
         if context.ndim != 3 or context.shape[-1] != config.text_dim or context.shape[1] > config.text_len:
             raise ConfigError(
-                f"text states of shape {tuple(context.shape)} do not fit "
+                f"prompt embeddings of shape {tuple(context.shape)} do not fit "
                 f"[B, at most {config.text_len}, {config.text_dim}]"
             )
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))

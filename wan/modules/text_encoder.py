@@ -1,4 +1,4 @@
-"""Prompts to text states: transformers' umT5 with the text handling of Wan2.1."""
+"""Prompts to prompt embeddings: transformers' umT5 with the text handling of Wan2.1."""
 
 import html
 import warnings
@@ -51,7 +51,7 @@ def tokenizer_dir(ckpt_dir: str | Path) -> Path:
 
 
 def encoder_files(ckpt_dir: str | Path) -> list[Path]:
-    """All that text states depend on: umT5's weights and the tokenizer."""
+    """All that prompt embeddings depend on: umT5's weights and the tokenizer."""
     return [
         encoder_file(ckpt_dir),
         *sorted(path for path in require_dir(tokenizer_dir(ckpt_dir)).iterdir() if path.is_file()),
