@@ -14,6 +14,8 @@ from experiments.running.cli import config_from, count, main, run_parser, whole_
 from wan.config import DTYPES
 from wan.errors import ConfigError
 
+CONTROLS = ("frozen", "vae", "rendered")
+
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
@@ -25,6 +27,7 @@ def run(argv=None):
         help="NAME,FIELD=VALUE,..., a YAML, one of configs/policies, or the lists family and findings",
     )
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
+    flag("--controls", nargs="*", choices=CONTROLS, default=list(CONTROLS), help="beside held-out scenes")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
     flag("--workers", type=whole_number, help="processes that measure; one a core beside a GPU, else none")
     flag(

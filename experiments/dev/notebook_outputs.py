@@ -83,6 +83,9 @@ RECIPES = {
         {"HEADS": [[5, 4], [7, 9], [6, 6], [3, 9]], "WORDS": ["blue", "circle", "yellow"], "STEP": 4},
         limit=150_000,
     ),
+    "long_rollouts": Recipe(
+        ("docs/long_rollouts*.json", "docs/benchmarks/long_first_frame.json"), limit=150_000
+    ),
     "plot_figure4": Recipe(MINI, (("run_extraction.py", *MINI_CONFIG),)),
     "plt_fig4": Recipe(PUBLISHED),
     "policies": Recipe((*MINI, "configs/policies/*.yaml")),

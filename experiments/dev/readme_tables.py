@@ -26,6 +26,7 @@ BENCHMARKS = {
     "policies": "experiments.dev.benchmark_policies",
     "parallel": "experiments.dev.benchmark_parallel",
     "long_memory": "experiments.dev.benchmark_long_rollouts",
+    "long_rollouts": "experiments.dev.long_rollout_findings",
     "first_contact": "experiments.dev.benchmark_first_contact",
     "first_frame": "experiments.dev.first_frame_report",
     "hidden_shapes": "experiments.dev.hidden_shapes_report",

@@ -62,12 +62,13 @@ class Comparison:
     batch: int
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
+    controls: Sequence[str] = tuple(CONTROLS)
     capture: BlockCapture = field(
         default_factory=BlockCapture
     )  # what is kept of attention: attention/NAME of each item
 
     def items(self) -> list[Item]:
-        controls = {label: {"control": label} for label in CONTROLS} if self.scenes else {}
+        controls = {label: {"control": label} for label in self.controls} if self.scenes else {}
         return [
             Item(label, settings, run, self._name(settings, run))
             for label, settings in (*self.policies.items(), *controls.items())

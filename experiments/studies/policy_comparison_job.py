@@ -98,6 +98,7 @@ def _comparison(
         args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
         Path(args.vbench_dir) if args.vbench_dir else None,
         args.videos,
+        args.controls,
         BlockCapture.read(args.capture, runs[0].step),
     )
 

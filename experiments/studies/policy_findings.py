@@ -99,7 +99,6 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
         "num_frames": comparison["num_frames"],
         "weights_sha256": comparison["weights_sha256"],
         "made": comparison.get("made"),
-        "made_seconds": comparison.get("made_seconds"),
         "policies": {label: of_policy(table, label) for label in table.labels},
         "against_full": against_full(table),
         "sink_map": {policy: sink_map(table, policy) for policy in ("window", "deep_sink")},

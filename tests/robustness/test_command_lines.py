@@ -408,6 +408,7 @@ CASES |= {
         ["--vbench_dir", NO_DISK, "--output_dir", "{}/o"],
         ["--capture", "last:x"],
         ["--vae_dtype", "int8"],
+        ["--controls", "thawed"],
         ["--config_path", "{}/none.yaml"],
         ["--device", "abacus"],
     ],

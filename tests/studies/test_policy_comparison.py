@@ -27,6 +27,7 @@ def compare(folder, prompts=2, **flags):
         "vbench_dir": None,
         "videos": 0,
         "vae_dtype": "float32",
+        "controls": list(policy_grid.CONTROLS),
         "capture": "last:1",
         "batch": 4,
         "workers": 0,
