@@ -169,8 +169,15 @@ class Followers:
 
 
 def followers(found: ShapeAttention, step: int, draws: int = 1000) -> Followers:
-    """Heads that look at the moving shape more than at each control, by a bootstrap over captions."""
+    """Heads that look at the moving shape more than at each control, by a bootstrap over captions.
+
+    Captions whose video shows no shape are left out.
+    """
     lifts = found.lifts[:, found.steps.index(step), :, :4]  # [R, layers, masks, H]
+    lifts = lifts[np.isfinite(lifts).all((1, 2, 3))]
+    if not len(lifts):
+        none = np.full((lifts.shape[1], lifts.shape[3]), np.nan)
+        return Followers(none, none, none > 0)
     picks = np.random.default_rng(0).integers(0, len(lifts), (draws, len(lifts)))
     means = np.stack([np.nanmean(lifts[pick], 0) for pick in picks])
     low, high = np.percentile(means[:, :, 0] - means[:, :, 1:].max(2), (2.5, 97.5), 0)

@@ -75,8 +75,10 @@ def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     lifts[:, :, 2, [0, 2], 3] = 4, 6
     lifts[4:, :, :, 4] = np.nan  # no wall
     found = ShapeAttention([f"caption {n}" for n in range(8)], [0, 4], lifts)
+    lifts[1:7, :, :, :4] = np.nan  # videos without a shape
     follows = followers(found, 0).follows
     assert follows[1, 2] and not follows[2, 3] and follows.sum() <= 2
+    assert not followers(ShapeAttention(found.captions, [0], lifts[1:4]), 0).follows.any()
     assert found.maps(4)[0].values.shape == (3, 4) and "follows" in {m.name for m in found.maps(4)}
     report = report_of(found, "wan-mini")
     text = table(report)
