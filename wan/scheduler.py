@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wan.config import NUM_TRAIN_TIMESTEPS
+from wan.validation import NUM_TRAIN_TIMESTEPS
 
 
 class FlowSchedule:

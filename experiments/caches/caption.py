@@ -30,12 +30,12 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
 
 
-def pass_name(step: int | None, timestep: float, is_clean: bool | None) -> str:
+def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -> str:
     """What a pass is called: "pass 0 (t = 1000)", "clean pass (t = 0)"; a denoising one at t = 0 says so."""
     name = "clean pass" if is_clean else f"pass {step}"
     if timestep == 0 and is_clean is False:
         name += ", denoising"
-    return f"{name} (t = {timestep:g})"
+    return name if timestep is None else f"{name} (t = {timestep:g})"
 
 
 def subtitle(pass_label: str, query_frames: Sequence[int]) -> str:

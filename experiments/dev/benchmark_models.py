@@ -10,7 +10,7 @@ transformer alone, prompts are random states. A LoRA is part of the weights.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from experiments.dev.tables import gb, markdown, measured_on
 from experiments.running.cli import Parser, main
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from wan.config import ModelConfig, RunConfig
 
 CONFIGS = Path("configs")
-TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 3, "num_layers": 2, "freq_dim": 32, "text_dim": 24}
+TINY: dict[str, Any] = {
+    "dim": 48,
+    "ffn_dim": 64,
+    "num_heads": 3,
+    "num_layers": 2,
+    "freq_dim": 32,
+    "text_dim": 24,
+}
 TINY_SIDE = 4  # of a latent frame, and of a rehearsal alone
 
 
@@ -105,7 +112,7 @@ def settings(name: str, args: argparse.Namespace) -> "tuple[RunConfig, ModelConf
     """A configuration and the sizes of its model. ConfigError for what is not there."""
     from dataclasses import replace
 
-    from wan.config import MODELS, ModelConfig, load_config
+    from wan.config import MODELS, load_config
     from wan.errors import ConfigError
 
     config = load_config(CONFIGS / f"{name}.yaml", {"num_frames": args.num_frames})
@@ -113,7 +120,7 @@ def settings(name: str, args: argparse.Namespace) -> "tuple[RunConfig, ModelConf
         raise ConfigError(f"{name} is of {config.model}, not of {', '.join(MODELS)}")
     if not args.rehearse:
         return config, MODELS[config.model]
-    return replace(config, height=TINY_SIDE, width=TINY_SIDE), ModelConfig(**TINY)
+    return replace(config, height=TINY_SIDE, width=TINY_SIDE), replace(MODELS[config.model], **TINY)
 
 
 def random_model(config: "RunConfig", sizes: "ModelConfig", dtype: "torch.dtype", device: "torch.device"):

@@ -59,7 +59,7 @@ class Recipe:
 CAUSAL_FILES = ("vae", "transformer", "text_encoder", "self_forcing_mini.pt")  # of the stages above
 
 RECIPES = {
-    "vae": Recipe(12000, 1e-3, 4, optimizer="adamw"),
+    "vae": Recipe(12000, 2e-3, 4),
     "base": Recipe(30000, 1e-3, 128, 40960, needs=("vae",)),
     "causal": Recipe(30000, 8e-4, 80, 40960, needs=("vae", "transformer", "text_encoder")),
     "lora": Recipe(6000, 1e-3, 64, 40960, needs=CAUSAL_FILES),

@@ -31,9 +31,7 @@ def test_rows_say_what_was_edited_and_whether_bits_stayed(config, made):
     found = measure_interventions.measure(rollout, {name: every[name] for name in names}, 1)
     assert [found[name]["bit_identical"] for name in names] == [True, False, True, False]
     assert [bool(found[name]["edited_calls"]) for name in names] == [False, True, False, True]
-    assert (
-        found[names[3]]["edited_calls"] == sizes.num_layers * 10
-    )  # two blocks with a past
+    assert found[names[3]]["edited_calls"] == sizes.num_layers * 10  # two blocks with a past
     assert found[measure_interventions.PLAIN]["times_plain"] == 1
 
 
