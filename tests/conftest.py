@@ -25,6 +25,7 @@ SLOW_FILES = (
     *("test_mini", "test_tracking", "test_measure_checkpoints", "test_training", "test_evaluation"),
     *("test_causal_atlas", "test_intervention_runs", "test_policy_atlas", "test_policy_comparison"),
     *("test_hidden_shapes", "test_parallel", "test_folder", "test_lora_training", "test_long_rollout"),
+    *("test_policy_keys", "test_prompts"),
 )
 
 SIZES = (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from experiments.caches.sizes import MARGIN
@@ -202,9 +203,7 @@ def amount(nbytes: int) -> str:
 
 def free_host_bytes() -> int:
     """Memory that this process can take: what is available, or less under a control group's limit."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return int(min([*available, _group_free()]))
+    return int(min(psutil.virtual_memory().available, _group_free()))
 
 
 def _group_free(root: Path = Path("/sys/fs/cgroup")) -> float:

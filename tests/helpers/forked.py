@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 FULL = os.environ.get("ROBUSTNESS") == "full"
@@ -35,16 +36,11 @@ class Outcome:
     said: str = ""  # on stderr
 
 
-def own_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def forked(function: Callable[[], Any], timeout: float = 60, kill_after: float | None = None) -> Outcome:
     """Call function in a fork, and kill the fork by SIGKILL after kill_after seconds,
     or as hung after timeout.
     """
-    before, start = own_bytes(), time.monotonic()
+    before, start = psutil.Process().memory_info().rss, time.monotonic()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
