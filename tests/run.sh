@@ -5,4 +5,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/running/env.sh"
 chosen=(-m "not beside")
 if [ "${1:-}" = --full ]; then chosen=() && shift; fi
-python -m pytest -n auto --dist loadfile "${chosen[@]}" "$@"
+python -m pytest -n auto --dist loadfile ${chosen[@]+"${chosen[@]}"} "$@"  # macOS: bash 3.2
