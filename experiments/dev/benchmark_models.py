@@ -10,7 +10,7 @@ transformer alone, prompts are random states. A LoRA is part of the weights.
 
 import argparse
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.dev.tables import gb, markdown, measured_on
 from experiments.running.cli import Parser, main
