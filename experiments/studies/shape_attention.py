@@ -5,6 +5,7 @@ the share that lies on a mask is divided by the mask's share of tokens: 1 is wha
 at nothing in particular. Controls are masks of the same size: of frames in another order, and standing still.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -124,10 +125,19 @@ class ShapeAttention:
     steps: list[int]
     lifts: np.ndarray
 
+    def comparable(self, step: int) -> np.ndarray:
+        """Lifts [R', layers, 4, H] of moving and its controls, of captions that have all four everywhere.
+
+        A video that shows no shape, or none in frame 0, has not.
+        """
+        lifts = self.lifts[:, self.steps.index(step), :, :4]
+        return lifts[np.isfinite(lifts).all((1, 2, 3))]
+
     def mean(self, step: int) -> np.ndarray:
-        """Mean over captions [layers, masks, H]."""
-        with np.errstate(invalid="ignore"):
-            return np.nanmean(self.lifts[:, self.steps.index(step)], 0)
+        """Mean over comparable captions [layers, masks, H]; for the wall, over those with one."""
+        wall = self.lifts[:, self.steps.index(step), :, 4:]
+        with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # NaN where there are none
+            return np.concatenate([self.comparable(step).mean(0), np.nanmean(wall, 0)], 1)
 
     def maps(self, step: int) -> list[HeadMap]:
         """A map of heads for every mask, and what moving has over its controls."""
@@ -169,16 +179,12 @@ class Followers:
 
 
 def followers(found: ShapeAttention, step: int, draws: int = 1000) -> Followers:
-    """Heads that look at the moving shape more than at each control, by a bootstrap over captions.
-
-    Captions whose video shows no shape are left out.
-    """
-    lifts = found.lifts[:, found.steps.index(step), :, :4]  # [R, layers, masks, H]
-    lifts = lifts[np.isfinite(lifts).all((1, 2, 3))]
+    """Heads that look at the moving shape more than at each control, by a bootstrap over captions."""
+    lifts = found.comparable(step)
     if not len(lifts):
         none = np.full((lifts.shape[1], lifts.shape[3]), np.nan)
         return Followers(none, none, none > 0)
     picks = np.random.default_rng(0).integers(0, len(lifts), (draws, len(lifts)))
-    means = np.stack([np.nanmean(lifts[pick], 0) for pick in picks])
+    means = np.stack([lifts[pick].mean(0) for pick in picks])
     low, high = np.percentile(means[:, :, 0] - means[:, :, 1:].max(2), (2.5, 97.5), 0)
-    return Followers(low, high, (low > 0) & (np.nanmean(lifts[:, :, 0], 0) > 1))
+    return Followers(low, high, (low > 0) & (lifts[:, :, 0].mean(0) > 1))
