@@ -113,7 +113,8 @@ def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray
         ]
         picture = np.concatenate([np.concatenate(strip, 1) for strip in shown])
         height = picture.shape[0] / len(rows)
-        axis.imshow(picture, interpolation="none")  # the SVG holds the pixels as they are
+        # The SVG holds the pixels as they are; six bits of a colour are enough and pack twice as well.
+        axis.imshow(np.round(63 * picture) / 63, interpolation="none")
         axis.set_yticks([(n + 0.5) * height for n in range(len(rows))], list(rows))
         width = picture.shape[1] / len(chosen)
         axis.set_xticks([])
