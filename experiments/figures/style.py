@@ -4,8 +4,10 @@ Drawing functions take arrays and a Caption (quantity, pass and queries, frames 
 Figure. They read no file and print nothing. NaN was not attended. Titles are single lines: an SVG's own font
 is centred right only then."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 from types import MappingProxyType
@@ -128,8 +130,11 @@ def journal_width() -> float | None:
 
 def save_svg(figure: Figure, path: str | Path) -> Path:
     """Write a figure as SVG, whole or not at all; the same figure gives the same bytes."""
-    with plt.rc_context(STYLE), replacing(path) as file:
-        figure.savefig(file, format="svg", metadata={"Date": None})
+    drawn = BytesIO()
+    with plt.rc_context(STYLE):
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    with replacing(path) as file:
+        file.write(re.sub(rb"\n +", b"\n", drawn.getvalue()))  # its indentation is 4 % of it
     return Path(path)
 
 

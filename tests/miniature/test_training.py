@@ -180,7 +180,7 @@ def test_the_receptive_field_is_what_the_decoder_reads():
 
 
 def test_recipes_can_be_narrowed():
-    assert {stage: RECIPES[stage].needs for stage in STAGES} == {
+    assert {stage: recipe.needs for stage, recipe in RECIPES.items()} == {
         "vae": (),
         "base": ("vae",),
         "causal": ("vae", "transformer", "text_encoder"),
