@@ -58,6 +58,7 @@ def test_the_text_encoder_loads(tmp_path, monkeypatch):
     assert encoder.shared.weight.std() < 0.03 and (tmp_path / "google/umt5-xxl/tokenizer.json").is_file()
 
 
+@pytest.mark.beside
 def test_a_load_and_a_rollout_are_measured(config):
     loaded = measure_memory.apart(measure_memory.load, config)
     assert loaded["file_bytes"] > 4 * 10**5 and 0 < loaded["seconds"] < 60 and loaded["private_of_file"] < 10

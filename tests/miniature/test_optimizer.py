@@ -76,6 +76,7 @@ def _write(rank: int, count: int, init_file: str) -> None:
     torch.save(two_ranks_worth(rank, count, init_file), f"{init_file}.{rank}")
 
 
+@pytest.mark.beside
 def test_two_ranks_take_the_step_of_one_with_both_batches(tmp_path):
     init_file = str(tmp_path / "init")
     torch.multiprocessing.spawn(_write, (2, init_file), nprocs=2)

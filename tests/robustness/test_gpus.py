@@ -84,6 +84,7 @@ def test_one_process_fails(tmp_path):
     assert not (tmp_path / "out.pt").exists()
 
 
+@pytest.mark.beside
 def test_one_process_does_not_answer(tmp_path):
     def slow(rank):
         process_group.TIMEOUT = timedelta(seconds=2)
@@ -122,6 +123,7 @@ def children_of(process: int) -> list[int]:
         return [int(word) for word in file.read().split()]
 
 
+@pytest.mark.beside
 def test_ctrl_c_saves_what_is_there(tmp_path):
     """torchrun's agent passes it on, and both processes stop after the same block."""
     process = start(tmp_path / "out.pt", "--num_frames", "300")

@@ -42,6 +42,7 @@ def old_and_new(tmp_path_factory) -> tuple[bytes, bytes, float]:
     return (folder / "old.pt").read_bytes(), (folder / "new.pt").read_bytes(), done.seconds
 
 
+@pytest.mark.beside
 def test_sigkill_at_any_moment(tmp_path, old_and_new, capfd):
     old, new, seconds = old_and_new
     path, dice, wanted = tmp_path / "out.pt", random.Random(0), 200 if FULL else 4

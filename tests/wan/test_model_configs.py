@@ -36,6 +36,7 @@ def test_a_configuration_says_all_that_its_model_needs(name):
         assert config.lora_rank and config.lora_alpha
 
 
+@pytest.mark.beside
 def test_every_one_runs_plain_and_captured(tmp_path, capsys):
     """Tiny shapes; the report is what the table of docs/models.md is made of."""
     output = tmp_path / "models_rehearsal.json"
