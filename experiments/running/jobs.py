@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -114,13 +116,21 @@ def run_observed(
         start = time.monotonic()
         made = make(observer)
         process_group.leave()
-        if not writes:
-            return
-        save(args, made, outputs, observer)
-        observer.print(
-            f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, "
-            f"{memory()}"
-        )
+        if writes:
+            save(args, made, outputs, observer)
+            observer.print(
+                f"{what}, {len(outputs)} file{'s' * (len(outputs) > 1)}: {time.monotonic() - start:.1f} s, "
+                f"{memory()}"
+            )
+    if not writes:
+        _end_at_once()
+
+
+def _end_at_once() -> NoReturn:
+    """A process that writes nothing ends without Python's shutdown, in which gloo's threads may abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def name_files(
