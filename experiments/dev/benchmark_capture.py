@@ -9,8 +9,9 @@ plain ones.
 
 import argparse
 
+from experiments.dev.benchmark_flags import benchmark_parser
 from experiments.dev.tables import markdown, measured_on
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import config_from, main
 
 
 def table(report: dict) -> str:
@@ -38,14 +39,7 @@ def rows_of(results: dict[str, dict]) -> str:
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
-    parser.add_argument(
-        "--random_weights",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the config's model with random weights: no files needed",
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="timed repeats of every row")
+    parser = benchmark_parser(__doc__, repeats=5)
     measure(parser.parse_args(argv))
 
 
@@ -54,11 +48,8 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.dev import measure_capture
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment
-    from wan.errors import ConfigError
 
     config = config_from(args)
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, not {args.repeats}")
     if args.output_path:
         require_writable(args.output_path)
     rollout, sizes = measure_capture.make_rollout(config, args.random_weights)

@@ -9,8 +9,9 @@ The atlas goes on where it stopped in --folder; what is not done in --sweep_seco
 import argparse
 from pathlib import Path
 
+from experiments.dev.benchmark_flags import benchmark_parser
 from experiments.dev.tables import markdown, measured_on
-from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.cli import config_from, count, main
 
 
 def table(report: dict) -> str:
@@ -43,14 +44,7 @@ def _of_sweep(sweep: dict | None) -> str:
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
-    parser.add_argument(
-        "--random_weights",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the config's model with random weights: no files needed",
-    )
-    parser.add_argument("--repeats", type=count, default=3, help="timed repeats of every row")
+    parser = benchmark_parser(__doc__, repeats=3)
     parser.add_argument("--sweep_seconds", type=count, help="also a causal atlas, for about so long")
     parser.add_argument("--sweep_prompts", type=count, default=1, help="prompts of the atlas, in one batch")
     parser.add_argument("--folder", type=Path, default=Path("cache/benchmark_interventions"))

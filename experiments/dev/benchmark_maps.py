@@ -9,8 +9,9 @@ Rollouts keep the last block of all layers and heads. Every row's latents are co
 import argparse
 
 from experiments.dev.benchmark_capture import rows_of
+from experiments.dev.benchmark_flags import benchmark_parser
 from experiments.dev.tables import markdown, measured_on
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import config_from, main
 
 
 def table(report: dict) -> str:
@@ -30,14 +31,7 @@ def calls_of(call: dict[str, dict]) -> str:
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
-    parser.add_argument(
-        "--random_weights",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the config's model with random weights: no files needed",
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of every row")
+    parser = benchmark_parser(__doc__, repeats=3)
     measure(parser.parse_args(argv))
 
 
@@ -46,11 +40,8 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.dev import measure_capture, measure_maps
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment
-    from wan.errors import ConfigError
 
     config = config_from(args)
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, not {args.repeats}")
     if args.output_path:
         require_writable(args.output_path)
     rollout, sizes = measure_capture.make_rollout(config, args.random_weights)

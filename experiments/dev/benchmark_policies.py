@@ -10,8 +10,9 @@ one repeat. Their median over the repeats is reported with a 95 % interval by bo
 
 import argparse
 
+from experiments.dev.benchmark_flags import benchmark_parser
 from experiments.dev.tables import markdown, measured_on
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import config_from, count, main
 
 
 def table(report: dict) -> str:
@@ -56,15 +57,8 @@ def with_interval(row: dict, name: str) -> str:
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
-    parser.add_argument(
-        "--random_weights",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the config's model with random weights: no files needed",
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats of every row")
-    parser.add_argument("--blocks", type=int, default=4, help="timed blocks of every repeat")
+    parser = benchmark_parser(__doc__, repeats=3)
+    parser.add_argument("--blocks", type=count, default=4, help="timed blocks of every repeat")
     measure(parser.parse_args(argv))
 
 
@@ -73,13 +67,9 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.dev import measure_policies
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment
-    from wan.errors import ConfigError
 
     num_frames = 45 if args.num_frames is None else args.num_frames
     config = config_from(args)
-    for name in ("repeats", "blocks"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {getattr(args, name)}")
     if args.output_path:
         require_writable(args.output_path)
     bench = measure_policies.make_bench(config, args.random_weights, args.blocks, num_frames)

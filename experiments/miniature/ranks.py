@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from experiments.running.ranks import this_rank
 from wan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,14 +63,18 @@ class Ranks:
 
 
 def start_ranks(on_gpu: bool) -> Ranks:
-    """Join the other processes of torchrun, each on its own GPU; alone without a launcher."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
+    """Join the other processes of torchrun, each on its own GPU; alone without a launcher.
+
+    Raises ConfigError for an environment that says only half of it.
+    """
+    here = this_rank()
+    if here.count == 1:
         return Ranks()
     import torch
     import torch.distributed as dist
 
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    return Ranks(dist.get_rank(), count)
+        torch.cuda.set_device(here.local)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, rank=here.number, world_size=here.count)
+    return Ranks(here.number, here.count)

@@ -226,7 +226,7 @@ def test_a_script_runs_without_pythonpath(tmp_path):
             "needs --granularity token",
         ),
         (benchmark_capture, ["--random_weights"], "--random_weights knows the sizes of Wan2.1-T2V-1.3B"),
-        (benchmark_capture, ["--repeats", "0"], "--repeats must be at least 1"),
+        (benchmark_capture, ["--repeats", "0"], "argument --repeats: 0 is not in 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(script, flags, message, tmp_path, capfd):
