@@ -11,6 +11,7 @@ from torch import Tensor
 
 from experiments.miniature.moving_shapes import FPS, Scene, render_batch, sample_scenes
 from experiments.miniature.recipe import FRAMES, HELD_OUT_SEED, SIDE
+from wan.modules.vae import from_patches, to_patches
 
 
 def encode(vae: AutoencoderKLWan, video: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,7 +19,7 @@ def encode(vae: AutoencoderKLWan, video: Tensor) -> tuple[Tensor, Tensor]:
     the others."""
     cache = [None] * vae._cached_conv_counts["encoder"]
     parts = [
-        vae.encoder(x, feat_cache=cache, feat_idx=[0])
+        vae.encoder(to_patches(vae, x), feat_cache=cache, feat_idx=[0])
         for x in (video[:, :, :1], video[:, :, 1:])
         if x.numel()
     ]
@@ -29,9 +30,8 @@ def decode(vae: AutoencoderKLWan, z: Tensor) -> Tensor:
     """Latents to video, not clamped; vae.decode in two calls, frame 0 and the others."""
     cache, z = [None] * vae._cached_conv_counts["decoder"], vae.post_quant_conv(z)
     first = vae.decoder(z[:, :, :1], feat_cache=cache, feat_idx=[0], first_chunk=True)
-    if z.shape[2] == 1:
-        return first
-    return torch.cat([first, vae.decoder(z[:, :, 1:], feat_cache=cache, feat_idx=[0])], 2)
+    rest = [vae.decoder(z[:, :, 1:], feat_cache=cache, feat_idx=[0])] if z.shape[2] > 1 else []
+    return from_patches(vae, torch.cat([first, *rest], 2))
 
 
 def set_layout(vae: AutoencoderKLWan, planes: torch.memory_format, volumes: torch.memory_format) -> None:

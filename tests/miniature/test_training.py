@@ -157,7 +157,7 @@ def test_progress_is_of_steps_or_minutes_whichever_is_further(monkeypatch):
 
 
 def test_the_longest_clips_are_longer_than_the_decoder_sees(monkeypatch):
-    assert max(LONG_CLIPS) > receptive_field(VAE) == 117
+    assert max(LONG_CLIPS) > receptive_field(VAE) == 109
     monkeypatch.setattr(vae_training, "SHORT_CLIPS", SHORT_CLIPS)
     monkeypatch.setattr(vae_training, "LONG_CLIPS", LONG_CLIPS)
     lengths = {clip_length(step, progress) for step in range(12) for progress in (0.0, 0.99 * SHORT_SHARE)}
@@ -177,6 +177,18 @@ def test_the_receptive_field_is_what_the_decoder_reads():
         other = z.clone()
         other[:, :, latent] += 1
         assert (decode(vae, other)[:, :, -1] != decode(vae, z)[:, :, -1]).any() == changes
+
+
+def test_outlines_weigh_more():
+    """A wall that ends at column 8, in the second frame: two pixels on both sides of its end weigh more, the
+    video's border does not."""
+    video = torch.zeros(1, 3, 2, 16, 16)
+    video[:, 1, 1, :, :8] = 0.7
+    weights = vae_training.pixel_weights(video)
+    assert weights.shape == (1, 1, 2, 16, 16)
+    near = torch.ones(2, 16, 16)
+    near[1, :, 6:10] = vae_training.EDGE_WEIGHT
+    assert torch.equal(weights[0, 0], near)
 
 
 def test_recipes_can_be_narrowed():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor, nn
 
 from wan import native
@@ -68,7 +69,7 @@ class VAE(nn.Module):
         x = (video[:, :whole].transpose(1, 2) * 2 - 1).to(self.vae.dtype)
         features = [None] * self.vae._cached_conv_counts["encoder"]
         parts = [
-            self.vae.encoder(part, feat_cache=features, feat_idx=[0])
+            self.vae.encoder(to_patches(self.vae, part), feat_cache=features, feat_idx=[0])
             for part in _pieces(x, 1, 4 * _at_once(x.shape[3] // 8, x.shape[4] // 8))
         ]
         z, _ = self.vae.quant_conv(torch.cat(parts, 2)).chunk(2, 1)  # mean and log variance
@@ -102,7 +103,19 @@ class StreamedDecoder:
     def _next(self, z: Tensor) -> Tensor:
         """Pixels in -1..1 [B, 3, frames, H, W] of z [B, C, F, h, w]."""
         is_first, self.started = not self.started, True
-        return self.model.vae.decoder(z, feat_cache=self.features, feat_idx=[0], first_chunk=is_first)
+        x = self.model.vae.decoder(z, feat_cache=self.features, feat_idx=[0], first_chunk=is_first)
+        return from_patches(self.model.vae, x)
+
+
+def to_patches(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
+    """What the encoder takes: video [B, 3, F, H, W], its patches of pixels as channels where the VAE has
+    patches (Wan2.2's and the miniature's; Wan2.1's has none)."""
+    return video if vae.config.patch_size is None else patchify(video, vae.config.patch_size)
+
+
+def from_patches(vae: AutoencoderKLWan, x: Tensor) -> Tensor:
+    """to_patches() undone, of what the decoder gives."""
+    return x if vae.config.patch_size is None else unpatchify(x, vae.config.patch_size)
 
 
 def _at_once(height: int, width: int) -> int:

@@ -1,0 +1,82 @@
+"""on_two_gpus.sh, with stand-ins for the GPUs and for Python: no flag of it may be found wrong on a GPU."""
+
+import importlib
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
+PARTS = {"vae": 6, "transformers": 2, "findings": 4, "parallel": 4}  # commands
+WEIGHTS = (
+    "transformer",
+    "text_encoder",
+    "self_forcing_mini.pt",
+    "lora_window.pt",
+    "lora_framewise.pt",
+    "vae",
+)
+
+
+def start(part, folder, programs):
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
+    return subprocess.run(
+        ["bash", SCRIPT, part, "out"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """A folder with an nvidia-smi that has seen a GPU, and launchers that write down what they are given."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, does in {
+        "nvidia-smi": "echo NVIDIA H200",
+        "python3": 'echo "$*" >> "$CALLS"',
+        "torchrun": 'echo "$*" >> "$CALLS"',
+    }.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def refusal(module, flags, capsys):
+    """What the script's own parser says of the flags and of one that it cannot know."""
+    with pytest.raises(SystemExit) as ended:
+        module.run([*flags, "--unknown"])
+    assert ended.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_command_has_flags_that_its_script_knows(part, tmp_path, programs, capsys):
+    made = tmp_path / "outputs/gpu-miniature"
+    made.mkdir(parents=True)
+    (tmp_path / "outputs/checkpoints").mkdir()
+    for name in ("training.json", *WEIGHTS):
+        (made / name).touch()
+    ended = start(part, tmp_path, programs)
+    assert ended.returncode == 0, ended.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == PARTS[part] == ended.stdout.count("status 0")
+    for words in map(str.split, calls):
+        script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        assert script is not None
+        if words[:2] == ["-m", "pytest"]:
+            assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
+            continue
+        module = importlib.import_module(words[script].removesuffix(".py").replace("/", "."))
+        said = refusal(module, words[script + 1 :], capsys)
+        assert said.startswith("error: unrecognized arguments: --unknown;")
+
+
+def test_a_host_without_gpus_is_refused(tmp_path, programs):
+    (programs / "nvidia-smi").write_text("#!/usr/bin/env bash\nexit 9\n")
+    ended = start("vae", tmp_path, programs)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "no NVIDIA GPU found" in ended.stderr
+
+
+def test_an_unknown_part_is_refused(tmp_path, programs):
+    ended = start("everything", tmp_path, programs)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "no part 'everything'" in ended.stderr
