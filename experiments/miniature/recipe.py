@@ -14,10 +14,17 @@ if TYPE_CHECKING:
 
 SIDE, FRAMES = 64, 81  # pixels, video frames
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
-VAE = {"base_dim": 24, "decoder_base_dim": 24, "z_dim": 16, "num_res_blocks": 1}
-# Patches of 2 x 2 pixels are channels, as in Wan2.2's VAE: no layer works at full size, where most time would go.
-VAE |= {"patch_size": 2, "in_channels": 12, "out_channels": 12}
-VAE |= {"dim_mult": [1, 2, 4], "temperal_downsample": [True, True]}
+VAE = {  # patches of 2 x 2 pixels are channels, as in Wan2.2's: no layer works at full size, which takes longest
+    "base_dim": 24,
+    "decoder_base_dim": 24,
+    "z_dim": 16,
+    "num_res_blocks": 1,
+    "dim_mult": [1, 2, 4],
+    "temperal_downsample": [True, True],
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 12,
+}
 TEXT = {
     "d_model": MODEL.text_dim,
     "d_kv": 16,
