@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SIDE, FRAMES = 64, 81  # pixels, video frames
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
-VAE = {  # patches of 2 x 2 pixels are channels, as in Wan2.2's: no layer works at full size, which takes longest
+VAE = {  # patches of 2 x 2 pixels are channels, as in Wan2.2's: no layer works at full size
     "base_dim": 24,
     "decoder_base_dim": 24,
     "z_dim": 16,
