@@ -32,7 +32,7 @@ OLDER_CACHES = ("caches", "formats", "older_caches", "profiles", "calls", "frame
 TESTS = {
     "wan": "golden layers kv_cache rope_bands reductions capture pipeline text2video config checkpoint "
     "native offload damaged_weights vae",
-    "caches": "caches frames profiles taxonomy measures published",
+    "caches": "caches older_caches frames profiles taxonomy measures published",
 }
 NOTICED = ("failed", "error", "hung")
 Mistake = tuple[str, ...]  # package, function, expression, what takes its place; and the file, of several

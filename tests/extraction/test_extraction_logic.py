@@ -35,36 +35,11 @@ def hand_made(config, granularity="frame"):
     """
     sizes, records = config.block_sizes, []
     for block in range(len(sizes)):
-        of_block = []
-        queries = block_frames(sizes, block)
-        keys = visible_frames(sizes, block, config.local_attn_size, config.sink_size)
-        for step, timestep in enumerate(TIMESTEPS):
-            for layer in range(LAYERS):
-                frame = value(layer, step, queries, keys)
-                tokens = frame.repeat_interleave(S, 2).repeat_interleave(S, 3)
-                values = {
-                    "frame": {"frame_logits": frame, "frame_mass": frame.softmax(-1)},
-                    "token": {"token_logits": tokens},
-                    "key": {"key_curve": tokens.mean(2)},
-                    "cross": {"cross_mass": frame[..., :1].expand(-1, -1, -1, 9)},
-                }[granularity]
-                at = Pass(
-                    query_frames=tuple(queries),
-                    block=block,
-                    step=step,
-                    timestep=timestep,
-                    is_clean_pass=timestep == 0,
-                )
-                of_block.append(
-                    CapturedCall(
-                        site=Site(layer, "cross" if granularity == "cross" else "self"),
-                        at=at,
-                        values=values,
-                        q_shape=(1, len(queries) * S, H, 8),
-                        k_shape=(1, len(keys) * S, H, 8),
-                        layout=None if granularity == "cross" else KeyLayout.of_frames(keys, len(keys) * S),
-                    )
-                )
+        of_block = [
+            hand_made_call(config, block, step, layer, granularity)
+            for step in range(len(TIMESTEPS))
+            for layer in range(LAYERS)
+        ]
         random.Random(block).shuffle(of_block)
         records += of_block
     common = {
@@ -83,6 +58,29 @@ def hand_made(config, granularity="frame"):
     }
     latents = torch.zeros(1, config.num_frames, 1, 1, 1)
     return result.Extraction(config, LAYERS, records, latents, TIMESTEPS, ["▁a", "</s>"], common)
+
+
+def hand_made_call(config, block, step, layer, granularity):
+    """A call whose values say where they belong."""
+    queries = tuple(block_frames(config.block_sizes, block))
+    keys = visible_frames(config.block_sizes, block, config.local_attn_size, config.sink_size)
+    frame = value(layer, step, queries, keys)
+    tokens = frame.repeat_interleave(S, 2).repeat_interleave(S, 3)
+    values = {
+        "frame": {"frame_logits": frame, "frame_mass": frame.softmax(-1)},
+        "token": {"token_logits": tokens},
+        "key": {"key_curve": tokens.mean(2)},
+        "cross": {"cross_mass": frame[..., :1].expand(-1, -1, -1, 9)},
+    }[granularity]
+    timestep, is_cross = TIMESTEPS[step], granularity == "cross"
+    return CapturedCall(
+        site=Site(layer, "cross" if is_cross else "self"),
+        at=Pass(query_frames=queries, block=block, step=step, timestep=timestep, is_clean_pass=timestep == 0),
+        values=values,
+        q_shape=(1, len(queries) * S, H, 8),
+        k_shape=(1, len(keys) * S, H, 8),
+        layout=None if is_cross else KeyLayout.of_frames(keys, len(keys) * S),
+    )
 
 
 WHOLE = RunConfig(num_frames=9, denoising_step_list=[1000, 250], layer_indices=[2, 0], step=1)

@@ -32,7 +32,6 @@ NAMES = (
     "match_curve",
     "contact_sheet",
 )
-SEED = 50
 EXAMPLES = 400 if FULL else 12
 START = {  # what makes a command line whole, so that more than the parser is reached
     "extract_attention_wan": ["--ckpt_dir", "checkpoints/wan-mini"],
@@ -41,7 +40,7 @@ START = {  # what makes a command line whole, so that more than the parser is re
     "match_curve": ["--cache_path", "cache/published/self_forcing_dmd_castle_72f.pt"],
     "contact_sheet": ["sheet.svg", "A=docs/no.svg"],
 }
-counted: dict[str, list] = {}
+LINKED = ("configs", "checkpoints", "cache", "README.md", "docs")
 
 
 class BeganError(Exception):
@@ -143,14 +142,12 @@ def said(script, words) -> tuple[int, str, float]:
     return code, lines.getvalue(), time.monotonic() - start
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_flags(name, tmp_path, monkeypatch, capfd):
-    """No traceback, no flood, no file: whatever is given, a script begins its work or says in one line why
-    not.
-    """
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder like the root, from which scripts start; whatever begins to work or to write raises."""
     monkeypatch.chdir(tmp_path)
-    for entry_of_root in ("configs", "checkpoints", "cache", "README.md", "docs"):
-        (tmp_path / entry_of_root).symlink_to(ROOT / entry_of_root)
+    for name in LINKED:
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setattr(jobs, "run_observed", begins)
     monkeypatch.setattr(sweep, "run_sweep", begins)
     monkeypatch.setattr("experiments.caches.store.save_cache", begins)
@@ -160,10 +157,12 @@ def test_flags(name, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(
         entry, "explained", lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)
     )
-    script, found = (
-        import_module(f"experiments.{name}"),
-        {"refused": 0, "began": 0, "slowest": 0.0, "flags": set()},
-    )
+    return tmp_path
+
+
+def fuzz(name: str, found: dict) -> None:
+    """Count what the command lines of a script come to: refused in one line, or begun."""
+    script = import_module(f"experiments.{name}")
 
     @settings(
         max_examples=EXAMPLES,
@@ -173,32 +172,30 @@ def test_flags(name, tmp_path, monkeypatch, capfd):
         suppress_health_check=list(HealthCheck),
     )
     @given(command_line(name))
-    def fuzz(words):
+    def try_one(words):
         code, line, seconds = said(script, words)
         lines = [text for text in line.splitlines() if not text.startswith("warning: ")]
         assert seconds < HUNG, words
         assert code in (0, 2), (words, code, line[-500:])
         if code:
-            assert "--debug" in words or (len(lines) == 1 and lines[0].startswith("error: ")), (
-                words,
-                line[-500:],
-            )
+            one_line = len(lines) == 1 and lines[0].startswith("error: ")
+            assert "--debug" in words or one_line, (words, line[-500:])
             assert "unexpected " not in lines[-1] and len(lines[-1]) < 1500, (words, line[-500:])
         found["refused" if code else "began"] += 1
         found["slowest"] = max(found["slowest"], seconds)
-        found["flags"] |= {word for word in words if word.startswith("--")}
 
-    fuzz()
-    left = {path.name for path in tmp_path.iterdir()} - {
-        "configs",
-        "checkpoints",
-        "cache",
-        "README.md",
-        "docs",
-    }
-    assert not left and not os.system(
-        f"cd {ROOT} && git diff --quiet -- configs checkpoints cache README.md docs/page.md"
-    )
+    try_one()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags(name, folder, capfd):
+    """No traceback, no flood, no file: whatever is given, a script begins its work or says in one line why
+    not.
+    """
+    found = {"refused": 0, "began": 0, "slowest": 0.0}
+    fuzz(name, found)
+    assert {path.name for path in folder.iterdir()} == set(LINKED)
+    assert not os.system(f"cd {ROOT} && git diff --quiet -- configs checkpoints cache README.md docs/page.md")
     tried = found["refused"] + found["began"]
     flags = len({action.dest for action in actions(name)})
     row = {"tried": tried, "inside": tried, "seed": 0, "refused": found["refused"], "read": found["began"]}

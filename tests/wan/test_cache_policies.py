@@ -1,117 +1,15 @@
-"""The clean rules of cache policies, on windows, sinks and budgets of any size,
-against lists of frames in float64.
-"""
+"""The clean rules of cache policies, of any window, sink and budget, against lists of frames in float64."""
 
 import pytest
 import torch
-from conftest import golden_model
+from helpers.cache_simulation import BATCH, LAYERS, S, Simulation, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.errors import ConfigError
 from wan.modules.cache_policies import POLICIES, make_policy
 from wan.modules.key_layout import AVERAGE, CHOSEN
-from wan.modules.kv_cache import KVCache
-from wan.modules.rope import RotaryTable, rotate
-from wan.pipeline import CausalInferencePipeline
-from wan.prompt_schedule import PromptSwitch
-
-LAYERS, HEADS, DIM, GRID, BATCH = 2, 3, 12, (1, 2), 2
-S = GRID[0] * GRID[1]
-PLAIN = ("full", "window", "relative", "deep_sink")
-ANY = [
-    {"name": "full"},
-    {"name": "window", "window": 7, "sink": 2},
-    {"name": "relative", "window": 7, "sink": 1},
-    {"name": "deep_sink", "window": 8, "sink": 3},
-    {"name": "participative", "window": 9, "sink": 2, "budget": 7, "recent": 4},
-    {"name": "ema_sink", "window": 7, "sink": 2, "alpha": 0.5},
-    {"name": "two_memories", "window": 8, "sink": 1},
-    {"name": "rolling_sink", "window": 9},
-    {"name": "memory_bank", "window": 7, "sink": 2, "bank": 2, "interval": 1},
-]
-
-
-class Simulation:
-    """A KV cache that is fed random keys, and everything that it was ever fed."""
-
-    def __init__(self, policy, sizes):
-        table = RotaryTable(DIM)
-        self.rope = lambda positions: table(positions, *GRID, torch.device("cpu"))
-        self.cache = KVCache(
-            [HEADS] * LAYERS,
-            BATCH,
-            DIM,
-            S,
-            sum(sizes),
-            policy,
-            max(sizes),
-            rope=self.rope,
-            dtype=torch.float64,
-        )
-        self.generator = torch.Generator().manual_seed(0)
-        self.text = [(self.draw(5), self.draw(5)) for _ in range(LAYERS)]
-        self.raw: list[dict[int, torch.Tensor]] = [{} for _ in range(LAYERS)]  # per frame [B, S, H, D], clean
-        self.values: list[dict[int, torch.Tensor]] = [{} for _ in range(LAYERS)]
-        self.queries: list[dict[int, torch.Tensor]] = [{} for _ in range(LAYERS)]
-        self.start = 0
-
-    def draw(self, tokens):
-        return torch.randn(BATCH, tokens, HEADS, DIM, generator=self.generator, dtype=torch.float64)
-
-    def block(self, size, passes=2):
-        """Run the passes of the next block, the last one clean;
-        yield after each, with what every layer sees.
-        """
-        frames = range(self.start, self.start + size)
-        self.start += size
-        self.cache.advance(frames, self.text)
-        for step in range(passes):
-            self.cache.begin_pass(is_clean=step == passes - 1)
-            seen = []
-            for layer in range(LAYERS):
-                q, raw, v = (self.draw(size * S) for _ in range(3))
-                k = rotate(raw, *self.rope(self.cache.key_positions))
-                for i, frame in enumerate(frames):
-                    at = slice(i * S, (i + 1) * S)
-                    self.raw[layer][frame], self.values[layer][frame] = raw[:, at], v[:, at]
-                    self.queries[layer][frame] = q[:, at]
-                seen.append(self.cache.write(layer, q, k, v, raw if self.cache.stores_raw else None))
-            yield frames, step, seen
-
-    def check(self, seen):
-        """Keys of every slot are its frame's, rotated to its position, and so are its values."""
-        for layer, (keys, values) in enumerate(seen):
-            layout = self.cache.layouts[layer]
-            assert keys.shape[1] == len(layout.slots) * S
-            for index, slot in enumerate(layout.slots):
-                at = slice(index * S, (index + 1) * S)
-                for item in range(BATCH):
-                    if slot.frame == CHOSEN:
-                        first = (index - layout.chosen.slots.start) * S
-                        tokens = slice(first, first + S)
-                        raw, v = self.of_tokens(layer, item, layout.chosen, tokens)
-                        positions = layout.chosen.positions[item, tokens].tolist()
-                        assert positions == [slot.position] * S
-                        tables = [x[layout.chosen.indices[item, tokens]] for x in self.rope([slot.position])]
-                    elif slot.frame >= 0:
-                        frame = slot.items[item] if slot.items else slot.frame
-                        position = slot.items[item] if slot.items else slot.position
-                        raw, v = self.raw[layer][frame][item], self.values[layer][frame][item]
-                        tables = self.rope([position])
-                    else:
-                        continue
-                    close(keys[item, at], rotate(raw[None], *tables)[0])
-                    close(values[item, at], v)
-
-    def of_tokens(self, layer, item, chosen, tokens):
-        pairs = zip(chosen.frames[item, tokens].tolist(), chosen.indices[item, tokens].tolist(), strict=True)
-        rows = [(self.raw[layer][f][item, i], self.values[layer][f][item, i]) for f, i in pairs]
-        return tuple(torch.stack(column) for column in zip(*rows, strict=True))
-
-
-def close(x, y, atol=1e-6):  # RoPE's tables are float32
-    torch.testing.assert_close(x, y, atol=atol, rtol=0)
+from wan.modules.rope import rotate
 
 
 @st.composite
@@ -304,59 +202,6 @@ def test_a_bank_keeps_the_best_under_the_prompt():
             slots = run.cache.layouts[layer].slots
             assert [slot.items[item] for slot in slots if slot.items] == bank
     assert len({tuple(bank) for bank in banks.values()}) > 1  # layers and items choose for themselves
-
-
-def roll_out(policy, pipeline=None, num_frames=15, given=0, batch=1, schedule=(), item=None, **options):
-    generator = torch.Generator().manual_seed(2)
-    noise = torch.randn(batch, num_frames, 16, 2, 6, generator=generator)
-    renoise = torch.randn(3, *noise[:, given:].shape, generator=generator)
-    embeds = torch.randn(batch, 32, 64, generator=generator)
-    if item is not None:  # of a batch, on its own
-        noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]
-    first = {"initial_latent": noise[:, :given]} if given else {}
-    pipeline = pipeline or CausalInferencePipeline(golden_model(), cache_policy=policy, **options)
-    return pipeline.inference(
-        noise[:, given:], prompt_embeds=embeds, renoise=renoise, prompt_schedule=schedule, **first
-    )[1]
-
-
-@pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings["name"])
-def test_a_second_video_equals_the_first_and_short_ones_need_no_policy(settings):
-    policy = make_policy(**settings)
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy)
-    first = roll_out(policy, pipeline)
-    assert torch.equal(first, roll_out(policy, pipeline))
-    if settings["name"] != "memory_bank":  # whose bank repeats frames from the second block on
-        assert torch.equal(roll_out(policy, num_frames=6), roll_out(make_policy("full"), num_frames=6))
-
-
-@pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings["name"])
-def test_a_batch_is_its_items(settings):
-    policy = make_policy(**settings)
-    for options in (
-        {"num_frame_per_block": 1, "num_frames": 12},
-        {"given": 6},
-        {"independent_first_frame": True, "num_frames": 16},
-    ):
-        both = roll_out(policy, batch=2, **options)
-        alone = roll_out(policy, batch=2, item=1, **options)
-        torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("how", ["keep", "flush", "recache", "cut"])
-@pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings["name"])
-def test_prompt_switches(settings, how):
-    policy = make_policy(**settings)
-    embeds = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(9))
-    schedule = [PromptSwitch(9, how=how, prompt_embeds=embeds)]
-    if (how == "recache" and not policy.can_recache) or (how == "cut" and not policy.stands_by_slot):
-        with pytest.raises(ConfigError, match="prompt_schedule"):
-            roll_out(policy, schedule=schedule)
-        return
-    switched = roll_out(policy, schedule=schedule)
-    plain = roll_out(policy)
-    assert torch.equal(switched[:, :9], plain[:, :9]) and not torch.equal(switched[:, 9:], plain[:, 9:])
-    assert switched.isfinite().all()
 
 
 @pytest.mark.parametrize(

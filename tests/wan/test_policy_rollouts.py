@@ -1,0 +1,75 @@
+"""Whole rollouts of a small model under every cache policy: again, in batches, with switches of prompts."""
+
+import pytest
+import torch
+from conftest import golden_model
+
+from wan.errors import ConfigError
+from wan.modules.cache_policies import make_policy
+from wan.pipeline import CausalInferencePipeline
+from wan.prompt_schedule import PromptSwitch
+
+ANY = [
+    {"name": "full"},
+    {"name": "window", "window": 7, "sink": 2},
+    {"name": "relative", "window": 7, "sink": 1},
+    {"name": "deep_sink", "window": 8, "sink": 3},
+    {"name": "participative", "window": 9, "sink": 2, "budget": 7, "recent": 4},
+    {"name": "ema_sink", "window": 7, "sink": 2, "alpha": 0.5},
+    {"name": "two_memories", "window": 8, "sink": 1},
+    {"name": "rolling_sink", "window": 9},
+    {"name": "memory_bank", "window": 7, "sink": 2, "bank": 2, "interval": 1},
+]
+
+
+def roll_out(policy, pipeline=None, num_frames=15, given=0, batch=1, schedule=(), item=None, **options):
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(batch, num_frames, 16, 2, 6, generator=generator)
+    renoise = torch.randn(3, *noise[:, given:].shape, generator=generator)
+    embeds = torch.randn(batch, 32, 64, generator=generator)
+    if item is not None:  # of a batch, on its own
+        noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]
+    first = {"initial_latent": noise[:, :given]} if given else {}
+    pipeline = pipeline or CausalInferencePipeline(golden_model(), cache_policy=policy, **options)
+    return pipeline.inference(
+        noise[:, given:], prompt_embeds=embeds, renoise=renoise, prompt_schedule=schedule, **first
+    )[1]
+
+
+@pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings["name"])
+def test_a_second_video_equals_the_first_and_short_ones_need_no_policy(settings):
+    policy = make_policy(**settings)
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy)
+    first = roll_out(policy, pipeline)
+    assert torch.equal(first, roll_out(policy, pipeline))
+    if settings["name"] != "memory_bank":  # whose bank repeats frames from the second block on
+        assert torch.equal(roll_out(policy, num_frames=6), roll_out(make_policy("full"), num_frames=6))
+
+
+@pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings["name"])
+def test_a_batch_is_its_items(settings):
+    policy = make_policy(**settings)
+    for options in (
+        {"num_frame_per_block": 1, "num_frames": 12},
+        {"given": 6},
+        {"independent_first_frame": True, "num_frames": 16},
+    ):
+        both = roll_out(policy, batch=2, **options)
+        alone = roll_out(policy, batch=2, item=1, **options)
+        torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("how", ["keep", "flush", "recache", "cut"])
+@pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings["name"])
+def test_prompt_switches(settings, how):
+    policy = make_policy(**settings)
+    embeds = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(9))
+    schedule = [PromptSwitch(9, how=how, prompt_embeds=embeds)]
+    if (how == "recache" and not policy.can_recache) or (how == "cut" and not policy.stands_by_slot):
+        with pytest.raises(ConfigError, match="prompt_schedule"):
+            roll_out(policy, schedule=schedule)
+        return
+    switched = roll_out(policy, schedule=schedule)
+    plain = roll_out(policy)
+    assert torch.equal(switched[:, :9], plain[:, :9]) and not torch.equal(switched[:, 9:], plain[:, 9:])
+    assert switched.isfinite().all()
