@@ -231,9 +231,10 @@ class Atlas(Mapping[str, Any]):
         from experiments.figures.heads import head_grid
 
         view = self.view(step, quantity)
-        profile = view.frame_profile(layer)
-        titles = delta_titles(head_statistics(profile).delta)
-        return head_grid(profile, titles, view.caption, layer=layer, note="Δ = first − middle")
+        titles = delta_titles(head_statistics(view.frame_profile(layer)).delta)
+        return head_grid(
+            view.key_profile(layer), titles, view.caption, layer=layer, note="Δ = first − middle"
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""

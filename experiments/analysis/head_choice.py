@@ -72,12 +72,20 @@ def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
         spread = np.full((view.num_frames, S), np.nan, np.float32)
         spread[list(view.key_frames)] = curve[head].reshape(-1, S)
         curve = spread.reshape(-1)
-    profile = view.frame_profile(layer)[head]
-    return HeadPanel(label, layer, head, profile, curve, no_preference=no_preference(view))
+    profile, gone = np.split(view.key_profile(layer)[head], [view.num_frames])
+    return HeadPanel(
+        label,
+        layer,
+        head,
+        profile,
+        curve,
+        no_preference=no_preference(view),
+        averages=gone if gone.size else None,
+    )
 
 
 def no_preference(view: Profiles) -> float | None:
-    """What each key frame would get if all tokens that the queries see were alike; None for logits, which any
-    constant may shift."""
-    frames = len(view.key_frames)
+    """What each key frame and average would get if all tokens that the queries see were alike; None for
+    logits, which any constant may shift."""
+    frames = len(view.key_frames) + view.num_averages
     return {"mass": 1 / frames, "mean_prob": 1 / (frames * view.frame_seq_length)}.get(view.quantity)

@@ -32,6 +32,7 @@ class HeadPanel(NamedTuple):
     clipped: np.ndarray | None = None  # [F] bool: where that figure cuts it off
     agreement: Agreement | None = None
     no_preference: float | None = None  # value of every frame if all tokens were alike; None for logits
+    averages: np.ndarray | None = None  # [averages] of frames that are gone, beside the frames
 
 
 class HeadMap(NamedTuple):
@@ -57,9 +58,10 @@ class LabelMap(NamedTuple):
 
 
 class ProfileMap(NamedTuple):
-    """Profiles [H, F] of one layer in one pass, or None and a line that says why they are absent."""
+    """Profiles [H, F + averages] of a layer in one pass, or None and a line that says why there are none."""
 
     title: str
     quantity: str
     values: np.ndarray | None
     missing_reason: str = ""
+    averages: int = 0  # columns after the frames: averages of frames that are gone

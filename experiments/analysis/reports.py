@@ -84,7 +84,7 @@ def describe(profiles: Profiles) -> str:
         f"Frames: {p.num_frames} in blocks of {', '.join(map(str, p.block_sizes))}",
         f"Pass: {p.pass_label}",
         f"Captured: {SEEN[p.captured]}; queries of frames {ranges(p.query_frames)} "
-        f"on keys of frames {ranges(p.key_frames)}",
+        f"on keys of frames {ranges(p.key_frames)}{_averages(p.num_averages)}",
         f"Quantity: {p.quantity}, {UNITS[p.quantity]}",
     ]
     if p.noise_frames:
@@ -96,6 +96,10 @@ def describe(profiles: Profiles) -> str:
         said = ", ".join(f"{ranges(frames)} at t = {t:.4g}" for t, frames in levels.items())
         lines.append(f"Window: frames {said}")
     return "\n".join([*lines, *(f"Note: {note}" for note in p.notes)])
+
+
+def _averages(count: int) -> str:
+    return f" and {count} average{'s' * (count > 1)} of frames that are gone" if count else ""
 
 
 def captured_lines(view: Profiles) -> str:

@@ -17,6 +17,7 @@ class Caption:
         default_factory=lambda: NOTHING
     )  # legend -> frames
     unit: str = "latent"  # what the frame axis counts: latent or video frames
+    averages: int = 0  # columns after the frames: averages of frames that are gone
 
 
 def ranges(numbers: Sequence[int]) -> str:

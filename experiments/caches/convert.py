@@ -42,7 +42,7 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     pass or quantity that the atlas does not hold.
     """
     view = open_profiles(atlas, step, "mean_logit")
-    profile, matrix, _ = view.values(layer)
+    profile, matrix = view.values(layer)[:2]
     one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
     last = list(range(view.num_frames))[-3:] if one_block else block_frames(view.block_sizes, -1)
     if matrix is None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.caches import frames
+from experiments.caches import averages, frames
 from experiments.caches.common import Cache, PassTag, Tokens
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import AtlasCache, Figure4Cache, InferenceCache, LayerCache
@@ -22,6 +22,7 @@ class LayerValues(NamedTuple):
     profile: Tensor  # [H, F], mean over the queries of the last block
     matrix: Tensor | None  # [H, rows, F]
     key_curve: Tensor | None  # [H, Lk]
+    averages: Tensor | None = None  # [H, rows, averages] beside the matrix: keys that are of no frame
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class PassReading:
     matrix_rows: Sequence[int]  # query frames of the matrix, () where there is none
     read: Callable[[int], LayerValues]
     query_frames: Sequence[int] | None = None  # what the profile averages; None: the last block
+    num_averages: int = 0  # columns of LayerValues.averages
 
 
 def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
@@ -74,9 +76,14 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> PassReading:
             profile = _by_frame(curve.float(), entry.named_keys, keys, cache, mean=True)
             return LayerValues(profile, None, spread)
         matrix = _in_quantity(entry.frame_logits, entry.frame_mass, S, quantity)
-        return LayerValues(matrix.mean(1), matrix, spread)
+        slots = _slots_in_quantity(entry.slot_logits, entry.slot_mass, S, quantity)
+        gone = None
+        if slots is not None and entry.slot_frame is not None:
+            gone = averages.averages_of_slots(slots, entry.slot_frame, count)
+        return LayerValues(matrix.mean(1), matrix, spread, gone)
 
-    return PassReading(at, list(entries), keys, queries, read, queries)
+    count = max(_averages_of(entry) for entry in entries.values())
+    return PassReading(at, list(entries), keys, queries, read, queries, count)
 
 
 def _layer(cache: LayerCache, at: PassTag, quantity: str) -> PassReading:
@@ -105,7 +112,13 @@ def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> PassReading
         return _from_tokens(by_layer[layer], by_layer[layer].key_frames, cache, quantity)
 
     return PassReading(
-        first.tag, sorted(by_layer), first.key_frames, first.query_frames, read, first.query_frames
+        first.tag,
+        sorted(by_layer),
+        first.key_frames,
+        first.query_frames,
+        read,
+        first.query_frames,
+        max(_averages_of(call) for call in by_layer.values()),
     )
 
 
@@ -132,6 +145,9 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
     else:
         assert matrices is not None
         profiles = matrices[..., last, :].float().mean(-2)
+    slots = _slots_in_quantity(cache.slot_logits, cache.slot_mass, S, quantity)
+    shown = cache.slot_frame is not None and slots is not None and matrices is not None
+    count = averages.most_averages(cache.slot_frame) if shown else 0
     keys = _seen(profiles)
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
 
@@ -140,16 +156,22 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
             return curve[:, columns]
         return frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
 
+    def averages_at(i: int) -> Tensor | None:
+        if slots is None or cache.slot_frame is None or not count:
+            return None
+        return averages.averages_of_blocks(slots[i, p], cache.slot_frame[i], cache.block_sizes)
+
     def read(layer: int) -> LayerValues:
         i = layers.index(layer)
         return LayerValues(
             profiles[i],
             None if matrices is None else matrices[i],
             None if curves is None else curve_of(i, _verified(curves)[i]),
+            averages_at(i),
         )
 
     rows = [] if matrices is None else list(range(cache.num_frames))
-    return PassReading(at, layers, keys, rows, read, last)
+    return PassReading(at, layers, keys, rows, read, last, count)
 
 
 def _last_block_with(matrices: Tensor, block_sizes: list[int], last: list[int]) -> list[int]:
@@ -173,7 +195,11 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
         assert entry.token_probabilities is not None
         curves = frames.query_frame_curves(_verified(entry.token_probabilities)[0], S)
     matrix = _by_frame(curves, entry.named_keys, keys, cache, mean=quantity != "mass")
-    return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry.named_keys, keys, S))
+    gone = None
+    if _averages_of(entry):
+        key_frame, key_token, _ = entry.named_keys
+        gone = averages.averages_of_tokens(curves, key_frame, key_token, mean=quantity != "mass")
+    return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry.named_keys, keys, S), gone)
 
 
 NamedKeys = tuple[Tensor | None, Tensor | None, Tensor | None]  # frame, token and position of every key
@@ -192,6 +218,26 @@ def _at_frames(curve: Tensor, named: NamedKeys, keys: Sequence[int], S: int) -> 
     """A curve per key [..., Lk] at the tokens of key frames [..., Fk·S]; NaN for tokens that did not stay."""
     frame, token, _ = named
     return curve if frame is None or token is None else frames.spread_tokens(curve, frame, token, keys, S)
+
+
+def _averages_of(entry: Tokens) -> int:
+    """How many averages of frames that are gone are among the keys of a token matrix, or the slots."""
+    key_frame, key_token, _ = entry.named_keys
+    if entry.token_logits is None and entry.token_probabilities is None:
+        slot_frame = getattr(entry, "slot_frame", None)
+        return 0 if slot_frame is None else averages.most_averages(slot_frame)
+    if key_frame is None or key_token is None:
+        return 0
+    return int(((key_frame == averages.AVERAGE) & (key_token == 0)).sum())
+
+
+def _slots_in_quantity(
+    slot_logits: Tensor | None, slot_mass: Tensor | None, S: int, quantity: str
+) -> Tensor | None:
+    """Values of slots in a quantity; None where the cache does not have them."""
+    if (slot_logits if quantity == "mean_logit" else slot_mass) is None:
+        return None
+    return _in_quantity(slot_logits, slot_mass, S, quantity)
 
 
 def _verified(values: Tensor) -> Tensor:

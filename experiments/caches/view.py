@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from experiments.caches.caption import Caption, noise_label, pass_name, subtitle
 from experiments.caches.common import Cache
@@ -43,6 +44,7 @@ class Profiles:
     notes: tuple[str, ...]
     edits: str  # of an edited run what was done, in words; nothing otherwise
     rolling_timesteps: tuple[float, ...]  # of a rolling window's blocks; () of other samplers
+    num_averages: int  # keys that are averages of frames that are gone; 0 but under some cache policies
     _read: Callable[[int], LayerValues]
     _is_verified: Callable[[], bool]
 
@@ -61,6 +63,31 @@ class Profiles:
             return None
         found = [self.frame_matrix(layer) for layer in self.layers]
         return np.stack([matrix for matrix in found if matrix is not None])
+
+    def key_profile(self, layer: int) -> np.ndarray:
+        """[H, F + num_averages] float32: frame_profile, then the averages of frames that are gone."""
+        gone = self.values(layer).averages
+        if gone is not None:
+            gone = gone[:, [self.matrix_rows.index(frame) for frame in self.query_frames]].mean(1)
+        return self._beside(self.frame_profile(layer), gone)
+
+    def key_matrix(self, layer: int) -> np.ndarray | None:
+        """[H, rows, F + num_averages] float32: frame_matrix, then the averages of frames that are gone."""
+        matrix = self.frame_matrix(layer)
+        return None if matrix is None else self._beside(matrix, self.values(layer).averages)
+
+    def key_profiles(self) -> np.ndarray:
+        """[layers, H, F + num_averages] float32: key_profile of all layers."""
+        return np.stack([self.key_profile(layer) for layer in self.layers])
+
+    def _beside(self, frames: np.ndarray, gone: Tensor | None) -> np.ndarray:
+        """Averages after frames; NaN where a layer has none."""
+        if not self.num_averages:
+            return frames
+        columns = np.full((*frames.shape[:-1], self.num_averages), np.nan, np.float32)
+        if gone is not None:
+            columns[..., : gone.shape[-1]] = gone.float().numpy()
+        return np.concatenate([frames, columns], -1)
 
     def key_curve(self, layer: int) -> np.ndarray | None:
         """[H, Lk] float32 per key token of key_frames, mean over the last block's queries; None where absent.
@@ -134,7 +161,7 @@ class Profiles:
         said = subtitle(self.pass_label, self.query_frames) + (
             f"; edited: {self.edits}" if self.edits else ""
         )
-        return Caption(self.quantity, said, noise)
+        return Caption(self.quantity, said, noise, averages=self.num_averages)
 
     def values(self, layer: int) -> LayerValues:
         """Profile, matrix and key curve of a layer as they are stored, as tensors."""
@@ -174,6 +201,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         notes=(*(typed.notes or ()), *_partial_note(typed)),
         edits=edits_in_words(typed.interventions),
         rolling_timesteps=tuple(typed.rolling_timesteps or ()),
+        num_averages=found.num_averages,
         _read=found.read,
         _is_verified=lambda: is_verified(cache),
     )

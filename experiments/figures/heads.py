@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from experiments.analysis.panels import HeadPanel
 from experiments.caches.caption import Caption
+from experiments.figures.averages import ROOM, average_bars, mark_averages
 from experiments.figures.style import (
     BLUE,
     DARK,
@@ -42,8 +43,10 @@ def head_curves(
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, panels, strict=True):
         _draw_profile(axis, panel, caption.quantity)
-        axis.set_title(f"{_name(panel)}, {NAMES[caption.quantity]}, {caption.subtitle}")
+        pad = None if panel.averages is None else ROOM
+        axis.set_title(f"{_name(panel)}, {NAMES[caption.quantity]}, {caption.subtitle}", pad=pad)
         axis.margins(y=0.12 if panel.reference is None else 0.18)
+        marked = _draw_averages(axis, panel)
         _draw_reference(axis, panel)
         if np.isfinite(panel.profile).any():
             k = int(np.nanargmax(panel.profile))
@@ -51,7 +54,7 @@ def head_curves(
             side = _side(k, len(panel.profile))
             axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side, weight="bold",
                           color=DARK)  # fmt: skip
-        legend |= _legend(axis, panel, caption)
+        legend |= _legend(axis, panel, caption) | marked
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
             picture_strip(axis, pictures)
     label_figure(figure, axes, "", legend=legend)
@@ -66,6 +69,7 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
     figure, axis = plt.subplots(figsize=(max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.6))
     _draw_profile(axis, panel, caption.quantity)
     axis.margins(y=0.16)
+    marked = _draw_averages(axis, panel)
     if panel.no_preference is not None:
         style: dict[str, Any] = {"color": RED, "linewidth": 1, "linestyle": ":"}
         axis.axhline(panel.no_preference, label=f"no preference: {panel.no_preference:.3g}", **style)
@@ -84,7 +88,7 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
             )
     title = f"Layer {panel.layer}, head {panel.head}: {NAMES[caption.quantity]}, {caption.subtitle}"
-    label_figure(figure, [axis], title, legend=_legend(axis, panel, caption))
+    label_figure(figure, [axis], title, legend={**_legend(axis, panel, caption), **marked})
     return figure
 
 
@@ -92,20 +96,23 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
 def head_grid(
     profiles: np.ndarray, titles: Sequence[str], caption: Caption, *, layer: int, note: str = ""
 ) -> Figure:
-    """One small panel per row of profiles [n, F], each on its own scale; note explains the panels' titles."""
-    n, F = profiles.shape
+    """One small panel per row of profiles [n, F + averages], each on its own scale; note explains the panels'
+    titles."""
+    n, F = profiles.shape[0], profiles.shape[1] - caption.averages
     figure, axes = panel_grid(n, columns=4 if n <= 16 else 8, size=(2.9, 1.9) if n <= 16 else (2.2, 1.5))
     legend: dict[str, Artist] = {}
     for axis, values, title in zip(axes, profiles, titles, strict=True):
         if F <= BARS_UP_TO:
-            axis.bar(np.arange(F), values, width=0.85, color=BLUE, linewidth=0)
+            axis.bar(np.arange(F), values[:F], width=0.85, color=BLUE, linewidth=0)
         else:
-            axis.stairs(values, np.arange(F + 1) - 0.5, fill=True, color=BLUE, linewidth=0)
+            axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=BLUE, linewidth=0)
+        average_bars(axis, values[F:], F, width=0.85)
         axis.axhline(0, color="0.4", linewidth=0.6)
         axis.set_title(title, fontsize=9)
         axis.yaxis.set_major_locator(MaxNLocator(4))
         frame_axis(axis, F, room=8)
         legend |= mark_frames(axis, values, caption.highlighted_frames)
+        legend |= mark_averages(axis, F, caption.averages)
     notes = "; ".join(filter(None, (note, "scales differ")))
     title = f"Layer {layer}, {n} heads: {NAMES[caption.quantity]}, {caption.subtitle}; {notes}"
     label_figure(figure, axes, title, LABELS[caption.quantity], legend, x=f"Key frame ({caption.unit})")
@@ -136,6 +143,14 @@ def _draw_profile(axis: Axes, panel: HeadPanel, quantity: str) -> None:
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.set_ylabel((LABELS if panel.curve is None else TOKEN_LABELS)[quantity])
     frame_axis(axis, F, room=25)
+
+
+def _draw_averages(axis: Axes, panel: HeadPanel) -> dict[str, Artist]:
+    """Averages of frames that are gone, beside the frames -> their legend entry."""
+    if panel.averages is None:
+        return {}
+    average_bars(axis, panel.averages, len(panel.profile))
+    return mark_averages(axis, len(panel.profile), len(panel.averages), large=True)
 
 
 def _draw_reference(axis: Axes, panel: HeadPanel) -> None:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from experiments.caches.caption import Caption
+from experiments.figures.averages import average_bars, mark_averages
 from experiments.figures.style import (
     BLUE,
     GREEN,
@@ -27,15 +28,17 @@ from experiments.figures.style import (
 
 @styled
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
-    """Mean over heads of profiles [N, H, F] in a band, a panel per layer on its own scale: the logits of the
-    real model's last layers would flatten all others. The band is a standard deviation either side of logits;
-    of masses and probabilities, where it would reach below 0, it holds the middle 80 % of the heads."""
-    N, H, F = profiles.shape
+    """Mean over heads of profiles [N, H, F + averages] in a band, a panel per layer on its own scale: the
+    logits of the real model's last layers would flatten all others. The band is a standard deviation either
+    side of logits; of masses and probabilities, where it would reach below 0, it holds the middle 80 % of
+    the heads."""
+    N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     columns, size = (2, (5.0, 3.2)) if N <= 4 else (4, (2.9, 1.9)) if N <= 12 else (6, (2.3, 1.7))
     figure, axes = panel_grid(N, columns, size)
     legend: dict[str, Artist] = {}
     frames, marker = np.arange(F), "o" if F <= THIN_ABOVE else ""
-    for axis, layer, values in zip(axes, layers, profiles, strict=True):
+    for axis, layer, everything in zip(axes, layers, profiles, strict=True):
+        values = everything[:, :F]
         mean, std = values.mean(0), values.std(0)
         if caption.quantity == "mean_logit":
             axis.bar(frames, 2 * std, 0.8, mean - std, color=BLUE, alpha=0.3, linewidth=0)
@@ -47,7 +50,9 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
         axis.set_title(f"Layer {layer}")
         axis.yaxis.set_major_locator(MaxNLocator(6 if N <= 4 else 4))
         frame_axis(axis, F, room=25 if N <= 4 else 8)
+        average_bars(axis, everything[:, F:].mean(0), F)
         legend |= mark_frames(axis, mean, caption.highlighted_frames)
+        legend |= mark_averages(axis, F, caption.averages)
     scales = "; scales differ" if N > 1 else ""
     band = "mean ± std over" if caption.quantity == "mean_logit" else "mean and middle 80 % of"
     title = f"{capitalised(NAMES[caption.quantity])}, {band} {H} heads, {caption.subtitle}{scales}"
@@ -57,17 +62,20 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
 
 @styled
 def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
-    """Mean over heads of profiles [N, H, F], every layer in one axes, from dark (early) to bright (late)."""
-    N, H, F = profiles.shape
+    """Mean over heads of profiles [N, H, F + averages], every layer in one axes, from dark (early) to bright
+    (late)."""
+    N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, axis = plt.subplots(figsize=(8.4, 4.0))
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.92, N))
     mean = profiles.mean(1)
     for layer, values, color in zip(layers, mean, colors, strict=True):
         marker = "o" if F <= THIN_ABOVE else ""
-        axis.plot(values, marker=marker, markersize=2.5, linewidth=1.3, color=color, label=str(layer))
+        axis.plot(values[:F], marker=marker, markersize=2.5, linewidth=1.3, color=color, label=str(layer))
+        axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=color)
     axis.axhline(0, color="0.4", linewidth=0.6)
     frame_axis(axis, F, room=25)
     legend = mark_frames(axis, mean[0], caption.highlighted_frames)
+    legend |= mark_averages(axis, F, caption.averages, large=True)
     columns = 1 if N <= 12 else 2 if N <= 24 else 3
     axis.legend(title="Layer", loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize=8)
     title = f"{capitalised(NAMES[caption.quantity])}, mean over {H} heads, {N} layers, {caption.subtitle}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.analysis import head_measures, head_taxonomy
 from experiments.analysis.measures import head_statistics
+from experiments.caches.averages import average_names
 from experiments.caches.errors import CacheError
 from experiments.caches.view import Profiles
 from experiments.figures.style import LABELS
@@ -36,7 +37,8 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
     for as many passes as fit, evenly chosen, and a note says so; profiles and measures are kept for all.
     Raises CacheError where those alone do not fit.
     """
-    data = _describe(passes, layers) | {"passes": [_pass_data(views, layers) for views in passes]}
+    data, count = _describe(passes, layers), _num_averages(passes, layers)
+    data |= {"passes": [_pass_data(views, layers, count) for views in passes]}
     base = (
         size_of(data) + size_of([words(note, LONGEST["note"]) for note in notes]) + 300
     )  # for one more note
@@ -46,7 +48,7 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
             f"more than the page has; allow more with --max_mb"
         )
     for cell_bytes in (2, 1):
-        matrices = [_matrices(views, layers, cell_bytes) for views in passes]
+        matrices = [_matrices(views, layers, cell_bytes, count) for views in passes]
         sizes = [size_of(one) for one in matrices]
         if base + sum(sizes) <= max_bytes:
             break
@@ -119,6 +121,7 @@ def _describe(passes: Passes, layers: Sequence[int]) -> dict[str, Any]:
         "layers": list(layers),
         "num_heads": view.num_heads,
         "num_frames": view.num_frames,
+        "averages": list(average_names(_num_averages(passes, layers))),  # columns after the frames
         "blocks": list(view.block_sizes),
         "query_frames": list(view.query_frames),
         "quantities": {
@@ -128,15 +131,32 @@ def _describe(passes: Passes, layers: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _pass_data(views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int]) -> dict[str, Any]:
-    """One pass without its matrices: profiles and statistics by quantity, measures and kinds of heads."""
+def _num_averages(passes: Passes, layers: Sequence[int]) -> int:
+    """How many keys are averages of frames that are gone, at most."""
+    views = [by_layer[layers[0]] for views in passes for by_layer in views.values()]
+    return max(view.num_averages for view in views)
+
+
+def _filled(values: np.ndarray, columns: int) -> np.ndarray:
+    """Values [..., n] with NaN in further columns: [..., columns]."""
+    missing = np.full((*values.shape[:-1], columns - values.shape[-1]), np.nan, np.float32)
+    return np.concatenate([values, missing], -1)
+
+
+def _pass_data(
+    views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int], averages: int
+) -> dict[str, Any]:
+    """One pass without its matrices: profiles and statistics by quantity, measures and kinds of heads.
+
+    Profiles are of all frames and, after them, of averages.
+    """
     view = next(iter(views.values()))[layers[0]]
     quantities = {}
     for name, by_layer in views.items():
-        profiles = np.stack([by_layer[layer].frame_profile(layer) for layer in layers])  # [N, H, F]
-        s = head_statistics(profiles)
+        keys = np.stack([by_layer[layer].key_profile(layer) for layer in layers])  # [N, H, F + averages]
+        s = head_statistics(keys[..., : view.num_frames])
         quantities[name] = {
-            "profiles": code(profiles.astype(np.float64), 2),
+            "profiles": code(_filled(keys, view.num_frames + averages).astype(np.float64), 2),
             "statistics": {each: numbers(getattr(s, each)) for each in STATISTICS}
             | {"max_frame": s.max_frame.tolist()},
         }
@@ -183,9 +203,9 @@ def _measures(
 
 
 def _matrices(
-    views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int], cell_bytes: int
+    views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int], cell_bytes: int, averages: int
 ) -> dict[str, Any]:
-    """Frame matrices [N, H, F, F] of each quantity, coded by head, or None where there are none.
+    """Frame matrices [N, H, F, F + averages] of each quantity, coded by head, or None where there are none.
 
     Cells that no head has are left out; "cells" says which are there, by rows.
     """
@@ -193,11 +213,11 @@ def _matrices(
     for name, by_layer in views.items():
         coded[name] = None
         F = by_layer[layers[0]].num_frames
-        found = [by_layer[layer].frame_matrix(layer) for layer in layers]
-        whole = [matrix for matrix in found if matrix is not None and matrix.shape[1] == F]
+        found = [by_layer[layer].key_matrix(layer) for layer in layers]
+        whole = [_filled(m, F + averages) for m in found if m is not None and m.shape[1] == F]
         if len(whole) < len(layers):
             continue
-        values = np.stack(whole).reshape(len(layers), -1, F * F).astype(np.float64)  # [N, H, F F]
+        values = np.stack(whole).reshape(len(layers), -1, F * (F + averages)).astype(np.float64)
         cells = np.isfinite(values).any((0, 1))
         if cells.any():
             coded[name] = {"cells": np.flatnonzero(cells).tolist()}

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from experiments.analysis.panels import ProfileMap
 from experiments.caches.caption import NOTHING, Caption
+from experiments.figures.averages import mark_averages
 from experiments.figures.colors import color_bar, color_scale, extend_of, heat_map
 from experiments.figures.style import (
     BLUE,
@@ -60,12 +61,14 @@ def profile_heat_maps(
             axis.axvline(min(frames) - 0.5, **style)
             legend[text] = Line2D([], [], label=f"from here: {text}", **style)
         axis.set_yticks(ticks(H, room=5))
-        axis.set_xticks(ticks(F, room=8))
+        axis.set_xticks(ticks(values.shape[1] - panel.averages, room=8))
     by_quantity: dict[str, list[tuple[Axes, np.ndarray]]] = {}
     for axis, (panel, values) in zip(axes, shown, strict=False):
         by_quantity.setdefault(panel.quantity, []).append((axis, values))
     for quantity, chosen in by_quantity.items():
         _color(figure, chosen, quantity)
+    for axis, (panel, values) in zip(axes, shown, strict=False):
+        legend |= mark_averages(axis, values.shape[1] - panel.averages, panel.averages)
     note = missing_note([(p.title, p.missing_reason) for p in panels if p.values is None])
     label_figure(figure, axes, title, legend=legend, note=note)
     return figure

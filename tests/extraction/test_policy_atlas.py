@@ -9,6 +9,7 @@ from experiments import figures
 from experiments.analysis.key_axes import AXES, key_columns, key_matrix
 from experiments.analysis.slots import slot_mass, slots_of, survival
 from experiments.caches import load_cache, save_cache
+from experiments.caches.view import open_profiles
 from experiments.extraction.policy_atlas import policy_atlas
 from experiments.figures.policies import last_block_attention, slot_map, survival_map
 
@@ -42,6 +43,9 @@ def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, monkeypatch):
     if settings["name"] == "participative":
         tokens = atlas["tokens_kept"].sum(2)
         assert (tokens[:, -1] == 5 * atlas["frame_seq_length"]).all()
+    view = open_profiles(atlas, 0, "mass")
+    rows = slice(3 if settings.get("released") else 0, None)  # zeros, which are of no frame, have mass too
+    np.testing.assert_allclose(np.nansum(view.key_matrix(1), -1)[:, rows], 1, atol=1e-5)
     for axis in AXES:
         check_axis(atlas, axis, settings)
     kept = survival(atlas)

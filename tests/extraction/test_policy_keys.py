@@ -61,9 +61,12 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
         tokens, keys, means = (open_profiles(c, quantity=quantity) for c in (by_tokens, by_keys, by_frames))
         assert tokens.key_frames == keys.key_frames == means.key_frames
         for layer in (1, 3):
-            wanted = means.frame_profile(layer)
-            np.testing.assert_allclose(tokens.frame_profile(layer), wanted, atol=2e-3)  # tokens are float16
-            np.testing.assert_allclose(keys.frame_profile(layer), wanted, atol=1e-6)
+            wanted = means.key_profile(layer)  # frames, and averages of those that are gone
+            assert wanted.shape == (12, 15 + 2 * (settings["name"] == "ema_sink"))
+            np.testing.assert_allclose(tokens.key_profile(layer), wanted, atol=2e-3)  # tokens are float16
+            np.testing.assert_allclose(keys.key_profile(layer), wanted, atol=1e-6)
+            if quantity == "mass":
+                np.testing.assert_allclose(np.nansum(wanted, 1), 1, atol=1e-5)
     curves = [open_profiles(c).key_curve(1) for c in (by_tokens, by_keys)]
     np.testing.assert_allclose(*curves, atol=2e-3)
     calls = saved(inference_cache(extract(config, inference_requests(config))), path)

@@ -254,6 +254,22 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
     assert "Key frame" in browser.js(drawn) and "μ" in browser.js(drawn) and "average" in browser.js(drawn)
     along = "rowOf(data.keys[state.axis].passes[0].mass, 2, 3).filter(there)"
     assert abs(sum(browser.js(along)) - 1) < 1e-3  # averages hold their share
+    assert browser.js("data.averages") == ["μ1", "μ2"]
+    drawings = "['matrix', 'profile', 'keys'].map((name) => document.getElementById(name).textContent)"
+    assert all("μ: averages of gone frames" in words for words in browser.js(drawings))
+    last = "sum(matrixOf(2, 3).slice(11 * C).filter(there))"
+    assert (
+        abs(browser.js(last) - 1) < 1e-3 and abs(browser.js("sum(profileOf(2, 3).filter(there))") - 1) < 1e-3
+    )
+    assert browser.js("matrixAsCsv()").count("μ2") == browser.js("matrixAsCsv()").count("μ1") > 0
+    assert "mass_average_2" in browser.js("headsAsCsv()")
+    x, y, *_ = box(browser, "#matrix")
+    right, step = browser.js("[(MATRIX.left + MATRIX.size) * zoom(), (MATRIX.size / C) * zoom()]")
+    browser.point(x + right - 0.5 * step, y + browser.js("MATRIX.top * zoom()") + 11.5 * step)
+    value = atlas["slot_mass"][2, 0, 3, 11][atlas["slot_frame"][2, -1] == -1][-1].item()
+    said = text_of(browser, "tip")
+    assert said.startswith("query 11, μ2, an average of gone frames: ")
+    assert float(said.split(": ")[1]) == pytest.approx(value, abs=6e-4)
     set_value(browser, "axis", "position")
     assert "axis=position" in browser.js("location.hash") and "Temporal position" in browser.js(drawn)
     assert browser.js("data.keys.position.labels[2]") == [str(n) for n in range(6)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import synthetic_caches
+from helpers.pages import decode, decode_matrices
 
 from experiments import layer_page
 from experiments.analysis.measures import equal_distance_excess, head_statistics
@@ -27,21 +28,6 @@ EAGLE = PUBLISHED / "self_forcing_dmd_eagle_21f.pt"
 
 def read_page(path) -> dict:
     return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)[1])
-
-
-def decode(coded: dict, N: int, H: int) -> np.ndarray:
-    """Rows [N, H, n], NaN where absent, as the page decodes them."""
-    top = 256 ** coded["bytes"] - 2
-    codes = np.frombuffer(base64.b64decode(coded["codes"]), f"<u{coded['bytes']}").reshape(N, H, -1) / top
-    low, high = (np.array(coded[name])[..., None] for name in ("low", "high"))
-    return np.where(codes > 1, np.nan, low + (high - low) * codes ** coded["power"])
-
-
-def decode_matrices(coded: dict, N: int, H: int, F: int) -> np.ndarray:
-    """Frame matrices [N, H, F, F]; the cells that no head has are NaN."""
-    out = np.full((N, H, F * F), np.nan)
-    out[..., coded["cells"]] = decode(coded, N, H)
-    return out.reshape(N, H, F, F)
 
 
 def data_of(path, layers=None, max_mb=MAX_MB):

@@ -41,7 +41,7 @@ function drawCompare() {
     columns = width < 520 ? 1 : 3,
     w = width / columns;
   const size = w - g.left - g.gap,
-    tall = 22 + (matrix ? size + 64 : 0) + g.profile + 34;
+    tall = 22 + (matrix ? (F * size) / C + 64 : 0) + g.profile + 34;
   let out = "";
   parts.forEach((part, k) => {
     out += comparePart(part, titles[k], (k % columns) * w, Math.floor(k / columns) * tall, size);
@@ -64,16 +64,16 @@ function comparePart(part, title, x, y, size) {
     out +=
       matrixDrawing(part.matrix, round(left), round(top), size, part.scale) +
       frameLabels(left, top, size, 7, true);
-    out += colorBar(left, top + size + 28, size, part.scale, about().unit);
-    top += size + 64;
+    const high = (F * size) / C;
+    out += colorBar(left, top + high + 28, size, part.scale, about().unit);
+    top += high + 64;
   }
   const drawn = bars(part.profile, left, top, size, g.profile, part.range),
     [marks, digits] = levels(...part.range, 4);
   for (const v of marks)
     out += text(left - 5, drawn.zero - v * drawn.scale + 3.5, show(v, digits), "end small");
-  for (const k of ticks(F, 7))
-    out += text(left + ((k + 0.5) * size) / F, top + g.profile + 13, k, "middle small");
-  return out + drawn.out + text(left + size / 2, top + g.profile + 27, "Key frame (latent)", "middle small");
+  out += keyLabels(left, top + g.profile + 13, size, 7);
+  return out + drawn.out + text(left + size / 2, top + g.profile + 27, KEYS_AXIS, "middle small");
 }
 
 // What is pinned, each with a button that lets it go

@@ -108,23 +108,23 @@ const CELL = {
   },
   matrix(x, y) {
     if (!MATRIX.values) return null;
-    const s = MATRIX.size / F,
+    const s = MATRIX.size / C,
       k = Math.floor((x - MATRIX.left) / s),
       q = Math.floor((y - MATRIX.top) / s);
-    return inside(k, F) && inside(q, F) ? { q, k } : null;
+    return inside(k, C) && inside(q, F) ? { q, k } : null;
   },
   profile(x) {
-    const k = Math.floor((x - PROFILE.left) / (PROFILE.w / F));
-    return inside(k, F) ? { k } : null;
+    const k = Math.floor((x - PROFILE.left) / (PROFILE.w / C));
+    return inside(k, C) ? { k } : null;
   },
   heads(x, y) {
     const g = HEADS,
       column = Math.floor((x - 4) / (g.w + g.gap)),
       row = Math.floor(y / (g.h + g.top + g.gap));
-    const k = Math.floor((x - 4 - column * (g.w + g.gap)) / (g.w / F)),
+    const k = Math.floor((x - 4 - column * (g.w + g.gap)) / (g.w / C)),
       at = g.shown[row * g.columns + column];
     return inside(column, g.columns) && at
-      ? { layer: at[0], head: at[1], k: inside(k, F) ? k : undefined }
+      ? { layer: at[0], head: at[1], k: inside(k, C) ? k : undefined }
       : null;
   },
 };
@@ -137,18 +137,19 @@ function wordsFor(id, cell) {
   if (id === "map")
     return `${nameOf([i, j])}: ${m.title} ${show(measured(i, j))} ${there(measured(i, j)) ? m.unit : ""}`;
   if (id === "matrix") {
-    const x = MATRIX.values[cell.q * F + cell.k],
+    const x = MATRIX.values[cell.q * C + cell.k],
       coded = pass().matrices[state.quantity];
     const half = coded.bytes === 1 && there(x) ? ` ± ${stepAt(coded, i, j, x).toPrecision(1)}` : "";
-    return `query ${cell.q}, key ${cell.k}: ${there(x) ? show(x) + half : "never attended"}`;
+    const key = cell.k < F ? `key ${cell.k}` : keyName(cell.k);
+    return `query ${cell.q}, ${key}: ${there(x) ? show(x) + half : "never attended"}`;
   }
-  const value = cell.k === undefined ? "" : `key frame ${cell.k}: ${show(profileOf(i, j)[cell.k])}`;
+  const value = cell.k === undefined ? "" : `${keyName(cell.k)}: ${show(profileOf(i, j)[cell.k])}`;
   return id === "profile" ? value : `${nameOf([i, j])}${value && `, ${value}`}`;
 }
 
 function showTip(id, cell, event) {
   const tip = $("tip"),
-    pictures = data.thumbnails.length ? [cell.q, cell.k].filter((f) => f !== undefined) : [];
+    pictures = data.thumbnails.length ? [cell.q, cell.k].filter((f) => f < F) : [];
   tip.textContent = wordsFor(id, cell);
   if (pictures.length) tip.append(document.createElement("br"));
   for (const f of pictures)
@@ -173,7 +174,7 @@ for (const id of Object.keys(CELL)) {
   const point = (event) => {
     const cell = cellAt(event),
       mark = id === "matrix" && $("matrix-cell"),
-      s = MATRIX.size / F;
+      s = MATRIX.size / C;
     if (cell) showTip(id, cell, event);
     else $("tip").style.display = "none";
     if (mark) mark.innerHTML = cell ? frame(MATRIX.left + cell.k * s, MATRIX.top + cell.q * s, s, s) : "";

@@ -5,7 +5,9 @@ const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const F = data.num_frames,
   H = data.num_heads,
-  N = data.layers.length;
+  N = data.layers.length,
+  // columns of keys: frames, then averages of frames that are gone
+  C = F + data.averages.length;
 const there = (x) => x !== null && x !== undefined && !Number.isNaN(x);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const blockEdges = data.blocks.slice(1).map((_, k) => sum(data.blocks.slice(0, k + 1)));
@@ -74,13 +76,15 @@ const shown = () => pass().quantities[state.quantity];
 const about = () => data.quantities[state.quantity];
 const measure = () => pass().measures.find((m) => m.name === state.measure) ?? pass().measures[0];
 const measured = (i, j) => measure()?.values[i][j];
+// What a column of keys is, in words
+const keyName = (k) => (k < F ? `key frame ${k}` : `${data.averages[k - F]}, an average of gone frames`);
 const profileOf = (i, j) => rowOf(shown().profiles, i, j);
 
-// -> F * F numbers by rows, null where nothing was attended; or null
+// -> F * C numbers by rows, null where nothing was attended; or null
 function matrixOf(i, j) {
   const coded = pass().matrices[state.quantity];
   if (!coded) return null;
-  const out = new Array(F * F).fill(null),
+  const out = new Array(F * C).fill(null),
     row = rowOf(coded, i, j);
   coded.cells.forEach((cell, k) => {
     out[cell] = row[k];

@@ -7,23 +7,43 @@ const MATRIX = { left: 38, top: 6, most: 620 };
 const ABSENT_MATRIX = () =>
   pass().left_out ? "left out of this page for its size" : "this cache holds no whole frame matrix";
 
-// Cells and block edges
+const KEYS_AXIS = "Key frame (latent)" + (C > F ? ", μ: averages of gone frames" : "");
+
+// Above the averages in C columns of so many pixels
+const averageStrip = (x, y, width) =>
+  C > F ? rect(x + (F * width) / C, y - 5, ((C - F) * width) / C, 4, at("mark-average")) : "";
+
+// Cells and block edges; averages of gone frames behind a line, with a strip above them
 function matrixDrawing(values, x, y, size, scale) {
-  const s = size / F;
+  const s = size / C;
   let edges = "";
   if (F <= 40)
     for (const e of blockEdges) {
-      edges += `M${round(x + e * s)} ${y}v${round(size)}M${x} ${round(y + e * s)}h${round(size)}`;
+      edges += `M${round(x + e * s)} ${y}v${round(F * s)}M${x} ${round(y + e * s)}h${round(F * s)}`;
     }
-  return grid(values, F, x, y, s, s, scale) + line(edges, "edge");
+  const gone = C > F ? line(`M${round(x + F * s)} ${y}v${round(F * s)}`, "gone") + averageStrip(x, y, size) : "";
+  return grid(values, C, x, y, s, s, scale) + line(edges, "edge") + gone;
+}
+
+// Of C columns in so many pixels: frames, and each average where there is room, else one μ for all
+function keyLabels(x, y, width, many) {
+  const s = width / C,
+    each = s > 16;
+  let out = "";
+  for (const k of ticks(F, many))
+    if (each || C === F || (F - k) * s > 10) out += text(x + (k + 0.5) * s, y, k, "middle small");
+  const names = each ? data.averages : C > F ? ["μ"] : [];
+  names.forEach((name, k) => {
+    out += text(x + (each ? F + k + 0.5 : (F + C) / 2) * s, y, name, "middle small strong");
+  });
+  return out;
 }
 
 // Below, and at the left where rows
 function frameLabels(x, y, size, many, rows) {
-  const s = size / F;
-  let out = "";
+  const s = size / C;
+  let out = keyLabels(x, y + F * s + 12, size, many);
   for (const k of ticks(F, many)) {
-    out += text(x + (k + 0.5) * s, y + size + 12, k, "middle small");
     if (rows) out += text(x - 5, y + (k + 0.5) * s + 3.5, k, "end small");
   }
   return out;
@@ -39,18 +59,21 @@ function drawMatrix() {
     return;
   }
   const size = (g.size = Math.min(g.most, width - g.left - 8)),
-    bottom = g.top + size;
+    high = (F * size) / C,
+    bottom = g.top + high;
   const scale = matrixScale(...scaledWith(pass().matrices[state.quantity], state.layer, state.head));
   let out =
     matrixDrawing(values, g.left, g.top, size, scale) +
     frameLabels(g.left, g.top, size, size < 260 ? 8 : 14, true);
   out +=
-    text(g.left + size / 2, bottom + 27, "Key frame (latent)", "middle") +
-    upright(11, g.top + size / 2, "Query frame (latent)");
+    text(g.left + size / 2, bottom + 27, KEYS_AXIS, "middle") +
+    upright(11, g.top + high / 2, "Query frame (latent)");
   out += colorBar(g.left, bottom + 48, size, scale, about().label);
   put("matrix", g.left + size + 8, bottom + 80, `${out}<g id="matrix-cell"></g>`);
   $("matrix-note").textContent =
-    (values.includes(null) ? "Grey was never attended. " : "") + `The colours span ${SPANNED[state.scale]}.`;
+    (values.includes(null) ? "Grey was never attended. " : "") +
+    (C > F ? "Behind the line: averages of frames that are gone. " : "") +
+    `The colours span ${SPANNED[state.scale]}.`;
 }
 
 const PROFILE = { left: 52, top: 8 };
@@ -60,7 +83,7 @@ function drawProfile() {
     width = Math.min(room("profile"), MATRIX.most + 60),
     w = (g.w = width - g.left - 8);
   const h = (g.h = Math.max(150, Math.min(0.85 * w, 420))),
-    step = w / F;
+    step = w / C;
   const profile = profileOf(state.layer, state.head),
     range = rangeOf(scaledWith(shown().profiles, state.layer, state.head));
   const drawn = bars(profile, g.left, g.top, w, h, range),
@@ -72,10 +95,10 @@ function drawProfile() {
     lines += `M${g.left} ${round(y)}h${round(w)}`;
     out += text(g.left - 5, y + 3.5, show(v, digits), "end small");
   }
-  for (const k of ticks(F, w < 260 ? 8 : 14))
-    out += text(g.left + (k + 0.5) * step, g.top + h + 13, k, "middle small");
+  out += keyLabels(g.left, g.top + h + 13, w, w < 260 ? 8 : 14);
+  out += averageStrip(g.left, g.top, w);
   out +=
-    text(g.left + w / 2, g.top + h + 28, "Key frame (latent)", "middle") +
+    text(g.left + w / 2, g.top + h + 28, KEYS_AXIS, "middle") +
     upright(11, g.top + h / 2, about().label);
   put("profile", width, g.top + h + 34, line(lines, "grid") + drawn.out + out);
   const q = data.query_frames,

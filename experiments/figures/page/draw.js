@@ -143,8 +143,8 @@ function levels(low, high, room = 5) {
   return [out, Math.max(0, -Math.floor(Math.log10(step) + 1e-9))];
 }
 
-// From 0, with the noise frames shaded
-function bars(profile, x, y, w, h, [low, high], noise = pass().noise, columns = F) {
+// From 0, with the noise frames shaded; those of the columns from averaged on are averages of gone frames
+function bars(profile, x, y, w, h, [low, high], noise = pass().noise, columns = C, averaged = F) {
   const scale = high > low ? h / (high - low) : 0,
     zero = y + high * scale,
     step = w / columns;
@@ -152,6 +152,7 @@ function bars(profile, x, y, w, h, [low, high], noise = pass().noise, columns = 
     noise.length && noise.length < F ? rect(x + noise[0] * step, y, noise.length * step, h, at("noise")) : "";
   let up = "",
     down = "",
+    means = "",
     absent = "";
   profile.forEach((v, f) => {
     if (!there(v)) {
@@ -160,10 +161,12 @@ function bars(profile, x, y, w, h, [low, high], noise = pass().noise, columns = 
     }
     const tall = Math.max(0.5, Math.abs(v * scale));
     const bar = box(x + (f + 0.08) * step, v < 0 ? zero : zero - tall, 0.84 * step, tall);
-    if (v < 0) down += bar;
+    if (f >= averaged) means += bar;
+    else if (v < 0) down += bar;
     else up += bar;
   });
-  out += line(absent, "absent") + line(up, "bar") + line(down, "bar");
+  out += line(absent, "absent") + line(up, "bar") + line(down, "bar") + line(means, "mark-average");
+  if (columns > averaged) out += line(`M${round(x + averaged * step)} ${round(y)}v${round(h)}`, "gone");
   return { out: `<g>${out}</g>` + line(`M${round(x)} ${round(zero)}h${round(w)}`, "zero"), zero, scale };
 }
 

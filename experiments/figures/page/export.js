@@ -62,7 +62,7 @@ function headsAsCsv() {
   const q = state.quantity,
     measures = pass().measures,
     names = ["first", "middle", "last", "delta", "ratio", "max_frame"];
-  const frames = Array.from({ length: F }, (_, f) => `${q}_frame_${f}`);
+  const keys = Array.from({ length: C }, (_, f) => `${q}_${f < F ? `frame_${f}` : `average_${f - F + 1}`}`);
   const header = [
     "layer",
     "head",
@@ -70,7 +70,7 @@ function headsAsCsv() {
     "kind",
     ...measures.map((m) => m.name),
     ...names.map((name) => `${q}_${name}`),
-    ...frames,
+    ...keys,
   ];
   const rows = listed().map(([i, j]) => [
     data.layers[i],
@@ -84,10 +84,11 @@ function headsAsCsv() {
   return csv([header, ...rows]);
 }
 
-// A row for each cell that was attended
+// A row for each cell that was attended; averages of gone frames are keys μ1, μ2, ...
 function matrixAsCsv() {
   const values = matrixOf(state.layer, state.head) ?? [];
-  const rows = values.map((x, k) => [Math.floor(k / F), k % F, x]).filter(([, , x]) => there(x));
+  const keyOf = (k) => (k < F ? k : data.averages[k - F]);
+  const rows = values.map((x, k) => [Math.floor(k / C), keyOf(k % C), x]).filter(([, , x]) => there(x));
   return csv([["query_frame", "key_frame", state.quantity], ...rows]);
 }
 

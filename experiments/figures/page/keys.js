@@ -14,7 +14,7 @@ function drawKeys() {
     w = width - g.left - 8,
     step = w / values.length,
     range = rangeOf(scaledWith(coded, state.layer, state.head));
-  const drawn = bars(values, g.left, g.top, w, g.h, range, [], values.length),
+  const drawn = bars(values, g.left, g.top, w, g.h, range, [], values.length, values.length),
     [levelMarks, digits] = levels(...range);
   let lines = "",
     out = "";
@@ -31,7 +31,7 @@ function drawKeys() {
     out += text(g.left + (k + 0.5) * step, g.top + g.h + 13, labels[k], "middle small");
   if (frames < labels.length)
     out += text(g.left + ((frames + labels.length) / 2) * step, g.top + g.h + 13, "μ", "middle small strong");
-  const axis = state.axis === "frame" ? "Key frame (latent)" : "Temporal position of the key";
+  const axis = state.axis === "frame" ? KEYS_AXIS : "Temporal position of the key";
   out +=
     text(g.left + w / 2, g.top + g.h + 28, axis, "middle") + upright(11, g.top + g.h / 2, about().label);
   put("keys", width, g.top + g.h + 34, line(lines, "grid") + drawn.out + out + legendOfKeys(marks, g));
