@@ -146,8 +146,8 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
         assert matrices is not None
         profiles = matrices[..., last, :].float().mean(-2)
     slots = _slots_in_quantity(cache.slot_logits, cache.slot_mass, S, quantity)
-    shown = cache.slot_frame is not None and slots is not None and matrices is not None
-    count = averages.most_averages(cache.slot_frame) if shown else 0
+    has_slots = slots is not None and matrices is not None
+    count = averages.most_averages(cache.slot_frame) if has_slots and cache.slot_frame is not None else 0
     keys = _seen(profiles)
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
 
@@ -196,8 +196,8 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
         curves = frames.query_frame_curves(_verified(entry.token_probabilities)[0], S)
     matrix = _by_frame(curves, entry.named_keys, keys, cache, mean=quantity != "mass")
     gone = None
-    if _averages_of(entry):
-        key_frame, key_token, _ = entry.named_keys
+    key_frame, key_token, _ = entry.named_keys
+    if key_frame is not None and key_token is not None and _averages_of(entry):
         gone = averages.averages_of_tokens(curves, key_frame, key_token, mean=quantity != "mass")
     return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry.named_keys, keys, S), gone)
 

@@ -35,9 +35,9 @@ def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> di
     axis.set_xlim(left, max(right, first + count - 0.5))
     axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
     each = large and first + count <= EACH and journal_width() is None
-    named = dict(zip(first + np.arange(count), average_names(count), strict=True))
-    if not each:
-        named = {first + (count - 1) / 2: "μ"}
+    named: dict[float, str] = {first + (count - 1) / 2: "μ"}
+    if each:
+        named = {first + n: name for n, name in enumerate(average_names(count))}
     frames = [int(tick) for tick in axis.get_xticks() if 0 <= tick < first - (0 if each else 1)]
     axis.set_xticks([*frames, *named], [*map(str, frames), *named.values()])
     strip = Rectangle((first - 0.5, 1), count, STRIP, transform=axis.get_xaxis_transform(), clip_on=False)

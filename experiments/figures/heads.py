@@ -54,7 +54,7 @@ def head_curves(
             side = _side(k, len(panel.profile))
             axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side, weight="bold",
                           color=DARK)  # fmt: skip
-        legend |= _legend(axis, panel, caption) | marked
+        legend |= {**_legend(axis, panel, caption), **marked}
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
             picture_strip(axis, pictures)
     label_figure(figure, axes, "", legend=legend)
