@@ -21,6 +21,7 @@ BENCHMARKS = {
     "maps": "experiments.dev.benchmark_maps",
     "models": "experiments.dev.benchmark_models",
     "memory": "experiments.dev.benchmark_memory",
+    "decoding": "experiments.dev.benchmark_decoding",
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
     "policies": "experiments.dev.benchmark_policies",

@@ -11,6 +11,12 @@ CASES: dict[str, list[list[str]]] = {
         ["--config_path", "{}/text.txt"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
+    "benchmark_decoding": [
+        ["--no_such_flag"],
+        ["--frames", "0"],
+        ["--repeats", "x"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+    ],
     "benchmark_first_contact": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
     "benchmark_interventions": [
         ["--no_such_flag"],
