@@ -1,4 +1,4 @@
-"""Seconds to decode the miniature's video, on one thread: its earlier VAE frame by frame, and today's.
+"""Seconds to decode the miniature's video on one thread: its earlier VAE, and the recipe's.
 
     python experiments/dev/benchmark_decoding.py --output_path docs/benchmarks/decoding_mini.json
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EARLIER = {"base_dim": 16, "decoder_base_dim": 24, "z_dim": 16, "num_res_blocks": 1, "dim_mult": [1, 2, 4, 4]}
-SIZES = {"earlier": EARLIER, "today's": VAE}
+SIZES = {"earlier": EARLIER, "new": VAE}
 WAYS = {"diffusers": "a latent frame a call, as diffusers", "streamed": "16 latent frames a call, as here"}
 AGAINST = ("earlier", "diffusers")
 

@@ -68,6 +68,8 @@ findings() {
         --device cuda --output_dir outputs/policies --log_file outputs/policies.jsonl
     on 1 long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
         --output_path "$OUT/long_rollouts.json"
+    on 1 evaluation 200 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
+        --output_path "$OUT/evaluation.json"
     on 1 checkpoints 120 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
         --steps 0 500 --device cuda --output_path outputs/checkpoints/moments.json
     tar -cf "$OUT/checkpoints.tar" -C outputs/checkpoints .

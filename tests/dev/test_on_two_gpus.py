@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
-PARTS = {"vae": 6, "transformers": 2, "findings": 4, "parallel": 4}  # commands
+PARTS = {"vae": 6, "transformers": 2, "findings": 5, "parallel": 4}  # commands
 WEIGHTS = (
     "transformer",
     "text_encoder",
