@@ -3,9 +3,10 @@
 #
 #     bash experiments/dev/on_two_gpus.sh PART [OUT_DIR]
 #
-# PART: vae, transformers, findings, parallel, in this order; each takes at most ten minutes, keeps both GPUs busy and
-# leaves at most eight files in OUT_DIR (outputs/gpu). Weights grow and logs lie in $MINIATURE (outputs/gpu-miniature).
-# $MINUTES is the time of each training. A command that fails does not stop the others: its log says why.
+# PART: vae, base, causal, evaluation, findings, parallel, in this order; each takes at most ten minutes, keeps both GPUs
+# busy and leaves at most eight files in OUT_DIR (outputs/gpu). Weights grow and logs lie in $MINIATURE
+# (outputs/gpu-miniature). $MINUTES is the time of a training. A command that fails does not stop the others: its log
+# says why.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 1 2 "$@"
 OUT=${2:-outputs/gpu}
@@ -54,10 +55,23 @@ vae() {
     keep vae
 }
 
-transformers() {
-    train 0,1 base $((60 * ${MINUTES%.*} + 90)) --minutes "$MINUTES"
-    train 0,1 causal $((60 * ${MINUTES%.*} + 90)) --minutes "$MINUTES" --training_checkpoints "$MINIATURE/steps"
-    keep transformer text_encoder self_forcing_mini.pt
+base() {
+    train 0,1 base 560 --minutes "${MINUTES:-6}"
+    keep transformer text_encoder tokenizer
+}
+
+causal() {
+    train 0,1 causal 590 --minutes "${MINUTES:-8.5}" --training_checkpoints "$MINIATURE/steps"
+    keep self_forcing_mini.pt
+}
+
+evaluation() {
+    on 0 evaluation 400 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
+        --output_path "$OUT/evaluation.json" &
+    on 1 checkpoints 300 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
+        --steps 0 500 --device cuda --output_path outputs/checkpoints/moments.json
+    tar -cf "$OUT/checkpoints.tar" -C outputs/checkpoints .
+    wait
 }
 
 findings() {
@@ -68,11 +82,6 @@ findings() {
         --device cuda --output_dir outputs/policies --log_file outputs/policies.jsonl
     on 1 long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
         --output_path "$OUT/long_rollouts.json"
-    on 1 evaluation 200 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
-        --output_path "$OUT/evaluation.json"
-    on 1 checkpoints 120 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
-        --steps 0 500 --device cuda --output_path outputs/checkpoints/moments.json
-    tar -cf "$OUT/checkpoints.tar" -C outputs/checkpoints .
     wait
 }
 
@@ -86,8 +95,6 @@ parallel() {
 }
 
 case $1 in
-    vae) vae ;;
-    transformers) MINUTES=${MINUTES:-4.1} && transformers ;;
-    findings | parallel) "$1" ;;
-    *) echo "on_two_gpus.sh: no part '$1'; name vae, transformers, findings or parallel" >&2; exit 2 ;;
+    vae | base | causal | evaluation | findings | parallel) "$1" ;;
+    *) echo "on_two_gpus.sh: no part '$1'; see --help" >&2; exit 2 ;;
 esac

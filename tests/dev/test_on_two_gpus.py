@@ -8,15 +8,9 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
-PARTS = {"vae": 6, "transformers": 2, "findings": 5, "parallel": 4}  # commands
-WEIGHTS = (
-    "transformer",
-    "text_encoder",
-    "self_forcing_mini.pt",
-    "lora_window.pt",
-    "lora_framewise.pt",
-    "vae",
-)
+PARTS = {"vae": 6, "base": 1, "causal": 1, "evaluation": 2, "findings": 3, "parallel": 4}  # commands
+WEIGHTS = ("vae", "transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt")
+WEIGHTS += ("lora_window.pt", "lora_framewise.pt")
 
 
 def start(part, folder, programs):
