@@ -4,6 +4,7 @@
     python experiments/dev/benchmark_maps.py --random_weights --device cuda --output_path maps_gpu.json
 
 Rollouts keep the last block of all layers and heads. Every row's latents are compared with the plain ones.
+The file is written after the call and after every row: a run that is stopped leaves what it measured.
 """
 
 import argparse
@@ -46,10 +47,6 @@ def measure(args: argparse.Namespace) -> None:
         require_writable(args.output_path)
     rollout, sizes = measure_capture.make_rollout(config, args.random_weights)
     S, like = sizes.tokens_per_frame(config.height, config.width), rollout.noise
-    call = measure_maps.one_call(config, sizes, like.dtype, like.device, 5 * args.repeats)
-    print(calls_of(call), end="\n\n")
-    rows = measure_capture.measure(rollout, measure_maps.requests_of(config, S), args.repeats)
-    print(rows_of(rows))
     report = {
         "model": config.model,
         "random_weights": args.random_weights,
@@ -57,10 +54,16 @@ def measure(args: argparse.Namespace) -> None:
         "layers": sizes.num_layers,
         "dtype": str(like.dtype).removeprefix("torch."),
         "environment": environment(like.device),
-        "call": call,
-        "rows": rows,
+        "call": measure_maps.one_call(config, sizes, like.dtype, like.device, 5 * args.repeats),
     }
-    save_report(report, args.output_path)
+    print(calls_of(report["call"]), end="\n\n", flush=True)
+
+    def keep(rows: dict[str, dict]) -> None:
+        save_report(report | {"rows": rows}, args.output_path)
+
+    keep({})
+    rows = measure_capture.measure(rollout, measure_maps.requests_of(config, S), args.repeats, keep)
+    print(rows_of(rows))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 A given beginning fills every window by clean passes alone, up to the last blocks of --num_frames. Those are
 timed, plain and captured (mean logits and mass of every call); on a CPU it is processor time. Ratios are of
-one repeat. Their median over the repeats is reported with a 95 % interval by bootstrap.
+one repeat. Their median over the repeats is reported with a 95 % interval by bootstrap. The file is written
+after every row: a run that is stopped leaves what it measured.
 """
 
 import argparse
@@ -73,8 +74,6 @@ def measure(args: argparse.Namespace) -> None:
     if args.output_path:
         require_writable(args.output_path)
     bench = measure_policies.make_bench(config, args.random_weights, args.blocks, num_frames)
-    rows = measure_policies.measure(bench, args.repeats)
-    print(rows_of(rows))
     report = {
         "model": config.model,
         "random_weights": args.random_weights,
@@ -84,9 +83,11 @@ def measure(args: argparse.Namespace) -> None:
         "passes": config.num_passes,
         "dtype": str(bench.rollout.noise.dtype).removeprefix("torch."),
         "environment": environment(bench.rollout.noise.device),
-        "rows": rows,
     }
-    save_report(report, args.output_path)
+    rows = measure_policies.measure(
+        bench, args.repeats, lambda rows: save_report(report | {"rows": rows}, args.output_path)
+    )
+    print(rows_of(rows))
 
 
 if __name__ == "__main__":

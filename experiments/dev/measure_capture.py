@@ -3,6 +3,7 @@
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -115,30 +116,47 @@ def make_rollout(config: RunConfig, random_weights: bool) -> tuple[Rollout, Mode
     return Rollout(pipeline, noise, renoise, embeds), sizes
 
 
-def measure(rollout: Rollout, table: dict[str, list[CaptureRequest]], repeats: int) -> dict[str, dict]:
+def measure(
+    rollout: Rollout,
+    table: dict[str, list[CaptureRequest]],
+    repeats: int,
+    keep: Callable[[dict[str, dict]], None] | None = None,
+) -> dict[str, dict]:
     """Medians over repeats, rows in turn; memory from an untimed round before.
 
-    bit_identical: the latents equal those of a plain rollout.
+    bit_identical: the latents equal those of a plain rollout. keep gets the rows so far after each one.
     """
     plain = rollout.run([]).latents
-    results: dict[str, dict] = {}
+    peaks: dict[str, dict] = {}
     same = dict.fromkeys(table, True)
     seconds: dict[str, list[float]] = {name: [] for name in table}
     for name, requests in table.items():
-        ran, peaks = rollout.run_and_watch_memory(requests)
+        ran, memory = rollout.run_and_watch_memory(requests)
         same[name] &= torch.equal(ran.latents, plain)
-        results[name] = {"calls": ran.calls} | peaks
+        peaks[name] = {"calls": ran.calls} | memory
+    results: dict[str, dict] = {}
     for _ in range(repeats):
         for name, requests in table.items():
             ran = rollout.run(requests)
             same[name] &= torch.equal(ran.latents, plain)
             seconds[name].append(round(ran.seconds, 4))
-    base, base_seconds = results["plain"], statistics.median(seconds["plain"])
-    for name, row in results.items():
-        row |= {"seconds": seconds[name], "median_seconds": statistics.median(seconds[name])}
-        row |= {"bit_identical": same[name], "times_plain": round(row["median_seconds"] / base_seconds, 3)}
-        row |= {
-            f"{kind}_mib_over_plain": round(row[f"{kind}_mib"] - base[f"{kind}_mib"], 1)
-            for kind in ("gpu", "host")
-        }
+            results = {name: _row(name, seconds, same, peaks) for name in table if seconds[name]}
+            if keep:
+                keep(results)
     return results
+
+
+def _row(name: str, seconds: dict[str, list[float]], same: dict[str, bool], peaks: dict[str, dict]) -> dict:
+    """A row beside the plain one."""
+    median = statistics.median(seconds[name])
+    over = {
+        f"{kind}_mib_over_plain": round(peaks[name][f"{kind}_mib"] - peaks["plain"][f"{kind}_mib"], 1)
+        for kind in ("gpu", "host")
+    }
+    return peaks[name] | {
+        "seconds": list(seconds[name]),
+        "median_seconds": median,
+        "bit_identical": same[name],
+        "times_plain": round(median / statistics.median(seconds["plain"]), 3),
+        **over,
+    }

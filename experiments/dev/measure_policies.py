@@ -6,9 +6,9 @@ On a GPU seconds are of the clock, on a CPU of its processor time.
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -34,40 +34,58 @@ PAIRS: list[tuple[dict[str, Any], int]] = [  # a policy, and the window of the s
     ({"name": "rolling_sink", "window": 21}, 21),
 ]
 RESAMPLES = 2000  # of the bootstrap
+WARM_UP = (
+    2  # blocks before the timed ones: participative compresses in every second one, in shapes of its own
+)
 
 
 @dataclass
 class Bench:
-    """One model, frames that are given, and how many blocks are timed after them and one more."""
+    """One model, frames that are given, and how many blocks are timed after them and WARM_UP more.
+
+    least frames fill every window.
+    """
 
     rollout: Rollout
     blocks: int
     given: int
+    least: int
 
-    def block_seconds(self, policy: CachePolicy, captured: bool) -> float:
-        """Mean seconds of a timed block; the first one after the given frames only warms up."""
-        old = self.rollout.pipeline
-        device, n = self.rollout.noise.device, old.num_frame_per_block
+    @property
+    def device(self) -> torch.device:
+        return self.rollout.noise.device
+
+    def compile_kernels(self, policies: Iterable[CachePolicy]) -> None:
+        """On a GPU one short captured rollout of every policy: a kernel's first call takes a second."""
+        if self.device.type == "cuda":
+            for policy in policies:
+                self.block_seconds(policy, captured=True, given=self.least)
+
+    def block_seconds(self, policy: CachePolicy, captured: bool, given: int | None = None) -> float:
+        """Mean seconds of a timed block after given frames (None: those of the bench)."""
+        old, given = self.rollout.pipeline, self.given if given is None else given
+        device, n = self.device, old.num_frame_per_block
+        end = given + (WARM_UP + self.blocks) * n
         pipeline = CausalInferencePipeline(old.model, n, cache_policy=policy)
         pipeline.passes, pipeline.timesteps, pipeline.sigmas = old.passes, old.timesteps, old.sigmas
         stamps: list[float] = []
         clock = time.perf_counter if device.type == "cuda" else time.process_time  # others use the CPU too
 
         def on_block(block: int, latents: torch.Tensor) -> None:
-            if block * n >= self.given:
+            if block * n >= given + (WARM_UP - 1) * n:  # the end of the last one that warms up
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 stamps.append(clock())
 
-        first, rest = self.rollout.noise[:, : self.given], self.rollout.noise[:, self.given :]
-        generated = range(self.given // n, self.rollout.noise.shape[1] // n)
+        first, rest = self.rollout.noise[:, :given], self.rollout.noise[:, given:end]
+        generated = range(given // n, end // n)
         request = CaptureRequest(granularity="frame", blocks=generated)
         capture = ATTENTION_WEIGHT_CAPTURE.capture(request) if captured else nullcontext()
         with capture, devices.threads_for(self.rollout.noise, old.model.config):
             pipeline.inference(
                 rest,
                 prompt_embeds=self.rollout.prompt_embeds,
-                renoise=self.rollout.renoise[:, :, self.given :],
+                renoise=self.rollout.renoise[:, :, given:end],
                 initial_latent=first,
                 on_block=on_block,
             )
@@ -75,7 +93,7 @@ class Bench:
 
     def seconds_and_peak(self, policy: CachePolicy) -> tuple[float, float]:
         """Mean seconds of a block, and MiB of the GPU's peak over what was held before, 0 on a CPU."""
-        device = self.rollout.noise.device
+        device = self.device
         if device.type != "cuda":
             return self.block_seconds(policy, captured=False), 0.0
         gc.collect()
@@ -85,13 +103,13 @@ class Bench:
         return seconds, round((torch.cuda.max_memory_allocated(device) - before) / MIB, 1)
 
     def cache_mib(self, policy: CachePolicy) -> float:
-        """MiB of the policy's keys and values in a rollout without an end."""
-        shape = self.rollout.noise.shape
-        with torch.device("meta"):
-            model = self.rollout.pipeline.model
-            cache: Any = model.new_kv_cache(1, 10**6, shape[3], shape[4], policy)
-        held = sum(b.nbytes for buffers in (cache.keys, cache.values, cache.raw_keys) for b in buffers)
-        return round(held / MIB, 1)
+        """MiB of the policy's keys and values in a rollout without an end; nothing is allocated."""
+        noise, pipeline = self.rollout.noise, self.rollout.pipeline
+        sizes = pipeline.model.config
+        slots = policy.capacity(10**6, pipeline.num_frame_per_block)
+        buffers = 2 * slots + min(policy.raw_slots(slots), slots)
+        token = sizes.num_layers * sizes.dim * noise.element_size()
+        return round(buffers * sizes.tokens_per_frame(*noise.shape[3:]) * token / MIB, 1)
 
 
 def make_bench(config: RunConfig, random_weights: bool, blocks: int, num_frames: int) -> Bench:
@@ -100,41 +118,60 @@ def make_bench(config: RunConfig, random_weights: bool, blocks: int, num_frames:
     Raises ConfigError where no window would be full by then.
     """
     n = config.num_frame_per_block
-    least = max(size for _, size in PAIRS) + (blocks + 3) * n  # the first roll, and the warm-up
+    full = max(size for _, size in PAIRS) + n  # the first roll
+    full += -full % n
+    least = full + (WARM_UP + blocks) * n
     if num_frames < least:
         raise ConfigError(f"--num_frames {num_frames} leaves no full window; it must be at least {least}")
     num_frames -= num_frames % n
     rollout, _ = make_rollout(replace(config, num_frames=num_frames), random_weights)
-    return Bench(rollout, blocks, num_frames - (blocks + 1) * n)
+    return Bench(rollout, blocks, num_frames - (WARM_UP + blocks) * n, full)
 
 
-def measure(bench: Bench, repeats: int) -> list[dict]:
-    """One row a policy, after the window of its size; rows take turns in every repeat."""
+@dataclass
+class Taken:
+    """What was measured of one policy so far, a value a repeat."""
+
+    plain: list[float] = field(default_factory=list)
+    captured: list[float] = field(default_factory=list)
+    peak: float = 0.0
+    cache: float = 0.0
+
+
+def measure(bench: Bench, repeats: int, keep: Callable[[list[dict]], None]) -> list[dict]:
+    """One row a policy, after the window of its size; rows take turns in every repeat.
+
+    keep gets the rows so far after each: a run that is killed leaves them.
+    """
     policies, against = _policies()
-    peaks: dict[str, float] = {}
-    plain: dict[str, list[float]] = {name: [] for name in policies}
-    captured: dict[str, list[float]] = {name: [] for name in policies}
+    taken = {name: Taken(cache=bench.cache_mib(policy)) for name, policy in policies.items()}
+    bench.compile_kernels(policies.values())
+    rows: dict[str, dict] = {}
     for _ in range(repeats):
         for name, policy in policies.items():
-            seconds, peaks[name] = bench.seconds_and_peak(policy)
-            plain[name].append(seconds)
-        for name, policy in policies.items():
-            captured[name].append(bench.block_seconds(policy, captured=True))
-    return [
-        {
-            "name": name,
-            "policy": policy.describe(),
-            "window": against[name],
-            "seconds": round(statistics.median(plain[name]), 5),
-            **_ratio("times_window", plain[name], plain[against[name]]),
-            **_ratio("captured_times_plain", captured[name], plain[name]),
-            "peak_mib": peaks[name],
-            "cache_mib": bench.cache_mib(policy),
-            "all_seconds": [round(seconds, 5) for seconds in plain[name]],
-            "all_captured": [round(seconds, 5) for seconds in captured[name]],
-        }
-        for name, policy in policies.items()
-    ]
+            seconds, taken[name].peak = bench.seconds_and_peak(policy)
+            taken[name].plain.append(seconds)
+            taken[name].captured.append(bench.block_seconds(policy, captured=True))
+            window = against[name]
+            rows[name] = _row(name, policy, window, taken[name], taken[window])
+            keep(list(rows.values()))
+    return list(rows.values())
+
+
+def _row(name: str, policy: CachePolicy, window: str, taken: Taken, beside: Taken) -> dict[str, Any]:
+    """A policy beside the window of its size."""
+    return {
+        "name": name,
+        "policy": policy.describe(),
+        "window": window,
+        "seconds": round(statistics.median(taken.plain), 5),
+        **_ratio("times_window", taken.plain, beside.plain),
+        **_ratio("captured_times_plain", taken.captured, taken.plain),
+        "peak_mib": taken.peak,
+        "cache_mib": taken.cache,
+        "all_seconds": [round(seconds, 5) for seconds in taken.plain],
+        "all_captured": [round(seconds, 5) for seconds in taken.captured],
+    }
 
 
 def _policies() -> tuple[dict[str, CachePolicy], dict[str, str]]:
