@@ -9,26 +9,29 @@ carry no sizes, so they are the real model's unless the caller knows better.
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import AutoencoderKLWan
-from transformers import UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint import DOWNLOAD_HINT, read_torch_file, report_keys, require_file
 from wan.weight_names import StateDict
 
+if TYPE_CHECKING:  # each takes a second to import, and is imported where it is made
+    from diffusers import AutoencoderKLWan
+    from transformers import UMT5Config, UMT5EncoderModel
+
 UMT5_FILE, VAE_FILE, TOKENIZER_DIR = "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth", "google/umt5-xxl"
 
-UMT5_XXL = UMT5Config(
-    vocab_size=256384,
-    d_model=4096,
-    d_kv=64,
-    d_ff=10240,
-    num_layers=24,
-    num_heads=64,
-    relative_attention_num_buckets=32,
-    dropout_rate=0.0,
-)
+UMT5_XXL = {
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "relative_attention_num_buckets": 32,
+    "dropout_rate": 0.0,
+}
 
 # native -> transformers, inside blocks.N. of the one and encoder.block.N.layer. of the other
 UMT5_BLOCK_NAMES = {
@@ -66,17 +69,22 @@ def load_umt5(
     ckpt_dir: str | Path,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    config: UMT5Config = UMT5_XXL,
-) -> UMT5EncoderModel:
+    config: "UMT5Config | None" = None,
+) -> "UMT5EncoderModel":
     """The text encoder of a native directory; its weights are mapped, not read twice."""
+    from transformers import UMT5Config
+
     path = require_file(Path(ckpt_dir) / UMT5_FILE, DOWNLOAD_HINT)
-    return build_umt5(umt5_to_transformers(read_torch_file(path)), config, path, dtype, device)
+    state = umt5_to_transformers(read_torch_file(path))
+    return build_umt5(state, config or UMT5Config(**UMT5_XXL), path, dtype, device)
 
 
 def build_umt5(
-    state: StateDict, config: UMT5Config, path: Path, dtype: torch.dtype, device: torch.device | str
-) -> UMT5EncoderModel:
+    state: StateDict, config: "UMT5Config", path: Path, dtype: torch.dtype, device: torch.device | str
+) -> "UMT5EncoderModel":
     """umT5 of the given sizes with weights under transformers' names; the embedding may lack one."""
+    from transformers import UMT5EncoderModel
+
     with torch.device("meta"):
         model = UMT5EncoderModel(config)
     embedding = ("shared.weight", "encoder.embed_tokens.weight")
@@ -86,11 +94,10 @@ def build_umt5(
     return model
 
 
-def load_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes) -> AutoencoderKLWan:
+def load_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes) -> "AutoencoderKLWan":
     """The VAE of a native directory. sizes differ from the real model's in tests alone."""
-    from diffusers.loaders.single_file_utils import (
-        convert_wan_vae_to_diffusers,
-    )  # a second to import, rarely needed
+    from diffusers import AutoencoderKLWan
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
     path = require_file(Path(ckpt_dir) / VAE_FILE, DOWNLOAD_HINT)
     vae = AutoencoderKLWan(**sizes)

@@ -1,10 +1,10 @@
 """Base Wan2.1 text to video (https://github.com/Wan-Video/Wan2.1): all frames at once, guidance, UniPC."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
 from wan.errors import ConfigError
@@ -14,6 +14,9 @@ from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import TextKeysValues, WanModel
 from wan.modules.rollout_plan import BlockKeys, RolloutPlan
 from wan.validation import check_sampling
+
+if TYPE_CHECKING:
+    from diffusers import UniPCMultistepScheduler
 
 SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 
@@ -26,8 +29,10 @@ class TextToVideoPipeline:
         check_sampling(shift, num_steps)
         self.model, self.shift, self.guidance_scale, self.num_steps = model, shift, guidance_scale, num_steps
 
-    def solver(self) -> UniPCMultistepScheduler:
+    def solver(self) -> "UniPCMultistepScheduler":
         """A fresh solver, which counts its steps and remembers earlier flows: one per video."""
+        from diffusers import UniPCMultistepScheduler  # takes a second to import
+
         solver = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=self.shift
         )

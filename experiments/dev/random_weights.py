@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import UMT5EncoderModel
+from transformers import UMT5Config, UMT5EncoderModel
 
 from wan import native
 from wan.config import ModelConfig
@@ -72,7 +72,7 @@ def make_checkpoint(path: Path, sizes: ModelConfig, dtype: torch.dtype, device: 
 def make_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """umT5-XXL under its native names, and a tokenizer."""
     with torch.device("meta"):
-        model = UMT5EncoderModel(native.UMT5_XXL)
+        model = UMT5EncoderModel(UMT5Config(**native.UMT5_XXL))
     state = {native_umt5_name(name): tensor for name, tensor in random_tensors(model, dtype, device)}
     torch.save(state, folder / native.UMT5_FILE)
     shutil.copytree(TOKENIZER, folder / native.TOKENIZER_DIR, dirs_exist_ok=True)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import UMT5EncoderModel
 
 from wan.blocks import block_frames, rolling_attention_size
 from wan.config import ModelConfig, RunConfig
@@ -20,6 +19,8 @@ FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
 
 def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[str, int]:
     """umT5, and the widest of its activations: the logits of a layer with their bias, and their softmax."""
+    from transformers import UMT5EncoderModel  # takes a second to import
+
     sizes = encoder_config(config.ckpt_dir)
     with torch.device("meta"):
         weights = sum(p.numel() for p in UMT5EncoderModel(sizes).parameters()) * dtype.itemsize

@@ -51,7 +51,7 @@ def test_shards_and_checkpoint_load(config, tmp_path):
 
 
 def test_the_text_encoder_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "UMT5_XXL", SMALL_UMT5)
+    monkeypatch.setattr(native, "UMT5_XXL", SMALL_UMT5.to_dict())
     monkeypatch.chdir(ROOT)
     random_weights.make_text_encoder(tmp_path, torch.bfloat16, CPU)
     encoder = native.load_umt5(tmp_path, torch.bfloat16, config=SMALL_UMT5)

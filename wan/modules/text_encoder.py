@@ -4,11 +4,10 @@ import html
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import ftfy
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from wan import native
 from wan.checkpoint import (
@@ -22,9 +21,14 @@ from wan.checkpoint import (
 )
 from wan.errors import library_reads, quoted
 
+if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
+    from transformers import UMT5Config, UMT5EncoderModel
+
 
 def clean_prompt(text: str) -> str:
     """Mend broken unicode, unescape HTML twice, collapse white space, as Wan2.1 does before tokenising."""
+    import ftfy
+
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
@@ -37,10 +41,12 @@ def encoder_file(ckpt_dir: str | Path) -> Path:
     return index if index.is_file() else require_file(name, DOWNLOAD_HINT)
 
 
-def encoder_config(ckpt_dir: str | Path) -> UMT5Config:
+def encoder_config(ckpt_dir: str | Path) -> "UMT5Config":
     """umT5's sizes; a native directory has none, and holds the real model."""
+    from transformers import UMT5Config
+
     if is_native(ckpt_dir):
-        return native.UMT5_XXL
+        return UMT5Config(**native.UMT5_XXL)
     folder = encoder_file(ckpt_dir).parent
     with library_reads(f"{folder}/config.json", CheckpointError, "get it again"):
         return UMT5Config.from_dict(read_component_config(folder))
@@ -61,7 +67,7 @@ def encoder_files(ckpt_dir: str | Path) -> list[Path]:
 class TextEncoder(nn.Module):
     """umT5 encoder with its tokenizer; called with prompts, it returns states [B, text_len, text_dim]."""
 
-    def __init__(self, encoder: UMT5EncoderModel, tokenizer, text_len: int):
+    def __init__(self, encoder: "UMT5EncoderModel", tokenizer, text_len: int):
         super().__init__()
         self.encoder, self.tokenizer, self.text_len = encoder, tokenizer, text_len
 
@@ -74,6 +80,8 @@ class TextEncoder(nn.Module):
         device: torch.device | str = "cpu",
     ) -> "TextEncoder":
         """From a model directory of either layout: the umT5 files and the tokenizer beside them."""
+        from transformers import AutoTokenizer
+
         folder = require_dir(tokenizer_dir(ckpt_dir))
         with library_reads(f"the tokenizer {folder}", CheckpointError, "get it again"):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

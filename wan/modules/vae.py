@@ -1,10 +1,9 @@
 """Latents to video and back: diffusers' AutoencoderKLWan, with the transformer's normalisation."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor, nn
 
 from wan import native
@@ -17,13 +16,16 @@ from wan.checkpoint import (
 )
 from wan.errors import library_reads
 
+if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
+    from diffusers import AutoencoderKLWan
+
 POSITIONS_AT_ONCE = 1024  # of latents, in one call of the decoder: 16 latent frames of 8 x 8, one of 60 x 104
 
 
 class VAE(nn.Module):
     """The model's latents are (z − mean) / std per channel, with mean and std from the VAE's config."""
 
-    def __init__(self, vae: AutoencoderKLWan):
+    def __init__(self, vae: "AutoencoderKLWan"):
         super().__init__()
         self.vae = vae
         self.latents_mean: Tensor  # [C, 1, 1, 1]
@@ -41,6 +43,8 @@ class VAE(nn.Module):
         cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "VAE":
         """From a model directory of either layout. Raises CheckpointError for one that holds no such VAE."""
+        from diffusers import AutoencoderKLWan
+
         with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
             if is_native(ckpt_dir):
                 model = cls(native.load_vae(ckpt_dir, dtype))
@@ -107,14 +111,18 @@ class StreamedDecoder:
         return from_patches(self.model.vae, x)
 
 
-def to_patches(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
+def to_patches(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
     """What the encoder takes: video [B, 3, F, H, W], its patches of pixels as channels where the VAE has
     patches (Wan2.2's and the miniature's; Wan2.1's has none)."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
+
     return video if vae.config.patch_size is None else patchify(video, vae.config.patch_size)
 
 
-def from_patches(vae: AutoencoderKLWan, x: Tensor) -> Tensor:
+def from_patches(vae: "AutoencoderKLWan", x: Tensor) -> Tensor:
     """to_patches() undone, of what the decoder gives."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
     return x if vae.config.patch_size is None else unpatchify(x, vae.config.patch_size)
 
 
