@@ -11,6 +11,7 @@ import torch
 
 from experiments.dev.process_memory import gpu_peak, host_peak
 from experiments.dev.random_weights import fill_
+from experiments.dev.tables import median_interval
 from experiments.extraction import causal, devices
 from experiments.extraction.prompt_embeds import encode_prompts
 from wan.checkpoint import read_model_config
@@ -147,16 +148,21 @@ def measure(
 
 
 def _row(name: str, seconds: dict[str, list[float]], same: dict[str, bool], peaks: dict[str, dict]) -> dict:
-    """A row beside the plain one."""
-    median = statistics.median(seconds[name])
+    """A row beside the plain one.
+
+    times_plain is the median over rounds of its seconds over those of the plain rollout of its round.
+    """
+    rounds = zip(seconds[name], seconds["plain"], strict=False)  # its last one may be under way
+    ratios = [of_row / plain for of_row, plain in rounds]
     over = {
         f"{kind}_mib_over_plain": round(peaks[name][f"{kind}_mib"] - peaks["plain"][f"{kind}_mib"], 1)
         for kind in ("gpu", "host")
     }
     return peaks[name] | {
         "seconds": list(seconds[name]),
-        "median_seconds": median,
+        "median_seconds": statistics.median(seconds[name]),
         "bit_identical": same[name],
-        "times_plain": round(median / statistics.median(seconds["plain"]), 3),
+        "times_plain": round(statistics.median(ratios), 3),
+        "times_plain_interval": [round(bound, 3) for bound in median_interval(ratios)],
         **over,
     }

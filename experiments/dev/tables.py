@@ -1,6 +1,7 @@
 """What every benchmark's report has: a JSON file, and a Markdown table that says what it was measured on."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,18 @@ def measured_on(env: dict[str, Any], dtype: str | None = None) -> str:
     """Device, versions, date, commit and command, as the last line of a table."""
     parts = [env["device"], f"torch {env['torch']}", dtype, env["date"], f"`{env['git'][:9]}`"]
     return f"{', '.join(part for part in parts if part)}: `{env['command']}`\n"
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of a median by order statistics, whatever the distribution: the 4th and 12th of 15.
+
+    Of fewer than six values it is their range, which holds the median less often.
+    """
+    ordered, outside, tail = sorted(values), 0, 0.0
+    while (tail := tail + math.comb(len(ordered), outside) / 2 ** len(ordered)) <= 0.025:
+        outside += 1
+    outside = max(outside - 1, 0)
+    return ordered[outside], ordered[-1 - outside]
 
 
 def gb(nbytes: float) -> str:

@@ -7,6 +7,7 @@ all.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -75,14 +76,7 @@ def frame_mass(
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
     if bias is not None:
         bias = bias.repeat_interleave(k.shape[1] // num_key_frames, 1)
-    mass = torch.cat(
-        [
-            rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1)
-            for rows in scaled_logits(q, k, bias=bias)
-        ],
-        2,
-    )
-    return mass.unflatten(2, (num_query_frames, -1)).mean(3)  # [B, H, Lq, Fk] -> [B, H, Fq, Fk]
+    return token_mass(q, k, num_query_frames, bias).unflatten(-1, (num_key_frames, -1)).sum(-1)
 
 
 def segment_mass(
@@ -103,15 +97,12 @@ def segment_mass(
     start, stop = bounds[0, first].item(), bounds[0, last].item()
     place = torch.arange(start, stop, device=q.device)
     inside = spans(bounds[:, first : last + 1].to(q.device), place).float().mT[:, None]  # [B, 1, keys, n]
-    chunks = []
-    for rows in scaled_logits(q, k):
-        rows = rows.softmax(-1)
-        parts = [rows[..., :start].unflatten(-1, (first, -1)).sum(-1)] if first else []
-        parts.append(rows[..., start:stop] @ inside)
-        after = bounds.shape[1] - 1 - last
-        parts += [rows[..., stop:].unflatten(-1, (after, -1)).sum(-1)] if after else []
-        chunks.append(torch.cat(parts, -1))
-    return torch.cat(chunks, 2).unflatten(2, (num_query_frames, -1)).mean(3)
+    mass = token_mass(q, k, num_query_frames)  # [B, H, Fq, Lk]
+    parts = [mass[..., :start].unflatten(-1, (first, -1)).sum(-1)] if first else []
+    parts.append(mass[..., start:stop] @ inside)
+    after = bounds.shape[1] - 1 - last
+    parts += [mass[..., stop:].unflatten(-1, (after, -1)).sum(-1)] if after else []
+    return torch.cat(parts, -1)
 
 
 def masked_frames(
@@ -135,15 +126,19 @@ def masked_frames(
 def token_mass(q: Tensor, k: Tensor, num_query_frames: int, bias: Tensor | None = None) -> Tensor:
     """Softmax mass on each key token, averaged over the queries of each query frame -> [B, H, Fq, Lk].
 
-    bias [H, Lk] was added to the logits.
+    bias [H, Lk] was added to the logits. As many query frames as fit are computed at once; a sum over rows
+    comes first, because it runs along memory.
     """
-    return torch.stack(
-        [
-            sum(rows.softmax(-1).sum(2) for rows in scaled_logits(frame, k, bias=bias)) / frame.shape[1]
-            for frame in q.unflatten(1, (num_query_frames, -1)).unbind(1)
-        ],
-        2,
-    )
+    S = q.shape[1] // num_query_frames
+    frames = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S))
+    sums = []
+    for part in q.split(frames * S, dim=1):
+        pieces = [  # one of whole frames, or several of one frame
+            rows.softmax(-1).unflatten(2, (part.shape[1] // S, -1)).sum(3)
+            for rows in scaled_logits(part, k, bias=bias)
+        ]
+        sums.append(reduce(torch.add, pieces))
+    return torch.cat(sums, 2) / S
 
 
 def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
