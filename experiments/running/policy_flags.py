@@ -1,10 +1,11 @@
 """--cache_policy and --prompt_schedule: files and names turned into a config's settings."""
 
 import argparse
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from wan.errors import ConfigError
+from wan.errors import ConfigError, named, quoted
 from wan.text_files import read_yaml
 
 FOLDER = Path("configs/policies")  # the published settings of every method
@@ -37,7 +38,7 @@ def policy_settings(name: str) -> dict[Any, Any]:
     alone.
     """
     for path in (Path(name), FOLDER / f"{name}.yaml"):
-        if path.is_file():
+        if isfile(path):  # False for a name that is too long, where Path.is_file raises
             return read_yaml(path)
     from wan.modules.cache_policies import POLICIES  # here: a --help needs no torch
 
@@ -45,15 +46,15 @@ def policy_settings(name: str) -> dict[Any, Any]:
         return {"name": name}
     published = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
     raise ConfigError(
-        f"cache_policy {name!r} is no file, none of {FOLDER} ({published}) and no policy "
+        f"cache_policy {quoted(name)} is no file, none of {FOLDER} ({published}) and no policy "
         f"({', '.join(POLICIES)})"
     )
 
 
 def schedule_settings(path: str) -> list[Any]:
     """The list under `prompts` in a YAML file: frame, prompt and how of every switch."""
-    if not Path(path).is_file():
-        raise ConfigError(f"prompt schedule {path} not found; it is a YAML with a list `prompts`")
+    if not isfile(path):
+        raise ConfigError(f"prompt schedule {named(path)} not found; it is a YAML with a list `prompts`")
     prompts = read_yaml(path).get("prompts")
     if not isinstance(prompts, list) or not all(isinstance(entry, dict) for entry in prompts):
         raise ConfigError(f"{path}: needs a list `prompts`, each with frame, prompt and perhaps how")

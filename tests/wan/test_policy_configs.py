@@ -1,11 +1,13 @@
 """configs/policies: every file is a policy, and says where its settings are from."""
 
+from dataclasses import fields
+
 import pytest
 from conftest import ROOT
 
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.modules.cache_policies import POLICIES, read_policy
+from wan.modules.cache_policies import POLICIES, make_policy, read_policy
 from wan.text_files import read_yaml
 
 FILES = sorted((ROOT / "configs/policies").glob("*.yaml"))
@@ -47,3 +49,67 @@ def test_the_older_settings_say_which_policy_they_mean():
 def test_a_schedule_that_does_not_fit_is_refused(switch, message):
     with pytest.raises(ConfigError, match=message):
         RunConfig(prompt_schedule=[switch])
+
+
+FIELDS = {
+    "full": {},
+    "window": {"window": 9, "sink": 3},
+    "relative": {"window": 9, "sink": 3},
+    "deep_sink": {"window": 9, "sink": 3},
+    "participative": {"window": 9, "sink": 1, "budget": 8, "recent": 4},
+    "ema_sink": {"window": 9, "sink": 3},
+    "two_memories": {"window": 9, "sink": 3},
+    "rolling_sink": {"window": 9},
+    "memory_bank": {"window": 9, "sink": 3, "bank": 2, "interval": 1},
+    "per_head": {"file": "cache/published/none.csv", "policies": {"a": {"name": "full"}}},
+}
+HOSTILE = [
+    None,
+    True,
+    -1,
+    2.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "é" * 500,
+    "x\0",
+    [3],
+    {"a": 1},
+    10**30,
+    -(10**30),
+]
+NOT_A_MISTAKE = [("participative", "reuse_limit", None), ("window", "global_sink", True)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_any_wrong_value_of_any_field_is_one_line(name):
+    """What is not refused is a policy that can be described; a field that nothing has is refused too."""
+    read_policy({"name": "full"} if name == "per_head" else {"name": name, **FIELDS[name]})
+    for field in [*(f.name for f in fields(POLICIES[name])), "nope", "name", 3]:
+        for value in HOSTILE:
+            settings = {"name": name, **FIELDS[name], field: value}
+            if (name, field, value) in NOT_A_MISTAKE or (field == "released" and value is True):
+                continue
+            with pytest.raises(ConfigError) as refused:
+                read_policy(settings)
+            assert "\n" not in str(refused.value) and len(str(refused.value)) < 500, settings
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"layer,head\n0,0\n", "has no column of classes"),
+        (b"layer,head,class\n0,0,a\n99999999999,0,a\n", "does not name every layer and head"),
+        (b"layer,head,class\nx,0,a\n", "does not name every layer and head"),
+        (b"a,b\nc\n", "different numbers of heads"),
+        (b"\xff\xfea", "is not text in UTF-8"),
+        (b'"' + b"a" * 200_000 + b'"', "is not a CSV of classes"),
+        (b"a," * 200_000, "is larger than"),
+        (b"a,zz\n", "class 'zz' .* has no policy"),
+    ],
+)
+def test_a_file_of_classes_that_is_none_is_one_line(content, message, tmp_path):
+    (tmp_path / "labels.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        make_policy("per_head", file=str(tmp_path / "labels.csv"), policies={"a": {"name": "full"}})

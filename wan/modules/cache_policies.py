@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from wan.errors import ConfigError
+from wan.errors import ConfigError, quoted
+from wan.limits import MAX_FRAMES
 from wan.modules.policies.averages import EmaSink, TwoMemories
 from wan.modules.policies.base import CachePolicy, WindowedPolicy
 from wan.modules.policies.memory_bank import MemoryBank
@@ -45,12 +46,12 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
     Raises ConfigError for what it does not have or cannot do.
     """
     if name not in POLICIES:
-        raise ConfigError(f"cache_policy {name!r} is not one of {', '.join(POLICIES)}")
+        raise ConfigError(f"cache_policy {quoted(name)} is not one of {', '.join(POLICIES)}")
     policy = POLICIES[name]
     known = {f.name: f for f in fields(policy)}
     for field, value in chosen.items():
         if field not in known:
-            raise ConfigError(f"cache_policy {name} has no field {field!r}; it has {', '.join(known)}")
+            raise ConfigError(f"cache_policy {name} has no field {quoted(field)}; it has {', '.join(known)}")
         _check_type(name, field, value, known[field].default)
     if name == PerHead.name:
         chosen["policies"] = _of_classes(chosen.get("policies"))
@@ -64,10 +65,10 @@ def _of_classes(policies: Any) -> dict[str, CachePolicy]:
     found = {}
     for label, settings in policies.items():
         if not isinstance(settings, (Mapping, CachePolicy)):
-            raise ConfigError(f"cache_policy per_head: class {label!r} needs the settings of a policy")
+            raise ConfigError(f"cache_policy per_head: class {quoted(label)} needs the settings of a policy")
         found[str(label)] = settings if isinstance(settings, CachePolicy) else read_policy(settings)
         if isinstance(found[str(label)], PerHead):
-            raise ConfigError(f"cache_policy per_head: class {label!r} cannot be per_head again")
+            raise ConfigError(f"cache_policy per_head: class {quoted(label)} cannot be per_head again")
     return found
 
 
@@ -79,12 +80,16 @@ def _check_type(name: str, field: str, value: Any, default: Any) -> None:
         fits, kind = isinstance(value, bool), "true or false"
     elif isinstance(default, float):
         fits, kind = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+    elif isinstance(default, str):
+        fits, kind = isinstance(value, str), "the name of a file"
     elif isinstance(default, int) or default is None:
         fits, kind = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     else:
         return
     if not fits and not (value is None and default is None):
-        raise ConfigError(f"cache_policy {name}: {field} must be {kind}, not {value!r}")
+        raise ConfigError(f"cache_policy {name}: {field} must be {kind}, not {quoted(value)}")
+    if type(value) is int and value > MAX_FRAMES:
+        raise ConfigError(f"cache_policy {name}: {field} may be at most {MAX_FRAMES}, not {quoted(value)}")
 
 
 def read_policy(settings: Mapping[str, Any]) -> CachePolicy:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from wan.errors import ConfigError
+from wan.errors import ConfigError, quoted
 from wan.modules.key_layout import ChosenTokens, Slot
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class CachePolicy:
             raise ConfigError(f"cache_policy {self.name} has no released variant; leave released out")
         if isinstance(self.released, str) and self.released not in self.releases:
             known = ", ".join(self.releases) or "none"
-            raise ConfigError(f"cache_policy {self.name}: released {self.released!r} is not one of {known}")
+            raise ConfigError(
+                f"cache_policy {self.name}: released {quoted(self.released)} is not one of {known}"
+            )
         self.validate()
 
     @property

@@ -66,6 +66,8 @@ class Participative(WindowedPolicy):
             )
         if self.reuse_limit is not None and self.reuse_limit < 1:
             raise ConfigError("cache_policy participative: reuse_limit must be at least 1")
+        if self.first_turn < 0:
+            raise ConfigError("cache_policy participative: first_turn must be 0 or more frames")
 
     def check(self, block_sizes: Sequence[int]) -> None:
         super().check(block_sizes)

@@ -3,11 +3,13 @@
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from os.path import isfile
 from typing import Any, ClassVar
 
-from wan.errors import ConfigError
+from wan.errors import ConfigError, named, quoted
+from wan.limits import CONFIG_BYTES
 from wan.modules.policies.base import CachePolicy
+from wan.text_files import read_text
 
 Labels = tuple[tuple[str, ...], ...]  # of every layer and head
 
@@ -36,7 +38,7 @@ class PerHead(CachePolicy):
         if missing:
             known = ", ".join(self.classes)
             raise ConfigError(
-                f"cache_policy per_head: class {missing[0]!r} of {self.file} has no policy: {known}"
+                f"cache_policy per_head: class {quoted(missing[0])} of {self.file} has no policy: {known}"
             )
         self._check_positions()
 
@@ -103,10 +105,14 @@ def read_labels(file: str) -> Labels:
     """Classes of layers x heads from a CSV: one row a layer, or rows of layer, head,
     class under such a header.
     """
-    if not Path(file).is_file():
-        raise ConfigError(f"cache_policy per_head: {file} not found; it is a CSV of classes, layers x heads")
-    with Path(file).open(encoding="utf-8", newline="") as lines:
-        rows = [row for row in csv.reader(line for line in lines if not line.startswith("#")) if row]
+    if not isfile(file):
+        said = f"cache_policy per_head: {named(file)} not found"
+        raise ConfigError(f"{said}; it is a CSV of classes, layers x heads")
+    lines = (line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#"))
+    try:
+        rows = [row for row in csv.reader(lines) if row]
+    except csv.Error as error:
+        raise ConfigError(f"cache_policy per_head: {file} is not a CSV of classes: {error}") from None
     if not rows:
         raise ConfigError(f"cache_policy per_head: {file} is empty")
     if "layer" in rows[0] and "head" in rows[0]:
@@ -118,12 +124,14 @@ def read_labels(file: str) -> Labels:
 
 def _from_columns(rows: list[list[str]], file: str) -> list[list[str]]:
     layer, head = rows[0].index("layer"), rows[0].index("head")
-    label = next(i for i in range(len(rows[0])) if i not in (layer, head))
+    label = next((i for i in range(len(rows[0])) if i not in (layer, head)), None)
+    if label is None:
+        raise ConfigError(f"cache_policy per_head: {file} has no column of classes beside layer and head")
     try:
         found = {(int(row[layer]), int(row[head])): row[label] for row in rows[1:]}
         layers, heads = (max(index) + 1 for index in zip(*found, strict=True))
         return [[found[i, j] for j in range(heads)] for i in range(layers)]
     except (ValueError, IndexError, KeyError) as error:
         raise ConfigError(
-            f"cache_policy per_head: {file} does not name every layer and head: {error}"
+            f"cache_policy per_head: {file} does not name every layer and head: {named(error)}"
         ) from None
