@@ -12,6 +12,7 @@ from wan.modules import layers
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import POLICIES, make_policy
 from wan.modules.causal_model import CausalWanModel
+from wan.modules.key_segments import key_frames
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 
@@ -137,6 +138,18 @@ def roll_out(fields, options, batch, blocks, given_blocks, switch):
     )[1]
 
 
+def check_captured(call, name: str) -> None:
+    """All mass is on frames or slots; no two slots stand at one place; the own block comes last, in a row."""
+    mass = call.values.get("slot_mass", call.values["frame_mass"])
+    torch.testing.assert_close(mass.sum(-1), torch.ones(mass.shape[:-1]), atol=1e-5, rtol=0)
+    positions = key_frames(call.layout, len(mass))[1].unflatten(1, (-1, S))  # [B, slots, S]
+    assert (positions == positions[..., :1]).all()
+    own = positions[:, -len(call["query_frames"]) :]
+    assert (own.diff(dim=1) == 1).all() and positions.min() >= 0 and positions.max() == own.max()
+    if name != "memory_bank":  # whose window may hold a banked frame too
+        assert all(len(set(row)) == len(row) for row in positions[..., 0].tolist())
+
+
 @given(case=cases())
 @settings(max_examples=40, deadline=None)
 def test_every_call_sees_what_its_policy_says(case):
@@ -144,4 +157,7 @@ def test_every_call_sees_what_its_policy_says(case):
     with Watch(fields, options["num_frame_per_block"], dict([switch]) if switch else {}) as watch:
         first = roll_out(*case)
     assert watch.calls and first.isfinite().all()
-    assert torch.equal(first, roll_out(*case))  # a second video equals the first
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[1], steps=[0, 2]) as calls:
+        assert torch.equal(first, roll_out(*case))  # a second video equals the first, looked at or not
+    for call in calls:
+        check_captured(call, fields["name"])
