@@ -25,12 +25,12 @@ class FrameView:
     latent: np.ndarray  # [n] latent frame of every shown frame
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """Profiles [..., F] of latent frames -> [..., n] of shown frames."""
-        return values[..., self.latent]
+        """Profiles [..., F] of latent frames -> [..., n] of shown frames; columns after them stay."""
+        return np.concatenate([values[..., self.latent], values[..., self.latent[-1] + 1 :]], -1)
 
     def spread_matrix(self, matrix: np.ndarray) -> np.ndarray:
-        """Matrices [..., F, F] of latent frames -> [..., n, n] of shown frames."""
-        return matrix[..., self.latent[:, None], self.latent]
+        """Matrices [..., F, F] of latent frames -> [..., n, n] of shown frames; columns after them stay."""
+        return self.spread(matrix[..., self.latent, :])
 
     def shown(self, latent_frames: Sequence[int]) -> list[int]:
         """The shown frames that are in some latent frames."""
@@ -83,7 +83,7 @@ def choose_view(
 def query_profile(
     view: Profiles, axes: FrameView, query_frames: Sequence[int] | None = None
 ) -> tuple[np.ndarray, Caption]:
-    """Profile [H, F] over latent key frames of a layer view, and what figures say about it.
+    """Profile [H, F + averages] over latent key frames of a layer view, and what figures say about it.
 
     query_frames None takes the stored mean over the last block's queries; frames as the axes count them take
     the mean of those rows, in which a key frame counts the queries that attend to it. CacheError for a frame
@@ -91,10 +91,10 @@ def query_profile(
     (layer,) = view.layers
     noise: Sequence[int]
     if query_frames is None:
-        profile, latent = view.frame_profile(layer), list(view.query_frames)
+        profile, latent = view.key_profile(layer), list(view.query_frames)
         query_frames, noise = axes.shown(latent), view.noise_frames
     else:
-        latent, matrix = axes.latent_frames(query_frames), view.frame_matrix(layer)
+        latent, matrix = axes.latent_frames(query_frames), view.key_matrix(layer)
         if matrix is None:
             raise CacheError("this cache has no frame matrix: QUERY_FRAMES must be None")
         profile = _mean_of_rows(matrix, latent)
@@ -104,9 +104,8 @@ def query_profile(
     highlighted = {}
     if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
         highlighted = {noise_label(view.timestep, view.noise_levels.values()): axes.shown(noise)}
-    return profile, Caption(
-        view.quantity, subtitle(view.pass_label, query_frames), highlighted, unit=axes.unit
-    )
+    said = subtitle(view.pass_label, query_frames)
+    return profile, Caption(view.quantity, said, highlighted, axes.unit, view.num_averages)
 
 
 def select_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     pass or quantity that the atlas does not hold.
     """
     view = open_profiles(atlas, step, "mean_logit")
-    profile, matrix = view.values(layer)[:2]
+    profile, matrix, _, averages = view.values(layer)
     one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
     last = list(range(view.num_frames))[-3:] if one_block else block_frames(view.block_sizes, -1)
     if matrix is None:
@@ -52,4 +52,5 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     names = [field.rstrip("?") for field in Cache.table() | Sampling.table()]
     common = {name: atlas[name] for name in names if name in atlas}
     at = PassTag(view.step, view.timestep, view.is_clean_pass)
-    return LayerCache.build(common, at, layer, matrix.float(), last, profile.float()).to_dict()
+    values = matrix.float(), last, profile.float()
+    return LayerCache.build(common, at, layer, *values, averages=averages).to_dict()

@@ -92,13 +92,17 @@ def _layer(cache: LayerCache, at: PassTag, quantity: str) -> PassReading:
         _convert(_verified(values).float(), stored, quantity, cache.frame_seq_length)
         for values in (cache.full_frame_attention, cache.last_block_frame_attention)
     )
+    gone = cache.average_attention
+    if gone is not None:
+        gone = _convert(_verified(gone).float(), stored, quantity, cache.frame_seq_length)
     return PassReading(
         at,
         [cache.layer_index],
         _seen(profile),
         cache.query_frames,
-        lambda layer: LayerValues(profile, matrix, None),
+        lambda layer: LayerValues(profile, matrix, None, gone),
         cache.last_block_query_frames,
+        0 if gone is None else gone.shape[-1],
     )
 
 

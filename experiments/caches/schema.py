@@ -50,6 +50,8 @@ class LayerCache(Sampling, OnePass, Cache):
     key_frames: Annotated[list[int], "int [F]"]
     last_block_query_frames: Annotated[list[int], "int [last]"]
     full_frame_attention_uncond: Annotated[Tensor | None, "f16/f32 [H, F, F]"] = None
+    # Under some cache policies keys that are averages of frames that are gone, in the order of their slots:
+    average_attention: Annotated[Tensor | None, "f16/f32 [H, F, averages]"] = None
 
     @classmethod
     def build(
@@ -61,8 +63,12 @@ class LayerCache(Sampling, OnePass, Cache):
         last_queries: list[int],
         profile: Tensor | None = None,
         uncond: Tensor | None = None,
+        averages: Tensor | None = None,
     ) -> "LayerCache":
-        """From a run's fields and mean logits [H, F, F]; profile [H, F] is their mean over last_queries."""
+        """From a run's fields and mean logits [H, F, F]; profile [H, F] is their mean over last_queries.
+
+        averages [H, F, averages] are those of keys that are averages of frames.
+        """
         all_frames = list(range(matrix.shape[-1]))
         own = {
             "format": "layer",
@@ -77,6 +83,8 @@ class LayerCache(Sampling, OnePass, Cache):
         }
         if uncond is None:
             del own["full_frame_attention_uncond"]
+        if averages is not None:
+            own["average_attention"] = averages
         return cls.from_dict({**common, **at._asdict(), **own})
 
     def _check(self) -> None:

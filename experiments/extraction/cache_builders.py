@@ -14,7 +14,7 @@ from experiments.caches.schema import LayerCache
 from experiments.caches.token_schema import Figure4Layer, InferenceCall
 from experiments.extraction.key_fields import call_values, last_key_curves, slot_entries
 from experiments.extraction.result import Extraction
-from experiments.extraction.slot_fields import slot_fields
+from experiments.extraction.slot_fields import average_columns, slot_fields
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
@@ -134,7 +134,8 @@ def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
     """Mean logits of every frame pair of one layer, each block at the chosen pass."""
     matrix = run.frame_matrix("frame_logits", layer, run.config.step)
     at = run.pass_tag(run.config.step)
-    return LayerCache.build(run.common, at, layer, matrix, run.last_block).to_dict()
+    averages = average_columns(run, layer, run.config.step)
+    return LayerCache.build(run.common, at, layer, matrix, run.last_block, averages=averages).to_dict()
 
 
 def atlas_requests(

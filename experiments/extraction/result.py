@@ -75,18 +75,20 @@ class Extraction:
         """
         from_tokens = name == "frame_logits" and "token_logits" in self.quantities
         calls = self.captured("token_logits" if from_tokens else name, layer, step)
-        S = self.common["frame_seq_length"]
-        pieces = [
-            frames.token_matrix_to_frames(call.values["token_logits"][0], S)
-            if from_tokens
-            else call.values[name][0]
-            for call in calls
-        ]
+        pieces = [self._mean_logits(call) if from_tokens else call.values[name][0] for call in calls]
         where = ((call["query_frames"], call["key_frames"]) for call in calls)
         return frames.assemble(
             [(queries, keys, piece) for (queries, keys), piece in zip(where, pieces, strict=True)],
             self.config.num_frames,
         )
+
+    def _mean_logits(self, call: CapturedCall) -> Tensor:
+        """Token logits of a call as those of its query and key frames [H, Fq, Fk], whatever its keys are."""
+        tokens, S = call.values["token_logits"][0], self.common["frame_seq_length"]
+        if "key_frame" not in call.values:
+            return frames.token_matrix_to_frames(tokens, S)
+        curves, of = frames.query_frame_curves(tokens, S), call.values["key_frame"][0]
+        return frames.by_key_frame(curves, of, self.config.num_frames, mean=True)[..., call["key_frames"]]
 
     def stack(
         self, value: Callable[[int, int], Tensor], layers: Sequence[int], steps: Sequence[int]

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.caches.averages import AVERAGE, averages_of_slots, averages_of_tokens, most_averages
+from experiments.caches.frames import query_frame_curves
 from experiments.extraction.result import Extraction
 from wan.modules.captured_call import CapturedCall
-from wan.modules.key_layout import AVERAGE
 
 LEAST_MASS = 1e-4  # what is less is rounding
 NO_SLOT = -9  # in slot_frame, beside -1 an average, -2 zeros, -3 tokens of several frames
@@ -43,6 +44,33 @@ def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) ->
         kept = [[_tokens_of_frames(run, call) for call in layer[0]] for layer in blocks]
         found["tokens_kept"] = torch.tensor(kept, dtype=torch.int32)
     return found
+
+
+def average_columns(run: Extraction, layer: int, step: int) -> Tensor | None:
+    """Mean logits of averages of frames that are gone [H, F, averages]; None where no block sees one."""
+    name = "token_logits" if "token_logits" in run.quantities else "frame_logits"
+    found = [(call["query_frames"], _averages(run, call)) for call in run.captured(name, layer, step)]
+    pieces = [(queries, values) for queries, values in found if values is not None]
+    if not pieces:
+        return None
+    most = max(values.shape[-1] for _, values in pieces)
+    columns = torch.full((len(pieces[0][1]), run.config.num_frames, most), torch.nan)
+    for queries, values in pieces:
+        columns[:, queries, : values.shape[-1]] = values
+    return columns
+
+
+def _averages(run: Extraction, call: CapturedCall) -> Tensor | None:
+    """Mean logits of the averages that a call sees [H, Fq, averages], by slot or token; None for none."""
+    values = call.values
+    if "slot_logits" in values:
+        slot_frame = torch.tensor(call["slot_frame"])
+        count = most_averages(slot_frame)
+        return averages_of_slots(values["slot_logits"][0], slot_frame, count) if count else None
+    if "token_logits" not in values or "key_frame" not in values or AVERAGE not in values["key_frame"][0]:
+        return None
+    curves = query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
+    return averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
 
 
 def _add_averages(found: dict[str, Any]) -> None:

@@ -1,11 +1,15 @@
 """Token matrices and key curves under policies whose slots are not frames: saved and read, key by key."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
+from experiments.analysis.frame_axes import choose_view, query_profile
 from experiments.caches import load_cache, save_cache
+from experiments.caches.convert import layer_from_atlas
 from experiments.caches.errors import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction.cache_builders import (
@@ -15,6 +19,8 @@ from experiments.extraction.cache_builders import (
     figure4_requests,
     inference_cache,
     inference_requests,
+    layer_cache,
+    layer_requests,
 )
 from experiments.extraction.causal import extract
 from experiments.extraction.memory_estimate import check_requests
@@ -124,3 +130,29 @@ def test_heads_with_keys_of_their_own_have_no_key_curves(tmp_path, monkeypatch):
     config = config_of(settings)
     with pytest.raises(ConfigError, match="use --granularity frame"):
         check_requests(config, model, figure4_requests(config, "key"))
+
+
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
+def test_a_layer_cache_has_averages_as_columns(settings, tmp_path, monkeypatch):
+    """Made from a rollout, by frames or by tokens, or taken out of its atlas: the same values."""
+    monkeypatch.chdir(ROOT)
+    config = replace(config_of(settings), layer_index=3, layer_indices=[3])
+    count = 2 * (settings["name"] == "ema_sink")
+    by_tokens = layer_cache(extract(config, layer_requests(config, "token")), 3)
+    made = saved(layer_cache(extract(config, layer_requests(config)), 3), tmp_path / "layer.pt")
+    requests = atlas_requests(config, mass=True, key_curve=False, cross=False, layers=[3])
+    atlas = saved(atlas_cache(extract(config, requests)), tmp_path / "atlas.pt")
+    taken = saved(layer_from_atlas(atlas, 3), tmp_path / "taken.pt")
+    assert ("average_attention" in made) == ("average_attention" in taken) == bool(count)
+    view, whole = open_profiles(made), open_profiles(atlas)
+    assert view.num_averages == whole.num_averages == open_profiles(taken).num_averages == count
+    for name in ("key_profile", "key_matrix"):
+        values = [getattr(one, name)(3) for one in (view, open_profiles(taken), whole)]
+        assert values[0].shape[-1] == 15 + count
+        np.testing.assert_array_equal(values[0], values[2])
+        np.testing.assert_array_equal(values[1], values[2])
+        np.testing.assert_allclose(getattr(open_profiles(by_tokens), name)(3), values[0], atol=1e-5)
+    axes = choose_view(made, use_video=True)
+    shown, profile = axes.spread_matrix(view.key_matrix(3)), query_profile(view, axes)[0]
+    assert shown.shape[1:] == (57, 57 + count) and axes.spread(profile).shape[-1] == 57 + count
+    np.testing.assert_array_equal(shown[:, 56, 57:], view.key_matrix(3)[:, 14, 15:])
