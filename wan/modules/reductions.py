@@ -7,7 +7,6 @@ all.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -126,19 +125,20 @@ def masked_frames(
 def token_mass(q: Tensor, k: Tensor, num_query_frames: int, bias: Tensor | None = None) -> Tensor:
     """Softmax mass on each key token, averaged over the queries of each query frame -> [B, H, Fq, Lk].
 
-    bias [H, Lk] was added to the logits. As many query frames as fit are computed at once; a sum over rows
-    comes first, because it runs along memory.
+    bias [H, Lk] was added to the logits. Whole query frames are taken at once, as many as fit: their means
+    run along memory. Where not one fits it is taken in pieces.
     """
     S = q.shape[1] // num_query_frames
-    frames = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S))
-    sums = []
-    for part in q.split(frames * S, dim=1):
-        pieces = [  # one of whole frames, or several of one frame
-            rows.softmax(-1).unflatten(2, (part.shape[1] // S, -1)).sum(3)
-            for rows in scaled_logits(part, k, bias=bias)
-        ]
-        sums.append(reduce(torch.add, pieces))
-    return torch.cat(sums, 2) / S
+    frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)
+    if frames == 0:
+        pieces = (scaled_logits(frame, k, bias=bias) for frame in q.split(S, dim=1))
+        return torch.stack([sum(rows.softmax(-1).sum(2) for rows in frame) / S for frame in pieces], 2)
+    keys = _keys_last(k)
+    means = [
+        _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)
+        for part in q.split(frames * S, dim=1)
+    ]
+    return torch.cat(means, 2)
 
 
 def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -195,13 +195,23 @@ def scaled_logits(
 
     bias [H, Lk] is added to them.
     """
-    k = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
-    rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[3]))
+    keys = _keys_last(k)
+    rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2]))
     masks = [None] * -(-q.shape[1] // rows) if mask is None else mask.split(rows)
     for part, part_mask in zip(q.split(rows, dim=1), masks, strict=True):
-        logits = (part.transpose(1, 2).float() * part.shape[-1] ** -0.5) @ k
-        logits = logits if bias is None else logits + bias[:, None]
+        logits = _logits(part, keys, bias)
         yield logits if part_mask is None else logits.masked_fill(~part_mask, -torch.inf)
+
+
+def _keys_last(k: Tensor) -> Tensor:
+    """Keys [B, Lk, H, D] -> float32 [B, H, D, Lk]."""
+    return k.permute(0, 2, 3, 1).float()
+
+
+def _logits(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
+    """Scaled float32 logits [B, H, Lq, Lk] of queries [B, Lq, H, D] and keys [B, H, D, Lk], plus bias."""
+    logits = (q.transpose(1, 2).float() * q.shape[-1] ** -0.5) @ keys
+    return logits if bias is None else logits + bias[:, None]
 
 
 def absent(logits: Tensor) -> Tensor:
