@@ -59,6 +59,7 @@ class Cache(Fields):
     device: str | None = None  # cpu, or the GPU's name
     gpus: int | None = None  # how many made it together, where more than one: bits differ with their number
     dtype: str | None = None  # of generation
+    attention: str | None = None  # a GPU's kernel of attention
     is_logits: bool
     quantity: str | None = None  # one of QUANTITIES where is_logits leaves it open
     read_by: str | None = None  # the first version of this project that reads this schema

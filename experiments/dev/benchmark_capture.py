@@ -19,6 +19,7 @@ def table(report: dict) -> str:
     """A rollout, plain and captured, and under it what was rolled out."""
     weights = " shapes, random weights" if report["random_weights"] else ""
     what = f"{report['model']}{weights}, {report['num_frames']} latent frames"
+    what += f"; attention: {kernel}" if (kernel := report.get("attention")) else ""
     return f"{rows_of(report['rows'])}\n\n{what}; {measured_on(report['environment'], report['dtype'])}"
 
 
@@ -55,6 +56,7 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.dev import measure_capture
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment
+    from wan.modules.attention_backend import kernel_name
 
     config = config_from(args)
     if args.output_path:
@@ -70,6 +72,7 @@ def measure(args: argparse.Namespace) -> None:
         "passes": config.num_passes,
         "layers": sizes.num_layers,
         "dtype": str(rollout.noise.dtype).removeprefix("torch."),
+        "attention": kernel_name(rollout.noise.device, rollout.noise.dtype),
         "environment": environment(rollout.noise.device),
         "rows": results,
     }

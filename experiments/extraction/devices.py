@@ -9,6 +9,7 @@ from torch import Tensor
 from experiments.caches import frames
 from wan.config import DTYPES, ModelConfig
 from wan.errors import ConfigError
+from wan.modules import attention_backend
 from wan.validation import check_device
 
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -28,6 +29,7 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
         raise ConfigError(
             f"--offload keeps weights on the host for a GPU, and the device is {device}; leave it out"
         )
+    attention_backend.check(device)
     return device
 
 

@@ -16,6 +16,7 @@ import torch
 
 from wan import checkpoint
 from wan.config import RunConfig
+from wan.modules.attention_backend import kernel_name
 from wan.modules.text_encoder import encoder_files
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
@@ -48,7 +49,7 @@ OPTIONAL_SETTINGS = {
 def provenance(
     config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """The fields files, config, versions, device and dtype of a cache.
+    """The fields files, config, versions, device and dtype of a cache, and of a GPU's attention.
 
     A file that holds the prompt's states takes the place of the encoder's files.
     """
@@ -60,6 +61,7 @@ def provenance(
         "versions": versions(),
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
+        **({"attention": kernel} if (kernel := kernel_name(device, dtype)) else {}),
     }
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan.modules import attention_backend
 from wan.modules.captured_call import Site
 from wan.modules.edited_call import EditedCall
 from wan.modules.edits import ACTIVE_EDITS
@@ -102,12 +103,15 @@ def _edited_softmax(call: EditedCall) -> tuple[Tensor, Tensor]:
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Fused attention over [B, H, L, D] and its natural log-sum-exp of q·k/√D, float32 [B, H, Lq].
 
-    The backend follows from device and dtype alone: never from whether anybody is looking.
+    The backend follows from device, dtype and sizes (attention_backend.py says which GPU kernel): never from
+    whether anybody is looking.
     """
     aten = torch.ops.aten
     if q.device.type == "cpu":  # bit for bit what F.scaled_dot_product_attention returns there
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    if q.device.type == "cuda" and attention_backend.takes(q, k, v):
+        return attention_backend.fa4_attention(q, k, v)
+    if q.device.type == "cuda" and q.dtype in attention_backend.HALF:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
         return out, lse.reshape(q.shape[:3])
     if q.device.type == "cuda" and q.dtype == torch.float32:

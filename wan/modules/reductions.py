@@ -131,8 +131,11 @@ def token_mass(q: Tensor, k: Tensor, num_query_frames: int, bias: Tensor | None 
     S = q.shape[1] // num_query_frames
     frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)
     if frames == 0:
-        pieces = (scaled_logits(frame, k, bias=bias) for frame in q.split(S, dim=1))
-        return torch.stack([sum(rows.softmax(-1).sum(2) for rows in frame) / S for frame in pieces], 2)
+        sums = [
+            torch.stack([rows.softmax(-1).sum(2) for rows in scaled_logits(frame, k, bias=bias)]).sum(0)
+            for frame in q.split(S, dim=1)
+        ]
+        return torch.stack(sums, 2) / S
     keys = _keys_last(k)
     means = [
         _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)
