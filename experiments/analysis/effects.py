@@ -4,7 +4,7 @@ The unit is the prompt. Seeds of a prompt are averaged first, bootstraps resampl
 is over heads they resample layers too, whose heads belong together. NaN is what was not measured.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,17 +97,11 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
     return float(residuals[0] @ residuals[1] / (sizes[0] * sizes[1]))
 
 
-def bootstrap(
-    values: np.ndarray,
-    statistic: Callable[[np.ndarray], float] = np.mean,
-    draws: int = DRAWS,
-    seed: int = 0,
-) -> Interval:
-    """statistic(values) and its interval, from resampling the first axis, the prompts."""
+def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Interval:
+    """The mean of values and its interval, from resampling the first axis, the prompts."""
     values = np.asarray(values, np.float64)
-    generator = np.random.default_rng(seed)
-    drawn = [statistic(values[generator.integers(len(values), size=len(values))]) for _ in range(draws)]
-    return _interval(float(statistic(values)), drawn)
+    chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
+    return _interval(float(values.mean()), values[chosen].reshape(draws, -1).mean(1))
 
 
 def head_correlation(
@@ -160,7 +154,7 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
     return result
 
 
-def _interval(estimate: float, drawn: Sequence[float]) -> Interval:
+def _interval(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
     if np.isnan(drawn).all():
         return Interval(estimate, float("nan"), float("nan"))
     low, high = np.nanpercentile(drawn, [2.5, 97.5])

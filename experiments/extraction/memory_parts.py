@@ -1,6 +1,8 @@
 """Bytes that each part of a run takes, from sizes alone: weights, KV cache, activations, what is captured."""
 
+import json
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -19,15 +21,21 @@ FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
 
 def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[str, int]:
     """umT5, and the widest of its activations: the logits of a layer with their bias, and their softmax."""
-    from transformers import UMT5EncoderModel  # takes a second to import
-
     sizes = encoder_config(config.ckpt_dir)
-    with torch.device("meta"):
-        weights = sum(p.numel() for p in UMT5EncoderModel(sizes).parameters()) * dtype.itemsize
+    weights = _encoder_parameters(sizes.to_json_string()) * dtype.itemsize
     logits = sizes.num_heads * text_len**2 * (3 * dtype.itemsize + 2 * FLOAT)
     return {"umT5": weights, "its activations": logits}
 
 
+@cache
+def _encoder_parameters(sizes: str) -> int:
+    from transformers import UMT5Config, UMT5EncoderModel  # takes a second to import
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in UMT5EncoderModel(UMT5Config(**json.loads(sizes))).parameters())
+
+
+@cache  # building a model without weights takes 0.1 s, and advice tries a dozen runs of the same one
 def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[int, int]:
     """The transformer's weights on the device and, with offload, on the host.
 

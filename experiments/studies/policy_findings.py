@@ -216,4 +216,4 @@ def _interval(values: np.ndarray) -> list[float | None]:
     known = values[~np.isnan(values)]
     if not len(known):
         return [None, None, None]
-    return [round(float(x), 4) for x in bootstrap(known, np.mean, DRAWS)]
+    return [round(float(x), 4) for x in bootstrap(known, DRAWS)]

@@ -1,6 +1,7 @@
 """Token matrices and key curves under policies whose slots are not frames: saved and read, key by key."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.convert import layer_from_atlas
 from experiments.caches.errors import CacheError
 from experiments.caches.view import open_profiles
+from experiments.extraction import causal
 from experiments.extraction.cache_builders import (
     atlas_cache,
     atlas_requests,
@@ -22,7 +24,6 @@ from experiments.extraction.cache_builders import (
     layer_cache,
     layer_requests,
 )
-from experiments.extraction.causal import extract
 from experiments.extraction.memory_estimate import check_requests
 from wan.checkpoint import read_model_config
 from wan.config import load_config
@@ -39,8 +40,21 @@ POLICIES = [
 
 
 def config_of(settings: dict):
-    overrides = {"cache_policy": settings, "num_frames": 15, "layer_indices": [1, 3]}
+    num_frames = 15 if settings["name"] == "rolling_sink" else 12  # it rolls from block 4 on
+    overrides = {"cache_policy": settings, "num_frames": num_frames, "layer_indices": [1, 3]}
     return load_config(CONFIG, overrides)
+
+
+@cache
+def session(num_frames: int) -> causal.Session:
+    """The model, which no policy changes."""
+    return causal.prepare(load_config(CONFIG, {"num_frames": num_frames}), [])
+
+
+def extract(config, requests):
+    prepared = session(config.num_frames)
+    pipeline = causal.pipeline_of(prepared.pipeline.model, config)
+    return causal.extract_next(replace(prepared, pipeline=pipeline), config, requests)
 
 
 def saved(cache: dict, path) -> dict:
@@ -57,9 +71,9 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
         saved(figure4_cache(extract(config, figure4_requests(config, kind))), path)
         for kind in ("token", "key", "frame")
     )
-    assert {cache["schema_version"] for cache in (by_tokens, by_keys, by_frames)} == {2}
-    for cache in (by_keys, by_frames):
-        entry = cache["attention_weights"][0]
+    assert {made["schema_version"] for made in (by_tokens, by_keys, by_frames)} == {2}
+    for made in (by_keys, by_frames):
+        entry = made["attention_weights"][0]
         mass = entry.get("slot_mass", entry["frame_mass"])
         np.testing.assert_allclose(mass.nansum(-1), 1, atol=1e-5)
         assert entry["slot_frame"].shape == entry["slot_position"].shape

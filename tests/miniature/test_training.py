@@ -17,7 +17,7 @@ from experiments.miniature.vae_training import SHORT_SHARE, clip_length
 from experiments.running import cli
 
 SMALL = ["--batch", "1", "--clips", "3", "--device", "cpu", "--no-compile"]
-STAGES = {"vae": "3", "base": "3", "causal": "4"}
+STAGES = {"vae": "2", "base": "2", "causal": "3"}
 WEIGHTS = {
     "vae": "vae/diffusion_pytorch_model.safetensors",
     "base": "transformer/diffusion_pytorch_model.safetensors",
@@ -68,8 +68,8 @@ def test_a_stopped_training_goes_on_to_the_same_bytes(stage, undisturbed, tmp_pa
     for name in RECIPES[stage].needs:
         (tmp_path / name).symlink_to(undisturbed / name)
     with monkeypatch.context() as patched:
-        stop_at(patched, 2)
-        with pytest.raises(StoppedError, match=r"at step 2; .* --resume"):
+        stop_at(patched, 1)
+        with pytest.raises(StoppedError, match=r"at step 1; .* --resume"):
             train(tmp_path, stage)
     assert (tmp_path / f"{stage}.resume.pt").is_file() and not (tmp_path / WEIGHTS["causal"]).exists()
     torch.manual_seed(99)  # another process has other random numbers
@@ -88,7 +88,7 @@ def test_a_killed_training_goes_on_from_the_state_of_the_last_minute(undisturbed
         """Nothing in the loop may handle it, as nothing handles SIGKILL."""
 
     def kill_at_the_last_step(self, kind, loss, step=Trainer.step):
-        if self.steps == 3:
+        if self.steps == 2:
             raise Killed
         step(self, kind, loss)
 
@@ -115,7 +115,7 @@ def test_checkpoints_of_the_training_are_kept(undisturbed, tmp_path):
         (tmp_path / name).symlink_to(undisturbed / name)
     train(tmp_path, "causal", "--moments", str(tmp_path / "kept"))  # the older name of --training_checkpoints
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
-    assert kept == ["step_00000.pt", "step_00004.pt"]
+    assert kept == ["step_00000.pt", "step_00003.pt"]
     assert (tmp_path / "kept" / kept[-1]).read_bytes() == (tmp_path / WEIGHTS["causal"]).read_bytes()
 
 
@@ -123,7 +123,7 @@ def test_checkpoints_of_the_training_are_kept(undisturbed, tmp_path):
     ("more", "said"),
     [
         (["--resume"], "not found, so nothing can be resumed"),
-        (["--resume", "--steps", "9"], "is of a stage of 3 steps, not 9"),
+        (["--resume", "--steps", "9"], "is of a stage of 2 steps, not 9"),
         (["--resume", "DAMAGED"], "is no state of this stage"),
     ],
 )
@@ -136,7 +136,7 @@ def test_what_cannot_be_resumed(more, said, undisturbed, tmp_path, monkeypatch, 
                 train(tmp_path, "base")
     if "DAMAGED" in more:
         (tmp_path / "base.resume.pt").write_bytes(b"not a state")
-    argv = ["--stage", "base", "--steps", "3", "--output_dir", str(tmp_path), *SMALL, *more]
+    argv = ["--stage", "base", "--steps", "2", "--output_dir", str(tmp_path), *SMALL, *more]
     with pytest.raises(SystemExit) as ended:
         cli.main(train_mini.run, [word for word in argv if word != "DAMAGED"])
     assert ended.value.code == 2 and said in capfd.readouterr().err

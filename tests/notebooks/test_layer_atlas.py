@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import executed, synthetic_caches
+from helpers.smaller import smaller_atlas
 
 from experiments.analysis import atlas_reports, head_measures, head_taxonomy, panels, published
 from experiments.caches import load_cache, save_cache
@@ -197,7 +198,8 @@ def test_every_size_draws(tmp_path, N, H):
 def test_keys_of_a_cache_policy_along_positions(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = {"name": "two_memories", "window": 6, "sink": 1}
-    save_cache(tmp_path / "atlas.pt", policy_atlas("configs/wan_mini.yaml", settings, 12))
+    atlas = policy_atlas("configs/wan_mini.yaml", settings, 12)
+    save_cache(tmp_path / "atlas.pt", smaller_atlas(atlas, layers=(0, 1), heads=3))
     run(tmp_path, CACHE_PATH=str(tmp_path / "atlas.pt"), KEY_AXIS="position", PUBLISHED=str(tmp_path))
     drawn = tmp_path / "figures"
     assert {"keys.svg", "survival.svg"} <= {path.name for path in drawn.iterdir()}

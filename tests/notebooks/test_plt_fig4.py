@@ -108,12 +108,12 @@ def test_published_data_over_the_papers_curve(tmp_path, F):
 
 
 def test_a_reference_can_be_switched_off(tmp_path):
-    save_cache(tmp_path / "c.pt", synthetic_caches.atlas(layers=(0, 4), H=10))
+    save_cache(tmp_path / "c.pt", synthetic_caches.atlas(layers=(0, 4), H=3))
     printed = run(
         tmp_path,
         CACHE_PATH=str(tmp_path / "c.pt"),
         REFERENCE_CSV=None,
-        HEADS=[[0, 0, "L1H1"], [4, 9, "L5H10"]],
+        HEADS=[[0, 0, "L1H1"], [4, 2, "L5H3"]],
     )
     assert "none was asked for" in printed and "r = " not in printed
     assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(0, 4)

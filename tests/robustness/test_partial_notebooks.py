@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from helpers import executed
+from helpers.smaller import smaller_atlas
 
 from experiments import (
     extract_attention_wan,
@@ -18,7 +19,7 @@ from experiments import (
     run_extraction_all,
     run_extraction_each,
 )
-from experiments.caches import load_cache
+from experiments.caches import load_cache, save_cache
 from experiments.running import cli
 from experiments.running.progress import Progress
 
@@ -66,6 +67,8 @@ def stopped(tmp_path_factory) -> Path:
             [*MINI, "--num_steps", "6", "--all_layers", "--step", "0", "2", "5", "--output_dir", str(folder)],
         )
         assert all(load_cache(path)["partial"] for path in folder.glob("*.pt"))
+        for name in ("atlas.pt", "atlas_base.pt"):
+            save_cache(folder / name, smaller_atlas(load_cache(folder / name, mmap=False), (1, 5), heads=3))
     return folder
 
 
