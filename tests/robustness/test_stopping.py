@@ -16,8 +16,9 @@ from experiments.caches.view import open_profiles
 from experiments.running import cli
 from wan.blocks import block_frames
 
-MINI = ["--config_path", str(ROOT / "configs/wan_mini.yaml")]
-SHORT = [*MINI, "--num_frames", "6", "--quiet"]
+CONFIG = ["--config_path", str(ROOT / "configs/wan_mini.yaml")]
+MINI = [*CONFIG, "--num_frames", "12"]  # four blocks
+SHORT = [*CONFIG, "--num_frames", "6", "--quiet"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_an_atlas_stopped_after_three_blocks(tmp_path, monkeypatch, capfd):
         run_extraction_all, ["--cross", "--key_curve", "--output_path", str(tmp_path / "part.pt")], capfd
     )
     assert (
-        f"stopped after 3 of 7 blocks; saved as partial: {tmp_path / 'part.pt'}; "
+        f"stopped after 3 of 4 blocks; saved as partial: {tmp_path / 'part.pt'}; "
         "to make the rest, run the same" in said
     )
     part, whole = (load_cache(tmp_path / name) for name in ("part.pt", "whole.pt"))
@@ -66,7 +67,7 @@ def test_an_atlas_stopped_after_three_blocks(tmp_path, monkeypatch, capfd):
     assert view.query_frames == (6, 7, 8) == tuple(
         block_frames(part["block_sizes"], 2)
     ) and view.key_frames == tuple(range(9))
-    assert any("stopped after 3 of 7 blocks; what comes later is absent" in note for note in view.notes)
+    assert any("stopped after 3 of 4 blocks; what comes later is absent" in note for note in view.notes)
 
 
 def test_a_layer_stopped_after_two_blocks(tmp_path, monkeypatch, capfd):
@@ -75,7 +76,7 @@ def test_a_layer_stopped_after_two_blocks(tmp_path, monkeypatch, capfd):
     part = load_cache(tmp_path / "part.pt")
     assert part["last_block_query_frames"] == [3, 4, 5] and part["full_frame_attention"][:, 6:].isnan().all()
     profile = open_profiles(part).frame_profile(3)
-    assert profile.shape == (12, 21) and not torch.from_numpy(profile)[:, :6].isnan().any()
+    assert profile.shape == (12, 12) and not torch.from_numpy(profile)[:, :6].isnan().any()
 
 
 def test_a_call_captured_before_the_stop_is_kept(tmp_path, monkeypatch, capfd):
@@ -100,7 +101,7 @@ def test_a_partial_cache_does_not_replace_a_whole_one(tmp_path, monkeypatch, cap
 
 
 def test_after_the_last_block_nothing_is_partial(tmp_path, monkeypatch):
-    stopping_after(monkeypatch, 6)
+    stopping_after(monkeypatch, 3)
     run_extraction_each.run([*MINI, "--quiet", "--output_path", str(tmp_path / "out.pt")])
     assert "partial" not in load_cache(tmp_path / "out.pt")
 
@@ -110,13 +111,13 @@ def test_a_line_per_block_and_a_log(tmp_path, capfd):
     flags = [*MINI, "--output_path", str(tmp_path / "out.pt"), "--log_file", str(log), "--deterministic"]
     capfd.readouterr()
     run_extraction_each.run(flags)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("block", "7 blocks"))]
-    assert [line.split(":")[0] for line in lines[:2]] == ["block 1/7 (frames 0-2)", "block 2/7 (frames 3-5)"]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("block", "4 blocks"))]
+    assert [line.split(":")[0] for line in lines[:2]] == ["block 1/4 (frames 0-2)", "block 2/4 (frames 3-5)"]
     assert (
-        len(lines) == 8 and "s left, " in lines[0] and lines[-1].startswith("7 blocks of 21 frames, 1 file: ")
+        len(lines) == 5 and "s left, " in lines[0] and lines[-1].startswith("4 blocks of 12 frames, 1 file: ")
     )
     events = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [event["event"] for event in events] == ["rollout", *["block"] * 7, "saved", "end"] and events[-1][
+    assert [event["event"] for event in events] == ["rollout", *["block"] * 4, "saved", "end"] and events[-1][
         "ok"
     ]
     assert not torch.are_deterministic_algorithms_enabled()
