@@ -62,9 +62,14 @@ def modules() -> dict[str, ast.Module]:
     found = {}
     for name in tracked("wan", "experiments"):
         if name.endswith(".py"):
-            module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            found[module] = ast.parse((ROOT / name).read_text())
+            found[name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = parsed(name)
     return found
+
+
+@cache
+def parsed(name: str) -> ast.Module:
+    """The syntax tree of a file, by its path below the root."""
+    return ast.parse((ROOT / name).read_text())
 
 
 def package(module: str) -> str:
@@ -152,7 +157,7 @@ def test_files_are_read_in_one_sitting():
 def test_functions_are_read_at_a_glance():
     too_long = set()
     for name in tracked("wan", "experiments", "tests"):
-        for node in ast.walk(ast.parse((ROOT / name).read_text())) if name.endswith(".py") else ():
+        for node in ast.walk(parsed(name)) if name.endswith(".py") else ():
             function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if function and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION:
                 too_long.add(f"{name}: {node.name}")
@@ -167,7 +172,7 @@ def test_the_root_of_experiments_holds_what_users_type():
 def test_no_test_imports_another_test():
     wrong = []
     for name in tracked("tests"):
-        for node in ast.walk(ast.parse((ROOT / name).read_text())) if name.endswith(".py") else ():
+        for node in ast.walk(parsed(name)) if name.endswith(".py") else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             wrong += [

@@ -2,19 +2,19 @@
 wrong."""
 
 import hashlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, ROOT
 
+from experiments import match_curve
 from experiments.analysis import published
 from experiments.caches import load_cache
 from experiments.caches.errors import CacheError
 from experiments.caches.view import open_profiles
 from experiments.dev import build_published, published_atlases
+from experiments.running import cli
 from wan.blocks import later_block
 
 FOLDER = ROOT / published.FOLDER
@@ -173,18 +173,13 @@ def test_the_files_have_stable_bytes(tmp_path):
     )
 
 
-def test_the_matching_script():
-    command = [
-        sys.executable,
-        "experiments/match_curve.py",
-        "--cache_path",
-        "cache/published/self_forcing_dmd_castle_21f.pt",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_the_matching_script(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    match_curve.run(["--cache_path", "cache/published/self_forcing_dmd_castle_21f.pt"])
+    said = capsys.readouterr().out
     for shown in ("layer 1, head 1", "layer 5, head 10"):
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"  shown: {shown}")]
+        (line,) = [line for line in said.splitlines() if line.startswith(f"  shown: {shown}")]
         assert float(line.split("r = ")[1].split(",")[0]) >= 0.98 and line.endswith("rank 1 of 360")
-    command[-1] = "cache/published/self_forcing_dmd_eagle_72f.pt"
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "they have 21 frames, this cache has 72" in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        cli.main(match_curve.run, ["--cache_path", "cache/published/self_forcing_dmd_eagle_72f.pt"])
+    assert ended.value.code == 2 and "they have 21 frames, this cache has 72" in capsys.readouterr().err

@@ -23,17 +23,24 @@ from wan import checkpoint, native
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def real(tmp_path, monkeypatch):
-    """wan/ in the native layout in shards, sf.pt and prompt embeddings, all small and whole;
-    and the flags of a run of them.
-    """
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(random_weights, "SHARD_BYTES", 1 << 18)
-    random_weights.make_transformer(tmp_path / "wan", GOLDEN_MODEL, torch.bfloat16, CPU)
-    random_weights.make_checkpoint(tmp_path / "sf.pt", GOLDEN_MODEL, torch.bfloat16, CPU)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """wan/ in the native layout in shards, sf.pt and prompt embeddings, all small and whole."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_weights, "SHARD_BYTES", 1 << 18)
+        random_weights.make_transformer(folder / "wan", GOLDEN_MODEL, torch.bfloat16, CPU)
+    random_weights.make_checkpoint(folder / "sf.pt", GOLDEN_MODEL, torch.bfloat16, CPU)
     states = torch.randn(1, GOLDEN_MODEL.text_len, GOLDEN_MODEL.text_dim)
-    torch.save({"prompt_embeds": states}, tmp_path / "states.pt")
+    torch.save({"prompt_embeds": states}, folder / "states.pt")
+    return folder
+
+
+@pytest.fixture
+def real(whole, tmp_path, monkeypatch):
+    """The flags of a run of a copy of it."""
+    monkeypatch.chdir(ROOT)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     (tmp_path / "c.yaml").write_text("model: small\nheight: 4\nwidth: 4\nnum_frames: 3\nembeds_dir: null\n")
     return [
         "--config_path",
