@@ -82,7 +82,7 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
         assert tokens.key_frames == keys.key_frames == means.key_frames
         for layer in (1, 3):
             wanted = means.key_profile(layer)  # frames, and averages of those that are gone
-            assert wanted.shape == (12, 15 + 2 * (settings["name"] == "ema_sink"))
+            assert wanted.shape == (12, config.num_frames + 2 * (settings["name"] == "ema_sink"))
             np.testing.assert_allclose(tokens.key_profile(layer), wanted, atol=2e-3)  # tokens are float16
             np.testing.assert_allclose(keys.key_profile(layer), wanted, atol=1e-6)
             if quantity == "mass":

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from helpers import executed
 
 from experiments.analysis import causal_reports, effects
@@ -77,9 +78,12 @@ def test_a_measure_that_is_the_effect_correlates_with_it(tmp_path):
 def test_the_notebook_runs_an_edit_and_shows_what_is_there(tmp_path):
     save_cache(tmp_path / "effects.pt", effects_cache())
     save_cache(tmp_path / "causal.pt", causal_atlas())
+    config = (ROOT / "configs/wan_mini.yaml").read_text()
+    (tmp_path / "short.yaml").write_text(config.replace("num_frames: 21", "num_frames: 9"))
     printed = executed.run(
         "interventions.ipynb",
         tmp_path,
+        MODEL=str(tmp_path / "short.yaml"),
         CACHE_PATH=str(tmp_path / "effects.pt"),
         CAUSAL_ATLAS=str(tmp_path / "causal.pt"),
         ATLAS=str(tmp_path / "none.pt"),

@@ -92,6 +92,11 @@ def spoilt(monkeypatch, name, change):
     monkeypatch.setattr(reductions, name, lambda *args: change(original(*args)))
 
 
+def without_a_word(mass):
+    """Masses of keys; those of self-attention, whose keys are blocks of 48 tokens, stay."""
+    return mass if mass.shape[-1] % 48 == 0 else mass[..., 1:]
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -101,7 +106,7 @@ def spoilt(monkeypatch, name, change):
             lambda x: x * 1.01,
             "layer 0, block 0, step 0 (t = 1000): rows of frame_mass sum to 1 ± 0.01, not to 1",
         ),
-        ("token_mass", lambda x: x[..., 1:], "rows of cross_mass sum to 1 ± "),
+        ("token_mass", without_a_word, "rows of cross_mass sum to 1 ± "),
     ],
 )
 def test_captured_numbers_are_guarded(name, change, message, tmp_path, monkeypatch, capfd):

@@ -33,7 +33,7 @@ POLICIES = [
 ]
 
 
-def roll_out(policy: dict, *requests: CaptureRequest, batch: int = 2, num_frames: int = 18, device="cpu"):
+def roll_out(policy: dict, *requests: CaptureRequest, batch: int = 2, num_frames: int = 15, device="cpu"):
     """Latents and captured calls of a rollout of the golden model; batch items have noise of their own.
 
     On CUDA in bfloat16, whose kernels are other ones.
