@@ -40,21 +40,19 @@ POLICIES = [
 
 
 def config_of(settings: dict):
-    num_frames = 15 if settings["name"] == "rolling_sink" else 12  # it rolls from block 4 on
-    overrides = {"cache_policy": settings, "num_frames": num_frames, "layer_indices": [1, 3]}
+    overrides = {"cache_policy": settings, "num_frames": 15, "layer_indices": [1, 3]}
     return load_config(CONFIG, overrides)
 
 
 @cache
-def session(num_frames: int) -> causal.Session:
+def session() -> causal.Session:
     """The model, which no policy changes."""
-    return causal.prepare(load_config(CONFIG, {"num_frames": num_frames}), [])
+    return causal.prepare(config_of({"name": "full"}), [])
 
 
 def extract(config, requests):
-    prepared = session(config.num_frames)
-    pipeline = causal.pipeline_of(prepared.pipeline.model, config)
-    return causal.extract_next(replace(prepared, pipeline=pipeline), config, requests)
+    pipeline = causal.pipeline_of(session().pipeline.model, config)
+    return causal.extract_next(replace(session(), pipeline=pipeline), config, requests)
 
 
 def saved(cache: dict, path) -> dict:
@@ -82,7 +80,7 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
         assert tokens.key_frames == keys.key_frames == means.key_frames
         for layer in (1, 3):
             wanted = means.key_profile(layer)  # frames, and averages of those that are gone
-            assert wanted.shape == (12, config.num_frames + 2 * (settings["name"] == "ema_sink"))
+            assert wanted.shape == (12, 15 + 2 * (settings["name"] == "ema_sink"))
             np.testing.assert_allclose(tokens.key_profile(layer), wanted, atol=2e-3)  # tokens are float16
             np.testing.assert_allclose(keys.key_profile(layer), wanted, atol=1e-6)
             if quantity == "mass":

@@ -21,7 +21,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 @cache
 def ipython() -> InteractiveShell:
-    shell = InteractiveShell()
+    shell = InteractiveShell(cache_size=0)  # keeps no outputs, and no search for garbage after each notebook
     shell.colors = "nocolor"
     shell.history_manager.enabled = False
     return shell
