@@ -7,7 +7,9 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from wan.errors import ConfigError, quoted
+from wan.limits import MAX_TEXT
 from wan.modules.policies.base import CachePolicy
+from wan.validation import check_texts
 
 How = Literal["keep", "recache", "flush", "cut"]
 
@@ -28,7 +30,7 @@ class PromptSwitch:
 
     def __post_init__(self) -> None:
         if self.how not in get_args(How):
-            raise ConfigError(f"prompt_schedule: {self.how!r} is not one of {', '.join(get_args(How))}")
+            raise ConfigError(f"prompt_schedule: {quoted(self.how)} is not one of {', '.join(get_args(How))}")
 
 
 def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
@@ -38,13 +40,14 @@ def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     known = ("frame", "prompt", "how")
     for name in settings:
         if name not in known:
-            raise ConfigError(f"prompt_schedule has no {name!r}; a switch has {', '.join(known)}")
+            raise ConfigError(f"prompt_schedule has no {quoted(name)}; a switch has {', '.join(known)}")
     frame, prompt = settings.get("frame"), settings.get("prompt")
     if type(frame) is not int or not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(
             "prompt_schedule: a switch needs a frame (a whole number) and a prompt, not "
             f"{quoted(dict(settings))}"
         )
+    check_texts(prompt_schedule=(prompt, MAX_TEXT))
     return PromptSwitch(frame, prompt, settings.get("how", "keep"))
 
 

@@ -55,7 +55,12 @@ def schedule_settings(path: str) -> list[Any]:
     """The list under `prompts` in a YAML file: frame, prompt and how of every switch."""
     if not isfile(path):
         raise ConfigError(f"prompt schedule {named(path)} not found; it is a YAML with a list `prompts`")
-    prompts = read_yaml(path).get("prompts")
+    settings = read_yaml(path)
+    if unknown := [name for name in settings if name != "prompts"]:
+        raise ConfigError(
+            f"{path} has no {quoted(unknown[0])}; it has a list `prompts` of frame, prompt and how"
+        )
+    prompts = settings.get("prompts")
     if not isinstance(prompts, list) or not all(isinstance(entry, dict) for entry in prompts):
         raise ConfigError(f"{path}: needs a list `prompts`, each with frame, prompt and perhaps how")
     return prompts

@@ -25,14 +25,17 @@ def write_labels(path, labels=LABELS):
     return str(path)
 
 
-def roll_out(policy, *requests, num_frames=15, batch=1):
+def roll_out(policy, *requests, num_frames=15, batch=1, given=0, item=None, **options):
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(batch, num_frames, 16, 4, 6, generator=generator)
-    renoise = torch.randn(3, *noise.shape, generator=generator)
+    renoise = torch.randn(3, *noise[:, given:].shape, generator=generator)
     embeds = torch.randn(batch, 32, 64, generator=generator)
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy)
+    if item is not None:  # of a batch, on its own
+        noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]
+    first = {"initial_latent": noise[:, :given]} if given else {}
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **options)
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as calls:
-        latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+        latents = pipeline.inference(noise[:, given:], prompt_embeds=embeds, renoise=renoise, **first)[1]
     return latents, calls
 
 
@@ -108,6 +111,40 @@ def test_classes_of_many_policies_run(policies, tmp_path):
     latents, calls = roll_out(policy, CaptureRequest(granularity="frame", layers=[3], steps=[0]), batch=2)
     assert latents.isfinite().all() and len(calls) == 5
     assert torch.equal(latents, roll_out(policy, batch=2)[0])  # a second video equals the first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_frame_per_block": 1, "num_frames": 12},
+        {"given": 6},
+        {"independent_first_frame": True, "num_frames": 13},
+        {"num_frames": 3},  # shorter than every window
+    ],
+    ids=str,
+)
+def test_batches_and_blocks_of_any_kind(options, tmp_path):
+    """Captured: an item of a batch is what it is alone, and of every head all mass is on its frames."""
+    policies = {"far": {"name": "deep_sink", "window": 9, "sink": 3}, "near": {"name": "window", "window": 6}}
+    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
+    request = CaptureRequest(granularity="frame", layers=[1, 2], steps=[0, 4])
+    both, calls = roll_out(policy, request, batch=2, **options)
+    alone, of_one = roll_out(policy, request, batch=2, item=1, **options)
+    torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)
+    for call, one in zip(calls, of_one, strict=True):
+        torch.testing.assert_close(call["frame_mass"].nansum(-1), torch.ones(call["frame_mass"].shape[:-1]))
+        for name in ("frame_mass", "frame_logits"):
+            torch.testing.assert_close(call[name][1:], one[name], atol=1e-5, rtol=0, equal_nan=True)
+
+
+def test_memory_is_that_of_the_mean_head(tmp_path):
+    """What a policy says of its slots is what the caches of its classes allocate, rounded up to a slot."""
+    policies = {"far": {"name": "full"}, "near": {"name": "window", "window": 6, "sink": 1}}
+    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
+    cache = golden_model().new_kv_cache(1, 30, 4, 6, policy)
+    held = sum(b.nbytes for one in cache.caches for buffers in (one.keys, one.values) for b in buffers)
+    of_a_slot = 2 * golden_model().config.dim * S * 4 * LAYERS
+    assert held <= policy.capacity(30, 3) * of_a_slot < held + of_a_slot
 
 
 def test_one_class_is_that_policy(tmp_path):

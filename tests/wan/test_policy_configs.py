@@ -44,6 +44,11 @@ def test_the_older_settings_say_which_policy_they_mean():
         ({"frame": 6, "prompt": "a", "how": "cut"}, "a cut needs a policy"),
         ({"frame": 6}, "needs a frame .* and a prompt"),
         ({"frame": 6, "text": "a"}, "has no 'text'"),
+        ({"frame": 6, "prompt": "a\0b"}, "prompt_schedule has a NUL character at 1"),
+        ({"frame": 6, "prompt": "a\ud800"}, "prompt_schedule is not text"),
+        ({"frame": 6, "prompt": "a" * 100_001}, "prompt_schedule has 100001 characters"),
+        ({"frame": True, "prompt": "a"}, "needs a frame"),
+        ({"frame": 6, "prompt": "a", "how": ["keep"] * 500}, "is not one of keep"),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused(switch, message):
