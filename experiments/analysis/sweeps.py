@@ -27,7 +27,8 @@ def open_sweep(
 ) -> tuple[dict[str, Profiles], str]:
     """Mean logits of every atlas of a folder by its name, and a note where published ones stand in for it.
 
-    Raises CacheError for fewer than two atlases, or where they differ in model, heads, blocks or pass.
+    Raises CacheError for fewer than two atlases, or where they differ in model, heads, blocks, pass or in how
+    many averages of gone frames their keys have.
     """
     paths, note = sorted(Path(folder).glob("*.pt")), ""
     if not paths and not Path(folder).is_dir():
@@ -40,7 +41,7 @@ def open_sweep(
     }
     (first, one), *others = views.items()
     for name, view in others:
-        for what in ("model", "layers", "num_heads", "block_sizes", "step", "query_frames"):
+        for what in ("model", "layers", "num_heads", "block_sizes", "step", "query_frames", "num_averages"):
             if (mine := getattr(view, what)) != (theirs := getattr(one, what)):
                 raise CacheError(f"{name} and {first} are not of one sweep: {what} {mine} and {theirs}")
     return views, note
@@ -91,8 +92,8 @@ def sweep_maps(measures: Measures) -> list[HeadMap]:
 
 
 def head_profiles(views: Views, layer: int, head: int) -> np.ndarray:
-    """A head's profile in every atlas [atlases, F], in logits."""
-    return np.stack([view.frame_profile(layer)[head] for view in views.values()])
+    """A head's profile in every atlas [atlases, F + averages], in logits."""
+    return np.stack([view.key_profile(layer)[head] for view in views.values()])
 
 
 def sweep_lines(views: Views, measures: Measures) -> str:

@@ -76,6 +76,7 @@ def test_figures_mark_them(atlas):
         figures.layers_together(view.key_profiles(), view.layers, view.caption),
         figures.frame_maps(matrix, view.matrix_rows, beside, layer=5),
         figures.profile_heat_maps(maps, "t"),
+        figures.sweep_curves({"x": profile[:2]}, view.caption, ["a", "b"]),
     ]
     for figure in made:
         axis = next(axis for axis in figure.axes if axis.get_xticklabels())  # the lowest have labels
