@@ -2,7 +2,7 @@
 
     python experiments/dev/policy_figures.py
 
-A picture for each policy of configs/policies, and how far the latents of each release's variant are from
+A picture for each policy, in published settings, and how far the latents of each release's variant are from
 those of the clean rule: root mean square of the difference over that of the clean latents, same noise, all
 frames."""
 
@@ -13,6 +13,10 @@ from typing import Any
 from experiments.running.cli import Parser, main
 
 NUM_FRAMES = 30
+PICTURES = (  # of configs/policies, one for each policy that keeps the same frames in all heads
+    *("self_forcing_window", "infinity_rope", "deep_sink", "deep_forcing"),
+    *("reward_forcing", "memrope", "rolling_sink", "memflow"),
+)
 RELEASED: list[dict[str, Any]] = [
     {"name": "window", "window": 12, "sink": 3, "released": "longlive"},
     {"name": "window", "window": 12, "sink": 6, "released": "longlive"},
@@ -43,13 +47,11 @@ def draw(config_path: str, folder: Path) -> None:
     from experiments.figures.style import save_svg
     from wan.text_files import read_yaml
 
-    for path in sorted(Path("configs/policies").glob("*.yaml")):
-        settings = read_yaml(path)
-        if settings["name"] == "per_head":
-            continue
+    for name in PICTURES:
+        settings = read_yaml(Path("configs/policies") / f"{name}.yaml")
         frames, positions = slots_of(policy_atlas(config_path, settings, NUM_FRAMES), layer=2)
         title = ", ".join([settings["name"], *(f"{k} {v}" for k, v in settings.items() if k != "name")])
-        print(save_svg(slot_map(frames, positions, NUM_FRAMES, title), folder / f"{path.stem}.svg"))
+        print(save_svg(slot_map(frames, positions, NUM_FRAMES, title), folder / f"{name}.svg"))
 
 
 def compare(config_path: str, path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 
 from conftest import ROOT, golden_model
 
+from experiments.dev.policy_figures import PICTURES
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import POLICIES
 from wan.pipeline import CausalInferencePipeline
@@ -34,5 +35,6 @@ def test_the_page_has_every_policy_and_the_measured_distances():
         extra = f", N {policy['budget']}, R {policy['recent']}" if "budget" in policy else ""
         where = f"{policy['name']} {policy['window']}/{policy['sink']}{extra}, {policy['released']}"
         assert f"| {where} | {row['distance']:.3f} |" in page
-    for picture in re.findall(r"\]\((policies/\w+\.svg)\)", page):
-        assert (ROOT / "docs" / picture).stat().st_size < 100_000
+    shown = re.findall(r"\]\(policies/(\w+)\.svg\)", page)
+    files = {path.stem: path.stat().st_size for path in (ROOT / "docs/policies").glob("*.svg")}
+    assert sorted(shown) == sorted(files) == sorted(PICTURES) and max(files.values()) < 100_000
