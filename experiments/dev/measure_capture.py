@@ -70,6 +70,10 @@ class Rollout:
             torch.cuda.synchronize(device)
         return Result(time.perf_counter() - start, len(calls), latents)
 
+    def latents(self, requests: list[CaptureRequest]) -> torch.Tensor:
+        """[B, F, C, h, w]."""
+        return self.run(requests).latents
+
     def run_and_watch_memory(self, requests: list[CaptureRequest]) -> tuple[Result, dict[str, float]]:
         """The same, and the peaks above the start, in MiB, of the GPU's tensors and of this process."""
         device = self.noise.device

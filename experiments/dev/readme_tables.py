@@ -25,6 +25,8 @@ BENCHMARKS = {
     "reading": "experiments.dev.benchmark_reading",
     "page": "experiments.dev.benchmark_page",
     "policies": "experiments.dev.benchmark_policies",
+    "public": "experiments.dev.benchmark_public",
+    "start": "experiments.dev.benchmark_start",
     "parallel": "experiments.dev.benchmark_parallel",
     "long_memory": "experiments.dev.benchmark_long_rollouts",
     "long_rollouts": "experiments.dev.long_rollout_findings",

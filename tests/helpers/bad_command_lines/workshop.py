@@ -68,6 +68,22 @@ CASES: dict[str, list[list[str]]] = {
         [*MINI, "--blocks", "0"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
+    "benchmark_public": [
+        ["--no_such_flag"],
+        [*MINI],  # no checkout named
+        ["{}/none", *MINI],
+        ["{}/folder", *MINI],
+        ["{}/text.txt", *MINI],
+        ["{}/folder", *MINI, "--repeats", "0"],
+        ["{}/folder", *MINI, "--cache_policy", "window"],
+        ["{}/folder", "--config_path", "{}/none.yaml"],
+        ["{}/folder", *MINI, "--output_path", f"{NO_DISK}/out.json"],
+    ],
+    "benchmark_start": [
+        ["--no_such_flag"],
+        ["--repeats", "0"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+    ],
     "benchmark_reading": [
         ["--no_such_flag"],
         ["--tokens", "x"],

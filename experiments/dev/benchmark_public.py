@@ -1,0 +1,87 @@
+"""Self-Forcing's public code and ours side by side in one process: the same weights, noise and passes.
+
+    git clone https://github.com/guandeh17/Self-Forcing ../Self-Forcing
+    python experiments/dev/benchmark_public.py ../Self-Forcing --random_weights --device cuda
+
+The transformer alone: prompt embeddings are given, nothing is decoded. The public transformer is imported
+from the checkout and called as its own pipeline calls it. Rows are run in turn, round after round.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from experiments.dev.benchmark_flags import benchmark_parser
+from experiments.dev.tables import markdown, measured_on
+from experiments.running.cli import config_from, main
+
+PUBLIC = "public code"
+
+
+def table(report: dict) -> str:
+    """Seconds of the public rollout and of ours, plain and captured, and under them what was rolled out."""
+    weights = " shapes, random weights" if report["random_weights"] else ""
+    what = f"{report['model']}{weights}, {report['num_frames']} latent frames"
+    attention = f"attention: {report['public_attention']} in the public code"
+    attention += f", {kernel} in ours" if (kernel := report.get("attention")) else ""
+    measured = measured_on(report["environment"], report["dtype"])
+    return f"{rows_of(report['rows'])}\n\n{what}; {attention}; {measured}"
+
+
+def rows_of(results: dict[str, dict]) -> str:
+    header = ("transformer alone", "seconds", "x public", "peak GPU", "latents differ by")
+    rows = []
+    for name, row in results.items():
+        low, high = row["times_public_interval"]
+        ratio = f"{row['times_public']:.3f}" + ("" if low == high else f" ({low:.3f}–{high:.3f})")
+        differs = "" if name == PUBLIC else f"{100 * row['relative_difference']:.2f} %"
+        rows.append((name, f"{row['median_seconds']:.3f}", ratio, f"{row['gpu_peak_mib']} MiB", differs))
+    return markdown(header, rows)
+
+
+def run(argv=None):
+    parser = benchmark_parser(__doc__, repeats=5)
+    parser.add_argument("checkout", type=Path, help="a checkout of Self-Forcing's public repository")
+    measure(parser.parse_args(argv))
+
+
+def measure(args: argparse.Namespace) -> None:
+    from experiments.caches.atomic_files import require_writable
+    from experiments.dev import measure_capture, measure_public
+    from experiments.dev.tables import save_report
+    from experiments.extraction.devices import threads_for
+    from experiments.extraction.provenance import environment
+    from wan.errors import ConfigError
+    from wan.modules.attention_backend import kernel_name
+
+    config = config_from(args)
+    if args.output_path:
+        require_writable(args.output_path)
+    if config.policy.name != "full" or config.sampler != "blocks" or config.independent_first_frame:
+        raise ConfigError(
+            "the public code is timed with equal blocks that see the whole past: leave the rest out"
+        )
+    model_class, public_attention = measure_public.import_public(args.checkout)
+    rollout, sizes = measure_capture.make_rollout(config, args.random_weights)
+    public = measure_public.build_public(model_class, rollout.pipeline.model, sizes)
+    captured = list(measure_capture.rows(config, sizes.num_layers).items())[:3]  # plain, logits, mass
+    rows = {PUBLIC: partial(measure_public.roll_out_public, public, rollout, sizes)}
+    rows |= {f"ours, {name}": partial(rollout.latents, requests) for name, requests in captured}
+    with threads_for(rollout.noise, sizes):
+        results = measure_public.measure(rows, rollout.noise.device, args.repeats)
+    print(rows_of(results))
+    report = {
+        "model": config.model,
+        "random_weights": args.random_weights,
+        "num_frames": config.num_frames,
+        "dtype": str(rollout.noise.dtype).removeprefix("torch."),
+        "public_attention": public_attention,
+        "attention": kernel_name(rollout.noise.device, rollout.noise.dtype),
+        "environment": environment(rollout.noise.device),
+        "rows": results,
+    }
+    save_report(report, args.output_path)
+
+
+if __name__ == "__main__":
+    main(run)
