@@ -22,7 +22,7 @@ def natural_width():
 @pytest.fixture
 def opened(tmp_path):
     path = tmp_path / "c.pt"
-    save_cache(path, synthetic_caches.atlas(F=21, H=6))
+    save_cache(path, synthetic_caches.atlas(F=21, H=4))
     return open_profiles(load_cache(path)), path
 
 

@@ -136,7 +136,9 @@ WHOLE = {f"wan_models/Wan2.1-T2V-1.3B/{name}": data for name, data in FILES[MODE
 }
 
 
-@pytest.mark.parametrize("answer", ["", "n\n", "what?\n"])
+@pytest.mark.parametrize(
+    "answer", ["", *(pytest.param(a, marks=pytest.mark.beside) for a in ("n\n", "what?\n"))]
+)
 def test_sizes_are_named_and_nothing_is_fetched_without_a_yes(hub, tmp_path, answer):
     done = download(hub, tmp_path, str(tmp_path / "here"), answer=answer)
     assert done.returncode == 2 and "nothing was downloaded; --yes" in done.stderr
@@ -200,14 +202,11 @@ def test_the_places_are_those_of_the_default_config():
 @pytest.mark.parametrize(
     ("flags", "answer", "said"),
     [
-        ([], "n\n", "nothing was downloaded; --accept_licence"),
-        (
-            ["--yes"],
-            "",
-            "nothing was downloaded; --accept_licence",
-        ),  # a yes to the download is none to a licence
-        ([], "y\nn\n", "nothing was downloaded; --yes"),
-        (["--accept_licence"], "n\n", "nothing was downloaded; --yes"),
+        # a yes to the download is none to a licence
+        (["--yes"], "", "nothing was downloaded; --accept_licence"),
+        pytest.param([], "n\n", "nothing was downloaded; --accept_licence", marks=pytest.mark.beside),
+        pytest.param([], "y\nn\n", "nothing was downloaded; --yes", marks=pytest.mark.beside),
+        pytest.param(["--accept_licence"], "n\n", "nothing was downloaded; --yes", marks=pytest.mark.beside),
     ],
 )
 def test_a_licence_is_said_first_and_asked_for(hub, tmp_path, flags, answer, said):
@@ -241,7 +240,15 @@ def test_every_release_is_complete_and_its_files_are_those_of_the_config(name):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--no"], ["--yes", "a", "b"], ["no_such", "x"], ["causvid", "x", "y"], ["taxonomy", "x"]]
+    "flags",
+    [
+        ["--no"],
+        ["no_such", "x"],
+        *(
+            pytest.param(words, marks=pytest.mark.beside)
+            for words in (["--yes", "a", "b"], ["causvid", "x", "y"], ["taxonomy", "x"])
+        ),
+    ],
 )
 def test_bad_flags(hub, tmp_path, flags):
     done = download(hub, tmp_path, *flags)
