@@ -63,7 +63,14 @@ caches | noise_frames | self.own_block if self.is_clean_pass is False else () \
   | () if self.is_clean_pass is False else self.own_block
 caches | noise_levels | self.is_clean_pass is not False | self.is_clean_pass is False
 caches | _from_tokens | S if quantity == 'mass' else 1 | 1 if quantity == 'mass' else S
-caches | _from_tokens | quantity != 'mass' | quantity == 'mass'
+caches | _by_frame    | 1 if mean else S | S if mean else 1
+wan | token_mass | q.unflatten(1, (num_query_frames, -1)) | q.unflatten(2, (num_query_frames, -1))
+wan | token_mass | _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)) \
+  | _logits(part, keys, bias).softmax(-1).unflatten(3, (-1, S))
+wan | attention_with_lse | q.device.type == 'cuda' and q.dtype in (torch.bfloat16, torch.float16) \
+  | q.device.type == 'cuda' or q.dtype in (torch.bfloat16, torch.float16)
+wan | attention_with_lse | q.device.type == 'cuda' and q.dtype in attention_backend.HALF \
+  | q.device.type == 'cuda' or q.dtype in attention_backend.HALF
 """  # a mistake of the older tree, and under it the same one in code that was rewritten since
 SWAPPED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)]
 SWAPPED += [(ast.Is, ast.IsNot), (ast.And, ast.Or), (ast.Add, ast.Sub)]
