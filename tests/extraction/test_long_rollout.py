@@ -110,6 +110,7 @@ def test_a_long_video_is_the_rollout_of_every_other_script(session, config, vae,
     assert torch.equal(latents_of(place), session.rollout(config)[0])
 
 
+@pytest.mark.beside
 def test_video_and_captures_of_parts_are_those_of_the_whole(session, config, vae, tmp_path):
     whole = make(tmp_path / "whole", session, config, vae, capture="all", policy=POLICIES[1])
     place = LongVideo(tmp_path / "parts/a.mp4")

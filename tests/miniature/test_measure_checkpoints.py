@@ -24,6 +24,7 @@ def words(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
+@pytest.mark.beside
 def test_the_last_checkpoint_is_the_shipped_checkpoint_and_measures_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", tmp_path / f"step_{LAST:05d}.pt")
