@@ -141,7 +141,7 @@ def token_mass(q: Tensor, k: Tensor, num_query_frames: int, bias: Tensor | None 
         _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)
         for part in q.split(frames * S, dim=1)
     ]
-    return torch.cat(means, 2)
+    return means[0] if len(means) == 1 else torch.cat(means, 2)
 
 
 def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
