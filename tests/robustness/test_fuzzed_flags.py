@@ -26,6 +26,7 @@ NAMES = (
     "run_extraction_all",
     "run_extraction_each",
     "run_extraction_figure4",
+    "run_extraction_maps",
     "extract_attention_wan",
     "layer_page",
     "layers_from_atlas",
