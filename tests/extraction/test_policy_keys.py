@@ -55,6 +55,12 @@ def extract(config, requests):
     return causal.extract_next(replace(session(), pipeline=pipeline), config, requests)
 
 
+def keeping(run, *names, without=""):
+    """A rollout with those of its calls alone that keep a value of these names."""
+    of_names = [call for call in run.records if set(names) & call.values.keys()]
+    return replace(run, records=[call for call in of_names if without not in call.values])
+
+
 def saved(cache: dict, path) -> dict:
     save_cache(path, cache)
     return load_cache(path)
@@ -65,9 +71,11 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
     monkeypatch.chdir(ROOT)
     config = config_of(settings)
     path = tmp_path / "cache.pt"
+    requests = [*figure4_requests(config, "token"), *figure4_requests(config, "key")]  # keys, and frames
+    run = extract(config, [*requests, *inference_requests(config)])
     by_tokens, by_keys, by_frames = (
-        saved(figure4_cache(extract(config, figure4_requests(config, kind))), path)
-        for kind in ("token", "key", "frame")
+        saved(figure4_cache(keeping(run, *names)), path)
+        for names in (["token_logits"], ["key_curve", "frame_logits"], ["frame_logits"])
     )
     assert {made["schema_version"] for made in (by_tokens, by_keys, by_frames)} == {2}
     for made in (by_keys, by_frames):
@@ -87,7 +95,7 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
                 np.testing.assert_allclose(np.nansum(wanted, 1), 1, atol=1e-5)
     curves = [open_profiles(c).key_curve(1) for c in (by_tokens, by_keys)]
     np.testing.assert_allclose(*curves, atol=2e-3)
-    calls = saved(inference_cache(extract(config, inference_requests(config))), path)
+    calls = saved(inference_cache(keeping(run, "token_probabilities")), path)
     np.testing.assert_allclose(
         open_profiles(calls, quantity="mass").profiles(),
         open_profiles(by_frames, quantity="mass").profiles(),
@@ -150,10 +158,12 @@ def test_a_layer_cache_has_averages_as_columns(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = replace(config_of(settings), layer_index=3, layer_indices=[3])
     count = 2 * (settings["name"] == "ema_sink")
-    by_tokens = layer_cache(extract(config, layer_requests(config, "token")), 3)
-    made = saved(layer_cache(extract(config, layer_requests(config)), 3), tmp_path / "layer.pt")
-    requests = atlas_requests(config, mass=True, key_curve=False, cross=False, layers=[3])
-    atlas = saved(atlas_cache(extract(config, requests)), tmp_path / "atlas.pt")
+    of_atlas = atlas_requests(config, mass=True, key_curve=False, cross=False, layers=[3])
+    run = extract(config, [*layer_requests(config, "token"), *layer_requests(config), *of_atlas])
+    by_tokens = layer_cache(keeping(run, "token_logits"), 3)
+    by_frames = keeping(run, "frame_logits", without="frame_mass")
+    made = saved(layer_cache(by_frames, 3), tmp_path / "layer.pt")
+    atlas = saved(atlas_cache(keeping(run, "frame_mass")), tmp_path / "atlas.pt")
     taken = saved(layer_from_atlas(atlas, 3), tmp_path / "taken.pt")
     assert ("average_attention" in made) == ("average_attention" in taken) == bool(count)
     view, whole = open_profiles(made), open_profiles(atlas)
