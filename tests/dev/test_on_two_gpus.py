@@ -8,15 +8,7 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
-PARTS = {  # commands
-    "vae": 1,
-    "base": 1,
-    "causal": 1,
-    "evaluation": 2,
-    "findings": 3,
-    "benchmarks": 5,
-    "parallel": 4,
-}
+PARTS = {"vae": 6, "base": 1, "causal": 1, "evaluation": 2, "findings": 3, "parallel": 4}  # commands
 WEIGHTS = ("vae", "transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt")
 WEIGHTS += ("lora_window.pt", "lora_framewise.pt")
 
