@@ -44,7 +44,7 @@ keep() { # the weights and their log, in folders that OUT_DIR shares with the ch
 }
 
 vae() { # the VAE gains nothing from a second GPU
-    train 0 vae 580 --minutes "${MINUTES:-8}" &
+    train 0 vae 580 --minutes "${MINUTES:-8}" && keep vae &
     benchmark 1 policies 280 --num_frames 240 --blocks 4 --repeats 1
     benchmark 1 capture 100 --repeats 3
     benchmark 1 maps 90 --repeats 2
@@ -52,7 +52,6 @@ vae() { # the VAE gains nothing from a second GPU
     on 1 tests 100 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py tests/wan/test_capture.py \
         tests/wan/test_reductions.py tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py
     wait
-    keep vae
 }
 
 base() {
