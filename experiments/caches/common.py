@@ -1,5 +1,6 @@
 """What the formats of caches have in common: fields of every run, of a pass, of a token matrix."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -37,7 +38,7 @@ class WeightsFile(Fields):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cache(Fields):
+class Cache(Fields, ABC):
     """The fields of every format."""
 
     format: str
@@ -81,9 +82,9 @@ class Cache(Fields):
         """How many blocks after its own a query may see."""
         return len(self.rolling_timesteps or [0.0]) - 1
 
+    @abstractmethod
     def passes(self) -> list[PassTag]:
         """The passes that a cache holds of its last block, in its order."""
-        raise NotImplementedError
 
     def validate(self) -> None:
         """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""

@@ -55,8 +55,6 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_capture
     from experiments.dev.tables import save_report
-    from experiments.extraction.provenance import environment
-    from wan.modules.attention_backend import kernel_name
 
     config = config_from(args)
     if args.output_path:
@@ -65,17 +63,8 @@ def measure(args: argparse.Namespace) -> None:
     rows = measure_capture.rows(config, sizes.num_layers)
     results = measure_capture.measure(rollout, rows, args.repeats)
     print(rows_of(results))
-    report = {
-        "model": config.model,
-        "random_weights": args.random_weights,
-        "num_frames": config.num_frames,
-        "passes": config.num_passes,
-        "layers": sizes.num_layers,
-        "dtype": str(rollout.noise.dtype).removeprefix("torch."),
-        "attention": kernel_name(rollout.noise.device, rollout.noise.dtype),
-        "environment": environment(rollout.noise.device),
-        "rows": results,
-    }
+    report = measure_capture.described(config, args.random_weights, rollout.noise)
+    report |= {"passes": config.num_passes, "layers": sizes.num_layers, "rows": results}
     save_report(report, args.output_path)
 
 

@@ -54,9 +54,8 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_interventions
-    from experiments.dev.measure_capture import make_rollout
+    from experiments.dev.measure_capture import described, make_rollout
     from experiments.dev.tables import save_report
-    from experiments.extraction.provenance import environment
     from wan.checkpoint import file_sha256, weights_file
     from wan.errors import ConfigError
 
@@ -75,15 +74,7 @@ def measure(args: argparse.Namespace) -> None:
         sweep = measure_interventions.sweep(
             session, config, args.sweep_prompts, args.sweep_seconds, args.folder
         )
-    report = {
-        "model": config.model,
-        "random_weights": args.random_weights,
-        "num_frames": config.num_frames,
-        "dtype": str(rollout.noise.dtype).removeprefix("torch."),
-        "environment": environment(rollout.noise.device),
-        "rows": rows,
-        "sweep": sweep,
-    }
+    report = described(config, args.random_weights, rollout.noise) | {"rows": rows, "sweep": sweep}
     print(table(report), end="")
     save_report(report, args.output_path)
 

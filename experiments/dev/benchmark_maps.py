@@ -40,20 +40,14 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_capture, measure_maps
     from experiments.dev.tables import save_report
-    from experiments.extraction.provenance import environment
 
     config = config_from(args)
     if args.output_path:
         require_writable(args.output_path)
     rollout, sizes = measure_capture.make_rollout(config, args.random_weights)
     S, like = sizes.tokens_per_frame(config.height, config.width), rollout.noise
-    report = {
-        "model": config.model,
-        "random_weights": args.random_weights,
-        "num_frames": config.num_frames,
+    report = measure_capture.described(config, args.random_weights, like) | {
         "layers": sizes.num_layers,
-        "dtype": str(like.dtype).removeprefix("torch."),
-        "environment": environment(like.device),
         "call": measure_maps.one_call(config, sizes, like.dtype, like.device, 5 * args.repeats),
     }
     print(calls_of(report["call"]), end="\n\n", flush=True)

@@ -66,23 +66,19 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_policies
+    from experiments.dev.measure_capture import described
     from experiments.dev.tables import save_report
-    from experiments.extraction.provenance import environment
 
     num_frames = 45 if args.num_frames is None else args.num_frames
     config = config_from(args)
     if args.output_path:
         require_writable(args.output_path)
     bench = measure_policies.make_bench(config, args.random_weights, args.blocks, num_frames)
-    report = {
-        "model": config.model,
-        "random_weights": args.random_weights,
+    report = described(config, args.random_weights, bench.rollout.noise) | {
         "num_frames": num_frames,
         "blocks": args.blocks,
         "repeats": args.repeats,
         "passes": config.num_passes,
-        "dtype": str(bench.rollout.noise.dtype).removeprefix("torch."),
-        "environment": environment(bench.rollout.noise.device),
     }
     rows = measure_policies.measure(
         bench, args.repeats, lambda rows: save_report(report | {"rows": rows}, args.output_path)

@@ -50,9 +50,7 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.dev import measure_capture, measure_public
     from experiments.dev.tables import save_report
     from experiments.extraction.devices import threads_for
-    from experiments.extraction.provenance import environment
     from wan.errors import ConfigError
-    from wan.modules.attention_backend import kernel_name
 
     config = config_from(args)
     if args.output_path:
@@ -70,17 +68,8 @@ def measure(args: argparse.Namespace) -> None:
     with threads_for(rollout.noise, sizes):
         results = measure_public.measure(rows, rollout.noise.device, args.repeats)
     print(rows_of(results))
-    report = {
-        "model": config.model,
-        "random_weights": args.random_weights,
-        "num_frames": config.num_frames,
-        "dtype": str(rollout.noise.dtype).removeprefix("torch."),
-        "public_attention": public_attention,
-        "attention": kernel_name(rollout.noise.device, rollout.noise.dtype),
-        "environment": environment(rollout.noise.device),
-        "rows": results,
-    }
-    save_report(report, args.output_path)
+    report = measure_capture.described(config, args.random_weights, rollout.noise)
+    save_report(report | {"public_attention": public_attention, "rows": results}, args.output_path)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,10 +15,12 @@ from experiments.dev.random_weights import fill_
 from experiments.dev.tables import median_interval
 from experiments.extraction import causal, devices
 from experiments.extraction.prompt_embeds import encode_prompts
+from experiments.extraction.provenance import environment
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.attention_backend import kernel_name
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
@@ -119,6 +122,18 @@ def make_rollout(config: RunConfig, random_weights: bool) -> tuple[Rollout, Mode
         embeds, _ = encode_prompts(config, [config.prompt], sizes, dtype, device)[config.prompt]
     noise, renoise = causal.draw_noise(config, sizes, dtype, device)
     return Rollout(pipeline, noise, renoise, embeds), sizes
+
+
+def described(config: RunConfig, random_weights: bool, noise: torch.Tensor) -> dict[str, Any]:
+    """What every report of rollouts says of them."""
+    return {
+        "model": config.model,
+        "random_weights": random_weights,
+        "num_frames": config.num_frames,
+        "dtype": str(noise.dtype).removeprefix("torch."),
+        "attention": kernel_name(noise.device, noise.dtype),
+        "environment": environment(noise.device),
+    }
 
 
 def measure(

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import golden_model
+from helpers.policy_inputs import policy_inputs
 
 from wan.errors import ConfigError
 from wan.modules import layers
@@ -26,16 +27,10 @@ def write_labels(path, labels=LABELS):
 
 
 def roll_out(policy, *requests, num_frames=15, batch=1, given=0, item=None, **options):
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(batch, num_frames, 16, 4, 6, generator=generator)
-    renoise = torch.randn(3, *noise[:, given:].shape, generator=generator)
-    embeds = torch.randn(batch, 32, 64, generator=generator)
-    if item is not None:  # of a batch, on its own
-        noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]
-    first = {"initial_latent": noise[:, :given]} if given else {}
+    inputs = policy_inputs(1, 4, num_frames, batch, given, item)
     pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **options)
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as calls:
-        latents = pipeline.inference(noise[:, given:], prompt_embeds=embeds, renoise=renoise, **first)[1]
+        latents = pipeline.inference(**inputs)[1]
     return latents, calls
 
 

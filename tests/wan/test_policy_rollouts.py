@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from conftest import golden_model
+from helpers.policy_inputs import policy_inputs
 
 from wan.errors import ConfigError
 from wan.modules.cache_policies import make_policy
@@ -25,17 +26,9 @@ ANY = [
 
 
 def roll_out(policy, pipeline=None, num_frames=15, given=0, batch=1, schedule=(), item=None, **options):
-    generator = torch.Generator().manual_seed(2)
-    noise = torch.randn(batch, num_frames, 16, 2, 6, generator=generator)
-    renoise = torch.randn(3, *noise[:, given:].shape, generator=generator)
-    embeds = torch.randn(batch, 32, 64, generator=generator)
-    if item is not None:  # of a batch, on its own
-        noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]
-    first = {"initial_latent": noise[:, :given]} if given else {}
+    inputs = policy_inputs(2, 2, num_frames, batch, given, item)
     pipeline = pipeline or CausalInferencePipeline(golden_model(), cache_policy=policy, **options)
-    return pipeline.inference(
-        noise[:, given:], prompt_embeds=embeds, renoise=renoise, prompt_schedule=schedule, **first
-    )[1]
+    return pipeline.inference(**inputs, prompt_schedule=schedule)[1]
 
 
 @cache

@@ -21,7 +21,8 @@ from wan.errors import ConfigError, one_line, quoted
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
 CAPABILITIES = (9, 10)  # major compute capability: Hopper, and Blackwell in data centres
 HALF = (torch.bfloat16, torch.float16)
-FEWEST_KEYS = 2048  # over 512 keys cuDNN was faster, over 32760 FlashAttention-4 (H200)
+# A guess, not measured: on an H200 cuDNN was faster over 512 keys, FlashAttention-4 over 32760.
+FEWEST_KEYS = 2048
 LARGEST_HEAD = 128
 
 

@@ -4,6 +4,7 @@ An edit says what is done (Knockout, Bias, Ablate, Patch, Move, Jitter) and, by 
 wan/modules/edits.py applies it, in attention() and nowhere else.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
@@ -68,7 +69,7 @@ def source_from(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Selection:
+class Selection(ABC):
     """In which calls an edit is made; None is all. passes has no default: denoise, clean or all.
 
     steps are denoising steps and narrow passes "denoise" and "all"; the clean pass is named by passes alone.
@@ -118,9 +119,9 @@ class Selection:
         return f"{self.deed}: {self.where}"
 
     @property
+    @abstractmethod
     def deed(self) -> str:
         """What is done, in words."""
-        raise NotImplementedError
 
     @property
     def where(self) -> str:

@@ -113,7 +113,7 @@ class StreamedDecoder:
 
 def to_patches(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
     """What the encoder takes: video [B, 3, F, H, W], its patches of pixels as channels where the VAE has
-    patches (Wan2.2's and the miniature's; Wan2.1's has none)."""
+    patches (as Wan2.2's; Wan2.1's has none)."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
     return video if vae.config.patch_size is None else patchify(video, vae.config.patch_size)
