@@ -11,13 +11,9 @@ from experiments.caches.averages import average_names
 from experiments.figures.style import DARK, ORANGE, journal_width
 
 HATCHED: dict[str, Any] = {"facecolor": ORANGE, "edgecolor": "white", "hatch": "////", "linewidth": 0}
-
 AVERAGES = "average of gone frames (μ)"
-
 STRIP = 0.04  # of the axes' height, above them
-
 ROOM = 12  # points between axes and a title over the strip
-
 EACH = 25  # columns up to which every average has its name, where the panel is large
 
 
