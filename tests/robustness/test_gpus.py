@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from helpers.forked import FULL, exit_code
 
@@ -17,7 +17,7 @@ from experiments import run_extraction_all, run_extraction_each
 from experiments.caches import load_cache
 from experiments.caches.errors import RunError
 from experiments.extraction import causal
-from experiments.running import cli, jobs  # noqa: F401  warmed for the forks
+from experiments.running import cli, entry, jobs  # noqa: F401  warmed for the forks
 from wan import process_group
 from wan.errors import ConfigError
 
@@ -33,10 +33,11 @@ def at_the_root(monkeypatch):
 
 
 def ranks(count: int, run, folder, prepare=lambda rank: None) -> tuple[list[int], str]:
-    """Exit codes of count processes of one group, and what they said together."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    """Exit codes of count processes of one group, and what they said together.
+
+    As torchrun's agent does, the process that starts them keeps their store: it outlives each of them.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(count):
         child = os.fork()
@@ -44,7 +45,8 @@ def ranks(count: int, run, folder, prepare=lambda rank: None) -> tuple[list[int]
             os.dup2(os.open(folder / f"said{rank}", os.O_WRONLY | os.O_CREAT), 2)
             sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
-            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+            os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+            os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             code = 71
             try:
                 prepare(rank)
@@ -97,8 +99,15 @@ def test_one_process_does_not_answer(tmp_path):
     assert said == "error: another process of this rollout did not answer in 2 s\n"
 
 
-def test_all_fail_alike_and_say_it_once(tmp_path):
-    codes, said = ranks(2, extracting(tmp_path / "out.pt", "--checkpoint_path", "none.pt"), tmp_path)
+@pytest.mark.parametrize("late", [0, 1])
+def test_all_fail_alike_and_say_it_once(tmp_path, late):
+    def after_the_other(rank):
+        if rank == late:
+            first_to_say = entry.first_to_say
+            entry.first_to_say = lambda message: time.sleep(0.3) or first_to_say(message)
+
+    run = extracting(tmp_path / "out.pt", "--checkpoint_path", "none.pt")
+    codes, said = ranks(2, run, tmp_path, after_the_other)
     assert codes == [2, 2] and said.count("\n") == 1 and "none.pt not found" in said
 
 
