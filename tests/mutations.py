@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs/benchmarks/mutations.json"
 SEED, COUNT, SECONDS = 13, 50, 300  # seconds after which a run counts as noticed: the mistake hangs
-GPU_ONLY = ("fused.py", "mass_kernel.py")  # Triton kernels: no test without a GPU runs them
+GPU_ONLY = ("fused.py", "mass_kernel.py")  # Triton kernels: the tests named here do not run them
 OLDER_CACHES = ("caches", "formats", "older_caches", "profiles", "calls", "frames", "files")  # flat
 TESTS = {
     "wan": "golden layers kv_cache rope_bands reductions capture pipeline text2video config checkpoint "

@@ -4,5 +4,10 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/running/env.sh"
 chosen=(-m "not beside")
-if [ "${1:-}" = --full ]; then chosen=() && shift; fi
+if [ "${1:-}" = --full ]; then
+    chosen=() && shift
+    # torch's CUDA build brings Triton along; without a GPU it interprets the kernels and compiles them
+    [ "$(uname -s)" != Linux ] || python -c 'import triton' 2> /dev/null || python -m pip install -q triton==3.7.1 ||
+        echo "notice: Triton was not found; the tests of its kernels are skipped"
+fi
 python -m pytest -n auto --dist loadfile ${chosen[@]+"${chosen[@]}"} "$@"  # macOS: bash 3.2

@@ -39,6 +39,11 @@ def frame_logits_by_band(
     return torch.stack([q_part @ k_part.mT for q_part, k_part in zip(*parts, strict=True)], -1)
 
 
+def kernels_take(q: Tensor) -> bool:
+    """Whether the Triton kernels are for such a call."""
+    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
+
+
 def key_curve(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logit of every key, averaged over the queries of the call that see it -> [B, H, Lk]; NaN for none."""
     if mask is not None:
@@ -65,7 +70,7 @@ def frame_mass(
     lse [B, H, Lq] is the call's log-sum-exp. Every row of the result sums to 1 over the key frames. On the
     CPU lse is not used: in bfloat16 it is only good to 5e-5 there, and the softmax of a chunk costs the same.
     """
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    if kernels_take(q):
         from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
 
         mass = query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
@@ -87,7 +92,7 @@ def segment_mass(
     after unequal are all of one length, the same for every item.
     """
     bounds = bounds.expand(len(q), -1)
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    if kernels_take(q):
         from wan.modules.mass_kernel import query_segment_mass
 
         mass = query_segment_mass(q, k, lse, bounds)  # [B, H, n, Lq]
@@ -150,7 +155,7 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = Non
     bias [H, Lk] was added to the logits, -inf where a key was left out: NaN and 0 there. lse is used on CUDA
     alone, as in frame_mass.
     """
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    if kernels_take(q):
         from wan.modules import map_kernel  # Triton is there only beside CUDA
 
         logits, mass = map_kernel.key_token_means(q, k, lse)

@@ -1,0 +1,115 @@
+"""The Triton kernels without a GPU: interpreted against float64, and compiled for GPUs that are not here.
+
+Where there is a GPU the tests of layers, reductions and maps run them there.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils._pytree import tree_map
+
+from wan.config import ModelConfig
+from wan.modules import layers, reductions
+from wan.modules.layers import GatedAdd, ModulatedNorm, QueryKeyNorm
+from wan.modules.rope import RotaryTable
+
+pytest.importorskip("triton", reason="no Triton here: bash tests/run.sh --full installs it")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is here: the other tests run them on it"
+)
+BFLOAT16 = 2**-7  # relative: the interpreter cuts off where a GPU rounds
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture(params=[(3, 16, 33, 70), (2, 24, 130, 135), (1, 128, 128, 192), (2, 64, 7, 64)], ids=str)
+def call(request, monkeypatch):
+    """q and k that lie in larger buffers, as a cache's do, with their log-sum-exp and logits in float64."""
+    heads, dim, len_q, len_k = request.param
+    q = drawn(2, len_q + 3, heads + 1, dim)[:, 2:-1, 1:] * 2
+    k = (drawn(2, len_k + 5, heads + 1, dim) + 0.5)[:, 5:, :-1]
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * dim**-0.5
+    monkeypatch.setattr(reductions, "kernels_take", lambda q: True)
+    return q, k, logits.logsumexp(-1).float(), logits
+
+
+def test_mass_of_frames(call):
+    q, k, lse, logits = call
+    for frames in (1, k.shape[1] // next(n for n in (5, 32) if k.shape[1] % n == 0)):
+        found = reductions.frame_mass(q, k, lse, 1, frames)
+        expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).mean(2, keepdim=True)
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+
+
+def test_mass_of_unequal_segments(call):
+    """Of lengths that differ between batch items; some are empty, some end where a tile does."""
+    q, k, lse, logits = call
+    end = k.shape[1]
+    bounds = torch.tensor([[0, 0, 64, end, end], [0, 1, 2, end - 3, end]])
+    found = reductions.segment_mass(q, k, lse, 1, bounds)
+    mass = logits.softmax(-1).mean(2)
+    for item, (of_item, edges) in enumerate(zip(found, bounds.tolist(), strict=True)):
+        for i, (start, stop) in enumerate(itertools.pairwise(edges)):
+            expected = mass[item, :, start:stop].sum(-1)
+            torch.testing.assert_close(of_item[:, 0, i].double(), expected, atol=1e-6, rtol=0)
+
+
+def test_key_tokens(call):
+    q, k, lse, logits = call
+    found, mass = reductions.key_token_means(q, k, lse)
+    atol = 1e-5 * logits.abs().max().item()
+    torch.testing.assert_close(found.double(), logits.mean(2), atol=atol, rtol=0)
+    torch.testing.assert_close(mass.double(), logits.softmax(-1).mean(2), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim", "rows"), [(3, 16, 3), (12, 16, 1), (5, 24, 3)])
+@torch.no_grad()
+def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypatch):
+    """Each module with its kernel against itself in float64 without it."""
+    from wan.modules import fused
+
+    dim, length = heads * head_dim, 15
+    x, y = ((drawn(2, length, dim) * 3 + shift).to(dtype) for shift in (2, 0))
+    scale, shift, gate = drawn(2, rows, 4, dim).unbind(2)[1:]  # strided, as in a layer
+    turned = QueryKeyNorm(ModelConfig(dim=dim, ffn_dim=8, num_heads=heads, num_layers=1))
+    turned.weight.copy_(drawn(dim))
+    rope = RotaryTable(head_dim)(range(1030, 1033), 1, length // 3, torch.device("cpu"))
+    calls = [
+        (ModulatedNorm(dim, 1e-6), (x, scale, shift)),
+        (GatedAdd(), (x, y, gate)),
+        (turned, (x,)),
+        (turned, (x, rope)),
+    ]
+    for module, given in calls:
+        expected = module.double()(*tree_map(torch.Tensor.double, given))
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "fused_kernels", lambda _: fused)
+            found = module.float()(*given)
+        assert found.dtype == dtype
+        atol, rtol = 3e-6 * expected.abs().max().item(), BFLOAT16 if dtype == torch.bfloat16 else 0
+        torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_they_compile(capability):
+    """For A100 and Hopper, as callers call them: on tensor cores, within the registers and the memory there."""
+    command = [sys.executable, "tests/helpers/compiled_kernels.py", str(capability)]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(kernels) == 12
+    for kernel in kernels:
+        assert (
+            kernel["spilled_bytes"] == 0 and kernel["shared_bytes"] <= {80: 163, 90: 227}[capability] * 1024
+        ), kernel
+        assert kernel["on_tensor_cores"] == kernel["name"].endswith(("mass_kernel", "column_kernel")), kernel
