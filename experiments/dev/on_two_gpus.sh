@@ -1,20 +1,18 @@
 #!/usr/bin/env bash
 # Everything here that needs GPUs, on one host with two of them: the miniature's weights and every GPU number.
 #
-#     bash experiments/dev/on_two_gpus.sh PART [OUT_DIR]
+#     bash experiments/dev/on_two_gpus.sh OUT_DIR PART...
 #
-# PART: vae, base, causal, evaluation, findings, parallel, in this order; each takes at most ten minutes, keeps both GPUs
-# busy and leaves at most eight files in OUT_DIR (outputs/gpu). Weights grow and logs lie in $MINIATURE
-# (outputs/gpu-miniature). $MINUTES is the time of a training. A command that fails does not stop the others: its log
-# says why.
+# PART: vae, base, causal (the miniature), numbers (its evaluation, the benchmarks), findings, siblings, parallel; they run
+# in the order given. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE (outputs/gpu-miniature), which holds
+# the files of the stages that are left out. A command that fails does not stop the others: its log says why.
 set -uo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 1 2 "$@"
-OUT=${2:-outputs/gpu}
-MINIATURE=${MINIATURE:-outputs/gpu-miniature}
+source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 9 "$@"
+export OUT=$1 MINIATURE=${MINIATURE:-outputs/gpu-miniature}
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}. PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0
 GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1 | grep -oE '[A-Z]+[0-9]+' | tail -1)
 [[ $GPU ]] || { echo "on_two_gpus.sh: no NVIDIA GPU found; run it on a host with two" >&2; exit 2; }
-GPU=${GPU,,}
+export GPU=${GPU,,} CAUSAL=$MINIATURE/self_forcing_mini.pt
 mkdir -p "$OUT" "$MINIATURE/logs"
 
 # on GPU NAME SECONDS COMMAND...: at most so long, its output in a log, whose end is shown.
@@ -26,74 +24,101 @@ on() {
     tail -n $((status ? 12 : 2)) "$MINIATURE/logs/$name.log" | cut -c 1-300
 }
 
+one_each() { # one_each JOB...: each on the GPU that is free first; $SLOT says which
+    printf '%s\n' "$@" | xargs -P 2 -I JOB --process-slot-var=SLOT bash -c JOB
+}
+
 train() { # train GPUS STAGE SECONDS FLAGS...
     local launch=python3
     [[ $1 != *,* ]] || launch="torchrun --nproc-per-node 2"
     on "$1" "$2" "$3" $launch experiments/train_mini.py --stage "$2" --steps 1000000 --output_dir "$MINIATURE" "${@:4}"
 }
 
-benchmark() { # benchmark GPU NAME SECONDS FLAGS...: the shapes of 1.3B with random weights
-    on "$1" "$2" "$3" python3 "experiments/dev/benchmark_$2.py" --random_weights --device cuda \
-        --output_path "$OUT/$2_$GPU.json" "${@:4}"
+benchmark() { # benchmark NAME SECONDS FLAGS...: the shapes of 1.3B with random weights
+    on "$SLOT" "$1" "$2" python3 "experiments/dev/benchmark_$1.py" --random_weights --device cuda \
+        --output_path "$OUT/$1_$GPU.json" "${@:3}"
 }
 
-keep() { # the weights and their log, in folders that OUT_DIR shares with the checkpoint
-    cp "$MINIATURE/training.json" "$OUT/"
-    local name
-    for name in "$@"; do cp -r "$MINIATURE/$name" "$OUT/"; done
-}
+# -- parts ------------------------------------------------------------------------------------------------------------
 
-vae() { # the VAE gains nothing from a second GPU
-    train 0 vae 580 --minutes "${MINUTES:-8}" && keep vae &
-    benchmark 1 policies 280 --num_frames 240 --blocks 4 --repeats 1
-    benchmark 1 capture 100 --repeats 3
-    benchmark 1 maps 90 --repeats 2
-    benchmark 1 interventions 100 --repeats 2
-    on 1 tests 100 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py tests/wan/test_capture.py \
-        tests/wan/test_reductions.py tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py
-    wait
+vae() { # gains nothing from a second GPU
+    train 0 vae 700 --minutes 8
 }
 
 base() {
-    train 0,1 base 500 --minutes "${MINUTES:-5.5}"
-    keep transformer text_encoder tokenizer
+    train 0,1 base 1200 --minutes 5.5
 }
 
 causal() {
-    train 0,1 causal 590 --minutes "${MINUTES:-8.5}" --training_checkpoints "$MINIATURE/steps"
-    keep self_forcing_mini.pt
+    train 0,1 causal 1200 --minutes 11.5 --training_checkpoints "$MINIATURE/steps"
 }
 
-evaluation() {
-    on 0 evaluation 400 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
-        --output_path "$OUT/evaluation.json" &
-    on 1 checkpoints 300 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
-        --steps 0 500 --device cuda --output_path outputs/checkpoints/moments.json
-    tar -cf "$OUT/checkpoints.tar" -C outputs/checkpoints .
-    wait
+numbers() {
+    one_each evaluation policies checkpoints capture maps interventions gpu_tests
 }
 
 findings() {
-    on 0 hidden_shapes 420 python3 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda --dtype float32 \
-        --workers 14 --output_path "$OUT/hidden_shapes.json" --figures "$OUT" &
-    on 1 policies_compared 420 python3 experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 \
-        --ckpt_dir "$MINIATURE" --checkpoint_path "$MINIATURE/self_forcing_mini.pt" \
-        --device cuda --output_dir outputs/policies --log_file outputs/policies.jsonl
-    on 1 long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
-        --output_path "$OUT/long_rollouts.json"
-    wait
+    one_each policies_compared hidden_shapes
+}
+
+siblings() {
+    one_each models variants
 }
 
 parallel() {
-    train 0 lora 110 --minutes 1.2 --clips 20480 && train 0 framewise 110 --minutes 1.2 --clips 20480 &
-    on 1 models 230 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
-    wait
     on 0,1 parallel 240 torchrun --standalone --nproc-per-node 2 experiments/dev/benchmark_parallel.py \
         --repeats 1 --sweep 8 --output_path "$OUT/parallel_2x$GPU.json"
-    keep lora_window.pt lora_framewise.pt
 }
 
-case $1 in
-    vae | base | causal | evaluation | findings | parallel) "$1" ;;
-    *) echo "on_two_gpus.sh: no part '$1'; see --help" >&2; exit 2 ;;
-esac
+# -- jobs of one GPU --------------------------------------------------------------------------------------------------
+
+evaluation() {
+    on "$SLOT" evaluation 400 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
+        --output_path "$OUT/evaluation.json"
+}
+
+checkpoints() {
+    on "$SLOT" checkpoints 300 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
+        --steps 0 500 --device cuda --output_path "$OUT/checkpoints/moments.json"
+}
+
+policies() { benchmark policies 280 --num_frames 240 --blocks 4 --repeats 1; }
+capture() { benchmark capture 100 --repeats 3; }
+maps() { benchmark maps 90 --repeats 2; }
+interventions() { benchmark interventions 100 --repeats 2; }
+
+gpu_tests() {
+    on "$SLOT" gpu_tests 150 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py \
+        tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py
+}
+
+hidden_shapes() {
+    on "$SLOT" hidden_shapes 480 python3 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
+        --dtype float32 --workers 14 --output_path "$OUT/hidden_shapes.json" --figures "$OUT"
+}
+
+policies_compared() {
+    on "$SLOT" policies_compared 480 python3 experiments/compare_policies.py --policies findings --held_out 18 \
+        --seeds 0 1 2 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
+        --output_dir outputs/policies --log_file outputs/policies.jsonl
+    on "$SLOT" long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
+        --output_path "$OUT/long_rollouts.json"
+}
+
+models() {
+    on "$SLOT" models 280 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
+}
+
+variants() { # one after the other: they write one log; as many clips as the latents of one of two processes
+    for stage in lora framewise; do train "$SLOT" "$stage" 110 --minutes 1.2 --clips 20480; done
+}
+
+for part in "${@:2}"; do
+    case $part in
+        vae | base | causal | numbers | findings | siblings | parallel) ;;
+        *) echo "on_two_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
+    esac
+done
+export -f on train benchmark evaluation checkpoints policies capture maps interventions gpu_tests \
+    hidden_shapes policies_compared models variants
+for part in "${@:2}"; do "$part"; done

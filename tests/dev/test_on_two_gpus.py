@@ -8,15 +8,21 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
-PARTS = {"vae": 6, "base": 1, "causal": 1, "evaluation": 2, "findings": 3, "parallel": 4}  # commands
-WEIGHTS = ("vae", "transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt")
-WEIGHTS += ("lora_window.pt", "lora_framewise.pt")
+PARTS = {
+    "vae": 1,
+    "base": 1,
+    "causal": 1,
+    "numbers": 7,
+    "findings": 3,
+    "siblings": 3,
+    "parallel": 1,
+}  # commands
 
 
-def start(part, folder, programs):
+def start(folder, programs, *parts):
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
     return subprocess.run(
-        ["bash", SCRIPT, part, "out"], cwd=folder, env=environment, capture_output=True, text=True
+        ["bash", SCRIPT, "out", *parts], cwd=folder, env=environment, capture_output=True, text=True
     )
 
 
@@ -45,12 +51,7 @@ def refusal(module, flags, capsys):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_command_has_flags_that_its_script_knows(part, tmp_path, programs, capsys):
-    made = tmp_path / "outputs/gpu-miniature"
-    made.mkdir(parents=True)
-    (tmp_path / "outputs/checkpoints").mkdir()
-    for name in ("training.json", *WEIGHTS):
-        (made / name).touch()
-    ended = start(part, tmp_path, programs)
+    ended = start(tmp_path, programs, part)
     assert ended.returncode == 0, ended.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == PARTS[part] == ended.stdout.count("status 0")
@@ -65,12 +66,22 @@ def test_every_command_has_flags_that_its_script_knows(part, tmp_path, programs,
         assert said.startswith("error: unrecognized arguments: --unknown;")
 
 
+def test_jobs_take_the_gpu_that_is_free(tmp_path, programs):
+    (programs / "python3").write_text(
+        '#!/usr/bin/env bash\nsleep 0.2; echo $CUDA_VISIBLE_DEVICES >> "$CALLS"\n'
+    )
+    assert start(tmp_path, programs, "numbers").returncode == 0
+    gpus = (tmp_path / "calls").read_text().split()
+    assert set(gpus) == {"0", "1"} and min(gpus.count("0"), gpus.count("1")) >= 3
+
+
 def test_a_host_without_gpus_is_refused(tmp_path, programs):
     (programs / "nvidia-smi").write_text("#!/usr/bin/env bash\nexit 9\n")
-    ended = start("vae", tmp_path, programs)
+    ended = start(tmp_path, programs, "vae")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "no NVIDIA GPU found" in ended.stderr
 
 
 def test_an_unknown_part_is_refused(tmp_path, programs):
-    ended = start("everything", tmp_path, programs)
+    ended = start(tmp_path, programs, "vae", "everything")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1) and "no part 'everything'" in ended.stderr
+    assert not (tmp_path / "calls").exists()

@@ -101,7 +101,7 @@ def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypa
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_they_compile(capability):
-    """For A100 and Hopper, as callers call them: on tensor cores, within the registers and the memory there."""
+    """For A100 and Hopper, as callers call them: on tensor cores, within registers and memory."""
     command = [sys.executable, "tests/helpers/compiled_kernels.py", str(capability)]
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
