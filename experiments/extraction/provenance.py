@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
             found[name] = version(name)
-    return found
+    return found | {"torch": str(torch.__version__)}  # its build too, which PyPI's wheels do not name
 
 
 def device_name(device: torch.device) -> str:

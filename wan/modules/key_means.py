@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wan.modules import reductions
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_segments import segments_of
 
@@ -35,7 +34,8 @@ class KeyMeans:
             if known is not None and settled:
                 means[:, :settled] = known.means[:, :settled]
             self._layers[layer] = known = _LayerMeans(layout, means, layout.own.start)
-        known.means[:, settled:] = reductions.frame_means(k[:, settled * S :], slots - settled)
+        own = k[:, settled * S :].unflatten(1, (slots - settled, -1))
+        torch.mean(own, 2, dtype=torch.float32, out=known.means[:, settled:])
         return known.means
 
     def of_chosen(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> Tensor | None:

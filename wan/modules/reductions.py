@@ -23,7 +23,9 @@ def frame_means(x: Tensor, num_frames: int) -> Tensor:
 
 def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> Tensor:
     """Mean logit of every frame pair from the frames' mean keys [B, Fk, H, D] -> [B, H, Fq, Fk]."""
-    q_means = frame_means(q, num_query_frames) * q.shape[-1] ** -0.5
+    frames = q.unflatten(1, (num_query_frames, -1))
+    scale = q.shape[-1] ** -0.5 / frames.shape[2]  # at once: a mean would divide first
+    q_means = frames.sum(2, dtype=torch.float32) * scale
     return q_means.transpose(1, 2) @ frame_key_means.permute(0, 2, 3, 1)
 
 
