@@ -99,7 +99,7 @@ hidden_shapes() {
 
 policies_compared() {
     on "$SLOT" policies_compared 480 python3 experiments/compare_policies.py --policies findings --held_out 18 \
-        --seeds 0 1 2 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
+        --seeds 0 1 2 --workers 16 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
         --output_dir outputs/policies --log_file outputs/policies.jsonl
     on "$SLOT" long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
         --output_path "$OUT/long_rollouts.json"
