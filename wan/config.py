@@ -1,6 +1,5 @@
 """Sizes of the models, the settings of a run, and the block structure that follows from them."""
 
-import re
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from wan.blocks import (
     rolling_attention_size,
     steps_of_blocks,
 )
-from wan.errors import ConfigError, quoted, reason_of
+from wan.errors import ConfigError, quoted
 from wan.limits import (
     MAX_FRAMES,
     MAX_GPUS,
@@ -24,6 +23,7 @@ from wan.limits import (
     MAX_SIDE,
     MAX_TEXT,
 )
+from wan.merged_settings import merged
 from wan.reference_prompts import REFERENCE_PROMPTS
 from wan.text_files import read_yaml
 from wan.validation import (
@@ -287,7 +287,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
         raise ConfigError(f"{path}: unknown key {quoted(unknown[0])}; known keys: {', '.join(sorted(known))}")
     chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
     replaced = {name for name in ("cache_policy", "prompt_schedule") if name in chosen}
-    settings = _merged(path, {k: v for k, v in from_file.items() if k not in replaced}, chosen)
+    settings = merged(RunConfig, path, {k: v for k, v in from_file.items() if k not in replaced}, chosen)
     first, n = settings["independent_first_frame"], settings["num_frame_per_block"]
     if first and settings["num_frames"] > 1 and n >= 1:
         asked = settings["num_frames"]
@@ -296,33 +296,3 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
             fits = settings["num_frames"]
             warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
     return RunConfig(**settings | {"base": BaseSampling(**settings["base"])})
-
-
-def _merged(path: str | Path, *sources: dict[str, Any]) -> dict[str, Any]:
-    """The settings of RunConfig as plain values of the right types; later sources win. Raises ConfigError."""
-    from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
-
-    try:
-        schema = OmegaConf.structured(RunConfig)
-        merged = OmegaConf.merge(schema, *(OmegaConf.create(_literal(source)) for source in sources))
-        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # OmegaConf's own error classes, and whatever a value of a wrong type raises
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{path}: {reason_of(error)}{f' (key {quoted(key)})' if key else ''}") from error
-
-
-def _literal(value: Any) -> Any:
-    """A value in which OmegaConf fills nothing in, as it would for ${...}."""
-    if value == "???":
-        raise ConfigError("??? stands for a value that is missing; give it, or leave its key out")
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {name: _literal(inner) for name, inner in value.items()}
-    if isinstance(value, list) and len(value) > MAX_LAYERS:
-        raise ConfigError(
-            f"a list of {len(value)} values, such as {quoted(value[:3])}; at most {MAX_LAYERS} are read"
-        )
-    return [_literal(inner) for inner in value] if isinstance(value, list) else value

@@ -100,6 +100,7 @@ def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypa
         torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("capability", [80, 90])
 def test_they_compile(capability):
     """For A100 and Hopper, as callers call them: on tensor cores, within registers and memory."""
