@@ -54,7 +54,7 @@ causal() {
 }
 
 numbers() {
-    one_each evaluation policies checkpoints capture maps interventions gpu_tests
+    one_each evaluation policies checkpoints mass capture maps interventions gpu_tests
 }
 
 findings() {
@@ -86,6 +86,10 @@ policies() { benchmark policies 280 --num_frames 240 --blocks 4 --repeats 1; }
 capture() { benchmark capture 100 --repeats 3; }
 maps() { benchmark maps 90 --repeats 2; }
 interventions() { benchmark interventions 100 --repeats 2; }
+
+mass() {
+    on "$SLOT" mass 90 python3 experiments/dev/benchmark_mass.py --output_path "$OUT/mass_$GPU.json"
+}
 
 gpu_tests() {
     on "$SLOT" gpu_tests 150 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py \
@@ -119,6 +123,6 @@ for part in "${@:2}"; do
         *) echo "on_two_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done
-export -f on train benchmark evaluation checkpoints policies capture maps interventions gpu_tests \
+export -f on train benchmark evaluation checkpoints mass policies capture maps interventions gpu_tests \
     hidden_shapes policies_compared models variants
 for part in "${@:2}"; do "$part"; done

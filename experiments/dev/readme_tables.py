@@ -19,6 +19,7 @@ MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.D
 BENCHMARKS = {
     "capture": "experiments.dev.benchmark_capture",
     "maps": "experiments.dev.benchmark_maps",
+    "mass": "experiments.dev.benchmark_mass",
     "models": "experiments.dev.benchmark_models",
     "memory": "experiments.dev.benchmark_memory",
     "decoding": "experiments.dev.benchmark_decoding",

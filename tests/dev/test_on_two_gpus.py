@@ -12,7 +12,7 @@ PARTS = {
     "vae": 1,
     "base": 1,
     "causal": 1,
-    "numbers": 7,
+    "numbers": 8,
     "findings": 3,
     "siblings": 3,
     "parallel": 1,

@@ -76,18 +76,18 @@ def _mass_kernel(
     len_q,
     num_frames,
     frame_size,
+    frames_each,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNEQUAL: tl.constexpr,
 ):
-    """One program: BLOCK_Q queries of one head against all keys, a frame or an unequal segment at a time."""
+    """One program: BLOCK_Q queries of one head against frames_each frames of keys or unequal segments."""
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    dims = tl.arange(0, DIM_PAD)
-    columns = tl.arange(0, BLOCK_K)
+    dims, columns = tl.arange(0, DIM_PAD), tl.arange(0, BLOCK_K)
     whole_frame = frame_size // BLOCK_K * BLOCK_K
 
     q = tl.load(
@@ -98,7 +98,8 @@ def _mass_kernel(
     lse = tl.load(lse_ptr + batch_head * len_q + rows, mask=rows < len_q, other=0.0) * 1.4426950408889634
     k_head = k_ptr + batch * stride_kb + head * stride_kh + dims[:, None]
 
-    for frame in range(num_frames):
+    begin = tl.program_id(2) * frames_each
+    for frame in range(begin, min(begin + frames_each, num_frames)):
         if UNEQUAL:
             first, size, whole = _segment(bounds_ptr, batch, frame, num_frames, BLOCK_K)
         else:
@@ -110,12 +111,14 @@ def _mass_kernel(
         tl.store(mass_ptr + (batch_head * num_frames + frame) * len_q + rows, total, mask=rows < len_q)
 
 
-def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> Tensor:
+def query_frame_mass(
+    q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int, frames_each: int | None = None
+) -> Tensor:
     """Mass of every query on every key frame -> float32 [B, H, Fk, Lq].
 
-    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
+    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or all of them.
     """
-    return _query_mass(q, k, lse, num_key_frames, None)
+    return _query_mass(q, k, lse, num_key_frames, None, frames_each)
 
 
 def query_segment_mass(q: Tensor, k: Tensor, lse: Tensor, bounds: Tensor) -> Tensor:
@@ -123,13 +126,16 @@ def query_segment_mass(q: Tensor, k: Tensor, lse: Tensor, bounds: Tensor) -> Ten
     return _query_mass(q, k, lse, bounds.shape[1] - 1, bounds)
 
 
-def _query_mass(q: Tensor, k: Tensor, lse: Tensor, count: int, bounds: Tensor | None) -> Tensor:
+def _query_mass(
+    q: Tensor, k: Tensor, lse: Tensor, count: int, bounds: Tensor | None, frames_each: int | None = None
+) -> Tensor:
     batch, len_q, heads, head_dim = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     mass = torch.empty(batch, heads, count, len_q, dtype=torch.float32, device=q.device)
     if bounds is not None:
         bounds = bounds.to(q.device, torch.int32).contiguous()
-    grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads)
+    frames_each = frames_each or count
+    grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(count, frames_each))
     _mass_kernel[grid](
         q,
         k,
@@ -147,6 +153,7 @@ def _query_mass(q: Tensor, k: Tensor, lse: Tensor, count: int, bounds: Tensor | 
         len_q,
         count,
         k.shape[1] // count,
+        frames_each,
         HEAD_DIM=head_dim,
         DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_Q=BLOCK_Q,

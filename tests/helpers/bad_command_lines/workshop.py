@@ -40,6 +40,12 @@ CASES: dict[str, list[list[str]]] = {
         ["--config_path", "{}/none.yaml"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],
+    "benchmark_mass": [
+        ["--no_such_flag"],
+        ["--key_frames", "0"],
+        ["--repeats", "x"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+    ],
     "benchmark_memory": [
         ["--no_such_flag"],
         ["--device", "abacus"],
