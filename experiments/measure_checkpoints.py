@@ -1,7 +1,7 @@
 """When does a preference for the first frame form in training, and in which heads? Atlases of checkpoints.
 
     python experiments/train_mini.py --stage causal --training_checkpoints outputs/training
-    python experiments/measure_checkpoints.py outputs/training --steps 0 500 9000
+    python experiments/measure_checkpoints.py outputs/training --steps 0 500 -1
 
 Every checkpoint is rolled out on the same held-out captions and seeds, and measured as
 notebooks/layer_atlas.ipynb does, mean over the captions. The atlas of the first caption is kept for the
@@ -28,7 +28,9 @@ def parser() -> Parser:
     flags.add_argument("--config_path", default="configs/wan_mini.yaml")
     flags.add_argument("--ckpt_dir", help="directory of another miniature")
     flags.add_argument("--captions", type=int, default=4)
-    flags.add_argument("--steps", type=int, nargs="*", default=[], help="whose atlas is kept beside the JSON")
+    flags.add_argument(
+        "--steps", type=int, nargs="*", default=[], help="whose atlas is kept beside the JSON; -1: the last"
+    )
     flags.add_argument("--device", default="auto")
     flags.add_argument("--output_path", type=Path, default=CHECKPOINT_REPORT)
     return flags
@@ -48,7 +50,8 @@ def run(argv=None):
     from wan.config import load_config
 
     files = kept_weights(args.folder)
-    if missing := sorted(set(args.steps) - set(files)):
+    kept = {max(files, default=0) if step == -1 else step for step in args.steps}
+    if missing := sorted(kept - set(files)):
         raise ConfigError(f"{args.folder} has no step_*.pt of step {missing[0]}; it has {sorted(files)}")
     if not 1 <= args.captions <= MOST_CAPTIONS:
         raise ConfigError(f"--captions must be in 1..{MOST_CAPTIONS}, not {args.captions}")
@@ -60,7 +63,7 @@ def run(argv=None):
     for numbers, atlas in measure(config, files, captions):
         measured.append(numbers)
         say(numbers)
-        if numbers["step"] in args.steps:
+        if numbers["step"] in kept:
             ends = select_passes(atlas, [0, len(atlas["pass_timesteps"]) - 1])  # the passes that are measured
             save_cache(args.output_path.with_name(files[numbers["step"]].name), ends)
     about = {"environment": environment(choose_device(args.device)), "captions": captions}

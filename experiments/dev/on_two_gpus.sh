@@ -79,7 +79,7 @@ evaluation() {
 
 checkpoints() {
     on "$SLOT" checkpoints 300 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
-        --steps 0 500 --device cuda --output_path "$OUT/checkpoints/moments.json"
+        --steps 0 500 -1 --device cuda --output_path "$OUT/checkpoints/moments.json"
 }
 
 policies() { benchmark policies 280 --num_frames 240 --blocks 4 --repeats 1; }
