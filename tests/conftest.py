@@ -3,12 +3,14 @@
 import gc
 import json
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.pretended_gpu import pretended_gpu
 
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.model import WanModel
@@ -89,13 +91,14 @@ def golden_model(model_class=CausalWanModel, **kwargs) -> WanModel:
 @pytest.fixture(
     params=[
         "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(
-                not torch.cuda.is_available(), reason="no GPU here; the same test runs on the CPU path"
-            ),
-        ),
+        "cuda" if torch.cuda.is_available() else pytest.param("pretended GPU", marks=pytest.mark.beside),
     ]
 )
-def device(request) -> torch.device:
-    return torch.device(request.param)
+def device(request) -> Iterator[torch.device]:
+    if request.param == "pretended GPU":
+        if request.node.get_closest_marker("real_gpu"):
+            pytest.skip("no GPU here; the same test runs on the CPU path")
+        with pretended_gpu() as there:
+            yield there
+    else:
+        yield torch.device(request.param)

@@ -16,6 +16,7 @@ from wan.modules.causal_model import teacher_forcing_mask
 from wan.modules.layers import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm
 from wan.modules.rope import RotaryTable
 
+pytestmark = pytest.mark.real_gpu  # its kernels; test_kernels.py interprets them
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SHAPES = pytest.mark.parametrize(
     ("batch", "frames", "tokens", "heads", "head_dim", "rows"),

@@ -12,6 +12,8 @@ from wan.modules.causal_model import CausalWanModel
 from wan.modules.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 
+pytestmark = pytest.mark.real_gpu  # its streams of copies
+
 
 def model(device, dtype, **kwargs):
     state = dict(golden_arrays("weights"))
