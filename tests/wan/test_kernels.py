@@ -127,10 +127,14 @@ def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypa
 
 @pytest.mark.beside
 @pytest.mark.parametrize("capability", [80, 90])
-def test_they_compile(capability):
+def test_they_compile(capability, tmp_path):
     """For A100 and Hopper, as callers call them: on tensor cores, within registers and memory."""
     command = [sys.executable, "tests/helpers/compiled_kernels.py", str(capability)]
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": str(ROOT),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
