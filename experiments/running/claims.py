@@ -69,7 +69,15 @@ class Claims:
             if left and not tried:  # the rest is being made by others
                 progress.say(waiting=True)
                 time.sleep(min(LOOK_SECONDS, self.lease_seconds / 4))
+        self.let_go_of(set(names))
         progress.say(at_end=True)
+
+    def let_go_of(self, done: set[str]) -> None:
+        """Remove what is left of claims on items that are done: a process may be killed between the two."""
+        for file in sorted(self.folder.glob("*.claim")):
+            if file.stem in done:
+                with self._held(file.stem):  # where its owner lives, it stays
+                    pass
 
     def at_work(self) -> int:
         """How many items are claimed."""

@@ -59,6 +59,8 @@ def run_sweep(
         settings = {c: settings_of(replace(config, checkpoint_path=c), quantities) for c in checkpoints}
         sweep = Sweep(folder, settings, runs)
         waiting = sweep.look(bool(args.overwrite))
+        with Claims(sweep.items) as claims:
+            claims.let_go_of(set(sweep.names.values()) - {sweep.names[path] for path in waiting})
         sizes = dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(sweep.manifest): 0}
         require_space(folder, sizes)
         sweep.write()

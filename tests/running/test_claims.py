@@ -60,6 +60,22 @@ def test_what_a_dead_process_had_claimed_is_made_by_another_that_joins(tmp_path)
     assert (tmp_path / "item3").read_text() == "1\n" and not list((tmp_path / "items").iterdir())
 
 
+def test_a_claim_is_gone_whose_owner_died_right_after_it_was_done(tmp_path):
+    def killed():
+        for name in Claims(tmp_path / "items").to_make(["item0", "item1"], lambda name: False):
+            (tmp_path / name).touch()
+            if name == "item1":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(killed), 0)
+    assert [path.name for path in (tmp_path / "items").iterdir()] == ["item1.claim"]
+    living = Claims(tmp_path / "items")
+    with living._held("item0"):
+        with Claims(tmp_path / "items") as claims:
+            assert not list(claims.to_make(["item0", "item1"], lambda name: (tmp_path / name).exists()))
+        assert [path.name for path in (tmp_path / "items").iterdir()] == ["item0.claim"]
+
+
 def test_a_claim_of_another_host_is_taken_when_its_time_stands_still(tmp_path):
     """Its process ids mean nothing here: only the lease decides."""
     claims = Claims(tmp_path / "items", lease=LEASE)
