@@ -20,9 +20,7 @@ pytest_plugins = ["helpers.page_fixtures"]
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # kernels, for wan/test_kernels.py: read when Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by wan/test_kernels.py
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds
 
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.

@@ -16,8 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from wan.modules.mass_kernel import LOG2_E
+
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # of Triton 3.6, and since 3.7
-LOG2_E = 1.4426950408889634
 
 
 class Shape(NamedTuple):
@@ -31,7 +32,7 @@ class Shape(NamedTuple):
 
 
 FLAT = [Shape(128, 64, 3, 8, frames) for frames in (3, 7)]
-# Of the first and the second two programs and one fit on a multiprocessor: 128 registers a thread.
+# The first needs few enough registers for two programs on a multiprocessor; of the others one fits.
 HOPPER = [Shape(128, 64, 4, 8, frames) for frames in (1, 3, 7)]
 HOPPER += [
     Shape(*sizes, frames)

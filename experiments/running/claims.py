@@ -73,7 +73,7 @@ class Claims:
         progress.say(at_end=True)
 
     def let_go_of(self, done: set[str]) -> None:
-        """Remove what is left of claims on items that are done: a process may be killed between the two."""
+        """Remove claims that dead processes left on items that are done: they were killed between the two."""
         for file in sorted(self.folder.glob("*.claim")):
             if file.stem in done:
                 with self._held(file.stem):  # where its owner lives, it stays

@@ -8,15 +8,8 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
-PARTS = {
-    "vae": 1,
-    "base": 1,
-    "causal": 1,
-    "numbers": 8,
-    "findings": 3,
-    "siblings": 3,
-    "parallel": 1,
-}  # commands
+# Commands of each part.
+PARTS = {"vae": 1, "base": 1, "causal": 1, "numbers": 8, "findings": 3, "siblings": 3, "parallel": 1}
 
 
 def start(folder, programs, *parts):

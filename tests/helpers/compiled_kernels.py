@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from wan.modules import fused, map_kernel, mass_kernel
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 
 
-class NoGPU(SimpleNamespace):
+class NoGPU:
     """A driver that compiles for TARGET and launches nothing."""
 
     def get_current_target(self) -> GPUTarget:
