@@ -3,22 +3,25 @@
 #
 #     bash experiments/dev/on_two_gpus.sh OUT_DIR PART...
 #
-# PART: vae, base, causal (the miniature), numbers (its evaluation, the benchmarks), findings, siblings, parallel; they run
-# in the order given. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE (outputs/gpu-miniature), which holds
-# the files of the stages that are left out. A command that fails does not stop the others: its log says why.
+# PART: vae, base, causal (the miniature), evaluation (of it), seeds (the causal stage twice more), numbers (the benchmarks),
+# findings, siblings, parallel; they run in the order given. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
+# (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
+# others: its log says why. GPUS names two of more (0,1): a host with four does two lists of parts at a time.
 set -uo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 9 "$@"
-export OUT=$1 MINIATURE=${MINIATURE:-outputs/gpu-miniature}
+source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 11 "$@"
+export OUT=$1 GPUS=${GPUS:-0,1} MINIATURE=${MINIATURE:-outputs/gpu-miniature}
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}. PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0
 GPU=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1 | grep -oE '[A-Z]+[0-9]+' | tail -1)
 [[ $GPU ]] || { echo "on_two_gpus.sh: no NVIDIA GPU found; run it on a host with two" >&2; exit 2; }
 export GPU=${GPU,,} CAUSAL=$MINIATURE/self_forcing_mini.pt
 mkdir -p "$OUT" "$MINIATURE/logs"
 
-# on GPU NAME SECONDS COMMAND...: at most so long, its output in a log, whose end is shown.
+# on SLOT NAME SECONDS COMMAND...: on the first GPU (0), the second (1) or both, at most so long, its output in a log,
+# whose end is shown.
 on() {
-    local gpu=$1 name=$2 seconds=$3 begin=$SECONDS
-    CUDA_VISIBLE_DEVICES=$gpu timeout -s INT -k 10 "$seconds" "${@:4}" >"$MINIATURE/logs/$name.log" 2>&1
+    local gpus=$GPUS name=$2 seconds=$3 begin=$SECONDS
+    [[ $1 == both ]] || gpus=$(cut -d , -f $(($1 + 1)) <<<"$GPUS")
+    CUDA_VISIBLE_DEVICES=$gpus timeout -s INT -k 10 "$seconds" "${@:4}" >"$MINIATURE/logs/$name.log" 2>&1
     local status=$?
     echo "$name: status $status after $((SECONDS - begin)) s"
     tail -n $((status ? 12 : 2)) "$MINIATURE/logs/$name.log" | cut -c 1-300
@@ -28,9 +31,9 @@ one_each() { # one_each JOB...: each on the GPU that is free first; $SLOT says w
     printf '%s\n' "$@" | xargs -P 2 -I JOB --process-slot-var=SLOT bash -c JOB
 }
 
-train() { # train GPUS STAGE SECONDS FLAGS...
+train() { # train SLOT STAGE SECONDS FLAGS...
     local launch=python3
-    [[ $1 != *,* ]] || launch="torchrun --nproc-per-node 2"
+    [[ $1 != both ]] || launch="torchrun --nproc-per-node 2"
     on "$1" "$2" "$3" $launch experiments/train_mini.py --stage "$2" --steps 1000000 --output_dir "$MINIATURE" "${@:4}"
 }
 
@@ -46,40 +49,58 @@ vae() { # gains nothing from a second GPU
 }
 
 base() {
-    train 0,1 base 1200 --minutes 5.5
+    train both base 1200 --minutes 5.5
 }
 
 causal() {
-    train 0,1 causal 1200 --minutes 11.5 --training_checkpoints "$MINIATURE/steps"
+    train both causal 1200 --minutes 11.5 --training_checkpoints "$MINIATURE/steps"
+}
+
+evaluation() {
+    one_each evaluate checkpoints
+}
+
+seeds() {
+    one_each "seed 1" "seed 2"
 }
 
 numbers() {
-    one_each evaluation policies checkpoints mass capture maps interventions gpu_tests
+    one_each policies models capture maps mass gpu_tests interventions
 }
 
 findings() {
     one_each policies_compared hidden_shapes
 }
 
-siblings() {
-    one_each models variants
+siblings() { # one after the other: they write one log; as many clips as the latents of one of two processes
+    for stage in lora framewise; do train 0 "$stage" 110 --minutes 1.2 --clips 20480; done
 }
 
 parallel() {
-    on 0,1 parallel 240 torchrun --standalone --nproc-per-node 2 experiments/dev/benchmark_parallel.py \
+    on both parallel 240 torchrun --standalone --nproc-per-node 2 experiments/dev/benchmark_parallel.py \
         --repeats 1 --sweep 8 --output_path "$OUT/parallel_2x$GPU.json"
 }
 
 # -- jobs of one GPU --------------------------------------------------------------------------------------------------
 
-evaluation() {
+evaluate() {
     on "$SLOT" evaluation 400 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
         --output_path "$OUT/evaluation.json"
 }
 
-checkpoints() {
+checkpoints() { # the atlas of every one is kept; cache/wan-mini-training has the first, step 500's and the last
+    # shellcheck disable=SC2046 # a word a step
     on "$SLOT" checkpoints 300 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
-        --steps 0 500 -1 --device cuda --output_path "$OUT/checkpoints/moments.json"
+        --steps $(ls "$MINIATURE/steps" | tr -cd '0-9\n') --device cuda --output_path "$OUT/${1:-checkpoints}/moments.json"
+}
+
+seed() { # seed N: the causal stage from the same base, in a folder of its own
+    local folder=$MINIATURE/seed_$1
+    mkdir -p "$folder/logs"
+    cp -r "$MINIATURE"/{vae,transformer,text_encoder,tokenizer} "$folder"
+    export MINIATURE=$folder
+    train "$SLOT" causal 900 --minutes 11.5 --seed "$1" --clips 20480 --training_checkpoints "$folder/steps"
+    checkpoints "seed_$1"
 }
 
 policies() { benchmark policies 280 --num_frames 240 --blocks 4 --repeats 1; }
@@ -113,16 +134,12 @@ models() {
     on "$SLOT" models 280 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
 }
 
-variants() { # one after the other: they write one log; as many clips as the latents of one of two processes
-    for stage in lora framewise; do train "$SLOT" "$stage" 110 --minutes 1.2 --clips 20480; done
-}
-
 for part in "${@:2}"; do
     case $part in
-        vae | base | causal | numbers | findings | siblings | parallel) ;;
+        vae | base | causal | evaluation | seeds | numbers | findings | siblings | parallel) ;;
         *) echo "on_two_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done
-export -f on train benchmark evaluation checkpoints mass policies capture maps interventions gpu_tests \
-    hidden_shapes policies_compared models variants
+export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions gpu_tests \
+    hidden_shapes policies_compared models
 for part in "${@:2}"; do "$part"; done

@@ -9,7 +9,17 @@ from conftest import ROOT
 
 SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
 # Commands of each part.
-PARTS = {"vae": 1, "base": 1, "causal": 1, "numbers": 8, "findings": 3, "siblings": 3, "parallel": 1}
+PARTS = {
+    "vae": 1,
+    "base": 1,
+    "causal": 1,
+    "evaluation": 2,
+    "seeds": 4,
+    "numbers": 7,
+    "findings": 3,
+    "siblings": 2,
+    "parallel": 1,
+}
 
 
 def start(folder, programs, *parts):
