@@ -56,7 +56,7 @@ def parser() -> Parser:
         help="keep the causal weights of some steps there",
     )
     add("--moments", dest="training_checkpoints", type=Path, help=argparse.SUPPRESS)  # its older name
-    add("--start_from", type=Path, metavar="DIR", help="--stage vae: go on from the weights in DIR/vae")
+    add("--start_from", type=Path, metavar="DIR", help="vae, base: go on from the weights in DIR")
     add("--resume", action="store_true", help="go on where this stage was stopped")
     add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")
     return flags
@@ -78,8 +78,9 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     if args.kinds:
         given["kinds"] = tuple(args.kinds)
     recipe = replace(RECIPES[args.stage], **given)
-    if args.start_from and (args.stage != "vae" or not (args.start_from / "vae/config.json").is_file()):
-        raise ConfigError("--start_from is of --stage vae, and names a folder with a vae/ of an earlier one")
+    began = {"vae": "vae", "base": "transformer"}.get(args.stage)
+    if args.start_from and not (began and (args.start_from / began / "config.json").is_file()):
+        raise ConfigError("--start_from is of the stages vae and base, and names a folder of earlier weights")
     missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
     if missing:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")

@@ -91,7 +91,7 @@ class StageRun:
     resume: bool = False
     compile: bool = False
     training_checkpoints: Path | None = None
-    start_from: Path | None = None  # a folder of earlier weights; the VAE's stage alone
+    start_from: Path | None = None  # a folder of earlier weights; of the VAE and the base
     ranks: Ranks = field(default_factory=Ranks)
 
     @property

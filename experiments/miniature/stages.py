@@ -47,7 +47,11 @@ def train_base(run: StageRun) -> dict:
     timesteps = FlowSchedule(SHIFT).timesteps.to(device)
     model = WanModel(**asdict(MODEL)).to(device)
     model.init_weights()
-    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **TEXT)).to(device)
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **TEXT))
+    if run.start_from:
+        model.load_state_dict(read_transformer_state(run.start_from))
+        encoder = UMT5EncoderModel.from_pretrained(run.start_from / "text_encoder")
+    encoder.to(device)
     schedule = Schedule(recipe.steps, run.minutes, run.ranks)
     trainer = Trainer([model, encoder], recipe.lr, schedule, run.dtype, layer_matrices(run))
     compile_blocks(model, run.compile)

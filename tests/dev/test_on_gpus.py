@@ -1,4 +1,4 @@
-"""on_two_gpus.sh, with stand-ins for the GPUs and for Python: no flag of it may be found wrong on a GPU."""
+"""on_gpus.sh, with stand-ins for the GPUs and for Python: no flag of it may be found wrong on a GPU."""
 
 import importlib
 import os
@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-SCRIPT = ROOT / "experiments/dev/on_two_gpus.sh"
+SCRIPT = ROOT / "experiments/dev/on_gpus.sh"
 # Commands of each part.
 PARTS = {
     "vae": 1,
@@ -15,9 +15,9 @@ PARTS = {
     "causal": 1,
     "evaluation": 2,
     "seeds": 4,
-    "numbers": 7,
+    "numbers": 6,
     "findings": 3,
-    "siblings": 2,
+    "siblings": 3,
     "parallel": 1,
 }
 
@@ -35,7 +35,7 @@ def programs(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, does in {
-        "nvidia-smi": "echo NVIDIA H200",
+        "nvidia-smi": "printf '0, NVIDIA H200\\n1, NVIDIA H200\\n'",
         "python3": 'echo "$*" >> "$CALLS"',
         "torchrun": 'echo "$*" >> "$CALLS"',
     }.items():

@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# Everything here that needs GPUs, on all GPUs of one host: the miniature's weights and every GPU number.
+#
+#     bash experiments/dev/on_gpus.sh OUT_DIR PART...
+#
+# PART: vae, base, causal (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings, seeds (the
+# causal stage twice more), parallel. Training and parallel take all GPUs and wait for what was named before them; of the
+# other parts each job takes the GPU that is free first; a job's own name does too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
+# (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
+# others: its log says why. GPUS=2,3 names some GPUs of more.
+set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 30 "$@"
+export OUT=$1 MINIATURE=${MINIATURE:-outputs/gpu-miniature}
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}. PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0
+ALL=$(nvidia-smi --query-gpu=index,name --format=csv,noheader 2>/dev/null)
+GPU=$(head -1 <<<"$ALL" | grep -oE '[A-Z]+[0-9]+' | tail -1)
+[[ $GPU ]] || { echo "on_gpus.sh: no NVIDIA GPU found; run it on a host that has one" >&2; exit 2; }
+export GPU=${GPU,,} CAUSAL=$MINIATURE/self_forcing_mini.pt GPUS=${GPUS:-$(cut -d , -f 1 <<<"$ALL" | paste -sd ,)}
+export COUNT=$(tr , '\n' <<<"$GPUS" | wc -l)
+mkdir -p "$OUT" "$MINIATURE/logs"
+
+# on SLOT NAME SECONDS COMMAND...: on the GPU of that number among GPUS (or on all), at most so long, its output in a log,
+# whose end is shown.
+on() {
+    local gpus=$GPUS name=$2 seconds=$3 begin=$SECONDS
+    [[ $1 == all ]] || gpus=$(cut -d , -f $(($1 + 1)) <<<"$GPUS")
+    CUDA_VISIBLE_DEVICES=$gpus timeout -s INT -k 10 "$seconds" "${@:4}" >"$MINIATURE/logs/$name.log" 2>&1
+    local status=$?
+    echo "$name: status $status after $((SECONDS - begin)) s"
+    tail -n $((status ? 12 : 2)) "$MINIATURE/logs/$name.log" | cut -c 1-300
+}
+
+one_each() { # one_each JOB...: each on the GPU that is free first; $SLOT says which
+    [[ $# == 0 ]] || printf '%s\n' "$@" | xargs -P "$COUNT" -I JOB --process-slot-var=SLOT bash -c JOB
+}
+
+train() { # train SLOT STAGE SECONDS FLAGS...
+    local launch=python3
+    [[ $1 != all || $COUNT == 1 ]] || launch="torchrun --nproc-per-node $COUNT"
+    on "$1" "$2" "$3" $launch experiments/train_mini.py --stage "$2" --steps 1000000 --output_dir "$MINIATURE" "${@:4}"
+}
+
+shared() { # shared MINUTES: of one GPU, by all of them
+    awk "BEGIN { print $1 / $COUNT }"
+}
+
+benchmark() { # benchmark NAME SECONDS FLAGS...: the shapes of 1.3B with random weights
+    on "$SLOT" "$1" "$2" python3 "experiments/dev/benchmark_$1.py" --random_weights --device cuda \
+        --output_path "$OUT/$1_$GPU.json" "${@:3}"
+}
+
+# -- parts of all GPUs ------------------------------------------------------------------------------------------------
+
+vae() { # gains nothing from a second GPU
+    train 0 vae 700 --minutes 8
+}
+
+base() {
+    train all base 1200 --minutes "$(shared 11)"
+}
+
+causal() {
+    train all causal 1800 --minutes "$(shared 29)" --training_checkpoints "$MINIATURE/steps"
+}
+
+parallel() {
+    on all parallel 240 torchrun --standalone --nproc-per-node "$COUNT" experiments/dev/benchmark_parallel.py \
+        --repeats 1 --sweep 8 --output_path "$OUT/parallel_${COUNT}x$GPU.json"
+}
+
+# -- jobs of one GPU --------------------------------------------------------------------------------------------------
+
+evaluate() {
+    on "$SLOT" evaluation 540 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
+        --output_path "$OUT/evaluation.json"
+}
+
+checkpoints() { # the atlas of every one is kept; cache/wan-mini-training has the first, step 500's and the last
+    # shellcheck disable=SC2046 # a word a step
+    on "$SLOT" checkpoints 300 python3 experiments/measure_checkpoints.py "$MINIATURE/steps" --ckpt_dir "$MINIATURE" \
+        --steps $(ls "$MINIATURE/steps" | tr -cd '0-9\n') --device cuda --output_path "$OUT/${1:-checkpoints}/moments.json"
+}
+
+seed() { # seed N: the causal stage from the same base, in a folder of its own
+    local folder=$MINIATURE/seed_$1
+    mkdir -p "$folder/logs"
+    cp -r "$MINIATURE"/{vae,transformer,text_encoder,tokenizer} "$folder"
+    export MINIATURE=$folder
+    train "$SLOT" causal 900 --minutes 11.5 --seed "$1" --clips 20480 --training_checkpoints "$folder/steps"
+    checkpoints "seed_$1"
+}
+
+policies() { benchmark policies 280 --num_frames 240 --blocks 4 --repeats 1; }
+capture() { benchmark capture 100 --repeats 3; }
+maps() { benchmark maps 90 --repeats 2; }
+interventions() { benchmark interventions 200 --repeats 2 --sweep_seconds 60 --folder outputs/sweep; }
+
+models() {
+    on "$SLOT" models 280 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
+}
+
+mass() {
+    on "$SLOT" mass 90 python3 experiments/dev/benchmark_mass.py --output_path "$OUT/mass_$GPU.json"
+}
+
+gpu_tests() {
+    on "$SLOT" gpu_tests 200 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py \
+        tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py
+}
+
+hidden_shapes() {
+    on "$SLOT" hidden_shapes 520 python3 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
+        --dtype float32 --workers 14 --output_path "$OUT/hidden_shapes.json" --figures "$OUT"
+}
+
+policies_compared() {
+    on "$SLOT" policies_compared 520 python3 experiments/compare_policies.py --policies findings --held_out 18 \
+        --seeds 0 1 2 --workers 16 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
+        --output_dir outputs/policies --log_file outputs/policies.jsonl
+    on "$SLOT" long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
+        --output_path "$OUT/long_rollouts.json"
+}
+
+variants() { # one after the other: they write one log; as many clips as the first process of the base had
+    for stage in lora framewise; do train "$SLOT" "$stage" 110 --minutes 1.2 --clips $((40960 / COUNT)); done
+}
+
+# -- in the order that was asked for ----------------------------------------------------------------------------------
+
+for part in "${@:2}"; do
+    case $part in
+        vae | base | causal | evaluation | numbers | findings | siblings | seeds | parallel) ;;
+        evaluate | checkpoints | policies | capture | maps | interventions | models | mass | gpu_tests) ;;
+        hidden_shapes | policies_compared | variants) ;;
+        *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
+    esac
+done
+export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions gpu_tests \
+    hidden_shapes policies_compared models variants
+jobs=()
+for part in "${@:2}"; do
+    case $part in
+        findings) jobs+=(policies_compared hidden_shapes) ;;
+        evaluation) jobs+=(evaluate checkpoints) ;;
+        siblings) jobs+=(variants models) ;;
+        numbers) jobs+=(policies capture maps mass gpu_tests interventions) ;;
+        seeds) jobs+=("seed 1" "seed 2") ;;
+        vae | base | causal | parallel) one_each "${jobs[@]}"; jobs=(); "$part" ;;
+        *) jobs+=("$part") ;;
+    esac
+done
+one_each "${jobs[@]}"
