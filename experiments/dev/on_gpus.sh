@@ -3,7 +3,7 @@
 #
 #     bash experiments/dev/on_gpus.sh OUT_DIR PART...
 #
-# PART: vae, base, causal (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings, seeds (the
+# PART: vae, base, causal, few_step (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings, seeds (the
 # causal stage twice more), parallel. Training and parallel take all GPUs and wait for what was named before them; of the
 # other parts each job takes the GPU that is free first; a job's own name does too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
 # (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
@@ -61,6 +61,10 @@ base() {
 
 causal() {
     train all causal 1800 --minutes "$(shared 29)" --training_checkpoints "$MINIATURE/steps"
+}
+
+few_step() {
+    train all few_step 1200 --minutes "$(shared 24)"
 }
 
 parallel() {
@@ -129,7 +133,7 @@ variants() { # one after the other: they write one log; as many clips as the fir
 
 for part in "${@:2}"; do
     case $part in
-        vae | base | causal | evaluation | numbers | findings | siblings | seeds | parallel) ;;
+        vae | base | causal | few_step | evaluation | numbers | findings | siblings | seeds | parallel) ;;
         evaluate | checkpoints | policies | capture | maps | interventions | models | mass | gpu_tests) ;;
         hidden_shapes | policies_compared | variants) ;;
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
@@ -145,7 +149,7 @@ for part in "${@:2}"; do
         siblings) jobs+=(variants models) ;;
         numbers) jobs+=(policies capture maps mass gpu_tests interventions) ;;
         seeds) jobs+=("seed 1" "seed 2") ;;
-        vae | base | causal | parallel) one_each "${jobs[@]}"; jobs=(); "$part" ;;
+        vae | base | causal | few_step | parallel) one_each "${jobs[@]}"; jobs=(); "$part" ;;
         *) jobs+=("$part") ;;
     esac
 done

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 
 from experiments.miniature import stages
+from experiments.miniature.few_step import train_few_step
 from experiments.miniature.lora_training import CHANGES, train_change
 from experiments.miniature.recipe import StageRun
 
-STAGES: dict[str, Callable[[StageRun], dict]] = stages.STAGES | dict.fromkeys(CHANGES, train_change)
+STAGES: dict[str, Callable[[StageRun], dict]] = (
+    stages.STAGES | {"few_step": train_few_step} | dict.fromkeys(CHANGES, train_change)
+)

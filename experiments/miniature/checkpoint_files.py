@@ -18,6 +18,7 @@ from wan.weight_names import to_diffusers_names
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CAUSAL = "self_forcing_mini.pt"
+TEACHER = "causal.pt"  # of the causal stage: the few-step stage starts from it; not shipped
 
 
 def save_transformer(native: dict[str, Tensor], folder: Path) -> None:

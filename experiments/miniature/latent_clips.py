@@ -38,9 +38,13 @@ class LatentClips:
 
     def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Random latents with token ids and mask [B, n]; some captions are empty, for guidance."""
-        chosen = torch.randint(len(self.latents), (size,), device=self.latents.device)
+        chosen = self.draw(size)
         row = torch.where(torch.rand(size, device=chosen.device) < CAPTION_DROPOUT, 0, chosen + 1)
         return self.latents[chosen], self.ids[row], self.mask[row]
+
+    def draw(self, size: int) -> Tensor:
+        """Numbers of random clips; clip i has the caption in row i + 1 of ids and mask."""
+        return torch.randint(len(self.latents), (size,), device=self.latents.device)
 
 
 def _saved(file: Path, made_of: list) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Stages of low-rank changes to the causal miniature: a window that forgets, and blocks of one frame.
 
-Both train LoRA (arXiv 2106.09685) on every linear layer of the blocks with the causal stage's loss, and write
-a file as PEFT writes it, which a config names beside the causal weights (docs/models.md).
+Both train LoRA (arXiv 2106.09685) on every linear layer of the blocks with the few-step stage's loss, and
+write a file as PEFT writes it, which a config names beside the causal weights (docs/models.md).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from experiments.caches.atomic_files import replacing
 from experiments.miniature.checkpoint_files import CAUSAL
+from experiments.miniature.few_step import FewStep
 from experiments.miniature.latent_clips import LatentClips
 from experiments.miniature.recipe import MODEL, StageRun
-from experiments.miniature.stages import OWN_PAST_AFTER, TeacherForcing
+from experiments.miniature.stages import OWN_PAST_AFTER
 from experiments.miniature.training import Schedule, Trainer
 from wan.blocks import block_ranges, block_sizes, visible_frames
 from wan.checkpoint_layouts import read_self_forcing_state
@@ -99,8 +100,8 @@ def frame_mask(sizes: Sequence[int], window: int = -1, sink: int = 0) -> Tensor:
     return mask
 
 
-class AdaptedForcing(TeacherForcing):
-    """The causal stage's loss for blocks of another size, or a window; gradients reach the first layer."""
+class AdaptedForcing(FewStep):
+    """The few-step stage's loss for blocks of another size, or a window; gradients reach the first layer."""
 
     def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips, change: Change):
         super().__init__(run, model, clips)
@@ -110,8 +111,8 @@ class AdaptedForcing(TeacherForcing):
         mask = frame_mask(sizes, change.window, change.sink)
         self.mask = mask.repeat_interleave(tokens, 0).repeat_interleave(tokens, 1).to(run.device)
 
-    def _predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
-        return super()._predict(past, x.detach().requires_grad_(), t, text)  # no fused kernels, then
+    def predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
+        return super().predict(past, x.detach().requires_grad_(), t, text)  # no fused kernels, then
 
 
 def train_change(run: StageRun) -> dict:

@@ -66,14 +66,19 @@ class Recipe:
     optimizer: str = "muon"  # of matrices and kernels; AdamW has the rest
 
 
-CAUSAL_FILES = ("vae", "transformer", "text_encoder", "self_forcing_mini.pt")  # of the stages above
+GUIDANCE = 1.5  # of the base weights and of the few-step stage's teacher
+TEACHER_STEPS = (
+    20  # of the teacher's ODE; a multiple of the sampler's 4, whose noise levels are among its own
+)
+CAUSAL_FILES = ("vae", "text_encoder", "causal.pt")  # what the few-step stage needs
 
 RECIPES = {
     "vae": Recipe(12000, 2e-3, 4),
     "base": Recipe(30000, 1e-3, 128, 40960, needs=("vae",)),
     "causal": Recipe(30000, 8e-4, 80, 40960, needs=("vae", "transformer", "text_encoder")),
-    "lora": Recipe(6000, 1e-3, 64, 40960, needs=CAUSAL_FILES),
-    "framewise": Recipe(6000, 1e-3, 64, 40960, needs=CAUSAL_FILES),
+    "few_step": Recipe(30000, 5e-4, 80, 40960, needs=CAUSAL_FILES),
+    "lora": Recipe(6000, 1e-3, 64, 40960, needs=(*CAUSAL_FILES, "self_forcing_mini.pt")),
+    "framewise": Recipe(6000, 1e-3, 64, 40960, needs=(*CAUSAL_FILES, "self_forcing_mini.pt")),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.miniature.checkpoint_files import CAUSAL, save_causal, save_index, save_transformer
+from experiments.miniature.checkpoint_files import TEACHER, save_causal, save_index, save_transformer
 from experiments.miniature.latent_clips import LatentClips, add_noise, draw, encode_text
 from experiments.miniature.recipe import KEPT_STEPS, MODEL, SAMPLER_STEPS, SHIFT, TEXT, StageRun
 from experiments.miniature.tokenizer import build_tokenizer
@@ -119,10 +119,10 @@ class TeacherForcing:
         shape = len(x0), len(self.blocks)
         t, sampled = draw(self.timesteps, *shape), draw(self.sampler_steps, *shape)
         t = torch.where(torch.rand_like(t) < 0.5, sampled, t).repeat_interleave(len(self.blocks[0]), 1)
-        flow = self._predict(past, add_noise(x0, noise, t / 1000), t, text)
+        flow = self.predict(past, add_noise(x0, noise, t / 1000), t, text)
         return F.mse_loss(flow.float(), (noise - x0).float())
 
-    def _predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
+    def predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
         """Flow of the noisy frames x [B, F, C, h, w] at t [B, F], with `past` as clean frames."""
         both = torch.cat([torch.zeros_like(t), t], 1)
         clean_and_noisy = torch.cat([past, x], 1)
@@ -134,24 +134,29 @@ class TeacherForcing:
         rollout."""
         t = self.sampler_steps[-1].expand(x0.shape[:2])
         x = add_noise(x0, torch.randn_like(x0), t / 1000)
-        x0 = x - t[:, :, None, None, None] / 1000 * self._predict(x0, x, t, text)
+        x0 = x - t[:, :, None, None, None] / 1000 * self.predict(x0, x, t, text)
         return x0.to(x.dtype).detach()
 
 
 def train_causal(run: StageRun) -> dict:
-    """Teacher forcing from the base weights; after a third of the stage half of the pasts are the model's
-    own."""
+    """Teacher forcing from the base weights."""
+    return train_rollouts(run, read_transformer_state(run.output_dir), TeacherForcing, TEACHER)
+
+
+def train_rollouts(run: StageRun, state: dict[str, Tensor], forcing: type[TeacherForcing], file: str) -> dict:
+    """A causal model from these weights into this file; after a third of the stage half of the pasts are the
+    model's own."""
     clips = LatentClips(run)
     model = CausalWanModel(**asdict(MODEL)).to(run.device)
-    model.load_state_dict(read_transformer_state(run.output_dir))
-    loss = TeacherForcing(run, model, clips)
+    model.load_state_dict(state)
+    loss = forcing(run, model, clips)
     schedule = Schedule(run.recipe.steps, run.minutes, run.ranks)
     trainer = Trainer([model], run.recipe.lr, schedule, run.dtype, layer_matrices(run))
     compile_blocks(model, run.compile)
     keeps = run.training_checkpoints is not None and run.ranks.first
 
-    def save(name: str = CAUSAL) -> None:
-        folder = run.output_dir if name == CAUSAL else run.training_checkpoints
+    def save(name: str = file) -> None:
+        folder = run.output_dir if name == file else run.training_checkpoints
         assert folder is not None  # steps are kept only where there is a place for them
         save_causal(trainer.averaged()[0].state_dict(), folder / name)
 

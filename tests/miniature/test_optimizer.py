@@ -98,7 +98,11 @@ def test_compiled_layers_skip_what_the_mask_hides():
 def test_start_from_is_of_two_stages_and_needs_weights(tmp_path):
     from experiments import train_mini
 
-    for stage, folder in (("causal", "checkpoints/wan-mini"), ("base", str(tmp_path)), ("vae", str(tmp_path))):
+    for stage, folder in (
+        ("causal", "checkpoints/wan-mini"),
+        ("base", str(tmp_path)),
+        ("vae", str(tmp_path)),
+    ):
         with pytest.raises(ConfigError, match="--start_from is of the stages vae and base"):
             train_mini.run(["--stage", stage, "--start_from", folder, "--output_dir", str(tmp_path)])
 

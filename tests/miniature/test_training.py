@@ -17,11 +17,12 @@ from experiments.miniature.vae_training import SHORT_SHARE, clip_length
 from experiments.running import cli
 
 SMALL = ["--batch", "1", "--clips", "3", "--device", "cpu", "--no-compile"]
-STAGES = {"vae": "2", "base": "2", "causal": "3"}
+STAGES = {"vae": "2", "base": "2", "causal": "3", "few_step": "2"}
 WEIGHTS = {
     "vae": "vae/diffusion_pytorch_model.safetensors",
     "base": "transformer/diffusion_pytorch_model.safetensors",
-    "causal": "self_forcing_mini.pt",
+    "causal": "causal.pt",
+    "few_step": "self_forcing_mini.pt",
 }
 
 
@@ -44,7 +45,7 @@ def train(folder, stage: str, *more: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A folder with all three stages, each of a few steps."""
+    """A folder with all four stages, each of a few steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
     for stage in STAGES:
         train(folder, stage)
@@ -71,7 +72,7 @@ def test_a_stopped_training_goes_on_to_the_same_bytes(stage, undisturbed, tmp_pa
         stop_at(patched, 1)
         with pytest.raises(StoppedError, match=r"at step 1; .* --resume"):
             train(tmp_path, stage)
-    assert (tmp_path / f"{stage}.resume.pt").is_file() and not (tmp_path / WEIGHTS["causal"]).exists()
+    assert (tmp_path / f"{stage}.resume.pt").is_file() and not (tmp_path / WEIGHTS[stage]).exists()
     torch.manual_seed(99)  # another process has other random numbers
     train(tmp_path, stage, "--resume")
     assert (tmp_path / WEIGHTS[stage]).read_bytes() == (undisturbed / WEIGHTS[stage]).read_bytes()
@@ -196,8 +197,9 @@ def test_recipes_can_be_narrowed():
         "vae": (),
         "base": ("vae",),
         "causal": ("vae", "transformer", "text_encoder"),
-        "lora": ("vae", "transformer", "text_encoder", "self_forcing_mini.pt"),
-        "framewise": ("vae", "transformer", "text_encoder", "self_forcing_mini.pt"),
+        "few_step": ("vae", "text_encoder", "causal.pt"),
+        "lora": ("vae", "text_encoder", "causal.pt", "self_forcing_mini.pt"),
+        "framewise": ("vae", "text_encoder", "causal.pt", "self_forcing_mini.pt"),
     }
     hard = RECIPES["base"].kinds
     assert hard.count("crossing") == hard.count("wall") == 2 > hard.count("single")

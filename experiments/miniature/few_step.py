@@ -1,0 +1,110 @@
+"""Stage 4: the few steps of the rollout's sampler land where many steps of the causal model do.
+
+The causal stage makes a good sampler of many steps. After four, each block is a mean of what it could be:
+shapes are blurred, or missing. As the ODE initialisation of CausVid (arXiv 2412.07772) and Self-Forcing
+(arXiv 2506.08009), this stage trains the model to jump from the sampler's noise levels to the end of the
+teacher's ODE; as in Causal Forcing (arXiv 2602.02214), the teacher is causal too:
+here it is the causal stage's own weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.miniature.checkpoint_files import CAUSAL, TEACHER
+from experiments.miniature.latent_clips import LatentClips, encode_text
+from experiments.miniature.recipe import GUIDANCE, MODEL, SAMPLER_STEPS, SHIFT, TEACHER_STEPS, StageRun
+from experiments.miniature.stages import TeacherForcing, compile_blocks, train_rollouts
+from wan.checkpoint_layouts import read_self_forcing_state
+from wan.modules.causal_model import CausalWanModel
+
+TEACHER_BATCH = 256  # clips of one call of the teacher, each with and without its caption
+EVERY = TEACHER_STEPS // len(SAMPLER_STEPS)  # of the teacher's noise levels are the sampler's
+
+
+def teacher_sigmas() -> Tensor:
+    """Noise levels of the teacher's ODE, float32 [TEACHER_STEPS + 1], from 1 to 0."""
+    sigmas = torch.linspace(1, 0, TEACHER_STEPS + 1)
+    return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
+
+
+class Teacher:
+    """The causal stage's weights: guided paths from noise to clean blocks, each block after the clip's
+    own."""
+
+    def __init__(self, run: StageRun, clips: LatentClips):
+        model = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
+        model.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
+        self.forcing, self.clips = TeacherForcing(run, model, clips), clips
+        compile_blocks(model, run.compile)
+
+    @torch.no_grad()
+    def paths(self, run: StageRun) -> Tensor:
+        """x_t of every clip at the sampler's noise levels and at 0: [N, S + 1, F, C, h, w]."""
+        random = torch.Generator(run.device).manual_seed(run.ranks.seed(run.seed))
+        clips = self.clips.latents
+        paths = clips.new_empty(
+            len(clips), len(SAMPLER_STEPS) + 1, clips.shape[2], clips.shape[1], *clips.shape[3:]
+        )
+        for start in range(0, len(clips), TEACHER_BATCH):
+            some = torch.arange(start, min(start + TEACHER_BATCH, len(clips)), device=clips.device)
+            past = clips[some].transpose(1, 2)
+            noise = torch.randn(past.shape, generator=random, device=past.device)
+            for i, x in enumerate(self._path(past, noise, some)):
+                paths[some, i] = x.to(paths.dtype)
+        return paths
+
+    def _path(self, past: Tensor, x: Tensor, some: Tensor) -> list[Tensor]:
+        """Euler steps from noise x [B, F, C, h, w]; every EVERY-th point."""
+        rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
+        model = self.forcing.model
+        text = model.text_keys_values(
+            encode_text(self.forcing.encoder, self.clips.ids[rows], self.clips.mask[rows])
+        )
+        sigmas = teacher_sigmas().to(x.device)
+        points, twice = [x], past.repeat(2, 1, 1, 1, 1)
+        for step, (now, after) in enumerate(pairwise(sigmas)):
+            t = (1000 * now).expand(2 * len(x), x.shape[1])
+            both = x.to(past.dtype).repeat(2, 1, 1, 1, 1)
+            guided, free = self.forcing.predict(twice, both, t, text).float().chunk(2)
+            x = x + (after - now) * (free + GUIDANCE * (guided - free))
+            if (step + 1) % EVERY == 0:
+                points.append(x)
+        return points
+
+
+class FewStep(TeacherForcing):
+    """The distance of the model's jumps from the ends of its teacher's paths; captions are always given."""
+
+    def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
+        super().__init__(run, model, clips)
+        self.paths = Teacher(run, clips).paths(run)
+        self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
+
+    def __call__(self, own_past: bool) -> Tensor:
+        """Loss of a random batch, each block at one of the sampler's noise levels. own_past: of a past that the
+        model made."""
+        chosen = self.clips.draw(self.batch)
+        paths, x0 = self.paths[chosen], self.clips.latents[chosen].transpose(1, 2)
+        with torch.no_grad():
+            context = encode_text(self.encoder, self.clips.ids[chosen + 1], self.clips.mask[chosen + 1])
+        text = self.model.text_keys_values(context)
+        past = self._own_past(x0, text) if own_past else x0
+        step = torch.randint(len(self.sigmas), (len(x0), len(self.blocks)), device=x0.device)
+        step = step.repeat_interleave(len(self.blocks[0]), 1)  # [B, F]
+        frames = torch.arange(x0.shape[1], device=x0.device)
+        x = paths[torch.arange(len(x0), device=x0.device)[:, None], step, frames]
+        sigma = self.sigmas[step]
+        flow = self.predict(past, x, 1000 * sigma, text)
+        jump = x.float() - sigma[..., None, None, None] * flow.float()
+        return F.mse_loss(jump, paths[:, -1].float())
+
+
+def train_few_step(run: StageRun) -> dict:
+    """The causal stage's weights, trained to jump."""
+    return train_rollouts(run, read_self_forcing_state(run.output_dir / TEACHER), FewStep, CAUSAL)
