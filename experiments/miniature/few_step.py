@@ -87,8 +87,8 @@ class FewStep(TeacherForcing):
         self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
 
     def __call__(self, own_past: bool) -> Tensor:
-        """Loss of a random batch, each block at one of the sampler's noise levels. own_past: of a past that the
-        model made."""
+        """Loss of a random batch, each block at one of the sampler's noise levels. own_past: the past is
+        the model's."""
         chosen = self.clips.draw(self.batch)
         paths, x0 = self.paths[chosen], self.clips.latents[chosen].transpose(1, 2)
         with torch.no_grad():
