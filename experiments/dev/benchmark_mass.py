@@ -1,4 +1,4 @@
-"""Softmax mass per key frame beside one attention call of the 1.3B, on a GPU: its kernel and candidates.
+"""Softmax mass per key frame beside one attention call of the 1.3B, on a GPU, by key frames of a program.
 
     python experiments/dev/benchmark_mass.py --output_path docs/benchmarks/mass_h200.json
 
@@ -93,15 +93,10 @@ def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
     lse = attention_with_lse(*heads_first)[1].contiguous()
     calls: dict[str, Callable[[], Any]] = {ATTENTION: partial(attention_with_lse, *heads_first)}
     calls |= ways(q, k, lse, key_frames)
-    errors: dict[str, float | None] = {}
-    for way, call in list(calls.items()):
-        try:
-            errors[way] = None if way == ATTENTION else largest_error(call(), q, k, key_frames)
-        except Exception as error:  # a candidate that this GPU or this Triton does not take
-            if way.startswith("mass"):
-                raise
-            print(f"{way}: {type(error).__name__}: {str(error)[:200]}")
-            del calls[way]
+    errors = {
+        way: None if way == ATTENTION else largest_error(call(), q, k, key_frames)
+        for way, call in calls.items()
+    }
     taken: dict[str, list[float]] = {way: [] for way in calls}
     for _ in range(repeats):
         for way, call in calls.items():
@@ -112,21 +107,14 @@ def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
 
 
 def ways(q: Tensor, k: Tensor, lse: Tensor, key_frames: int) -> dict[str, Callable[[], Tensor]]:
-    """What gives the mass [1, H, Fk, Lq], by the name of its row."""
-    from experiments.dev import mass_candidates
+    """What gives the mass [1, H, Fk, Lq], by the name of its row: capture's own call, then others."""
     from wan.modules.mass_kernel import query_frame_mass
 
     calls: dict[str, Callable[[], Tensor]] = {"mass": partial(query_frame_mass, q, k, lse, key_frames)}
     for each in (1, 3, 7):
         if each < key_frames:
             calls[f"mass, {each} frames a program"] = partial(query_frame_mass, q, k, lse, key_frames, each)
-    for name, shapes, function in (
-        ("without frames of their own", mass_candidates.FLAT, mass_candidates.flat_frame_mass),
-        ("Gluon", mass_candidates.HOPPER, mass_candidates.hopper_frame_mass),
-    ):
-        for shape in shapes:
-            label = ", ".join(f"{n} {what}" for n, what in zip(shape, shape._fields, strict=True))
-            calls[f"{name}: {label}"] = partial(function, q, k, lse, key_frames, shape)
+    calls["mass, all frames a program"] = partial(query_frame_mass, q, k, lse, key_frames, key_frames)
     return calls
 
 

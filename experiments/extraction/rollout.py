@@ -12,8 +12,8 @@ from experiments.extraction.observer import RunObserver
 from wan.blocks import block_ranges
 from wan.gathered_calls import gather_calls
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest, move_to_cpu
-from wan.modules.captured_call import CapturedCall
+from wan.modules.capture import CaptureRequest
+from wan.modules.captured_call import CapturedCall, move_to_cpu
 from wan.modules.model import WanModel
 from wan.parallel import any_process
 from wan.pipeline import CausalInferencePipeline

@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from experiments.dev import mass_candidates
 from wan.modules import fused, map_kernel, mass_kernel
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
@@ -75,11 +74,6 @@ def main() -> None:
         mass_kernel.query_frame_mass(q, k, lse, 6)
         mass_kernel.query_segment_mass(q, k, lse, torch.tensor([[0, 1560, 9360]]))
         map_kernel.key_token_means(q, k, lse)
-        if head_dim == 128:
-            for shape in mass_candidates.FLAT:
-                mass_candidates.flat_frame_mass(q, k, lse, 6, shape)
-            for shape in mass_candidates.HOPPER if TARGET.arch == 90 else ():
-                mass_candidates.hopper_frame_mass(q, k, lse, 6, shape)
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)

@@ -5,11 +5,13 @@ from functools import partial
 import pytest
 import torch
 from conftest import golden_arrays, golden_model
+from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
+from wan.modules import captured_call
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import Pass, Site
+from wan.modules.captured_call import CapturedCall, Pass, Site
 from wan.modules.causal_model import teacher_forcing_mask
 from wan.modules.key_layout import KeyLayout
 from wan.modules.layers import Rope
@@ -122,6 +124,20 @@ def test_selection_by_layer_block_step_and_kind():
     assert [(c["layer"], c["block"], c["step"]) for c in calls if c["kind"] == "cross"] == [
         (n, 0, 3) for n in range(4)
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_what_was_captured_comes_to_the_cpu_as_it_was():
+    """Small tensors in one copy, large ones alone; each is contiguous and holds no other's numbers."""
+    values = {"large": torch.rand(captured_call.SMALL // 4, 5), "small": torch.rand(3, 4)}
+    values["other"] = torch.rand(6, 2).half()
+    with pretended_gpu() as gpu:
+        call = CapturedCall(Site(0, "self"), None, {n: v.to(gpu).mT for n, v in values.items()}, (), ())
+        captured_call.move_to_cpu([call])
+    for name, value in values.items():
+        found = call.values[name]
+        assert found.device.type == "cpu" and found.is_contiguous() and torch.equal(found, value.mT)
+        assert found.untyped_storage().nbytes() == value.nbytes
 
 
 def test_an_exception_leaves_no_trace():

@@ -14,7 +14,8 @@ from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
 from wan.modules.edits import intervene
 from wan.modules.interventions import Knockout
-from wan.modules.key_segments import key_frames
+from wan.modules.key_layout import CHOSEN, ChosenTokens, KeyLayout, Slot
+from wan.modules.key_segments import KeySegments, key_frames
 from wan.pipeline import CausalInferencePipeline
 
 S = 6  # tokens per frame: latents of 4 x 6
@@ -100,6 +101,21 @@ def test_a_choice_is_made_per_batch_item(policy):
             pipeline.inference(noise[one], prompt_embeds=embeds[one], renoise=renoise[:, one])
         for here, there in zip(alone, both, strict=True):
             assert torch.equal(here["key_frame"][0], there["key_frame"][item])
+
+
+def test_shares_of_chosen_tokens(device):
+    """A mean over each segment, formed where the keys are; items differ, and one has fewer segments."""
+    frames = torch.tensor([[4, 4, 4, 6, 7, 7], [5, 5, 5, 5, 5, 5]], device=device)
+    chosen = ChosenTokens(range(2, 4), frames, *[torch.zeros_like(frames)] * 3)
+    slots = (Slot(0, 0), Slot(1, 1), Slot(CHOSEN, 2), Slot(CHOSEN, 3), Slot(9, 9))
+    shares = KeySegments(KeyLayout(slots, 3, chosen=chosen)).chosen_shares(device)
+    assert shares.device.type == device.type
+    third = [1 / 3] * 3
+    expected = [
+        [[*third, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0.5, 0.5]],
+        [[*third, 0, 0, 0], [0, 0, 0, *third], [0] * 6],
+    ]
+    torch.testing.assert_close(shares.cpu(), torch.tensor(expected))
 
 
 def test_masses_of_unequal_segments(device):

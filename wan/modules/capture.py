@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan.modules import frame_reductions, reductions
-from wan.modules.captured_call import CapturedCall, Kind, Pass, Site, parts_of
+from wan.modules.captured_call import CapturedCall, Kind, Pass, Site, move_to_cpu, parts_of
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
 from wan.modules.head_groups import HeadGroup, joined, joint_layout
@@ -308,21 +308,3 @@ def _map_values(
         return key_maps(*chosen, lse[:, heads], request.queries, at.query_frames, layout.tokens_per_slot)
 
     return of_chosen_heads(request.heads, site.shard or HeadShard.whole(q.shape[2]), of)
-
-
-def move_to_cpu(calls: Collection[CapturedCall]) -> None:
-    """Bring captured tensors to the CPU in one copy per dtype: each small one would wait for the device."""
-    waiting = [
-        (call.values, name)
-        for call in calls
-        for name, value in call.values.items()
-        if value.device.type != "cpu"
-    ]
-    for dtype in {values[name].dtype for values, name in waiting}:
-        group = [(values, name) for values, name in waiting if values[name].dtype == dtype]
-        flat = torch.cat([values[name].flatten() for values, name in group]).cpu()
-        parts = flat.split([values[name].numel() for values, name in group])
-        for (values, name), part in zip(group, parts, strict=True):
-            values[name] = part.view(
-                values[name].shape
-            ).clone()  # a view would be saved with its whole storage

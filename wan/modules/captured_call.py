@@ -1,9 +1,10 @@
 """Who calls attention, in which forward, and what was kept of the call."""
 
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from wan.modules.head_shard import HeadShard
@@ -11,6 +12,7 @@ from wan.modules.key_layout import KeyLayout
 from wan.modules.key_segments import segments_of
 
 Kind = Literal["self", "cross"]
+SMALL = 1 << 15  # elements of what is copied with others: torch clones more of them by several threads
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,25 @@ DOCUMENTED: dict[str, Callable[[CapturedCall], Any]] = {
     "slot_position": _of_slots(lambda layout: list(layout.positions)),
     "slot_tokens": _of_slots(lambda layout: [layout.tokens_per_slot] * len(layout.slots)),
 }
+
+
+def move_to_cpu(calls: Collection[CapturedCall]) -> None:
+    """Bring captured tensors to the CPU, small ones in one copy per dtype: each would wait for the device."""
+    waiting = [
+        (call.values, name)
+        for call in calls
+        for name, value in call.values.items()
+        if value.device.type != "cpu"
+    ]
+    for values, name in waiting:
+        if values[name].numel() > SMALL:
+            values[name] = values[name].contiguous().cpu()
+    small = [(values, name) for values, name in waiting if values[name].device.type != "cpu"]
+    for dtype in {values[name].dtype for values, name in small}:
+        group = [(values, name) for values, name in small if values[name].dtype == dtype]
+        flat = torch.cat([values[name].flatten() for values, name in group]).cpu()
+        parts = flat.split([values[name].numel() for values, name in group])
+        for (values, name), part in zip(group, parts, strict=True):
+            values[name] = part.view(
+                values[name].shape
+            ).clone()  # a view would be saved with its whole storage

@@ -49,7 +49,7 @@ class KeyMeans:
         if known.chosen is None:
             S = layout.tokens_per_slot
             tokens = k[:, chosen.slots.start * S : chosen.slots.stop * S].float()  # [B, n, H, D]
-            shares = segments_of(layout).chosen_shares().to(k.device)
+            shares = segments_of(layout).chosen_shares(k.device)
             known.chosen = torch.einsum("bsn,bnhd->bshd", shares, tokens)
         return known.chosen
 

@@ -46,15 +46,19 @@ class KeySegments:
         if device not in self._gathering:
             parts = [self._members("frame", self.columns), self._members("slot", range(self.num_slots))]
             means = [_shares(members * self.tokens[:, :, None]) for members in parts]
-            self._gathering[device] = Gathering(*(x[:, None].to(device) for x in (*parts, *means)))
+            tensors = [*(x[:, None] for x in (*parts, *means)), self.bounds.int()]
+            self._gathering[device] = Gathering(*(x.to(device) for x in tensors))
         return self._gathering[device]
 
-    def chosen_shares(self) -> Tensor:
-        """Which share of its segment's mean each chosen token has: float32 [B, chosen segments, n]."""
-        at = slice(self.chosen.start, self.chosen.stop)
-        bounds, tokens = self.bounds[:, self.chosen.start : self.chosen.stop + 1], self.tokens[:, at]
-        inside = spans(bounds, torch.arange(int(bounds[0, 0]), int(bounds[0, -1])))
-        return inside / tokens.clamp(min=1)[:, :, None]
+    def chosen_shares(self, device: torch.device) -> Tensor:
+        """Which share of its segment's mean each chosen token has: float32 [B, chosen segments, n].
+
+        Formed where it is used: it has millions of numbers, and every layer has its own.
+        """
+        at = [self.chosen.start, self.chosen.stop]
+        place = torch.arange(*self.bounds[0, at].tolist(), device=device)
+        bounds = self.gathering(device).bounds[:, at[0] : at[1] + 1]
+        return spans(bounds, place) / bounds.diff(dim=1).clamp(min=1)[:, :, None]
 
     def _members(self, kind: str, values: Sequence[int]) -> Tensor:
         """Which segment is of which slot or frame: float32 [B or 1, segments, values]."""
@@ -71,6 +75,7 @@ class Gathering(NamedTuple):
     slot_sums: Tensor
     frame_means: Tensor
     slot_means: Tensor
+    bounds: Tensor  # of the segments, int32 [B or 1, n + 1]
 
 
 def spans(bounds: Tensor, place: Tensor) -> Tensor:

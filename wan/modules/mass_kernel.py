@@ -11,6 +11,11 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
+# Keys that a program takes, in whole frames: 3 frames of the 1.3B. At 21 key frames an H200 takes 0.864 ms
+# so, 0.917 with 1 frame a program, 0.957 with 7 and 1.006 with all; at 12 frames 0.514, 0.540, 0.549 and
+# 0.586; at 3 frames 0.155 with all, 0.154 with 1 (docs/performance.md). More programs leave fewer
+# multiprocessors idle at the end, fewer programs read the queries less often.
+KEYS_EACH = 4800
 
 
 @triton.jit
@@ -58,7 +63,7 @@ def _segment_mass(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_frames", "frames_each"])  # else multiples of 16 compile anew
 def _mass_kernel(
     q_ptr,
     k_ptr,
@@ -116,25 +121,30 @@ def query_frame_mass(
 ) -> Tensor:
     """Mass of every query on every key frame -> float32 [B, H, Fk, Lq].
 
-    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or all of them.
+    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or as many
+    as make KEYS_EACH keys.
     """
+    frames_each = frames_each or max(1, KEYS_EACH * num_key_frames // k.shape[1])
     return _query_mass(q, k, lse, num_key_frames, None, frames_each)
 
 
 def query_segment_mass(q: Tensor, k: Tensor, lse: Tensor, bounds: Tensor) -> Tensor:
-    """Mass of every query on every segment of keys, bounds [B, n + 1] -> float32 [B, H, n, Lq]."""
-    return _query_mass(q, k, lse, bounds.shape[1] - 1, bounds)
+    """Mass of every query on every segment of keys, bounds [B, n + 1] -> float32 [B, H, n, Lq].
+
+    A program takes all segments: some have a few keys only.
+    """
+    count = bounds.shape[1] - 1
+    return _query_mass(q, k, lse, count, bounds, count)
 
 
 def _query_mass(
-    q: Tensor, k: Tensor, lse: Tensor, count: int, bounds: Tensor | None, frames_each: int | None = None
+    q: Tensor, k: Tensor, lse: Tensor, count: int, bounds: Tensor | None, frames_each: int
 ) -> Tensor:
     batch, len_q, heads, head_dim = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     mass = torch.empty(batch, heads, count, len_q, dtype=torch.float32, device=q.device)
     if bounds is not None:
         bounds = bounds.to(q.device, torch.int32).contiguous()
-    frames_each = frames_each or count
     grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(count, frames_each))
     _mass_kernel[grid](
         q,
@@ -152,7 +162,7 @@ def _query_mass(
         heads,
         len_q,
         count,
-        k.shape[1] // count,
+        k.shape[1] // count if bounds is None else 0,
         frames_each,
         HEAD_DIM=head_dim,
         DIM_PAD=max(16, triton.next_power_of_2(head_dim)),

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, KeysView
 from dataclasses import dataclass
 from typing import Any
 
-from wan.modules.capture import AttentionCapture, CaptureRequest, Session, check_indices, move_to_cpu
-from wan.modules.captured_call import CapturedCall, Site
+from wan.modules.capture import AttentionCapture, CaptureRequest, Session, check_indices
+from wan.modules.captured_call import CapturedCall, Site, move_to_cpu
 
 
 def call_index(site: Site) -> int:
