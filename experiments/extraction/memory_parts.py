@@ -69,9 +69,13 @@ def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def frames_at_once(config: RunConfig) -> int:
-    """Frames that one forward denoises: a block, or a window of them."""
+    """Frames that one forward takes at most: a block or a window of them, or clean ones computed again."""
     blocks = len(config.denoising_step_list) if config.sampler == "rolling_forcing" else 1
-    return min(config.num_frames, blocks * max(config.block_sizes))
+    again = [min(config.recompute_context, config.num_frames)]
+    for switch in config.switches:
+        if switch.how == "recache":
+            again.append(min(switch.frame, config.policy.num_frames or switch.frame))
+    return max(min(config.num_frames, blocks * max(config.block_sizes)), *again)
 
 
 def cached_frames(config: RunConfig) -> int:

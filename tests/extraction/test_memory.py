@@ -18,6 +18,7 @@ from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/memory_h200.json").read_text())
+MODELS_MEASURED = json.loads((ROOT / "docs/benchmarks/models_h200.json").read_text())["rows"]
 GPU = torch.device("cuda")  # a name: nothing here touches one
 
 
@@ -47,6 +48,15 @@ def total(run: Memory, phase: str, where: str) -> int:
 def test_predictions_are_within_10_percent_of_what_was_measured(tmp_path, model, row, settings):
     measured = MEASURED[model]["extract"][row]["rollout"]["gpu_peak_bytes"]
     assert abs(total(on_gpu(tmp_path, model=model, **settings), "rolling out", "GPU") / measured - 1) < 0.1
+
+
+@pytest.mark.parametrize("row", MODELS_MEASURED, ids=lambda row: row["name"])
+def test_predictions_of_other_models_are_within_4_percent(row):
+    """Their cache policies, blocks and samplers; of the window that a second prompt computes again, too."""
+    config = load_config(ROOT / f"configs/{row['name']}.yaml")
+    request = CaptureRequest(granularity="frame")
+    run = Memory(config, MODELS[row["model"]], [request], torch.bfloat16, GPU, encodes=False)
+    assert abs(total(run, "rolling out", "GPU") / row["peak_bytes"] - 1) < 0.04
 
 
 def test_encoding_is_predicted_too(tmp_path):
