@@ -1,11 +1,15 @@
-"""Measure the first-frame effect of the miniature at every training checkpoint whose atlas is kept.
+"""Measure the first-frame effect of the miniature at every training checkpoint whose atlas is there.
 
     python experiments/dev/first_frame_training.py
+    python experiments/dev/first_frame_training.py outputs/seed_0 outputs/seed_1 outputs/seed_2
 
-Writes docs/checkpoints_first_frame.json, from which readme_tables.py fills docs/first_frame.md.
+A folder holds the atlases of one training (step_*.pt of measure_checkpoints.py); several are trainings with
+seeds 0, 1 ... in this order. Writes docs/checkpoints_first_frame.json, from which readme_tables.py fills
+docs/first_frame.md, and a figure with a line for each seed.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +17,40 @@ import numpy as np
 
 from experiments.caches.atomic_files import replacing
 from experiments.running.cli import Parser, main
+from wan.errors import ConfigError
 
 if TYPE_CHECKING:  # the rest is imported after the flags: --help needs no torch
+    from matplotlib.figure import Figure
+
     from experiments.caches.view import Profiles
 
 ATLASES = Path("cache/wan-mini-training")
 OUTPUT = Path("docs/checkpoints_first_frame.json")
+FIGURE = Path("notebooks/figures/first_frame_training.svg")
+ENDS = ("first pass", "clean pass")
 
 
-def checkpoints(folder: Path = ATLASES) -> list[dict[str, Any]]:
-    """A row for the first and the clean pass of every kept atlas, in the order of training."""
+def checkpoints(folders: Sequence[Path] = (ATLASES,)) -> list[dict[str, Any]]:
+    """A row for the first and the clean pass of every atlas, by seed in the order of training.
+
+    Raises ConfigError for a folder without atlases.
+    """
     from experiments.caches import load_cache
     from experiments.caches.view import open_passes, open_profiles
 
     rows = []
-    for path in sorted(folder.glob("step_*.pt")):
-        cache = load_cache(path)
-        passes = open_passes(cache, open_profiles(cache))
-        step = int(path.stem.removeprefix("step_"))
-        rows += [{"step": step, "pass": view.pass_label} | numbers(view) for view in (passes[0], passes[-1])]
+    for seed, folder in enumerate(folders):
+        paths = sorted(folder.glob("step_*.pt"))
+        if not paths:
+            raise ConfigError(f"{folder} has no step_*.pt; run experiments/measure_checkpoints.py")
+        for path in paths:
+            cache = load_cache(path)
+            passes = open_passes(cache, open_profiles(cache))
+            step = int(path.stem.removeprefix("step_"))
+            rows += [
+                {"seed": seed, "step": step, "pass": name} | numbers(view)
+                for name, view in zip(ENDS, (passes[0], passes[-1]), strict=True)
+            ]
     return rows
 
 
@@ -54,36 +73,74 @@ def numbers(view: "Profiles") -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The rows of docs/first_frame.md."""
+    """The rows of docs/first_frame.md: a step and a pass each, the seeds side by side."""
+    rows = report["checkpoints"]
+    seeds = sorted({row["seed"] for row in rows})
     lines = [
-        "| step of causal training | pass | s: mean, median | heads that prefer frame 0 to every placebo | "
+        "| step of causal training | pass | s: mean | median | heads that prefer frame 0 to every placebo | "
         "that avoid it more than any | c(0) |",
-        "|---" * 6 + "|",
+        "|---" * 7 + "|",
     ]
-    lines += [
-        f"| {row['step']} | {row['pass']} | {row['effect_mean']:.2f}, {row['effect_median']:.2f} | "
-        f"{row['heads_above_all_placebos']} of {row['heads']} | {row['heads_below_all_placebos']} | "
-        f"{row['contrast_0']:.2f} |"
-        for row in report["checkpoints"]
-    ]
+    for step, end in sorted({(row["step"], ENDS.index(row["pass"])) for row in rows}):
+        name = ENDS[end]
+        at = [row for row in rows if (row["step"], row["pass"]) == (step, name)]
+
+        def of(key: str, form: str = "", at: Sequence[dict[str, Any]] = at) -> str:
+            values = {row["seed"]: format(row[key], form) for row in at}
+            return ", ".join(values.get(seed, "-") for seed in seeds)
+
+        counts = f"{of('heads_above_all_placebos')} of {at[0]['heads']} | {of('heads_below_all_placebos')}"
+        lines.append(
+            f"| {step} | {name} | {of('effect_mean', '.2f')} | {of('effect_median', '.2f')} | {counts} | "
+            f"{of('contrast_0', '.2f')} |"
+        )
     env = report["environment"]
     where = f"{env['date']}, `{env['git'][:9]}`: `{env['command']}`"
-    return "\n".join(lines) + f"\n\nOne caption and seed, logits, {where}\n"
+    several = f"; seeds {', '.join(map(str, seeds))} of the training side by side" if len(seeds) > 1 else ""
+    return "\n".join(lines) + f"\n\nOne caption and seed, logits{several}; {where}\n"
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> "Figure":
+    """A line for each seed: the mean of s, and how many heads stand out."""
+    from experiments.figures.training import effect_by_step
+
+    def lines(key: str, name: str) -> list[tuple[list[int], list[float]]]:
+        chosen = [row for row in rows if row["pass"] == name]
+        return [
+            ([row["step"] for row in of], [row[key] for row in of])
+            for seed in sorted({row["seed"] for row in chosen})
+            if (of := [row for row in chosen if row["seed"] == seed])
+        ]
+
+    panels = {
+        "First-frame effect s, mean of all heads (logits)": "effect_mean",
+        "Heads that prefer frame 0 to every placebo": "heads_above_all_placebos",
+        "Heads that avoid it more than any": "heads_below_all_placebos",
+    }
+    return effect_by_step({title: {name: lines(key, name) for name in ENDS} for title, key in panels.items()})
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", type=Path, nargs="*", default=[ATLASES], help="of atlases, one a seed")
     parser.add_argument("--output_path", type=Path, default=OUTPUT)
+    parser.add_argument("--figure", type=Path, default=FIGURE, help="SVG")
     args = parser.parse_args(argv)
 
     import torch
 
+    from experiments.caches.atomic_files import require_writable
     from experiments.extraction.provenance import environment
+    from experiments.figures.style import save_svg
 
-    report = {"environment": environment(torch.device("cpu")), "checkpoints": checkpoints()}
+    for path in (args.output_path, args.figure):
+        require_writable(path)
+    rows = checkpoints(args.folders)
+    report = {"environment": environment(torch.device("cpu")), "checkpoints": rows}
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
     print(args.output_path)
+    print(save_svg(draw(rows), args.figure))
 
 
 if __name__ == "__main__":

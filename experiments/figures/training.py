@@ -80,6 +80,30 @@ def training_checkpoints(
     return figure
 
 
+Lines = Sequence[tuple[Sequence[int], Sequence[float]]]  # of each seed: steps, values
+
+
+@styled
+def effect_by_step(panels: Mapping[str, Mapping[str, Lines]]) -> Figure:
+    """Numbers over the steps of training: a panel for each title, in it a colour for each pass and a line for
+    each seed."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 2.8), squeeze=False)
+    for axis, (title, passes) in zip(axes.flat, panels.items(), strict=True):
+        for (name, seeds), color in zip(passes.items(), (BLUE, ORANGE), strict=False):
+            for seed, (steps, values) in enumerate(seeds):
+                style = ("-", "--", ":", "-.")[seed % 4]
+                label = name if len(seeds) == 1 else f"{name}, seed {seed}"
+                axis.plot(steps, values, "o", color=color, linestyle=style, markersize=2.5, label=label)
+        axis.set(title=title, xlabel="Step of causal training")
+        axis.set_xscale("symlog", linthresh=100)
+        last = max(steps[-1] for seeds in passes.values() for steps, _ in seeds)
+        axis.set_xlim(-10, 1.2 * last)
+        axis.set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= last)])
+    axes[0, 0].axhline(0, color="black", linestyle=":", linewidth=1)
+    axes[0, 0].legend(fontsize=7)
+    return figure
+
+
 def _heads_over_steps(axis: Axes, steps: Sequence[int], values: np.ndarray, neutral: float) -> None:
     """Every head of values [checkpoints, layers, heads] as a line over the steps, the last highest named."""
     flat, heads = values.reshape(len(steps), -1), values.shape[2]

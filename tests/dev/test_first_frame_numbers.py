@@ -10,6 +10,9 @@ from conftest import ROOT
 
 from experiments.dev import first_frame_numbers, first_frame_report, first_frame_training
 from experiments.figures import style
+from wan.errors import ConfigError
+
+KEPT = {int(path.stem[5:]) for path in (ROOT / first_frame_training.ATLASES).glob("step_*.pt")}
 
 
 def words(path):
@@ -44,4 +47,21 @@ def test_the_figures_are_drawn_again(views, tmp_path):
 def test_the_checkpoints_are_measured_again(monkeypatch):
     monkeypatch.chdir(ROOT)
     committed = json.loads((ROOT / first_frame_training.OUTPUT).read_text())["checkpoints"]
-    assert first_frame_training.checkpoints() == committed
+    measured = first_frame_training.checkpoints()
+    assert measured == [row for row in committed if row["seed"] == 0 and row["step"] in KEPT]
+
+
+def test_seeds_stand_side_by_side(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "step_00000.pt").symlink_to(ROOT / first_frame_training.ATLASES / "step_00000.pt")
+    output, figure = tmp_path / "out.json", tmp_path / "out.svg"
+    flags = ["--output_path", str(output), "--figure", str(figure)]
+    first_frame_training.run([str(first_frame_training.ATLASES), str(tmp_path), *flags])
+    rows = first_frame_training.table(json.loads(output.read_text())).splitlines()[2:-2]
+    assert len(rows) == 2 * len(KEPT)
+    of_first, later = rows[0].split(" | "), rows[-1].split(" | ")
+    assert len(set(of_first[2].split(", "))) == 1 and of_first[2].count(", ") == 1  # twice the same atlas
+    assert later[2].endswith(", -")
+    assert {"first pass, seed 0", "clean pass, seed 1"} <= set(words(figure))
+    with pytest.raises(ConfigError, match="has no step_"):
+        first_frame_training.checkpoints([tmp_path / "none"])

@@ -99,7 +99,13 @@ CASES: dict[str, list[list[str]]] = {
     "build_published": [["--no_such_flag"], [], ["{}/none"], ["{}/text.txt"], ["{}/folder"]],
     "compare_base_and_causal": [["--no_such_flag"], ["{}/none.pt", "{}/none.pt", "{}/sheet.svg"]],
     "first_frame_numbers": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
-    "first_frame_training": [["--no_such_flag"], ["x"], ["--output_path", f"{NO_DISK}/out.json"]],
+    "first_frame_training": [
+        ["--no_such_flag"],
+        ["{}/none"],
+        ["{}/folder"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+        ["--figure", f"{NO_DISK}/out.svg"],
+    ],
     "hidden_shapes": [
         ["--no_such_flag"],
         ["--captions", "0"],
