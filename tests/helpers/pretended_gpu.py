@@ -86,6 +86,8 @@ def may_mix(function: Any, args: tuple) -> bool:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output, laid out in memory as a GPU's kernels do, and log-sum-exp [B, H, Lq]."""
+    if q.shape[-1] * q.element_size() % 16:
+        raise RuntimeError("a GPU's attention reads rows at multiples of 16 bytes; cuDNN's crashes at others")
     logits = q.float() @ k.float().mT * q.shape[-1] ** -0.5
     logits = logits if bias is None else logits + bias
     lse = logits.logsumexp(-1)

@@ -111,6 +111,8 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     if q.device.type == "cuda" and attention_backend.takes(q, k, v):
         return attention_backend.fa4_attention(q, k, v)
+    if not attention_backend.kernels_can_read(q):
+        return _attention_by_formula(q, k, v)
     if q.device.type == "cuda" and q.dtype in attention_backend.HALF:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
         return out, lse.reshape(q.shape[:3])
@@ -126,7 +128,7 @@ def masked_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> 
     aten = torch.ops.aten
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
-    if q.device.type == "cuda" and q.dtype != torch.float64:
+    if q.device.type == "cuda" and q.dtype != torch.float64 and attention_backend.kernels_can_read(q):
         padded = F.pad(bias, (0, -bias.shape[1] % 16))[
             :, : bias.shape[1]
         ]  # rows must start at multiples of 16
@@ -139,8 +141,9 @@ def masked_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> 
 def _attention_by_formula(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """attention_with_lse in plain products, for other devices."""
-    logits = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    """attention_with_lse in plain products, for other devices and sizes; logits are float32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q.to(wide) @ k.to(wide).mT).float() * q.shape[-1] ** -0.5
     if bias is not None:
         logits = logits + bias
     lse = logits.logsumexp(-1)

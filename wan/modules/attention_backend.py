@@ -24,6 +24,7 @@ HALF = (torch.bfloat16, torch.float16)
 # A guess, not measured: on an H200 cuDNN was faster over 512 keys, FlashAttention-4 over 32760.
 FEWEST_KEYS = 2048
 LARGEST_HEAD = 128
+ROW_BYTES = 16
 
 
 def wanted() -> str:
@@ -56,6 +57,15 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     fits = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and q.dtype in HALF
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return long and fits and not trains and has_fa4(q.device)
+
+
+def kernels_can_read(q: Tensor) -> bool:
+    """Whether rows [D] of q start at multiples of 16 bytes: D is 8n in half precision, 4n in float32.
+
+    cuDNN's attention ends the process by a segmentation fault where they do not (D = 12 in bfloat16, H200,
+    torch 2.11); the memory-efficient one has no kernel for them from compute capability 8 on.
+    """
+    return q.shape[-1] * q.element_size() % ROW_BYTES == 0
 
 
 def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
