@@ -9,8 +9,11 @@ controls stand beside the policies. docs/long_rollouts.md says what the numbers 
 
 from dataclasses import replace
 
+from experiments.caches.mp4_files import require_ffmpeg
 from experiments.running import sweep_plan
 from experiments.running.cli import config_from, count, main, run_parser, whole_number
+from experiments.running.ranks import Rank
+from experiments.running.workers import workers_of
 from wan.config import DTYPES
 from wan.errors import ConfigError
 
@@ -29,7 +32,11 @@ def run(argv=None):
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--controls", nargs="*", choices=CONTROLS, default=list(CONTROLS), help="beside held-out scenes")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
-    flag("--workers", type=whole_number, help="processes that measure; one a core beside a GPU, else none")
+    flag(
+        "--workers",
+        type=whole_number,
+        help="that measure; beside a GPU this rank's share of the cores, else none",
+    )
     flag(
         "--vae_dtype",
         choices=DTYPES[1:],
@@ -43,9 +50,11 @@ def run(argv=None):
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240)
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
-    for name in ("workers", "videos"):
-        if (getattr(args, name) or 0) < 0:
-            raise ConfigError(f"--{name} {getattr(args, name)} is below 0")
+    workers_of(args.workers, Rank())  # refused now, before anything is read
+    if args.videos < 0:
+        raise ConfigError(f"--videos {args.videos} is below 0")
+    if args.videos or args.vbench_dir:
+        require_ffmpeg("write none by --videos 0, without --vbench_dir")
     if args.prompts and args.held_out:
         raise ConfigError("--prompts and --held_out exclude each other")
     if args.cache_policy:

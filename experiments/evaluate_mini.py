@@ -14,7 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from experiments.miniature.recipe import Counts
-from experiments.running.cli import Parser, main
+from experiments.running.cli import Parser, main, whole_number
+from experiments.running.ranks import Rank
+from experiments.running.workers import workers_of
 from wan.errors import ConfigError
 
 MOST = 10_000  # of anything that is counted
@@ -35,6 +37,7 @@ def parser() -> Parser:
         if field.name in help_of:
             add(f"--{field.name}", type=int, default=field.default, help=help_of[field.name])
     add("--base", action=argparse.BooleanOptionalAction, default=True, help="the base weights too")
+    add("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
     add("--device", default="auto")
     add("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
     return flags
@@ -46,11 +49,9 @@ def run(argv=None):
     for name, value in vars(counts).items():
         if not 1 <= value <= MOST and name != "base":
             raise ConfigError(f"--{name} must be in 1..{MOST}, not {value}")
+    workers = workers_of(args.workers, Rank())
 
-    from experiments.caches.atomic_files import (
-        replacing,
-        require_writable,
-    )  # after the flags: no torch for --help
+    from experiments.caches.atomic_files import replacing, require_writable  # no torch for --help
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
     from experiments.miniature.evaluation import evaluate
@@ -64,7 +65,8 @@ def run(argv=None):
     partial = args.output_path.with_name(f"{args.output_path.name}.partial")
     for path in (args.output_path, partial):
         require_writable(path)
-    report = {"environment": environment(choose_device(args.device))} | evaluate(config, counts, partial)
+    found = evaluate(config, counts, partial, workers)  # forks: nothing has touched a GPU yet
+    report = {"environment": environment(choose_device(args.device))} | found
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
     say(report)

@@ -36,7 +36,11 @@ def parser() -> Parser:
     add("--counts", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="heads without a past")
     add("--layers", type=int, nargs="+", help="edit heads of these layers alone")
     add("--num_frames", type=count, default=21, help="latent frames")
-    add("--workers", type=count, default=1, help="processes that judge videos")
+    add(
+        "--workers",
+        type=count,
+        help="processes that judge videos; this rank's share of the cores if left out",
+    )
     add("--device", default="auto")
     add("--dtype", default="float32")
     add("--folder", type=Path, default=Path("cache/hidden_shapes"), help="where pieces are kept")
@@ -66,11 +70,12 @@ def run(argv=None):
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """Make what is not done yet -> the report, of the first rank alone. StoppedError after Ctrl-C."""
+    from experiments.miniature.judges import Judges
     from experiments.miniature.recipe import SIDE
     from experiments.running.progress import Progress, stopping_when_asked
     from experiments.running.ranks import on_own_device, this_rank
-    from experiments.studies.hidden_shapes import DECODED_AT_ONCE, Design
-    from experiments.studies.judges import Judges
+    from experiments.running.workers import workers_of
+    from experiments.studies.hidden_shapes import WAITING, Design
     from wan.config import load_config
 
     paths = {}
@@ -81,6 +86,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     if config.height * SCALE != SIDE:
         raise ConfigError(f"{args.config_path} is not of the miniature, whose tracker this needs")
     rank = this_rank()
+    workers = workers_of(args.workers, rank)
     layers = None if args.layers is None else tuple(sorted(set(args.layers)))
     design = Design(
         args.captions, args.selection, args.seeds, args.draws, tuple(sorted(set(args.counts))), layers
@@ -89,7 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     with (
         Progress(quiet=not rank.is_first) as watch,
         stopping_when_asked(watch, "condition"),
-        Judges(args.workers, DECODED_AT_ONCE, shape) as judges,  # before a GPU is touched: it forks
+        Judges(workers, WAITING, shape) as judges,  # before a GPU is touched: it forks
     ):
         return study(args, design, on_own_device(config, rank), judges, watch, rank)
 

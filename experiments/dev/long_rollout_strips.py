@@ -35,6 +35,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
 
     from experiments.caches.atomic_files import require_writable
+    from experiments.caches.mp4_files import require_ffmpeg
     from experiments.dev.tables import save_report
 
     found = {name: Path(args.videos) / f"{label}_{args.number}.mp4" for label, name in ROWS.items()}
@@ -43,6 +44,7 @@ def run(argv=None):
         raise ConfigError(f"{args.videos} holds no videos of compare_policies.py; run it with --videos 1")
     for path in (args.output_path, args.figure):
         require_writable(path)
+    require_ffmpeg()
     strips = {name: strip(path) for name, path in found.items()}
     rows = {name: base64.b64encode(content).decode() for name, content in strips.items()}
     save_report({"seconds": list(SECONDS), "side": SIDE, "rows": rows}, args.output_path)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from experiments.caches.atomic_files import part_of
 from experiments.caches.errors import CacheError, RunError
+from experiments.caches.mp4_files import require_ffmpeg
 from experiments.extraction.video import SHORTEST_SIDE, encoded
 
 FRAGMENTED = ("-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000")
@@ -48,10 +49,8 @@ class GrowingVideo:
 
     def finish(self) -> None:
         """Turn the pieces into an ordinary mp4, with its length in its head; the pictures stay."""
-        import imageio_ffmpeg  # ffmpeg is needed only here
-
         part = part_of(self.path)
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", "-i", str(self.path)]
+        command = [require_ffmpeg(), "-v", "error", "-y", "-i", str(self.path)]
         command += ["-c", "copy", "-movflags", "+faststart", "-f", "mp4", str(part)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from experiments.caches.atomic_files import replacing
+from experiments.caches.mp4_files import encode_mp4, require_ffmpeg
 from experiments.extraction.devices import decoding_threads
 from experiments.extraction.result import Extraction
 from wan.config import RunConfig
@@ -42,23 +43,15 @@ def write_mp4(pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE) -
 
 def encoded(pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = ()) -> bytes:
     """An mp4 of 16 frames a second of uint8 pixels [frames, height, width, 3]; options are ffmpeg's."""
-    import imageio.v3 as iio  # ffmpeg is needed only here
-
     enlarge = -(-shortest // min(pixels.shape[1:3]))
     pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    return iio.imwrite(
-        "<bytes>",
-        pixels.numpy(),
-        extension=".mp4",
-        fps=FPS,
-        codec="libx264",
-        macro_block_size=8,
-        output_params=list(options),
-    )
+    return encode_mp4(pixels.numpy(), FPS, options=options)
 
 
 def check_video(config: RunConfig) -> None:
-    """Read the VAE's files, by reference. CheckpointError for a VAE that could not decode the latents."""
+    """Read the VAE's files, by reference. CheckpointError for a VAE that could not decode the latents,
+    CacheError where no mp4 can be written."""
+    require_ffmpeg()
     from wan.modules.vae import VAE
 
     VAE.from_pretrained(config.ckpt_dir)

@@ -9,6 +9,7 @@ from matplotlib.colors import to_rgb
 
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.atomic_files import replacing
+from experiments.caches.mp4_files import encode_mp4
 from experiments.figures.style import RED
 from experiments.figures.video_maps import ALPHA, blend, query_box, scale_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
@@ -29,13 +30,9 @@ def save_map_movie(
     Frames that the query does not see are pale; its own block is striped while it is noise, and the query has
     a frame. scale None: the map's own.
     """
-    import imageio.v3 as iio  # ffmpeg is needed only here
-
     scale = scale or scale_of([seen])
     shown = [movie_frame(pixels, latent_frame(n), seen, scale, alpha) for n, pixels in enumerate(frames)]
-    content = iio.imwrite(
-        "<bytes>", np.stack(shown), extension=".mp4", fps=FPS, codec="libx264", macro_block_size=2
-    )
+    content = encode_mp4(np.stack(shown), FPS, multiple=2)
     with replacing(path) as file:
         file.write(content)
     return Path(path)

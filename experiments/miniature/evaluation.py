@@ -10,13 +10,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
-from functools import partial
+from concurrent.futures import Future
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,19 +24,19 @@ from experiments.caches.frames import one_thread
 from experiments.miniature.autoencoder import psnr, receptive_field, vae_quality
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.generation import Miniature
+from experiments.miniature.judges import Answers, Judges
 from experiments.miniature.long_tracking import judge_seconds
 from experiments.miniature.moving_shapes import FPS, Scene, render
 from experiments.miniature.recipe import FRAMES, SIDE, Counts
 from experiments.miniature.tracking import judge
 from wan import checkpoint
 from wan.config import RunConfig
-from wan.modules.vae import channels_last
+from wan.modules.vae import VAE
 
 PASTS = ((-1, 0), (9, 0), (6, 3), (6, 0), (3, 0))  # frames of local_attn_size and sink_size; a block has 3
 NORMAL_95 = 1.959964  # standard deviations of a 95 % interval
 LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
-
-Answers = list[dict[str, bool]]
+WAITING = 4  # videos that wait to be judged or are, for each worker
 
 
 class Parts:
@@ -62,21 +61,22 @@ class Parts:
         return self.done[name]
 
 
-def evaluate(config: RunConfig, counts: Counts, partial: Path) -> dict:
+def evaluate(config: RunConfig, counts: Counts, partial: Path, workers: int = 1) -> dict:
     """All of it, as plain numbers. Parts that are done are kept in `partial`, which is removed at the end."""
     weights = weight_hashes(Path(config.ckpt_dir))
-    frozen, mini = hashes(), Miniature(config)
-    parts = Parts(
-        partial, {"weights": weights, "frozen": frozen, "counts": vars(counts), "device": str(mini.device)}
-    )
-    report = {
-        "weights": weights,
-        "frozen": frozen,
-        "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips)),
-        "captions": {name: caption_set(mini, name, counts, parts) for name in SETS},
-        "past": pasts(mini, counts, parts),
-        "long": {name: long_set(mini, name, counts.long_videos, parts) for name in SETS},
-    }
+    with Judges(workers, WAITING * workers, (FRAMES, 3, SIDE, SIDE)) as judges:  # forks: before a GPU
+        frozen, mini = hashes(), Miniature(config)
+        torch.backends.cudnn.benchmark = mini.device.type == "cuda"  # a decoder of few sizes
+        settings = {"weights": weights, "frozen": frozen, "counts": vars(counts)}
+        parts = Parts(partial, settings | {"device": str(mini.device)})
+        report = {
+            "weights": weights,
+            "frozen": frozen,
+            "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips, judges)),
+            "captions": {name: caption_set(mini, name, counts, parts, judges) for name in SETS},
+            "past": pasts(mini, counts, parts, judges),
+            "long": {name: long_set(mini, name, counts.long_videos, parts, judges) for name in SETS},
+        }
     partial.unlink(missing_ok=True)
     return report
 
@@ -119,19 +119,19 @@ def _by_question(answers: Answers) -> dict[str, list[bool]]:
 # -- what is measured --------------------------------------------------------------------------------------
 
 
-def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
+def measure_vae(mini: Miniature, clips: int, judges: Judges) -> dict[str, float]:
     """PSNR on held-out clips, how far the decoder sees back, seconds per latent frame decoded."""
-    vae = mini.vae.vae
+    vae, ckpt_dir = mini.vae.vae, mini.config.ckpt_dir
+    times = judges.call(decoding_times, ckpt_dir)  # a worker's: nothing else is judged meanwhile
     sizes = {"clips": clips, "receptive_field": receptive_field(vae.config)}
-    return sizes | vae_quality(vae, mini.device, clips) | decoding_times(mini)
+    return sizes | vae_quality(vae, mini.device, clips) | times.result()
 
 
-def decoding_times(mini: Miniature, frames: int = 21, repeats: int = 5) -> dict[str, float]:
+def decoding_times(ckpt_dir: str, frames: int = 21, repeats: int = 5) -> dict[str, float]:
     """Seconds per latent frame on one thread of the CPU, best of some: as this repository decodes, and frame
     by frame as diffusers."""
     latents = torch.randn(1, frames, 16, SIDE // 8, SIDE // 8)
-    vae = deepcopy(mini.vae).cpu().float()
-    channels_last(vae)
+    vae = VAE.from_pretrained(ckpt_dir)
     ways = {
         "decode_seconds_per_latent_frame": lambda: vae.decode(latents),
         "diffusers_seconds_per_latent_frame": lambda: vae.vae.decode(latents.transpose(1, 2)),
@@ -148,21 +148,18 @@ def decoding_times(mini: Miniature, frames: int = 21, repeats: int = 5) -> dict[
     return best
 
 
-def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts) -> dict:
+def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, judges: Judges) -> dict:
     """Shares of one set: rendered, through the VAE, causal, base."""
     chosen = held_out_scenes(SETS[name], counts.captions)
     prompts = [scene.caption for scene in chosen]
-    sources: dict[str, Callable[[], Iterable[Tensor]]] = {
-        "rendered": lambda: rendered(chosen, FRAMES),
-        "vae": lambda: mini.reconstructed(rendered(chosen, FRAMES)),
-        "causal": lambda: mini.causal(prompts),
+    sources: dict[str, Callable[[], Answers]] = {
+        "rendered": lambda: results(judges.call(judge_rendered, scene) for scene in chosen),
+        "vae": lambda: judged(mini.reconstructed(rendered(chosen, FRAMES)), chosen, judges),
+        "causal": lambda: judged(mini.causal(prompts), chosen, judges),
     }
     if counts.base:
-        sources["base"] = lambda: mini.base(prompts)
-    answers = {
-        source: parts.get(f"{name}, {source}", partial(_judge_made, make, chosen))
-        for source, make in sources.items()
-    }
+        sources["base"] = lambda: judged(mini.base(prompts), chosen, judges)
+    answers = {source: parts.get(f"{name}, {source}", make) for source, make in sources.items()}
     models = [source for source in answers if source in ("causal", "base")]
     return {
         "count": len(chosen),
@@ -175,7 +172,7 @@ def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts) -> dic
     }
 
 
-def pasts(mini: Miniature, counts: Counts, parts: Parts) -> list[dict]:
+def pasts(mini: Miniature, counts: Counts, parts: Parts, judges: Judges) -> list[dict]:
     """What comes back from behind a wall, by what of the past a block sees."""
     chosen = held_out_scenes(SETS["behind a wall"], counts.pasts)
     prompts, rows = [scene.caption for scene in chosen], []
@@ -185,7 +182,7 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts) -> list[dict]:
         def measure(size: int = size, sink: int = sink) -> Answers:
             if size < 0 and len(chosen) <= len(whole_past):
                 return whole_past[: len(chosen)]
-            return judged(mini.causal(prompts, size, sink), chosen)
+            return judged(mini.causal(prompts, size, sink), chosen, judges)
 
         answers = parts.get(f"past {size} {sink}", measure)
         window = {"local_attn_size": size, "sink_size": sink, "count": len(chosen)}
@@ -193,14 +190,10 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts) -> list[dict]:
     return rows
 
 
-def _judge_made(make: Callable[[], Iterable[Tensor]], scenes: Sequence[Scene]) -> Any:
-    return judged(make(), scenes)
-
-
-def long_set(mini: Miniature, name: str, count: int, parts: Parts) -> dict:
+def long_set(mini: Miniature, name: str, count: int, parts: Parts, judges: Judges) -> dict:
     """A minute of rendered scenes and what the VAE keeps of it: PSNR and the tracker's shares."""
     chosen = held_out_scenes(SETS[name], count)
-    each = [parts.get(f"long {name} {i}", partial(long_video, mini, scene)) for i, scene in enumerate(chosen)]
+    each = parts.get(f"long {name}", lambda: long_videos(mini, chosen, judges))
     numbers = {key: [one[key] for one in each] for key in (each[0] if each else ())}
     means = {
         key: {q: round(sum(v[q] for v in values) / count, 3) for q in values[0]}
@@ -209,27 +202,55 @@ def long_set(mini: Miniature, name: str, count: int, parts: Parts) -> dict:
     return {"count": count, "seconds": LONG_SECONDS, "shares_from_second": SETTLED} | means
 
 
-def long_video(mini: Miniature, scene: Scene) -> dict[str, dict[str, float]]:
-    """One scene: dB of its first and last second through the VAE, shares of what is rendered and what
+def long_videos(
+    mini: Miniature, scenes: Sequence[Scene], judges: Judges
+) -> list[dict[str, dict[str, float]]]:
+    """Of each scene: dB of its first and last second through the VAE, shares of what is rendered and what
     comes out."""
-    video = render(scene, LONG_SECONDS * FPS + 1, SIDE) / 2 + 0.5
-    out = next(mini.reconstructed([video]))
-    squared = (out - video).square().mean((1, 2, 3))
-    seconds = {"first_second": squared[None, :FPS], "last_second": squared[None, -FPS:]}
-    return {
-        "psnr": {name: psnr(errors).item() for name, errors in seconds.items()},
-        "rendered": judge_seconds(video, scene).shares(SETTLED),
-        "vae": judge_seconds(out, scene).shares(SETTLED),
-    }
+    frames, found = LONG_SECONDS * FPS + 1, []
+    shares_of = [judges.call(long_shares_rendered, scene, frames) for scene in scenes]
+    videos = rendered(scenes, frames)
+    for scene, video, out in zip(scenes, videos, mini.reconstructed(videos), strict=True):
+        shares_of.append(judges.call(long_shares, out.numpy(), scene))
+        squared = (out - video).square().mean((1, 2, 3))
+        seconds = {"first_second": squared[None, :FPS], "last_second": squared[None, -FPS:]}
+        found.append({name: psnr(errors).item() for name, errors in seconds.items()})
+    of_rendered, of_vae = (results(part) for part in (shares_of[: len(scenes)], shares_of[len(scenes) :]))
+    return [
+        {"psnr": db, "rendered": one, "vae": other}
+        for db, one, other in zip(found, of_rendered, of_vae, strict=True)
+    ]
 
 
 def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
     """Videos [frames, 3, H, W] in 0..1."""
-    return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]
+    with one_thread():
+        return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]
 
 
-def judged(videos: Iterable[Tensor], of: Sequence[Scene]) -> Answers:
-    """What each video shows of its scene; several are judged at a time where there are several threads."""
-    workers = torch.get_num_threads()
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(judge, videos, of))
+# -- what workers do ---------------------------------------------------------------------------------------
+
+
+def judge_rendered(scene: Scene) -> dict[str, bool]:
+    """What the tracker says of a scene as it is drawn."""
+    return judge(rendered([scene], FRAMES)[0], scene)
+
+
+def long_shares_rendered(scene: Scene, frames: int) -> dict[str, float]:
+    """Shares of the seconds of a scene as it is drawn."""
+    return judge_seconds(rendered([scene], frames)[0], scene).shares(SETTLED)
+
+
+def long_shares(video: np.ndarray, scene: Scene) -> dict[str, float]:
+    """Shares of the seconds of a video [frames, 3, H, W] in 0..1."""
+    return judge_seconds(torch.from_numpy(video), scene).shares(SETTLED)
+
+
+def judged(videos: Iterable[Tensor], of: Sequence[Scene], judges: Judges) -> Answers:
+    """What each video shows of its scene; they are judged while the next ones are made."""
+    return results([judges.submit(video, scene) for video, scene in zip(videos, of, strict=True)])
+
+
+def results(futures: Iterable[Future[Any]]) -> list[Any]:
+    """What was asked for, once all of it is there; all are asked for before."""
+    return [future.result() for future in list(futures)]

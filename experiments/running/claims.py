@@ -10,6 +10,7 @@ owner that was only asleep may make the item as well: files are replaced whole, 
 import hashlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ class Claims:
     def __init__(self, folder: str | Path, rank: Rank | None = None, lease: float = LEASE_SECONDS):
         self.folder, self.rank, self.lease_seconds = Path(folder), rank or Rank(), lease
         self._leases: dict[str, Any] = {}  # a lease remembers how long it has watched another's claim
+        self._given = deque[str]()  # items that the caller has and may not have finished
 
     def __enter__(self) -> "Claims":
         return self
@@ -45,23 +47,34 @@ class Claims:
             lease.release()
 
     def to_make(
-        self, names: Sequence[str], is_done: Callable[[str], bool], watch: RunObserver | None = None
+        self,
+        names: Sequence[str],
+        is_done: Callable[[str], bool],
+        watch: RunObserver | None = None,
+        behind: int = 0,
     ) -> Iterator[str]:
         """Yield the items that this process is to make, each claimed until the next one is asked for.
 
-        Ends when every item is done, or was tried here, or watch is asked to stop: before that it waits for
-        those that others are making, and makes those of others that died. No item is yielded twice.
+        Of a caller that finishes an item while it makes the next ones, as many as `behind` stay claimed, the
+        last ones until the context is left. Ends when every item is done, or was tried here, or watch is
+        asked to stop: before that it waits for those that others are making, and makes those of others that
+        died. No item is yielded twice.
         """
         progress = _Progress(names, is_done, self, watch or RunObserver())
-        left = list(_rotated(names, self.rank))
+        left, given = list(_rotated(names, self.rank)), self._given
         while left := [name for name in left if not is_done(name)]:
             tried = set()
             for name in left:
-                with self._held(name) as held:
-                    if held:
-                        tried.add(name)
-                    if held and not is_done(name):  # it may have been finished just before the claim
-                        yield name
+                if not self._take(name):
+                    continue
+                tried.add(name)
+                if is_done(name):  # it may have been finished just before the claim
+                    self._let_go(name)
+                else:
+                    given.append(name)
+                    yield name
+                    if len(given) > behind:
+                        self._let_go(given.popleft())
                 progress.say()
             left = [name for name in left if name not in tried]
             if watch is not None and watch.stopping:
@@ -75,7 +88,7 @@ class Claims:
     def let_go_of(self, done: set[str]) -> None:
         """Remove claims that dead processes left on items that are done: they were killed between the two."""
         for file in sorted(self.folder.glob("*.claim")):
-            if file.stem in done:
+            if file.stem in done and file.stem not in self._given:
                 with self._held(file.stem):  # where its owner lives, it stays
                     pass
 
@@ -86,6 +99,15 @@ class Claims:
     @contextmanager
     def _held(self, name: str) -> Iterator[bool]:
         """Whether the claim on an item could be had; it is held while the context lasts."""
+        held = self._take(name)
+        try:
+            yield held
+        finally:
+            if held:
+                self._let_go(name)
+
+    def _take(self, name: str) -> bool:
+        """Whether the claim on an item could be had."""
         from filelock import SoftFileLease, Timeout  # here: a --help needs no locks
 
         if name not in self._leases:
@@ -97,15 +119,14 @@ class Claims:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._leases[name].acquire(timeout=0)
         except Timeout:
-            yield False
-            return
+            return False
         except OSError as error:
             reason = error.strerror or error
             raise CacheError(f"{self.folder} cannot hold the claims of a sweep: {reason}") from error
-        try:
-            yield True
-        finally:
-            self._leases.pop(name).release()
+        return True
+
+    def _let_go(self, name: str) -> None:
+        self._leases.pop(name).release()
 
 
 def _rotated(names: Sequence[str], rank: Rank) -> list[str]:

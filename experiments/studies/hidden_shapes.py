@@ -21,12 +21,12 @@ from experiments.analysis.knockout_curves import BACK
 from experiments.extraction.causal import Session
 from experiments.miniature import tracking
 from experiments.miniature.frozen import SETS, held_out_scenes
+from experiments.miniature.judges import Answers, Judges
 from experiments.miniature.moving_shapes import Scene
 from experiments.running.claims import Claims
 from experiments.running.ranks import Rank
 from experiments.studies import direct_effects
 from experiments.studies.head_attention import attention_measures
-from experiments.studies.judges import Answers, Judges
 from experiments.studies.work_items import WorkItems
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -37,6 +37,7 @@ from wan.modules.vae import VAE
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "background")
 SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 DECODED_AT_ONCE = 96  # videos
+WAITING = 3 * DECODED_AT_ONCE  # that are judged while the next ones are made
 ALONE = Rank()
 
 Head = tuple[int, int]  # layer, head
@@ -101,7 +102,9 @@ class HiddenShapes:
     say: Callable[[str], None] = print
     stopping: Callable[[], bool] = lambda: False
     _runs: dict[str, direct_effects.Runs] = field(default_factory=dict)
-    _pending: deque[tuple[Condition, dict[str, Any], list[Future[Answers]]]] = field(default_factory=deque)
+    _pending: deque[tuple[Condition, dict[str, Any], list[Future[dict[str, bool]]]]] = field(
+        default_factory=deque
+    )
 
     @cached_property
     def scenes(self) -> dict[str, list[tuple[int, Scene]]]:
@@ -182,7 +185,7 @@ class HiddenShapes:
         for name, make in (("selection", self.singles), ("test", self.conditions)):
             wanted = {self.items.path(self._settings(one)).stem: one for one in make()}
             with Claims(self.folder / "claims", rank) as claims:
-                for number, one in enumerate(claims.to_make([*wanted], self.items.holds), 1):
+                for number, one in enumerate(claims.to_make([*wanted], self._holds, behind=1), 1):
                     self._make(wanted[one])
                     if number % 10 == 0:
                         self.say(f"{name}: {number} of {len(wanted)} conditions made here")
@@ -192,6 +195,12 @@ class HiddenShapes:
                 self._collect(0)
             self.say(f"{name}: {len(wanted)} conditions are done")
         return True
+
+    def _holds(self, name: str) -> bool:
+        """Whether a condition is done; what is judged meanwhile is saved: others may wait for it."""
+        while self._pending and all(one.done() for one in self._pending[0][-1]):
+            self._collect(len(self._pending) - 1)
+        return self.items.holds(name)
 
     def read(self, condition: Condition) -> dict[str, Any] | None:
         return self.items.read(self._settings(condition))
@@ -215,10 +224,8 @@ class HiddenShapes:
         if not edits and condition.captions == "selection":
             values["measures"] = attention_measures(runs)
         scenes = [scene for _, scene in self.scenes[condition.captions]] * self.design.seeds
-        judged: list[Future[Answers]] = []
-        for start in range(0, len(scenes), DECODED_AT_ONCE):
-            part = slice(start, start + DECODED_AT_ONCE)
-            judged += self.judges.submit(self.vae.decode(latents[part]), scenes[part])
+        videos = (video for part in latents.split(DECODED_AT_ONCE) for video in self.vae.decode(part).cpu())
+        judged = [self.judges.submit(video, scene) for video, scene in zip(videos, scenes, strict=True)]
         self._pending.append((condition, values, judged))
         self._collect(1)
 
@@ -226,7 +233,7 @@ class HiddenShapes:
         """Save judged conditions until at most so many wait."""
         while len(self._pending) > most:
             condition, values, judged = self._pending.popleft()
-            answers = [one for part in judged for one in part.result()]
+            answers: Answers = [one.result() for one in judged]
             said = {question: [int(one[question]) for one in answers] for question in QUESTIONS}
             self.items.write(self._settings(condition), values | said)
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import imageio.v3 as iio
 import torch
 from torch import Tensor
 
 from experiments.analysis import effects
 from experiments.caches import save_cache
 from experiments.caches.atomic_files import replacing
+from experiments.caches.mp4_files import encode_mp4, require_ffmpeg
 from experiments.extraction import causal
 from experiments.extraction.edit_files import edits_of, record_of
 from experiments.extraction.interventions import check_sources, edited
@@ -44,6 +44,8 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         stopping_when_asked(watch),
         deterministic(args.deterministic),
     ):
+        if not args.dry_run:
+            require_ffmpeg()
         session = causal.prepare(base_config, [], observer=watch)
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)
@@ -174,8 +176,5 @@ def save_side_by_side(videos: Sequence[Any], path: str) -> None:
     both = torch.cat([torch.as_tensor(video) for video in videos], 3).permute(0, 2, 3, 1)
     enlarge = -(-256 // min(both.shape[1:3]))
     pixels = (both * 255).round().byte().repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    content = iio.imwrite(
-        "<bytes>", pixels.numpy(), extension=".mp4", fps=VIDEO_FPS, codec="libx264", macro_block_size=8
-    )
     with replacing(path) as file:
-        file.write(content)
+        file.write(encode_mp4(pixels.numpy(), VIDEO_FPS))

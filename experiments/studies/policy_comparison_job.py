@@ -24,6 +24,7 @@ from experiments.miniature.moving_shapes import Scene
 from experiments.running.claims import Claims
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank, on_own_device, this_rank
+from experiments.running.workers import workers_of
 from experiments.studies.policy_comparison import Comparison, Maker, merged
 from experiments.studies.policy_grid import read_policies
 from wan.config import RunConfig
@@ -118,11 +119,12 @@ def _make(
     def is_done(name: str) -> bool:
         return all(comparison.read(item) is not None for item in groups[name])
 
-    with _pool(workers, on_gpu) as pool, Claims(comparison.folder / "claims", rank) as claims:
+    behind = 1 + WAITING // min(map(len, groups.values()))  # groups that videos which wait belong to
+    with _pool(workers, on_gpu, rank) as pool, Claims(comparison.folder / "claims", rank) as claims:
         maker = Maker(comparison, session, vae, pool)
-        for name in claims.to_make(list(groups), is_done, watch):
+        for name in claims.to_make(list(groups), is_done, watch, behind):
             maker.make(groups[name], watch.print)
-            maker.settle(0 if rank.count > 1 else WAITING)  # others see that a claim is done
+            maker.settle(WAITING)
             if watch.stopping:
                 break
         maker.settle()
@@ -136,9 +138,9 @@ def write_table(path: Path, table: dict) -> None:
 
 
 @contextmanager
-def _pool(workers: int | None, on_gpu: bool) -> Iterator[ProcessPoolExecutor | None]:
+def _pool(workers: int | None, on_gpu: bool, rank: Rank) -> Iterator[ProcessPoolExecutor | None]:
     """Processes that measure videos while the next ones are made; on a CPU this one measures them itself."""
-    count = workers if workers is not None else (len(os.sched_getaffinity(0)) if on_gpu else 0)
+    count = workers_of(workers if workers is not None or on_gpu else 0, rank)
     if not count:
         yield None
         return

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from experiments.dev import miniature_tables
-from experiments.miniature import evaluation, frozen
+from experiments.miniature import evaluation, frozen, tracking
 from experiments.miniature.evaluation import Parts, intervals, shares, wilson
+from experiments.miniature.judges import Judges
 from experiments.miniature.long_tracking import judge_seconds
 from experiments.miniature.moving_shapes import FPS, Mover, Scene, render
 from experiments.miniature.recipe import Counts
@@ -95,7 +96,7 @@ class PerfectMiniature:
 
 def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "Miniature", PerfectMiniature)
-    monkeypatch.setattr(evaluation, "measure_vae", lambda mini, clips: {"clips": clips})
+    monkeypatch.setattr(evaluation, "measure_vae", lambda mini, clips, judges: {"clips": clips})
     monkeypatch.setattr(evaluation, "LONG_SECONDS", 6)
     monkeypatch.setattr(
         evaluation, "SETS", {name: frozen.SETS[name] for name in ("one shape", "behind a wall")}
@@ -113,7 +114,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
             evaluation.evaluate(config, counts, path)
     done = set(json.loads(path.read_text())["done"])
     assert done == {"vae", *(f"one shape, {source}" for source in ("rendered", "vae", "causal"))}
-    assert evaluation.evaluate(config, counts, path) == undisturbed
+    assert evaluation.evaluate(config, counts, path, workers=2) == undisturbed
     assert undisturbed["captions"]["one shape"]["shares"]["causal"]["color"] == 1.0
     assert undisturbed["past"][0]["same"] == 1.0 and undisturbed["long"]["one shape"]["vae"]["right"] == 1.0
 
@@ -189,12 +190,17 @@ def test_an_empty_video_is_never_right():
     assert shown == {"visible": 0.0, "background": 1.0, "color": 0.0, "shape": 0.0, "right": 0.0}
 
 
-def test_several_threads_judge_alike(monkeypatch):
-    scenes = frozen.held_out_scenes(("single",), 3)
-    videos = evaluation.rendered(scenes, 33)
-    alone = evaluation.judged(videos, scenes)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert evaluation.judged(iter(videos), scenes) == alone
+def test_workers_are_given_every_bit_and_judge_alike():
+    scenes = [scene for kinds in frozen.SETS.values() for scene in frozen.held_out_scenes(kinds, 2)]
+    noise = torch.Generator().manual_seed(0)
+    videos = [v + 0.2 * torch.randn(v.shape, generator=noise) for v in evaluation.rendered(scenes, 81)]
+    here = [tracking.judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
+    assert len({answer for one in here for answer in one.values()}) == 2  # the noise misleads the tracker
+    for workers, slots in ((1, 1), (3, 2)):  # fewer slots than videos: each waits for an earlier one
+        with Judges(workers, slots, videos[0].shape) as judges:
+            assert evaluation.judged(iter(videos), scenes, judges) == here
+            seen = judges.call(evaluation.judge_rendered, scenes[0]).result()
+            assert seen == tracking.judge(evaluation.rendered(scenes[:1], 81)[0], scenes[0])
 
 
 # -- tables --

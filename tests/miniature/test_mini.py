@@ -12,8 +12,9 @@ from experiments.extraction import causal
 from experiments.miniature import evaluation
 from experiments.miniature.evaluation import Parts
 from experiments.miniature.generation import Miniature
+from experiments.miniature.judges import Judges
 from experiments.miniature.moving_shapes import sample_scenes
-from experiments.miniature.recipe import Counts
+from experiments.miniature.recipe import FRAMES, SIDE, Counts
 from wan.checkpoint import read_model_config, read_transformer_state
 from wan.checkpoint_layouts import read_self_forcing_state
 from wan.config import RunConfig, load_config
@@ -64,12 +65,11 @@ def test_its_training_is_logged():
 def measured(tmp_path_factory) -> dict:
     """Two clips and four captions, measured anew as evaluate_mini.py measures."""
     mini, parts = Miniature(config(device="cpu")), Parts(tmp_path_factory.mktemp("parts") / "partial", {})
+    counts, judges = Counts(captions=4, base=False), Judges(1, 1, (FRAMES, 3, SIDE, SIDE))
     return {
         "weights": evaluation.weight_hashes(MINI),
-        "vae": evaluation.measure_vae(mini, 2),
-        "captions": {
-            "one shape": evaluation.caption_set(mini, "one shape", Counts(captions=4, base=False), parts)
-        },
+        "vae": evaluation.measure_vae(mini, 2, judges),
+        "captions": {"one shape": evaluation.caption_set(mini, "one shape", counts, parts, judges)},
     }
 
 

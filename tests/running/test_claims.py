@@ -96,6 +96,22 @@ def test_an_item_that_fails_is_tried_once(tmp_path):
         assert list(claims.to_make(NAMES, lambda name: name == "item1")) == [n for n in NAMES if n != "item1"]
 
 
+def test_items_that_are_finished_later_stay_claimed(tmp_path):
+    """As many as `behind`, and at the end until the context is left: nobody makes them a second time."""
+    claimed = lambda: sorted(file.stem for file in (tmp_path / "items").iterdir())  # noqa: E731
+    done = set()
+    with Claims(tmp_path / "items") as claims:
+        for number, name in enumerate(claims.to_make(NAMES[:4], done.__contains__, behind=2)):
+            assert claimed() == NAMES[max(0, number - 2) : number + 1]
+            with Claims(tmp_path / "items") as others:
+                assert not others._take(name) and not others._take(NAMES[max(0, number - 2)])
+            done.update(NAMES[: max(0, number - 1)])
+        assert claimed() == NAMES[2:4]
+        done.update(NAMES)
+        assert not list(claims.to_make(NAMES[:4], done.__contains__)) and claimed() == NAMES[2:4]
+    assert not claimed()
+
+
 def test_ranks_begin_at_different_items(tmp_path):
     with Claims(tmp_path / "items", Rank(2, 3)) as claims:
         assert next(iter(claims.to_make(NAMES, lambda name: False))) == "item8"

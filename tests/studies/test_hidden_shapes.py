@@ -15,11 +15,11 @@ from experiments.dev import hidden_shapes as script
 from experiments.dev import hidden_shapes_report
 from experiments.extraction import causal
 from experiments.miniature.evaluation import rendered
+from experiments.miniature.judges import Judges
 from experiments.miniature.tracking import judge
 from experiments.studies import first_frame_removed
 from experiments.studies.head_attention import measures_by_pass
 from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall
-from experiments.studies.judges import Judges
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
@@ -158,10 +158,11 @@ def test_selection_captions_are_others():
 def test_workers_judge_as_this_process_does():
     scenes = [scene for _, scene in captions_behind_a_wall(Design(captions=3, selection=0))[0]]
     videos = torch.stack(rendered(scenes, 81))
-    with Judges(2, 3, videos.shape[1:]) as two:
-        parts = [future.result() for _ in range(4) for future in two.submit(videos, scenes)]
+    with Judges(2, 4, videos.shape[1:]) as two:
+        both = [*zip(videos, scenes, strict=True)] * 4
+        found = [future.result() for future in [two.submit(video, scene) for video, scene in both]]
     expected = [judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
-    assert [one for part in parts for one in part] == expected * 4 and expected[0]["same"]
+    assert found == expected * 4 and expected[0]["same"]
 
 
 def test_curves_come_back_from_planted_answers():

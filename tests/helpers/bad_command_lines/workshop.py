@@ -110,6 +110,8 @@ CASES: dict[str, list[list[str]]] = {
         ["--no_such_flag"],
         ["--captions", "0"],
         ["--seeds", "x"],
+        ["--workers", "0"],
+        ["--workers", "1025"],
         ["--config_path", "{}/none.yaml"],
         ["--config_path", "configs/wan_14b.yaml"],
         ["--ckpt_dir", "{}/folder"],

@@ -1,0 +1,29 @@
+"""How many processes measure on the CPU beside the one that makes videos."""
+
+import os
+from collections.abc import Mapping
+
+from experiments.running.ranks import Rank
+from wan.errors import ConfigError
+
+MOST = 1024
+OF_HOST = "LOCAL_WORLD_SIZE"  # torchrun's number of ranks on this host
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers_of(asked: int | None, rank: Rank, environment: Mapping[str, str] = os.environ) -> int:
+    """So many as were asked for, or this rank's share of its host's cores, at least one.
+
+    Raises ConfigError for a number that cannot be.
+    """
+    if asked is not None:
+        if not 0 <= asked <= MOST:
+            raise ConfigError(f"--workers must be in 0..{MOST}, not {asked}")
+        return asked
+    said = environment.get(OF_HOST, "")
+    ranks = int(said) if rank.count > 1 and said.isdecimal() and int(said) else rank.count
+    return max(1, cores() // ranks)

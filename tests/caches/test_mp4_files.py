@@ -1,0 +1,64 @@
+"""Videos as mp4, and what is said where there is no ffmpeg to write them."""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers.forked import exit_code
+
+from experiments import compare_policies, run_rollout
+from experiments.caches.errors import CacheError
+from experiments.caches.mp4_files import encode_mp4, require_ffmpeg
+from experiments.running.entry import main
+from experiments.studies import policy_comparison_job
+
+
+@pytest.fixture(params=["no package", "no program"])
+def without_ffmpeg(request, monkeypatch):
+    """A machine where imageio-ffmpeg is not installed, or was installed without its program."""
+    if request.param == "no package":
+        monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    else:
+
+        def get_ffmpeg_exe():
+            raise RuntimeError("No ffmpeg exe could be found. Install ffmpeg on your system, or ...")
+
+        monkeypatch.setattr("imageio_ffmpeg.get_ffmpeg_exe", get_ffmpeg_exe)
+
+
+def test_frames_become_an_mp4():
+    content = encode_mp4(np.zeros((3, 12, 20, 3), np.uint8), 16)
+    assert content[4:8] == b"ftyp" and require_ffmpeg()
+
+
+def test_a_missing_ffmpeg_is_named_with_its_remedy(without_ffmpeg):
+    with pytest.raises(CacheError, match=r'run: pip install "imageio\[ffmpeg\]"; or draw nothing'):
+        require_ffmpeg("draw nothing")
+    with pytest.raises(CacheError, match="written by ffmpeg, which is not here"):
+        encode_mp4(np.zeros((3, 16, 16, 3), np.uint8), 16)
+
+
+@pytest.mark.parametrize("flags", [[], ["--videos", "1"], ["--videos", "0", "--vbench_dir", "{}"]])
+def test_policies_are_not_compared_where_a_video_could_not_be_written(
+    flags, without_ffmpeg, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(policy_comparison_job, "compare", lambda *given: pytest.fail("videos were made"))
+    flags = [flag.format(tmp_path) for flag in flags]
+    assert exit_code(lambda: main(compare_policies.run, ["--output_dir", str(tmp_path), *flags]))() == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pip install" in said and "--videos 0" in said
+
+
+def test_without_kept_videos_policies_need_no_ffmpeg(without_ffmpeg, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(policy_comparison_job, "compare", lambda *given: made.append(given))
+    compare_policies.run(["--output_dir", str(tmp_path), "--videos", "0"])
+    assert len(made) == 1
+
+
+def test_a_long_rollout_stops_before_it_loads_a_model(without_ffmpeg, tmp_path, monkeypatch, capsys):
+    loads = "experiments.extraction.causal.prepare"
+    monkeypatch.setattr(loads, lambda *given, **more: pytest.fail("a model was loaded"))
+    flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", str(tmp_path / "long.mp4"), "--quiet"]
+    assert exit_code(lambda: main(run_rollout.run, flags))() == 2
+    assert "pip install" in capsys.readouterr().err
