@@ -5,7 +5,7 @@
 
 Rows are run in turn, round after round. "x plain" is the median over rounds of a row's seconds over those of
 the plain rollout of its round, with the 95 % interval of that median. Every row's latents are compared with
-the plain ones.
+the plain ones. The file is written after every row: a run that is stopped leaves what it measured.
 """
 
 import argparse
@@ -54,18 +54,20 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_capture
-    from experiments.dev.tables import save_report
+    from experiments.dev.tables import line, save_report
 
     config = config_from(args)
     if args.output_path:
         require_writable(args.output_path)
     rollout, sizes = measure_capture.make_rollout(config, args.random_weights)
     rows = measure_capture.rows(config, sizes.num_layers)
-    results = measure_capture.measure(rollout, rows, args.repeats)
-    print(rows_of(results))
     report = measure_capture.described(config, args.random_weights, rollout.noise)
-    report |= {"passes": config.num_passes, "layers": sizes.num_layers, "rows": results}
-    save_report(report, args.output_path)
+    report |= {"passes": config.num_passes, "layers": sizes.num_layers}
+
+    def keep(results: dict[str, dict]) -> None:
+        save_report(report | {"rows": results}, args.output_path)
+
+    print(rows_of(measure_capture.measure(rollout, rows, args.repeats, keep, line)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python experiments/dev/benchmark_interventions.py --config_path configs/wan_mini.yaml
     python experiments/dev/benchmark_interventions.py --random_weights --device cuda --sweep_seconds 60
 
-The atlas goes on where it stopped in --folder; what is not done in --sweep_seconds is extrapolated.
+The atlas goes on where it stopped in --folder; what is not done in --sweep_seconds is extrapolated. The file
+is written after every row: a run that is stopped leaves what it measured.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_interventions
     from experiments.dev.measure_capture import described, make_rollout
-    from experiments.dev.tables import save_report
+    from experiments.dev.tables import line, save_report
     from wan.checkpoint import file_sha256, weights_file
     from wan.errors import ConfigError
 
@@ -65,18 +66,22 @@ def measure(args: argparse.Namespace) -> None:
     if args.output_path:
         require_writable(args.output_path)
     rollout, sizes = make_rollout(config, args.random_weights)
-    rows = measure_interventions.measure(rollout, measure_interventions.rows(config, sizes), args.repeats)
-    sweep = None
+    report = described(config, args.random_weights, rollout.noise)
+
+    def keep(rows: dict, sweep: dict | None = None) -> None:
+        save_report(report | {"rows": rows, "sweep": sweep}, args.output_path)
+
+    edits, sweep = measure_interventions.rows(config, sizes), None
+    rows = measure_interventions.measure(rollout, edits, args.repeats, keep, line)
     if args.sweep_seconds:
         path = weights_file(config.ckpt_dir, config.checkpoint_path) if not args.random_weights else None
         weights = file_sha256(path) if path else f"random weights of {config.model}"
         session = measure_interventions.session_of(rollout, sizes, config, weights)
         sweep = measure_interventions.sweep(
-            session, config, args.sweep_prompts, args.sweep_seconds, args.folder
+            session, config, args.sweep_prompts, args.sweep_seconds, args.folder, line
         )
-    report = described(config, args.random_weights, rollout.noise) | {"rows": rows, "sweep": sweep}
-    print(table(report), end="")
-    save_report(report, args.output_path)
+    keep(rows, sweep)
+    print(table(report | {"rows": rows, "sweep": sweep}), end="")
 
 
 if __name__ == "__main__":

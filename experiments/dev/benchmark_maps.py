@@ -39,7 +39,7 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_capture, measure_maps
-    from experiments.dev.tables import save_report
+    from experiments.dev.tables import line, save_report
 
     config = config_from(args)
     if args.output_path:
@@ -56,7 +56,8 @@ def measure(args: argparse.Namespace) -> None:
         save_report(report | {"rows": rows}, args.output_path)
 
     keep({})
-    rows = measure_capture.measure(rollout, measure_maps.requests_of(config, S), args.repeats, keep)
+    table = measure_maps.requests_of(config, S)
+    rows = measure_capture.measure(rollout, table, args.repeats, keep, line)
     print(rows_of(rows))
 
 

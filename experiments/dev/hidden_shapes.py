@@ -1,7 +1,7 @@
 """Which heads bring a hidden shape back, and does attention to frame 0 say what removing it does?
 
-    python experiments/dev/hidden_shapes.py --workers 15
-    torchrun --nproc_per_node 4 experiments/dev/hidden_shapes.py --workers 15
+    python experiments/dev/hidden_shapes.py
+    torchrun --nproc_per_node 4 experiments/dev/hidden_shapes.py --device cuda
 
 Writes docs/hidden_shapes.json, from which readme_tables.py fills docs/interventions.md, and two figures.
 Pieces are kept in --folder: the same command goes on where it stopped. --draw draws the figures again.
@@ -102,6 +102,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def study(args, design, config, judges, watch, rank) -> dict[str, Any] | None:
     """Both studies -> the report of what they found."""
+    import torch
+
     from experiments.analysis.knockout_curves import first_frame_report
     from experiments.caches.errors import StoppedError
     from experiments.dev.hidden_shapes_report import knockouts
@@ -116,14 +118,14 @@ def study(args, design, config, judges, watch, rank) -> dict[str, Any] | None:
     session = causal.prepare(config, [], [*behind_walls, *of_frame_0], watch)
     check_layers(design, session.model_config)
     vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
+    torch.backends.cudnn.benchmark = session.device.type == "cuda"  # a decoder of few sizes
     removed = first_frame_removed.FirstFrameRemoved(
         of_frame_0, args.seeds, config, session, args.folder / "first_frame", design.layers
     )
     shapes = HiddenShapes(
         design, config, session, vae, judges, args.folder, watch.print, lambda: watch.stopping
     )
-    parts = [lambda: shapes.run(rank), lambda: removed.run(watch.print, lambda: watch.stopping)]
-    for part in parts if rank.is_first else parts[:1]:
+    for part in (lambda: shapes.run(rank), lambda: removed.run(watch.print, lambda: watch.stopping, rank)):
         if not part():
             raise StoppedError("stopped; what is done is not made again: run the same command to go on")
     if not rank.is_first:

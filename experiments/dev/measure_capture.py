@@ -141,10 +141,12 @@ def measure(
     table: dict[str, list[CaptureRequest]],
     repeats: int,
     keep: Callable[[dict[str, dict]], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, dict]:
     """Medians over repeats, rows in turn; memory from an untimed round before.
 
-    bit_identical: the latents equal those of a plain rollout. keep gets the rows so far after each one.
+    bit_identical: the latents equal those of a plain rollout. keep gets the rows so far after each one, say a
+    line.
     """
     plain = rollout.run([]).latents
     peaks: dict[str, dict] = {}
@@ -154,6 +156,7 @@ def measure(
         ran, memory = rollout.run_and_watch_memory(requests)
         same[name] &= torch.equal(ran.latents, plain)
         peaks[name] = {"calls": ran.calls} | memory
+        say(f"{name}: {ran.seconds:.3f} s, not counted")
     results: dict[str, dict] = {}
     for _ in range(repeats):
         for name, requests in table.items():
@@ -161,6 +164,7 @@ def measure(
             same[name] &= torch.equal(ran.latents, plain)
             seconds[name].append(round(ran.seconds, 4))
             results = {name: _row(name, seconds, same, peaks) for name in table if seconds[name]}
+            say(f"{name}: {ran.seconds:.3f} s")
             if keep:
                 keep(results)
     return results

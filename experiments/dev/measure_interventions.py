@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -39,10 +40,17 @@ def rows(config: RunConfig, sizes: ModelConfig) -> dict[str, list[Edit]]:
     }
 
 
-def measure(rollout: Rollout, table: dict[str, list[Edit]], repeats: int) -> dict[str, dict[str, Any]]:
+def measure(
+    rollout: Rollout,
+    table: dict[str, list[Edit]],
+    repeats: int,
+    keep: Callable[[dict[str, dict]], None] = lambda rows: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, dict[str, Any]]:
     """Medians over repeats, rows in turn after an untimed round; edits are of every layer.
 
-    bit_identical: the latents equal those of the first plain rollout.
+    bit_identical: the latents equal those of the first plain rollout. keep gets the rows so far after each
+    one, say a line.
     """
 
     def run(edits: list[Edit]) -> tuple[float, torch.Tensor, int]:
@@ -53,17 +61,26 @@ def measure(rollout: Rollout, table: dict[str, list[Edit]], repeats: int) -> dic
     plain = run([])[1]
     found: dict[str, dict[str, Any]] = {}
     for name, edits in table.items():
-        _, latents, calls = run(edits)
+        seconds, latents, calls = run(edits)
         found[name] = {"edited_calls": calls, "bit_identical": torch.equal(latents, plain), "seconds": []}
+        say(f"{name}: {seconds:.3f} s, not counted")
     for _ in range(repeats):
         for name, edits in table.items():
             seconds, latents, _ = run(edits)
             found[name]["seconds"].append(round(seconds, 4))
             found[name]["bit_identical"] &= torch.equal(latents, plain)
-    for row in found.values():
-        row["median_seconds"] = statistics.median(row["seconds"])
-        row["times_plain"] = round(row["median_seconds"] / statistics.median(found[PLAIN]["seconds"]), 3)
-    return found
+            say(f"{name}: {seconds:.3f} s")
+            keep(_with_medians(found))
+    return _with_medians(found)
+
+
+def _with_medians(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The rows that have run, each with its median and that over the plain one's."""
+    medians = {name: statistics.median(row["seconds"]) for name, row in found.items() if row["seconds"]}
+    return {
+        name: found[name] | {"median_seconds": median, "times_plain": round(median / medians[PLAIN], 3)}
+        for name, median in medians.items()
+    }
 
 
 def session_of(rollout: Rollout, sizes: ModelConfig, config: RunConfig, weights: str) -> Session:
@@ -87,7 +104,14 @@ class _SameStates(dict):
         return self.states
 
 
-def sweep(session: Session, config: RunConfig, prompts: int, seconds: float, folder: Path) -> dict[str, Any]:
+def sweep(
+    session: Session,
+    config: RunConfig,
+    prompts: int,
+    seconds: float,
+    folder: Path,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """The causal atlas of mean ablation of every head, for so many seconds, at least two layers.
 
     What is done in folder is not made again: seconds are of this call, and extrapolated to all items.
@@ -106,7 +130,7 @@ def sweep(session: Session, config: RunConfig, prompts: int, seconds: float, fol
         stamps.append(time.monotonic())
         return len(stamps) > 2 and stamps[-1] - stamps[0] > seconds
 
-    finished = causal_atlas.run(study, session, len(configs), lambda line: None, stopping)
+    finished = causal_atlas.run(study, session, len(configs), lambda line: say(f"atlas: {line}"), stopping)
     layers = [round(after - start, 3) for start, after in pairwise(stamps[1:])]
     of_layer = statistics.median(layers) if layers else stamps[-1] - stamps[0]
     first = stamps[1] - stamps[0] if len(stamps) > 1 else 0.0

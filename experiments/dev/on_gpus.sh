@@ -3,9 +3,10 @@
 #
 #     bash experiments/dev/on_gpus.sh OUT_DIR PART...
 #
-# PART: vae, base, causal, few_step (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings, seeds (the
-# causal stage twice more), parallel. Training and parallel take all GPUs and wait for what was named before them; of the
-# other parts each job takes the GPU that is free first; a job's own name does too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
+# PART: vae, base, causal, few_step (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings,
+# seeds (the causal stage twice more), parallel. Training, findings and parallel take all GPUs, and their ranks share the cores; they
+# wait for what was named before them. Of the other parts each job takes the GPU that is free first; a job's own name is
+# a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
 # (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
 # others: its log says why. GPUS=2,3 names some GPUs of more.
 set -uo pipefail
@@ -40,6 +41,10 @@ train() { # train SLOT STAGE SECONDS FLAGS...
     on "$1" "$2" "$3" $launch experiments/train_mini.py --stage "$2" --steps 1000000 --output_dir "$MINIATURE" "${@:4}"
 }
 
+everywhere() { # everywhere NAME SECONDS SCRIPT FLAGS...: a rank on every GPU
+    on all "$1" "$2" torchrun --standalone --nproc-per-node "$COUNT" "${@:3}"
+}
+
 shared() { # shared MINUTES: of one GPU, by all of them
     awk "BEGIN { print $1 / $COUNT }"
 }
@@ -68,14 +73,32 @@ few_step() {
 }
 
 parallel() {
-    on all parallel 240 torchrun --standalone --nproc-per-node "$COUNT" experiments/dev/benchmark_parallel.py \
-        --repeats 1 --sweep 8 --output_path "$OUT/parallel_${COUNT}x$GPU.json"
+    everywhere parallel 240 experiments/dev/benchmark_parallel.py --repeats 1 --sweep 8 \
+        --output_path "$OUT/parallel_${COUNT}x$GPU.json"
+}
+
+policies_compared() { # no mp4s: they would need ffmpeg
+    everywhere policies_compared 420 experiments/compare_policies.py --policies findings --held_out 18 \
+        --seeds 0 1 2 --videos 0 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
+        --output_dir outputs/policies --log_file outputs/policies.jsonl
+    on 0 long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
+        --output_path "$OUT/long_rollouts.json"
+}
+
+hidden_shapes() {
+    everywhere hidden_shapes 420 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
+        --dtype float32 --output_path "$OUT/hidden_shapes.json" --figures "$OUT"
+}
+
+findings() {
+    policies_compared
+    hidden_shapes
 }
 
 # -- jobs of one GPU --------------------------------------------------------------------------------------------------
 
 evaluate() {
-    on "$SLOT" evaluation 540 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
+    on "$SLOT" evaluation 400 python3 experiments/evaluate_mini.py --ckpt_dir "$MINIATURE" --device cuda \
         --output_path "$OUT/evaluation.json"
 }
 
@@ -96,8 +119,8 @@ seed() { # seed N: the causal stage from the same base, in a folder of its own
 
 policies() { benchmark policies 280 --num_frames 240 --blocks 4 --repeats 1; }
 capture() { benchmark capture 100 --repeats 3; }
-maps() { benchmark maps 90 --repeats 2; }
-interventions() { benchmark interventions 200 --repeats 2 --sweep_seconds 60 --folder outputs/sweep; }
+maps() { benchmark maps 180 --repeats 2; }
+interventions() { benchmark interventions 300 --repeats 2 --sweep_seconds 60 --folder outputs/sweep; }
 
 models() {
     on "$SLOT" models 280 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
@@ -112,21 +135,8 @@ gpu_tests() {
         tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py
 }
 
-hidden_shapes() {
-    on "$SLOT" hidden_shapes 520 python3 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
-        --dtype float32 --workers 14 --output_path "$OUT/hidden_shapes.json" --figures "$OUT"
-}
-
-policies_compared() {
-    on "$SLOT" policies_compared 520 python3 experiments/compare_policies.py --policies findings --held_out 18 \
-        --seeds 0 1 2 --workers 16 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
-        --output_dir outputs/policies --log_file outputs/policies.jsonl
-    on "$SLOT" long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
-        --output_path "$OUT/long_rollouts.json"
-}
-
 variants() { # one after the other: they write one log; as many clips as the first process of the base had
-    for stage in lora framewise; do train "$SLOT" "$stage" 110 --minutes 1.2 --clips $((40960 / COUNT)); done
+    for stage in lora framewise; do train "$SLOT" "$stage" 240 --minutes 1.2 --clips $((40960 / COUNT)); done
 }
 
 # -- in the order that was asked for ----------------------------------------------------------------------------------
@@ -139,17 +149,19 @@ for part in "${@:2}"; do
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done
-export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions gpu_tests \
-    hidden_shapes policies_compared models variants
+export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions gpu_tests models variants
 jobs=()
 for part in "${@:2}"; do
     case $part in
-        findings) jobs+=(policies_compared hidden_shapes) ;;
         evaluation) jobs+=(evaluate checkpoints) ;;
         siblings) jobs+=(variants models) ;;
         numbers) jobs+=(policies capture maps mass gpu_tests interventions) ;;
         seeds) jobs+=("seed 1" "seed 2") ;;
-        vae | base | causal | few_step | parallel) one_each "${jobs[@]}"; jobs=(); "$part" ;;
+        vae | base | causal | few_step | parallel | findings | policies_compared | hidden_shapes)
+            one_each "${jobs[@]}"
+            jobs=()
+            "$part"
+            ;;
         *) jobs+=("$part") ;;
     esac
 done

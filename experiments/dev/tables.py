@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 
+def line(text: str) -> None:
+    """A line of a benchmark under way, which a kill does not lose."""
+    print(text, flush=True)
+
+
 def save_report(report: dict[str, Any], path: str | Path | None) -> None:
     """Write a report as JSON; nothing without a path."""
     from experiments.caches.atomic_files import replacing

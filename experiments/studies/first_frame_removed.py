@@ -12,6 +12,7 @@ import numpy as np
 from experiments.extraction.causal import Session
 from experiments.miniature.frozen import held_out_scenes
 from experiments.miniature.moving_shapes import KINDS
+from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.head_attention import measures_by_pass
 from wan.config import RunConfig
@@ -64,9 +65,9 @@ class FirstFrameRemoved:
             str(self.session.dtype),
         )
 
-    def run(self, say: Callable[[str], None], stopping: Callable[[], bool]) -> bool:
-        """Make what is not done yet, all runs in one batch -> whether all is done."""
-        return causal_atlas.run(self.study, self.session, len(self.configs), say, stopping)
+    def run(self, say: Callable[[str], None], stopping: Callable[[], bool], rank: Rank | None = None) -> bool:
+        """Make what is not done yet, all runs in one batch, layers shared by ranks -> whether all is done."""
+        return causal_atlas.run(self.study, self.session, len(self.configs), say, stopping, rank)
 
     def numbers(self) -> dict[str, np.ndarray]:
         """Of a study that is done, means over frames and seeds, [prompts, layers, H] each.

@@ -28,7 +28,11 @@ def test_rows_say_what_was_edited_and_whether_bits_stayed(config, made):
     every = measure_interventions.rows(config, sizes)
     assert next(iter(every)) == measure_interventions.PLAIN and len(every) == 9
     names = list(every)[:4]
-    found = measure_interventions.measure(rollout, {name: every[name] for name in names}, 1)
+    kept, said = [], []
+    table = {name: every[name] for name in names}
+    found = measure_interventions.measure(rollout, table, 1, kept.append, said.append)
+    assert [list(rows) for rows in kept] == [names[: n + 1] for n in range(4)] and kept[-1] == found
+    assert len(said) == 8 and said[0].endswith("not counted") and said[-1].startswith(f"{names[3]}: ")
     assert [found[name]["bit_identical"] for name in names] == [True, False, True, False]
     assert [bool(found[name]["edited_calls"]) for name in names] == [False, True, False, True]
     assert found[names[3]]["edited_calls"] == sizes.num_layers * 10  # two blocks with a past
