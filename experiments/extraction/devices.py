@@ -16,7 +16,10 @@ SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels 
 
 
 def choose_device(name: str, offload: bool = False) -> torch.device:
-    """auto, cpu, cuda or cuda:N -> a device that is there, and a GPU where layers are streamed to it."""
+    """auto, cpu, cuda or cuda:N -> a device that is there, and a GPU where layers are streamed to it.
+
+    A GPU that is named by its number becomes the current one.
+    """
     if check_device(name) == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -29,6 +32,8 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
         raise ConfigError(
             f"--offload keeps weights on the host for a GPU, and the device is {device}; leave it out"
         )
+    if device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches a kernel on the current GPU, wherever its tensors are
     attention_backend.check(device)
     return device
 

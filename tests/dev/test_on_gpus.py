@@ -79,6 +79,28 @@ def test_jobs_take_the_gpu_that_is_free(tmp_path, programs):
     assert set(gpus) == {"0", "1"} and min(gpus.count("0"), gpus.count("1")) >= 3
 
 
+def test_findings_take_all_gpus_one_after_the_other(tmp_path, programs):
+    """Their ranks share the cores by themselves, keep no mp4, and begin when the jobs before them have ended."""
+    for name in ("python3", "torchrun"):
+        (programs / name).write_text(
+            f"#!/usr/bin/env bash\necho $CUDA_VISIBLE_DEVICES {name} begins $* >> $CALLS\n"
+            f"sleep 0.2; echo {name} ends >> $CALLS\n"
+        )
+    assert start(tmp_path, programs, "models", "findings").returncode == 0
+    lines = (tmp_path / "calls").read_text().splitlines()
+    assert [line.split("begins")[0].split() for line in lines if "begins" in line] == [
+        ["0", "python3"],
+        ["0,1", "torchrun"],
+        ["0", "python3"],
+        ["0,1", "torchrun"],
+    ]
+    assert all(line.endswith("ends") for line in lines[1::2])  # none beside another
+    scripts = [line for line in lines if "torchrun begins" in line]
+    assert all("--nproc-per-node 2 " in line and "--workers" not in line for line in scripts)
+    assert "compare_policies.py" in scripts[0] and "--videos 0 " in scripts[0]
+    assert "hidden_shapes.py" in scripts[1]
+
+
 def test_a_host_without_gpus_is_refused(tmp_path, programs):
     (programs / "nvidia-smi").write_text("#!/usr/bin/env bash\nexit 9\n")
     ended = start(tmp_path, programs, "vae")

@@ -9,12 +9,14 @@ import pytest
 from helpers.forked import exit_code, forked
 
 from experiments.caches.errors import CacheError
+from experiments.extraction.devices import choose_device
 from experiments.extraction.observer import RunObserver
 from experiments.running import claims as claims_module
 from experiments.running.claims import Claims, item_name
 from experiments.running.ranks import Rank, on_own_device, this_rank
 from wan.config import load_config
 from wan.errors import ConfigError
+from wan.modules import attention_backend
 
 NAMES = [f"item{i}" for i in range(12)]
 LEASE = 0.8  # seconds
@@ -190,6 +192,15 @@ def test_every_rank_has_its_own_gpu(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         assert on_own_device(auto, rank).device == device
+    current = []
+    with monkeypatch.context() as patch:  # Triton's kernels run on the current GPU
+        patch.setattr(torch.cuda, "device_count", lambda: 4)
+        patch.setattr(torch.cuda, "set_device", current.append)
+        patch.setattr(attention_backend, "check", lambda device: None)
+        assert (
+            choose_device(on_own_device(auto, Rank(3, 4, 3)).device) == current[0] == torch.device("cuda:3")
+        )
+        assert choose_device("cuda") == torch.device("cuda") and len(current) == 1
     with pytest.raises(
         ConfigError, match="rank 1 is number 1 of its host, which has 1 GPU: start at most 1 rank"
     ):
