@@ -11,8 +11,8 @@ OF_HOST = "LOCAL_WORLD_SIZE"  # torchrun's number of ranks on this host
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may run on; 1 on macOS, where forks of a process with threads are not safe."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def workers_of(asked: int | None, rank: Rank, environment: Mapping[str, str] = os.environ) -> int:

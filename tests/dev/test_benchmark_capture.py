@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from experiments.dev import benchmark_capture, benchmark_maps, measure_capture
@@ -16,31 +17,26 @@ def test_random_weights_keep_the_configs_cache_policy():
     assert (pipeline.cache_policy.name, pipeline.cache_policy.window) == ("deep_sink", 12)
 
 
-def test_a_benchmark_that_is_killed_leaves_its_rows(tmp_path, monkeypatch, capsys):
-    """After each row of a round the file has it, and a line was printed."""
-    runs, killed_at = [], 1 + 5 + 3  # plain, the untimed round, three rows
+class Killed(BaseException):
+    pass
 
-    class Killed(BaseException):
-        pass
+
+@pytest.mark.parametrize(("module", "untimed"), [(benchmark_capture, 5), (benchmark_maps, 6)])
+def test_a_benchmark_that_is_killed_leaves_its_rows(module, untimed, tmp_path, monkeypatch, capsys):
+    """After each row of a round the file has it, and a line was printed."""
+    runs = []
 
     def run(self, requests):
         runs.append(requests)
-        if len(runs) > killed_at:
+        if len(runs) > 1 + untimed + 3:  # plain, the untimed round, three rows
             raise Killed
         return measure_capture.Result(1.5, 7, torch.zeros(1))
 
     monkeypatch.setattr(measure_capture.Rollout, "run", run)
-    for module in (benchmark_capture, benchmark_maps):
-        runs.clear()
-        path = tmp_path / f"{module.__name__}.json"
-        try:
-            module.run(["--config_path", "configs/wan_mini.yaml", "--output_path", str(path)])
-        except Killed:
-            kept = json.loads(path.read_text())
-            said = capsys.readouterr().out.splitlines()
-            rows = list(kept["rows"])
-            assert len(rows) == len(runs) - 1 - (5 if module is benchmark_capture else 6) - 1
-            assert rows[0] == "plain" and f"{rows[-1]}: 1.500 s" == said[-1]
-            assert kept["rows"]["plain"]["median_seconds"] == 1.5 and kept["environment"]
-        else:
-            raise AssertionError("it was not killed")
+    path = tmp_path / "benchmark.json"
+    with pytest.raises(Killed):
+        module.run(["--config_path", "configs/wan_mini.yaml", "--output_path", str(path)])
+    kept, said = json.loads(path.read_text()), capsys.readouterr().out.splitlines()
+    assert len(kept["rows"]) == 3 and kept["environment"]
+    assert said[-1] == f"{list(kept['rows'])[-1]}: 1.500 s"
+    assert kept["rows"]["plain"]["median_seconds"] == 1.5

@@ -80,7 +80,7 @@ def test_jobs_take_the_gpu_that_is_free(tmp_path, programs):
 
 
 def test_findings_take_all_gpus_one_after_the_other(tmp_path, programs):
-    """Their ranks share the cores by themselves, keep no mp4, and begin when the jobs before them have ended."""
+    """Their ranks share the cores and keep no mp4; they begin when the jobs before them have ended."""
     for name in ("python3", "torchrun"):
         (programs / name).write_text(
             f"#!/usr/bin/env bash\necho $CUDA_VISIBLE_DEVICES {name} begins $* >> $CALLS\n"

@@ -100,6 +100,19 @@ def test_its_evaluation_is_of_these_weights(measured):
     )  # one may be close on another CPU
 
 
+@pytest.mark.beside
+def test_a_video_has_its_own_noise_in_a_batch_of_any_size():
+    mini, captions = Miniature(config(device="cpu", num_frames=6)), [scene.caption for scene in HELD_OUT]
+    videos = {}
+    for mini.batch in (1, 2, 3):
+        videos[mini.batch] = torch.stack(list(mini.causal(captions)))
+    for size in (1, 2):
+        torch.testing.assert_close(videos[size], videos[3], atol=1e-3, rtol=0)
+    assert (videos[3][0] - videos[3][1]).abs().max() > 0.1
+    through = [torch.stack(list(mini.reconstructed(list(videos[3])))) for mini.batch in (1, 3)]
+    torch.testing.assert_close(*through, atol=1e-3, rtol=0)
+
+
 def test_its_evaluation_meets_what_the_readme_says():
     vae, one = EVALUATION["vae"], EVALUATION["captions"]["one shape"]
     assert (

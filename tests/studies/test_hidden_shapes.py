@@ -1,8 +1,10 @@
 """Heads without a past: against a window of one block, batches against single runs, orders, resuming."""
 
 import json
+import time
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from experiments.extraction import causal
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.judges import Judges
 from experiments.miniature.tracking import judge
+from experiments.running.claims import Claims
+from experiments.running.ranks import Rank
 from experiments.studies import first_frame_removed
 from experiments.studies.head_attention import measures_by_pass
 from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall
@@ -127,6 +131,27 @@ def test_a_stopped_study_keeps_what_is_judged(tmp_path, config, session, judges)
     one = study(tmp_path, config, session, judges, say=lambda line: None, stopping=lambda: True)
     assert not one.run()
     assert [one.read(condition) is not None for condition in one.singles()] == [True, False, False, False]
+
+
+def test_a_rank_that_waits_for_another_saves_what_is_judged(tmp_path, config, session, judges, monkeypatch):
+    """Else two of them would wait for each other's last conditions for ever."""
+    monkeypatch.setattr(HiddenShapes, "conditions", lambda self: iter(()))
+    one = study(tmp_path, config, session, judges, say=lambda line: None)
+    *paths, last = (one.items.path(one._settings(condition)) for condition in one.singles())
+    other, saved = Claims(tmp_path / "claims"), []
+
+    def another_rank():
+        deadline = time.monotonic() + 60
+        while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        saved.extend(path.exists() for path in paths)
+        other._let_go(last.stem)
+
+    assert other._take(last.stem)
+    thread = Thread(target=another_rank)
+    thread.start()
+    assert one.run(Rank(0, 2)) and saved == [True] * 3 and last.exists()
+    thread.join()
 
 
 def test_heads_are_ranked_by_what_knocking_them_out_does_to_selection_captions(finished, monkeypatch):
