@@ -4,11 +4,11 @@
 #     bash experiments/dev/on_gpus.sh OUT_DIR PART...
 #
 # PART: vae, base, causal, few_step (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings,
-# seeds (the causal stage twice more), parallel. Training, findings and parallel take all GPUs, and their ranks share the cores; they
-# wait for what was named before them. Of the other parts each job takes the GPU that is free first; a job's own name is
-# a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE (outputs/gpu-miniature), which holds the files
-# of the stages that are left out. A command that fails does not stop the others: its log says why. GPUS=2,3 names some
-# GPUs of more.
+# seeds (the causal stage twice more), parallel. Training, findings and parallel take all GPUs, and their ranks share the
+# cores; they wait for what was named before them. Of the other parts each job takes the GPU that is free first; a job's
+# own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE (outputs/gpu-miniature), which
+# holds the files of the stages that are left out. A command that fails does not stop the others: its log says why.
+# GPUS=2,3 names some GPUs of more.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 30 "$@"
 export OUT=$1 MINIATURE=${MINIATURE:-outputs/gpu-miniature}
