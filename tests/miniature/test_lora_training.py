@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT
 
 from experiments import train_mini
+from experiments.miniature import autoencoder, few_step
 from experiments.miniature.lora_training import CHANGES, adapt, frame_mask, lora_state
 from experiments.miniature.recipe import MODEL
 from wan.blocks import visible_frames
@@ -59,7 +60,10 @@ def test_an_adapted_model_is_the_merged_one():
 
 
 @pytest.fixture(params=CHANGES)
-def trained(request, tmp_path):
+def trained(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(autoencoder, "FRAMES", 45)  # 12 latent frames, more than the window
+    monkeypatch.setattr(few_step, "TEACHER_STEPS", 4)
+    monkeypatch.setattr(few_step, "EVERY", 1)
     for name in ("vae", "transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt"):
         (tmp_path / name).symlink_to(MINI / name)
     (tmp_path / "causal.pt").symlink_to(MINI / "self_forcing_mini.pt")  # as good a teacher as any

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from experiments import train_mini
 from experiments.caches.errors import CacheError, StoppedError
-from experiments.miniature import autoencoder, training, vae_training
+from experiments.miniature import autoencoder, few_step, training, vae_training
 from experiments.miniature.autoencoder import decode, receptive_field
 from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIPS, VAE
 from experiments.miniature.training import Schedule, Trainer
@@ -28,7 +28,7 @@ WEIGHTS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def short_clips_without_measurements():
-    """Of 21 video frames at most; the VAE's PSNR takes longer than these trainings."""
+    """Of 21 video frames at most; the VAE's PSNR and the teacher's paths take longer than these trainings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autoencoder, "FRAMES", 21)
         patch.setattr(vae_training, "FRAMES", 9)
@@ -36,6 +36,8 @@ def short_clips_without_measurements():
         patch.setattr(vae_training, "LONG_CLIPS", (9, 13))
         patch.setattr(vae_training, "vae_quality", lambda *_: {"psnr": 0.0})
         patch.setattr(vae_training, "final_quality", lambda *_: {})
+        patch.setattr(few_step, "TEACHER_STEPS", 4)
+        patch.setattr(few_step, "EVERY", 1)
         yield
 
 
