@@ -18,6 +18,7 @@ from typing import Any
 
 from experiments.caches.errors import CacheError
 from experiments.extraction.observer import RunObserver
+from experiments.running.output_locks import remove_leftovers
 from experiments.running.ranks import Rank
 
 LEASE_SECONDS = 90.0  # NFS may show a file's time up to 60 s late
@@ -71,6 +72,7 @@ class Claims:
                 if is_done(name):  # it may have been finished just before the claim
                     self._let_go(name)
                 else:
+                    remove_leftovers(self.folder / name)
                     given.append(name)
                     yield name
                     if len(given) > behind:

@@ -38,7 +38,7 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     with ExitStack() as held:
         for target in sorted(targets):
             held.enter_context(_locked(target))
-            _remove_leftovers(target)
+            remove_leftovers(target)
         for folder in sorted({path.parent for path in targets}):
             require_space(
                 folder, {str(path): size for path, size in targets.items() if path.parent == folder}
@@ -136,8 +136,8 @@ def _held_by_another(path: Path, file: Path) -> CacheError:
     return CacheError(f"{path} is being made by another run; wait for it, or choose another --output_path")
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove unfinished files of runs that were killed; the lock says that nobody else is at it."""
+def remove_leftovers(path: Path) -> None:
+    """Remove unfinished files of this name that killed runs left; a lock says that nobody else is at it."""
     for part in path.parent.glob(f".{escape(path.name)}.*.part"):
         with suppress(OSError):
             if stat.S_ISREG(part.lstat().st_mode):

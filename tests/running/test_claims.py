@@ -78,6 +78,17 @@ def test_a_claim_is_gone_whose_owner_died_right_after_it_was_done(tmp_path):
         assert [path.name for path in (tmp_path / "items").iterdir()] == ["item0.claim"]
 
 
+def test_what_a_killed_process_had_half_written_is_removed(tmp_path):
+    (tmp_path / "items").mkdir()
+    half, of_another = (
+        tmp_path / "items" / name for name in (".item3.json.9-0a.part", ".item31.json.9-0a.part")
+    )
+    for file in (half, of_another):
+        file.write_bytes(b"{")
+    make_all(tmp_path, Rank(), seconds=0)
+    assert not half.exists() and of_another.exists()
+
+
 def test_a_claim_of_another_host_is_taken_when_its_time_stands_still(tmp_path):
     """Its process ids mean nothing here: only the lease decides."""
     claims = Claims(tmp_path / "items", lease=LEASE)
