@@ -3,7 +3,7 @@
     python experiments/train_mini.py --stage vae --minutes 10       # AutoencoderKLWan, videos of 64 x 64
     python experiments/train_mini.py --stage base --minutes 15      # bidirectional WanModel and its umT5
     python experiments/train_mini.py --stage causal --minutes 20 --training_checkpoints outputs/training
-    python experiments/train_mini.py --stage few_step --minutes 15
+    python experiments/train_mini.py --stage few_step --minutes 15 --training_checkpoints outputs/training
     python experiments/train_mini.py --stage lora --minutes 1            # LoRA of a window of 9 frames
     python experiments/train_mini.py --stage framewise --minutes 1       # LoRA of blocks of one frame
 
@@ -54,7 +54,7 @@ def parser() -> Parser:
         "--training_checkpoints",
         type=Path,
         metavar="DIR",
-        help="keep the causal weights of some steps there",
+        help="keep the causal weights of some steps there, and the few-step stage's",
     )
     add("--moments", dest="training_checkpoints", type=Path, help=argparse.SUPPRESS)  # its older name
     add("--start_from", type=Path, metavar="DIR", help="vae, base: go on from the weights in DIR")

@@ -69,7 +69,7 @@ causal() {
 }
 
 few_step() {
-    train all few_step 1200 --minutes "$(shared 24)"
+    train all few_step 1200 --minutes "$(shared 24)" --training_checkpoints "$MINIATURE/steps"
 }
 
 parallel() {
@@ -113,7 +113,7 @@ seed() { # seed N: the causal stage from the same base, in a folder of its own
     mkdir -p "$folder/logs"
     cp -r "$MINIATURE"/{vae,transformer,text_encoder,tokenizer} "$folder"
     export MINIATURE=$folder
-    train "$SLOT" causal 900 --minutes 11.5 --seed "$1" --clips 20480 --training_checkpoints "$folder/steps"
+    train "$SLOT" causal 900 --steps 8000 --seed "$1" --clips 20480 --training_checkpoints "$folder/steps"
     checkpoints "seed_$1"
 }
 

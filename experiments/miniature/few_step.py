@@ -106,5 +106,9 @@ class FewStep(TeacherForcing):
 
 
 def train_few_step(run: StageRun) -> dict:
-    """The causal stage's weights, trained to jump."""
-    return train_rollouts(run, read_self_forcing_state(run.output_dir / TEACHER), FewStep, CAUSAL)
+    """The causal stage's weights, trained to jump; among the steps which that stage kept, this one's end is
+    the last."""
+    kept = run.training_checkpoints.glob("step_*.pt") if run.training_checkpoints else ()
+    after = max((int(path.stem.removeprefix("step_")) for path in kept), default=0)
+    state = read_self_forcing_state(run.output_dir / TEACHER)
+    return train_rollouts(run, state, FewStep, CAUSAL, after)

@@ -143,9 +143,14 @@ def train_causal(run: StageRun) -> dict:
     return train_rollouts(run, read_transformer_state(run.output_dir), TeacherForcing, TEACHER)
 
 
-def train_rollouts(run: StageRun, state: dict[str, Tensor], forcing: type[TeacherForcing], file: str) -> dict:
+def train_rollouts(
+    run: StageRun, state: dict[str, Tensor], forcing: type[TeacherForcing], file: str, after: int = 0
+) -> dict:
     """A causal model from these weights into this file; after a third of the stage half of the pasts are the
-    model's own."""
+    model's own.
+
+    Of a stage after others, of so many steps, only the end is among the kept steps.
+    """
     clips = LatentClips(run)
     model = CausalWanModel(**asdict(MODEL)).to(run.device)
     model.load_state_dict(state)
@@ -161,14 +166,14 @@ def train_rollouts(run: StageRun, state: dict[str, Tensor], forcing: type[Teache
         save_causal(trainer.averaged()[0].state_dict(), folder / name)
 
     def one_step(step: int) -> None:
-        if keeps and step in KEPT_STEPS:
+        if keeps and not after and step in KEPT_STEPS:
             save(f"step_{step:05d}.pt")
         own = bool(step % 2) and schedule.progress > OWN_PAST_AFTER
         trainer.step("own past" if own else "true past", lambda: loss(own))
 
     trainer.train(run.state_file, run.resume, one_step, save)
     if keeps:
-        save(f"step_{trainer.steps:05d}.pt")
+        save(f"step_{after + trainer.steps:05d}.pt")
     return trainer.numbers()
 
 
