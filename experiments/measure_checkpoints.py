@@ -32,6 +32,7 @@ def parser() -> Parser:
         "--steps", type=int, nargs="*", default=[], help="whose atlas is kept beside the JSON; -1: the last"
     )
     flags.add_argument("--device", default="auto")
+    flags.add_argument("--extend", action="store_true", help="keep what OUTPUT_PATH has of other steps")
     flags.add_argument("--output_path", type=Path, default=CHECKPOINT_REPORT)
     return flags
 
@@ -59,17 +60,32 @@ def run(argv=None):
     overrides = {"ckpt_dir": args.ckpt_dir} if args.ckpt_dir else {}
     config = load_config(args.config_path, overrides | {"device": args.device, "dtype": "float32"})
     captions = [scene.caption for scene in held_out_scenes(KINDS, args.captions)]
-    measured = []
+    about = {"environment": environment(choose_device(args.device)), "captions": captions}
+    measured = earlier_rows(args.output_path, captions) if args.extend else {}
     for numbers, atlas in measure(config, files, captions):
-        measured.append(numbers)
+        measured[numbers["step"]] = numbers | {"environment": about["environment"]}
         say(numbers)
         if numbers["step"] in kept:
             ends = select_passes(atlas, [0, len(atlas["pass_timesteps"]) - 1])  # the passes that are measured
             save_cache(args.output_path.with_name(files[numbers["step"]].name), ends)
-    about = {"environment": environment(choose_device(args.device)), "captions": captions}
+    rows = [measured[step] for step in sorted(measured)]
     with replacing(args.output_path) as file:
-        file.write(json.dumps(about | {"training_checkpoints": measured}).encode() + b"\n")
+        file.write(json.dumps(about | {"training_checkpoints": rows}).encode() + b"\n")
     print(args.output_path)
+
+
+def earlier_rows(path: Path, captions: list[str]) -> dict[int, dict]:
+    """What a report has measured, by step; nothing where there is none. CacheError for other captions."""
+    from experiments.caches.errors import CacheError
+    from experiments.miniature.checkpoint_analysis import read_report
+
+    if not path.exists():
+        return {}
+    report = read_report(path)
+    if report.get("captions") != captions:
+        raise CacheError(f"{path} is of other captions; leave --extend out to replace it")
+    of_all = {"environment": report.get("environment")}
+    return {row["step"]: of_all | row for row in report["training_checkpoints"]}
 
 
 def say(numbers: dict) -> None:

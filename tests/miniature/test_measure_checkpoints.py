@@ -10,8 +10,10 @@ from conftest import ROOT
 
 from experiments import measure_checkpoints
 from experiments.caches import load_cache
+from experiments.caches.errors import CacheError
 from experiments.dev import readme_drawings, readme_figures
 from experiments.figures import style
+from experiments.miniature import checkpoint_analysis
 from experiments.miniature.checkpoint_analysis import read_report
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.running import cli
@@ -68,6 +70,25 @@ def test_the_videos_shown_are_the_first_of_each_set():
     shown = " ".join(words((ROOT / "notebooks/figures/videos_mini.svg").read_text()))
     for name, count in readme_drawings.STRIPS.items():
         assert all(scene.caption in shown for scene in held_out_scenes(SETS[name], count))
+
+
+def test_a_report_is_extended_by_other_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shutil.copy("cache/wan-mini-training/moments.json", tmp_path / "out.json")
+    (tmp_path / "step_00007.pt").write_bytes(b"")
+    made = {"step": 7, "first pass": {"equal_distance_excess": [[1.0]]}}
+    monkeypatch.setattr(checkpoint_analysis, "measure", lambda *_: iter([(made, {})]))
+    flags = [str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / "out.json"), "--extend"]
+    measure_checkpoints.run(flags)
+    rows = read_report(tmp_path / "out.json")["training_checkpoints"]
+    assert [row["step"] for row in rows] == sorted(
+        [7, *(row["step"] for row in REPORT["training_checkpoints"])]
+    )
+    assert rows[0]["environment"] == REPORT["environment"] and rows[1]["environment"]["device"].endswith(
+        "CPU threads"
+    )
+    with pytest.raises(CacheError, match="is of other captions; leave --extend out"):
+        measure_checkpoints.run([*flags, "--captions", "2"])
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ CASES: dict[str, list[list[str]]] = {
         ["{}/training", "--config_path", "{}/none.yaml"],
         ["{}/training", "--output_path", f"{NO_DISK}/out.json"],
         ["{}/training", "--steps", "9"],
+        ["{}/training", "--extend", "--output_path", "{}/text.txt"],
         ["{}/training", "--captions", "0"],
     ],
     "measure_moments": [["--no_such_flag"], [], ["{}/none"]],
