@@ -9,7 +9,7 @@ here it is the causal stage's own weights.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from experiments.miniature.checkpoint_files import CAUSAL, TEACHER
 from experiments.miniature.latent_clips import LatentClips, encode_text
 from experiments.miniature.recipe import GUIDANCE, MODEL, SAMPLER_STEPS, SHIFT, TEACHER_STEPS, StageRun
-from experiments.miniature.stages import TeacherForcing, compile_blocks, train_rollouts
+from experiments.miniature.stages import TeacherForcing, train_rollouts
 from wan.checkpoint_layouts import read_self_forcing_state
 from wan.modules.causal_model import CausalWanModel
 
@@ -40,8 +40,8 @@ class Teacher:
     def __init__(self, run: StageRun, clips: LatentClips):
         model = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
         model.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
-        self.forcing, self.clips = TeacherForcing(run, model, clips), clips
-        compile_blocks(model, run.compile)
+        # Not compiled: of a second batch size the training's graphs would be compiled for any.
+        self.forcing, self.clips = TeacherForcing(replace(run, compile=False), model, clips), clips
 
     @torch.no_grad()
     def paths(self, run: StageRun) -> Tensor:
