@@ -26,6 +26,10 @@ from experiments.running.cli import Parser, main
 from wan.config import DTYPES
 from wan.errors import ConfigError
 
+STARTS = {  # what --start_from goes on from
+    "vae": "vae/diffusion_pytorch_model.safetensors",
+    "base": "transformer/diffusion_pytorch_model.safetensors",
+}
 LIMITS = {"steps": 10**7, "batch": 4096, "clips": 10**6, "minutes": 10**5, "lr": 1.0}
 
 
@@ -79,8 +83,8 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     if args.kinds:
         given["kinds"] = tuple(args.kinds)
     recipe = replace(RECIPES[args.stage], **given)
-    began = {"vae": "vae", "base": "transformer"}.get(args.stage)
-    if args.start_from and not (began and (args.start_from / began / "config.json").is_file()):
+    began = STARTS.get(args.stage)
+    if args.start_from and not (began and (args.start_from / began).is_file()):
         raise ConfigError("--start_from is of the stages vae and base, and names a folder of earlier weights")
     missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
     if missing:
@@ -120,12 +124,14 @@ def run(argv=None):
     from experiments.miniature.all_stages import STAGES
     from experiments.miniature.checkpoint_files import log_stage
     from experiments.miniature.frozen import hashes
+    from wan.checkpoint import file_sha256
 
     log = args.log or args.output_dir / LOG
     for path in (stage.state_file, log):
         require_writable(path)
     if args.training_checkpoints:
         require_writable(args.training_checkpoints / "step_00000.pt")
+    start = stage.start_from and stage.start_from / STARTS[args.stage]
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
@@ -141,7 +147,7 @@ def run(argv=None):
         "dtype": str(stage.dtype),
         "processes": stage.ranks.count,
         "frozen": hashes(),
-        "start_from": stage.start_from and str(stage.start_from),
+        "start_from": start and file_sha256(start),
         **asdict(stage.recipe),
     }
     log_stage(log, args.stage, about | numbers)
