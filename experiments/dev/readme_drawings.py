@@ -77,11 +77,11 @@ def videos() -> Figure:
 def training() -> Figure:
     """Losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
     log = json.loads((MINI / "training.json").read_text(encoding="utf-8"))
-    names = {"vae": "VAE", "base": "base", "causal": "causal"}
-    first, again = log["vae"], log.get("vae_resumed")  # the first recipe had a second run of the VAE
+    names = {"vae": "VAE", "base": "base", "causal": "causal", "few_step": "few-step"}
+    first, again = log["vae"], log.get("vae_resumed")  # a second run of the VAE, from the first one's weights
     second = again["psnr_curve"] if again else []
     psnr = first["psnr_curve"] + [[first["steps"] + step, *values] for step, *values in second]
-    losses = {label: log[stage]["loss_curve"] for stage, label in names.items()}
+    losses = {label: log[stage]["loss_curve"] for stage, label in names.items() if stage in log}
     return training_curves(losses, psnr, resumed=first["steps"] if again else None)
 
 

@@ -22,14 +22,13 @@ def training_curves(
     """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all,
     first, last second]; resumed is the step at which the VAE's second run begins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
-    for (name, curve), color in zip(losses.items(), (BLUE, ORANGE, GREEN), strict=False):
+    for (name, curve), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
         _, seconds, loss = np.array(curve).T
-        left.plot(seconds / 60, loss, color=color, linewidth=0.7, alpha=0.35)
+        share = seconds / seconds[-1]
+        left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
         smooth = np.exp(np.convolve(np.log(loss), np.ones(7) / 7, "valid"))
-        left.plot(seconds[3:-3] / 60, smooth, color=color, label=name)
-    left.set(
-        yscale="log", xlabel="Minutes of one GPU", ylabel="Loss", title="Loss; each stage from its own start"
-    )
+        left.plot(share[3:-3], smooth, color=color, label=name)
+    left.set(yscale="log", xlabel="Share of the stage's time", ylabel="Loss", title="Loss of each stage")
     left.legend()
     steps, *curves = np.array(psnr).T
     for values, color, name in zip(
