@@ -89,8 +89,7 @@ def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, session, co
     assert {item.layer for item in again.items() if again.read(item) is not None} == {3}
     first = {path.name: path.read_bytes() for path in (tmp_path / "items").iterdir()}
     assert len(first) == 2 and '"items"' in (tmp_path / "index.json").read_text()
-    for path in (tmp_path / "items").iterdir():
-        path.write_text("cut off")  # what cannot be read is made again
+    (tmp_path / "items" / min(first)).write_text("cut off")  # what cannot be read is made again
     assert make(again, session, rank=Rank(0, 2))[0]
     for path in (finished.folder / "items").iterdir():
         assert (tmp_path / "items" / path.name).read_bytes() == path.read_bytes()

@@ -1,6 +1,7 @@
 """Heads without a past: against a window of one block, batches against single runs, orders, resuming."""
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from functools import partial
@@ -133,12 +134,17 @@ def test_a_stopped_study_keeps_what_is_judged(tmp_path, config, session, judges)
     assert [one.read(condition) is not None for condition in one.singles()] == [True, False, False, False]
 
 
-def test_a_rank_that_waits_for_another_saves_what_is_judged(tmp_path, config, session, judges, monkeypatch):
+def test_a_rank_that_waits_for_another_saves_what_is_judged(
+    finished, tmp_path, config, session, judges, monkeypatch
+):
     """Else two of them would wait for each other's last conditions for ever."""
     monkeypatch.setattr(HiddenShapes, "conditions", lambda self: iter(()))
     one = study(tmp_path, config, session, judges, say=lambda line: None)
     *paths, last = (one.items.path(one._settings(condition)) for condition in one.singles())
     other, saved = Claims(tmp_path / "claims"), []
+    for path in paths[:-1]:
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(finished.items.folder / path.name, path)  # made before
 
     def another_rank():
         deadline = time.monotonic() + 60
