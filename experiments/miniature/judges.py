@@ -15,6 +15,7 @@ from torch import Tensor
 from experiments.caches.frames import one_thread
 from experiments.miniature.moving_shapes import Scene
 from experiments.miniature.tracking import judge
+from experiments.running.workers import end_with
 
 DTYPE = torch.float32  # what a decoder gives: the tracker sees every bit of it
 
@@ -35,7 +36,7 @@ class Judges:
         self._waiting: list[Future[Any] | None] = [None] * len(self._slots)
         self._next, self._pool = 0, None
         if workers > 1:
-            self._pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (self._slots,))
+            self._pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (self._slots, os.getpid()))
             self._pool.submit(os.getpid).result()  # all are forked here and now
 
     def submit(self, video: Tensor, scene: Scene) -> "Future[dict[str, bool]]":
@@ -64,13 +65,14 @@ class Judges:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool:
-            self._pool.shutdown(wait=error is None, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
 
 
 _shared: dict[str, Tensor] = {}  # in a worker: the videos
 
 
-def _begin(slots: Tensor) -> None:
+def _begin(slots: Tensor, parent: int) -> None:
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
     torch.set_num_threads(1)
     _shared["slots"] = slots

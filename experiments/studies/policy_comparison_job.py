@@ -24,7 +24,7 @@ from experiments.miniature.moving_shapes import Scene
 from experiments.running.claims import Claims
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank, on_own_device, this_rank
-from experiments.running.workers import workers_of
+from experiments.running.workers import end_with, workers_of
 from experiments.studies.policy_comparison import Comparison, Maker, merged
 from experiments.studies.policy_grid import read_policies
 from wan.config import RunConfig
@@ -145,5 +145,5 @@ def _pool(workers: int | None, on_gpu: bool, rank: Rank) -> Iterator[ProcessPool
         yield None
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(count, get_context("spawn"), end_with, (os.getpid(),)) as pool:
         yield pool

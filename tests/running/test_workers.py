@@ -1,10 +1,18 @@
 """How many processes measure: what was asked for, or a rank's share of its host's cores."""
 
+import json
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import psutil
 import pytest
 
 from experiments.running import workers
 from experiments.running.ranks import Rank
-from experiments.running.workers import workers_of
+from experiments.running.workers import end_with, workers_of
 from wan.errors import ConfigError
 
 
@@ -35,3 +43,27 @@ def test_ranks_share_the_cores_of_their_host(rank, environment, expected):
 def test_a_number_that_cannot_be_is_refused(asked):
     with pytest.raises(ConfigError, match=r"--workers must be in 0\.\.1024"):
         workers_of(asked, Rank())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_end_with_the_process_that_was_killed(method):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        pool = ProcessPoolExecutor(2, get_context(method), end_with, (os.getpid(),))
+        pool.submit(os.getpid).result()
+        os.write(writing, json.dumps(sorted(pool._processes)).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    workers = json.loads(os.read(reading, 1000))
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
