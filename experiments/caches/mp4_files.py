@@ -1,6 +1,7 @@
 """The one place where an mp4 is encoded. ffmpeg comes with the package imageio-ffmpeg, or with the system."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from experiments.caches.errors import CacheError
@@ -15,10 +16,8 @@ INSTALL = 'pip install "imageio[ffmpeg]"'
 def require_ffmpeg(otherwise: str = "") -> str:
     """Where ffmpeg is. Raises CacheError, before anything is computed, where there is none."""
     try:
-        import imageio  # noqa: F401  both are needed only where a video is written
-        import imageio_ffmpeg
-
-        return str(imageio_ffmpeg.get_ffmpeg_exe())
+        import_module("imageio")  # both are needed only where a video is written
+        return str(import_module("imageio_ffmpeg").get_ffmpeg_exe())
     except (ImportError, RuntimeError) as error:
         remedy = f"run: {INSTALL}" + (f"; or {otherwise}" if otherwise else "")
         raise CacheError(

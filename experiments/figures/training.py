@@ -93,11 +93,8 @@ def effect_by_step(panels: Mapping[str, Mapping[str, Lines]]) -> Figure:
                 style = ("-", "--", ":", "-.")[seed % 4]
                 label = name if len(seeds) == 1 else f"{name}, seed {seed}"
                 axis.plot(steps, values, "o", color=color, linestyle=style, markersize=2.5, label=label)
-        axis.set(title=title, xlabel="Step of causal training")
-        axis.set_xscale("symlog", linthresh=100)
-        last = max(steps[-1] for seeds in passes.values() for steps, _ in seeds)
-        axis.set_xlim(-10, 1.2 * last)
-        axis.set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= last)])
+        axis.set_title(title)
+        _steps_along(axis, max(steps[-1] for seeds in passes.values() for steps, _ in seeds))
     axes[0, 0].axhline(0, color="black", linestyle=":", linewidth=1)
     axes[0, 0].legend(fontsize=7)
     return figure
@@ -113,11 +110,16 @@ def _heads_over_steps(axis: Axes, steps: Sequence[int], values: np.ndarray, neut
         axis.plot(steps, flat[:, head], "o-", markersize=2.5, color=color, label=name)
     axis.axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
     axis.set_ylim(top=flat.max() + 0.4 * np.ptp(flat))  # room for the legend
+    _steps_along(axis, steps[-1])
+    axis.legend(fontsize=7, loc="upper left", ncols=2)
+
+
+def _steps_along(axis: Axes, last: int) -> None:
+    """Steps from 0 to the last: even up to 100, then by their size."""
     axis.set_xlabel("Step of causal training")
     axis.set_xscale("symlog", linthresh=100)
-    axis.set_xlim(-10, 1.2 * steps[-1])
-    axis.set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= steps[-1])])
-    axis.legend(fontsize=7, loc="upper left", ncols=2)
+    axis.set_xlim(-10, 1.2 * last)
+    axis.set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= last)])
 
 
 @styled

@@ -12,6 +12,7 @@ import numpy as np
 from experiments.analysis.head_measures import measure_heads, open_quantity
 from experiments.caches.errors import CacheError
 from experiments.extraction import cache_builders, causal
+from experiments.miniature.checkpoint_files import kept_steps
 from wan.config import RunConfig
 
 MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")
@@ -19,12 +20,11 @@ MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_co
 
 def kept_weights(folder: Path) -> dict[int, Path]:
     """Step -> file, of the step_*.pt in a folder. Raises CacheError where there are none."""
-    numbers = {path: path.stem.removeprefix("step_") for path in sorted(folder.glob("step_*.pt"))}
-    files = {int(n): path for path, n in numbers.items() if n.isascii() and n.isdigit()}
+    files = kept_steps(folder)
     if not files:
         made_with = "python experiments/train_mini.py --stage causal --training_checkpoints"
         raise CacheError(f"{folder} has no step_*.pt; make them with: {made_with} {folder}")
-    return dict(sorted(files.items()))
+    return files
 
 
 def measure(

@@ -21,6 +21,12 @@ CAUSAL = "self_forcing_mini.pt"
 TEACHER = "causal.pt"  # of the causal stage: the few-step stage starts from it; not shipped
 
 
+def kept_steps(folder: Path) -> dict[int, Path]:
+    """Step -> file of the weights that a training kept on its way, step_*.pt, in their order."""
+    numbers = {path: path.stem.removeprefix("step_") for path in folder.glob("step_*.pt")}
+    return dict(sorted((int(n), path) for path, n in numbers.items() if n.isascii() and n.isdigit()))
+
+
 def save_transformer(native: dict[str, Tensor], folder: Path) -> None:
     """Weights under diffusers' names, and the config of its WanTransformer3DModel."""
     folder.mkdir(parents=True, exist_ok=True)

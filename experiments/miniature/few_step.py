@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.miniature.checkpoint_files import CAUSAL, TEACHER
+from experiments.miniature.checkpoint_files import CAUSAL, TEACHER, kept_steps
 from experiments.miniature.latent_clips import LatentClips, encode_text
 from experiments.miniature.recipe import GUIDANCE, MODEL, SAMPLER_STEPS, SHIFT, TEACHER_STEPS, StageRun
 from experiments.miniature.stages import TeacherForcing, train_rollouts
@@ -108,7 +108,6 @@ class FewStep(TeacherForcing):
 def train_few_step(run: StageRun) -> dict:
     """The causal stage's weights, trained to jump; among the steps which that stage kept, this one's end is
     the last."""
-    kept = run.training_checkpoints.glob("step_*.pt") if run.training_checkpoints else ()
-    after = max((int(path.stem.removeprefix("step_")) for path in kept), default=0)
+    after = max(kept_steps(run.training_checkpoints), default=0) if run.training_checkpoints else 0
     state = read_self_forcing_state(run.output_dir / TEACHER)
     return train_rollouts(run, state, FewStep, CAUSAL, after)

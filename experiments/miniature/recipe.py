@@ -66,7 +66,7 @@ class Recipe:
     optimizer: str = "muon"  # of matrices and kernels; AdamW has the rest
 
 
-GUIDANCE = 1.5  # of the base weights and of the few-step stage's teacher
+GUIDANCE = 1.5  # of the few-step stage's teacher
 TEACHER_STEPS = (
     20  # of the teacher's ODE; a multiple of the sampler's 4, whose noise levels are among its own
 )

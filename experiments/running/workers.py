@@ -1,4 +1,4 @@
-"""How many processes measure on the CPU beside the one that makes videos."""
+"""Processes that measure on the CPU beside the one that makes videos: how many, and when they end."""
 
 import os
 import threading

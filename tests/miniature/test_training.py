@@ -120,8 +120,10 @@ def test_checkpoints_of_the_training_are_kept(undisturbed, tmp_path):
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert kept == ["step_00000.pt", "step_00003.pt"]
     assert (tmp_path / "kept" / kept[-1]).read_bytes() == (tmp_path / WEIGHTS["causal"]).read_bytes()
+    (tmp_path / "kept" / "step_last.pt").touch()  # a user's own: of no step
     train(tmp_path, "few_step", "--training_checkpoints", str(tmp_path / "kept"))
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [*kept, "step_00005.pt"]
+    names = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert names == {*kept, "step_00005.pt", "step_last.pt"}
     shipped = (tmp_path / WEIGHTS["few_step"]).read_bytes()
     assert (tmp_path / "kept" / "step_00005.pt").read_bytes() == shipped
 

@@ -1,5 +1,7 @@
 """Head dims whose rows a GPU's attention kernels cannot read: the same numbers, and no kernel of theirs."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import pretended_gpu
@@ -53,9 +55,13 @@ def test_every_head_dim_is_that_of_the_formula(dtype, head_dim, device):
 )
 def test_kernels_get_the_rows_that_they_can_read(dtype, head_dim, plain, masked, monkeypatch):
     called = []
+
+    def counted(operation, does, *given):
+        called.append(operation)
+        return does(*given)
+
     for operation, does in pretended_gpu.FUSED_ATTENTION.items():
-        counted = lambda *given, operation=operation, does=does: called.append(operation) or does(*given)  # noqa: E731
-        monkeypatch.setitem(pretended_gpu.FUSED_ATTENTION, operation, counted)
+        monkeypatch.setitem(pretended_gpu.FUSED_ATTENTION, operation, partial(counted, operation, does))
     with pretended_gpu.pretended_gpu() as gpu:
         q, k, v = inputs(gpu, dtype, head_dim)
         attention_with_lse(q, k, v)

@@ -71,6 +71,8 @@ CASES: dict[str, list[list[str]]] = {
         [],
         ["--stage", "none"],
         ["--stage", "base", "--output_dir", "{}/folder"],
+        ["--stage", "base", "--start_from", "{}/folder"],
+        ["--stage", "few_step", "--output_dir", "{}/folder"],
         ["--stage", "vae", "--minutes", "x"],
         ["--stage", "vae", "--device", "abacus"],
         ["--stage", "vae", "--batch", "x"],
