@@ -25,6 +25,7 @@ mkdir -p "$OUT" "$MINIATURE/logs"
 on() {
     local gpus=$GPUS name=$2 seconds=$3 begin=$SECONDS
     [[ $1 == all ]] || gpus=$(cut -d , -f $(($1 + 1)) <<<"$GPUS")
+    [[ $1 == all ]] || local -x OMP_NUM_THREADS=$(($(nproc) / COUNT))
     CUDA_VISIBLE_DEVICES=$gpus timeout -s INT -k 10 "$seconds" "${@:4}" >"$MINIATURE/logs/$name.log" 2>&1
     local status=$?
     echo "$name: status $status after $((SECONDS - begin)) s"
@@ -130,10 +131,19 @@ mass() {
     on "$SLOT" mass 90 python3 experiments/dev/benchmark_mass.py --output_path "$OUT/mass_$GPU.json"
 }
 
+attention() { # FA4 names a virtual environment that has flash-attn-4, where python3 has not
+    local PATH=${FA4:+$FA4/bin:}$PATH
+    on "$SLOT" attention 150 python3 experiments/dev/benchmark_attention.py --output_path "$OUT/attention_$GPU.json"
+    for kernel in cudnn fa4; do
+        WAN_ATTENTION=$kernel on "$SLOT" "capture_$kernel" 120 python3 experiments/dev/benchmark_capture.py \
+            --random_weights --device cuda --repeats 3 --output_path "$OUT/capture_${kernel}_$GPU.json"
+    done
+}
+
 gpu_tests() {
     on "$SLOT" gpu_tests 200 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py \
         tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_attention_rows.py \
-        tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py
+        tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py tests/wan/test_host_copies.py
 }
 
 variants() { # one after the other: they write one log; as many clips as the first process of the base had
@@ -145,12 +155,13 @@ variants() { # one after the other: they write one log; as many clips as the fir
 for part in "${@:2}"; do
     case $part in
         vae | base | causal | few_step | evaluation | numbers | findings | siblings | seeds | parallel) ;;
-        evaluate | checkpoints | policies | capture | maps | interventions | models | mass | gpu_tests) ;;
+        evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention | gpu_tests) ;;
         hidden_shapes | policies_compared | variants) ;;
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done
-export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions gpu_tests models variants
+export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions attention gpu_tests
+export -f models variants
 jobs=()
 for part in "${@:2}"; do
     case $part in

@@ -17,6 +17,7 @@ from experiments.running.cli import Parser, main
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 BENCHMARKS = {
+    "attention": "experiments.dev.benchmark_attention",
     "capture": "experiments.dev.benchmark_capture",
     "maps": "experiments.dev.benchmark_maps",
     "mass": "experiments.dev.benchmark_mass",

@@ -8,7 +8,7 @@ from conftest import golden_arrays, golden_model
 from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
-from wan.modules import captured_call
+from wan.modules import captured_call, host_copies
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.modules.capture import CaptureRequest
 from wan.modules.captured_call import CapturedCall, Pass, Site
@@ -129,7 +129,7 @@ def test_selection_by_layer_block_step_and_kind():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_what_was_captured_comes_to_the_cpu_as_it_was():
     """Small tensors in one copy, large ones alone; each is contiguous and holds no other's numbers."""
-    values = {"large": torch.rand(captured_call.SMALL // 4, 5), "small": torch.rand(3, 4)}
+    values = {"large": torch.rand(host_copies.SMALL // 4, 5), "small": torch.rand(3, 4)}
     values["other"] = torch.rand(6, 2).half()
     with pretended_gpu() as gpu:
         call = CapturedCall(Site(0, "self"), None, {n: v.to(gpu).mT for n, v in values.items()}, (), ())

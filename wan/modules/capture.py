@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wan.modules import frame_reductions, reductions
+from wan.modules import frame_reductions, host_copies, reductions
 from wan.modules.captured_call import CapturedCall, Kind, Pass, Site, move_to_cpu, parts_of
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
@@ -109,6 +109,10 @@ class Session:
     calls: list[CapturedCall] = field(default_factory=list)
     key_means: KeyMeans = field(default_factory=KeyMeans)
 
+    def keep(self, call: CapturedCall) -> None:
+        self.calls.append(call)
+        host_copies.start(call.values)
+
 
 class AttentionCapture:
     """What attention modules report to; idle until a request is made, and idle again when it ends."""
@@ -136,6 +140,8 @@ class AttentionCapture:
             move_to_cpu(session.calls)
         finally:
             del self._sessions[depth:]
+            if depth == 1:  # an error left copies behind
+                host_copies.forget()
 
     @property
     def active(self) -> bool:
@@ -192,7 +198,7 @@ class AttentionCapture:
                 values = self._reduce(session, request, site, q, k, lse, layout, mask)
                 shapes = tuple(q.shape), tuple(k.shape)
                 kept = layout and layout.on_host
-                session.calls.append(self.call_type(site, self._pass, values, *shapes, kept))
+                session.keep(self.call_type(site, self._pass, values, *shapes, kept))
 
     def observe_groups(
         self,
@@ -221,7 +227,7 @@ class AttentionCapture:
             values, layout = joined(parts, columns, groups), joint_layout(columns, groups[0].layout)
             q_shape = (*groups[0].q.shape[:2], sum(len(g.heads) for g in groups), groups[0].q.shape[3])
             k_shape = (q_shape[0], len(layout.slots) * layout.tokens_per_slot, *q_shape[2:])
-            session.calls.append(self.call_type(site, self._pass, values, q_shape, k_shape, layout))
+            session.keep(self.call_type(site, self._pass, values, q_shape, k_shape, layout))
 
     def observe_edited(self, call: EditedCall, lse: Tensor) -> None:
         """Called by attention() of a call under edit: what its softmax saw is kept."""
@@ -235,7 +241,7 @@ class AttentionCapture:
             else:
                 values = edited_values(request, call, lse)
             kept = call.layout and call.layout.on_host
-            session.calls.append(self.call_type(call.site, self._pass, values, *shapes, kept))
+            session.keep(self.call_type(call.site, self._pass, values, *shapes, kept))
 
     def exchange(self, state: dict[str, Any]) -> dict[str, Any]:
         """Take on another state -> the one before. For two runs that go in step."""

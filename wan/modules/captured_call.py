@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from wan.modules import host_copies
 from wan.modules.head_shard import HeadShard
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_segments import segments_of
 
 Kind = Literal["self", "cross"]
-SMALL = 1 << 15  # elements of what is copied with others: torch clones more of them by several threads
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ DOCUMENTED: dict[str, Callable[[CapturedCall], Any]] = {
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:
     """Bring captured tensors to the CPU, small ones in one copy per dtype: each would wait for the device."""
+    host_copies.wait()
     waiting = [
         (call.values, name)
         for call in calls
@@ -132,7 +133,7 @@ def move_to_cpu(calls: Collection[CapturedCall]) -> None:
         if value.device.type != "cpu"
     ]
     for values, name in waiting:
-        if values[name].numel() > SMALL:
+        if values[name].numel() > host_copies.SMALL:
             values[name] = values[name].contiguous().cpu()
     small = [(values, name) for values, name in waiting if values[name].device.type != "cpu"]
     for dtype in {values[name].dtype for values, name in small}:

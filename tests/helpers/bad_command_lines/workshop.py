@@ -3,6 +3,12 @@
 from helpers.bad_command_lines import MINI, NO_DISK
 
 CASES: dict[str, list[list[str]]] = {
+    "benchmark_attention": [
+        ["--no_such_flag"],
+        ["--keys", "0"],
+        ["--repeats", "x"],
+        ["--output_path", f"{NO_DISK}/out.json"],
+    ],
     "benchmark_capture": [
         ["--no_such_flag"],
         [*MINI, "--repeats", "x"],

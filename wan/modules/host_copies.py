@@ -1,0 +1,58 @@
+"""Large captured values on their way from a GPU to host memory, while the rollout goes on.
+
+Memory that a process never used takes longer to get than the copy into it: threads wait for both.
+"""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+SMALL = 1 << 15  # elements; values up to here are copied together at the end
+THREADS = 4
+
+_under_way: list[Future[None]] = []
+_of_thread = threading.local()
+
+
+def start(values: dict[str, Tensor]) -> None:
+    """Begin to replace the large values that are on a GPU by copies on the CPU, in place."""
+    for name, value in values.items():
+        if value.is_cuda and value.numel() > SMALL:
+            ready = torch.cuda.current_stream(value.device).record_event()
+            _under_way.append(_threads().submit(_copy, values, name, ready))
+
+
+def wait() -> None:
+    """Until all copies have been made. What one of them raised is raised here."""
+    waiting = _under_way.copy()
+    forget()
+    for copy in waiting:
+        copy.result()
+
+
+def forget() -> None:
+    """Wait for none of them."""
+    _under_way.clear()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="host_copies")
+
+
+def _copy(values: dict[str, Tensor], name: str, ready: torch.cuda.Event) -> None:
+    value = values[name]
+    with torch.cuda.stream(_stream(value.device)):
+        ready.wait()
+        values[name] = value.contiguous().cpu()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Of this thread: copies on the stream of the rollout would wait for what it was given since."""
+    streams = _of_thread.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
