@@ -90,7 +90,8 @@ def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.nda
                 "frame_logits_error": torch.from_numpy(error + HALF * top).float(),
             }
     if "frame_logits" in cache:
-        precision = f"the last block's mean is exact, the frame matrix within vmax/{COLOURS} of each layer and float16's rounding"
+        within = f"vmax/{COLOURS} of each layer and float16's rounding"
+        precision = f"the last block's mean is exact, the frame matrix within {within}"
     else:
         precision, missing = "the last block's mean is exact", f"the frame matrix, {missing}"
     return cache | {"notes": [f"published data, {SOURCE}: {precision}; not there: {missing}"]}

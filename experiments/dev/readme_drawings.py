@@ -79,10 +79,18 @@ def training() -> Figure:
     log = json.loads((MINI / "training.json").read_text(encoding="utf-8"))
     names = {"vae": "VAE", "base": "base", "causal": "causal", "few_step": "few-step"}
     first, again = log["vae"], log.get("vae_resumed")  # a second run of the VAE, from the first one's weights
-    second = again["psnr_curve"] if again else []
-    psnr = first["psnr_curve"] + [[first["steps"] + step, *values] for step, *values in second]
+    psnr = [*first["psnr_curve"], vae_end(first)]
+    if again:
+        later = [*again["psnr_curve"][1:], vae_end(again)]  # its beginning is the first one's end
+        psnr += [[first["steps"] + step, *values] for step, *values in later]
     losses = {label: log[stage]["loss_curve"] for stage, label in names.items() if stage in log}
     return training_curves(losses, psnr, resumed=first["steps"] if again else None)
+
+
+def vae_end(run: dict) -> list[float]:
+    """Step and PSNR of all, the first and the last second at the end of a run, over more clips than its
+    curve."""
+    return [run["steps"], run["psnr"], run["psnr_first_second"], run["psnr_last_second"]]
 
 
 def moments() -> Figure:

@@ -29,7 +29,7 @@ def training_curves(
         smooth = np.exp(np.convolve(np.log(loss), np.ones(7) / 7, "valid"))
         left.plot(share[3:-3], smooth, color=color, label=name)
     left.set(yscale="log", xlabel="Share of the stage's time", ylabel="Loss", title="Loss of each stage")
-    left.legend()
+    left.legend(loc="upper right", ncols=2)
     steps, *curves = np.array(psnr).T
     for values, color, name in zip(
         curves, (DARK, BLUE, ORANGE), ("81 frames", "first second", "last second"), strict=True

@@ -22,6 +22,7 @@ from torch import Tensor
 from experiments.caches.atomic_files import replacing
 from experiments.caches.frames import one_thread
 from experiments.miniature.autoencoder import psnr, receptive_field, vae_quality
+from experiments.miniature.checkpoint_files import CAUSAL
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.generation import Miniature
 from experiments.miniature.judges import Answers, Judges
@@ -82,8 +83,8 @@ def evaluate(config: RunConfig, counts: Counts, partial: Path, workers: int = 1)
 
 
 def weight_hashes(folder: Path) -> dict[str, str]:
-    """Path below the checkpoint's folder -> SHA-256."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".pt"))
+    """Path below the checkpoint's folder -> SHA-256, of what is evaluated."""
+    files = [*sorted(folder.glob("*/*.safetensors")), *folder.glob(CAUSAL)]  # a training has more beside
     return {path.relative_to(folder).as_posix(): checkpoint.file_sha256(path) for path in files}
 
 

@@ -21,8 +21,9 @@ from wan.errors import ConfigError, one_line, quoted
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
 CAPABILITIES = (9, 10)  # major compute capability: Hopper, and Blackwell in data centres
 HALF = (torch.bfloat16, torch.float16)
-# A guess, not measured: on an H200 cuDNN was faster over 512 keys, FlashAttention-4 over 32760.
-FEWEST_KEYS = 2048
+# On an H200 cuDNN is faster up to 3120 keys, both are even at 4680, FlashAttention-4 is faster from 9360 on
+# (docs/benchmarks/attention_h200.json).
+FEWEST_KEYS = 9360
 LARGEST_HEAD = 128
 ROW_BYTES = 16
 
