@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.dev.tables import markdown, measured_on
 from experiments.running.cli import Parser, main
 
 NUM_FRAMES = 30
@@ -27,6 +28,22 @@ RELEASED: list[dict[str, Any]] = [
     {"name": "ema_sink", "window": 9, "sink": 3, "released": "reward_forcing"},
     {"name": "two_memories", "window": 12, "sink": 3, "released": "memrope"},
 ]
+
+
+def table(report: dict[str, Any]) -> str:
+    """A row for each release: its policy, sizes in frames, and how far it moves the latents."""
+    rows = [(said(row["policy"]), f"{row['distance']:.3f}") for row in report["rows"]]
+    shown = markdown(("policy, as released by", "distance"), rows)
+    return f"{shown}\n\n{report['model']}; {measured_on(report['environment'])}"
+
+
+def said(policy: dict[str, Any]) -> str:
+    """A policy in a table: window 12/3, longlive."""
+    more = [
+        f"{letter} {policy[name]}" for letter, name in (("N", "budget"), ("R", "recent")) if name in policy
+    ]
+    sizes = f"{policy['name']} {policy['window']}/{policy['sink']}"
+    return ", ".join([sizes, *more, policy["released"]])
 
 
 def run(argv=None) -> None:

@@ -39,6 +39,7 @@ BENCHMARKS = {
     "checkpoints": "experiments.dev.first_frame_training",
     "evaluation": "experiments.dev.miniature_tables",
     "shape_attention": "experiments.dev.shape_attention",
+    "released": "experiments.dev.policy_figures",
     "robustness": "experiments.dev.robustness_tables",
 }
 

@@ -91,5 +91,6 @@ def test_the_notebook_runs_an_edit_and_shows_what_is_there(tmp_path):
     )
     assert "knock out the first frame: layer 3" in printed and "direct: mean 1.8" in printed
     drawn = executed.figures(tmp_path)
-    assert set(drawn) == {"strips.svg", "attention.svg", "effects.svg", "causal_atlas.svg"}
+    shown = {"strips.svg", "attention.svg", "effects.svg", "causal_atlas.svg", "hidden_shapes.svg"}
+    assert set(drawn) == shown
     assert "edited: knock out the first frame" in executed.words(drawn["attention.svg"])
