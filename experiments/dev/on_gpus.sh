@@ -123,6 +123,14 @@ capture() { benchmark capture 100 --repeats 3; }
 maps() { benchmark maps 180 --repeats 2; }
 interventions() { benchmark interventions 300 --repeats 2 --sweep_seconds 60 --folder outputs/sweep; }
 
+sweep() { # the whole causal atlas of 1.3B in two calls, the second of which goes on
+    for call in 1 2; do
+        on "$SLOT" "sweep_$call" 480 python3 experiments/dev/benchmark_interventions.py --random_weights --device cuda \
+            --repeats 1 --sweep_seconds 350 --folder outputs/whole_sweep \
+            --output_path "$OUT/interventions_${GPU}_call$call.json"
+    done
+}
+
 models() {
     on "$SLOT" models 280 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
 }
@@ -155,13 +163,13 @@ variants() { # one after the other: they write one log; as many clips as the fir
 for part in "${@:2}"; do
     case $part in
         vae | base | causal | few_step | evaluation | numbers | findings | siblings | seeds | parallel) ;;
-        evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention | gpu_tests) ;;
-        hidden_shapes | policies_compared | variants) ;;
+        evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention) ;;
+        hidden_shapes | policies_compared | variants | sweep | gpu_tests) ;;
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done
 export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions attention gpu_tests
-export -f models variants
+export -f models variants sweep
 jobs=()
 for part in "${@:2}"; do
     case $part in

@@ -21,6 +21,7 @@ PARTS = {
     "siblings": 3,
     "parallel": 1,
     "attention": 3,
+    "sweep": 2,
 }
 
 
