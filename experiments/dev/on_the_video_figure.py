@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 REPORT, OUTPUT = Path("docs/shape_attention.json"), Path("notebooks/figures/on_the_video_mini.svg")
 HEADS, HEIGHT = 3, 72  # rows; pixels of a picture
+TOP = 10  # of the scale, mass per token where 1 is even: newest frames alone have more
 SEEN = 0.3  # share of a patch that the shape covers, at least where the query is
 FRAME, STEP = 18, 4  # of the query: the last block's first frame, in the clean pass
 
@@ -62,15 +63,14 @@ def draw(args: argparse.Namespace):
     maps = [open_map(cache, *head, STEP, place) for head in heads]
     pictures = [resized(pixels[max(0, 4 * frame - 1)].numpy()) for frame in range(config.num_frames)]
     title = f"Three heads that follow the shape: “{config.prompt}”"
-    return map_strip(maps, pictures, range(0, FRAME, 2), title=title)
+    return map_strip(maps, pictures, range(0, FRAME, 2), title=title, top=TOP)
 
 
 def chosen_heads(report: Path) -> list[tuple[int, int]]:
-    """The heads that follow the shape most surely: by the lower end of moving minus the best control."""
+    """The heads that follow the shape most surely, as the report orders them."""
     try:
         found = json.loads(report.read_text(encoding="utf-8"))["passes"]["clean pass"]["top"]
-        order = sorted(found, key=lambda head: -head["interval"][0])
-        return [(order[n]["layer"], order[n]["head"]) for n in range(HEADS)]
+        return [(found[n]["layer"], found[n]["head"]) for n in range(HEADS)]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         said = f"{report} names no {HEADS} heads that follow; run: python experiments/dev/shape_attention.py"
         raise ConfigError(said) from None

@@ -14,11 +14,11 @@ from experiments.running.cli import Parser, count, main
 
 OUTPUT = Path("docs/shape_attention.json")
 STEPS = {0: "pass 0", 4: "clean pass"}
-LISTED = 5  # heads in the table
+LISTED = 5  # heads in the table, by the lower end of moving minus the best control
 
 
 def table(report: dict) -> str:
-    """Means over heads of every mask, how many heads follow, and those that do it most."""
+    """Means over heads of every mask, how many heads follow, and those that do it most surely."""
     rows = []
     for name, of_pass in report["passes"].items():
         rows += [
@@ -92,8 +92,8 @@ def report_of(found, model: str, device: str = "cpu") -> dict:
     passes = {}
     for step, name in STEPS.items():
         mean, each = found.mean(step), followers(found, step)
-        moving = np.where(each.follows, mean[:, 0], 0)
-        top = [head for head in largest(moving, LISTED) if moving[head]]
+        surely = np.where(each.follows, each.low, 0)
+        top = [head for head in largest(surely, LISTED) if surely[head]]
         passes[name] = {
             "mean": [round(float(x), 3) for x in np.nanmean(mean, (0, 2))],
             "follow": int(each.follows.sum()),

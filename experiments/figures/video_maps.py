@@ -89,12 +89,14 @@ def map_strip(
     *,
     alpha: float = ALPHA,
     title: str = "",
+    top: float | None = None,
 ) -> Figure:
-    """A row for each map, the chosen frames side by side, the first the query's own; one scale for all."""
+    """A row for each map, the chosen frames side by side, the first the query's own; one scale for all, which
+    ends at top."""
     first = maps[0]
     own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
     columns = [own, *(frame for frame in frames if frame != own)]
-    scale = scale_of(maps, frames=columns)
+    scale = scale_of(maps, top, frames=columns)
     size = (1.05 * len(columns) + 0.9, 0.75 + 1.12 * len(maps))
     figure, grid = plt.subplots(len(maps), len(columns), squeeze=False, figsize=size)
     for row, seen in zip(grid, maps, strict=True):
