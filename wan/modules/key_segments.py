@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from wan.modules.key_layout import KeyLayout
 
 NO_FRAME = -99  # KeySegment.frame of a segment without tokens
+MOST_FRAMES = 1 << 32  # more than a rollout has
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,14 @@ def _segments(layout: KeyLayout) -> tuple[list[list[KeySegment]], range]:
             for b in range(batch)
         ]
         return whole, range(0)
-    at, parts = layout.chosen.slots, []
-    for frames in layout.chosen.on_host.frames.tolist():
-        tokens = [(at.start + i // S, frame) for i, frame in enumerate(frames)]
-        parts.append([KeySegment(*key, len([*run])) for key, run in groupby(tokens)])
+    at, frames = layout.chosen.slots, layout.chosen.on_host.frames.long()
+    place = torch.arange(frames.shape[1]) // S
+    parts = []
+    for row in frames:  # every layer of every block has its own: thousands of tokens, not one by one
+        runs, tokens = torch.unique_consecutive(place * MOST_FRAMES + row, return_counts=True)
+        pairs = [divmod(run, MOST_FRAMES) for run in runs.tolist()]
+        of_runs = zip(pairs, tokens.tolist(), strict=True)
+        parts.append([KeySegment(at.start + slot, frame, n) for (slot, frame), n in of_runs])
     length = max(map(len, parts))
     filled = [[*part, *[KeySegment(-1, NO_FRAME, 0)] * (length - len(part))] for part in parts]
     before, after = ([KeySegment(i, slots[i].frame, S) for i in r] for r in _around(at, len(slots)))

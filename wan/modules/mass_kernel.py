@@ -131,10 +131,10 @@ def query_frame_mass(
 def query_segment_mass(q: Tensor, k: Tensor, lse: Tensor, bounds: Tensor) -> Tensor:
     """Mass of every query on every segment of keys, bounds [B, n + 1] -> float32 [B, H, n, Lq].
 
-    A program takes all segments: some have a few keys only.
+    A program takes so many segments as have KEYS_EACH keys on average.
     """
     count = bounds.shape[1] - 1
-    return _query_mass(q, k, lse, count, bounds, count)
+    return _query_mass(q, k, lse, count, bounds, max(1, KEYS_EACH * count // k.shape[1]))
 
 
 def _query_mass(
