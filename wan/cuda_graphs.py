@@ -71,7 +71,7 @@ class Inputs:
         self._taken: tuple[Tensor, Rope] | None = None
 
     def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
-        """Take over what a layer is given: x unless the layer before left it here, the rest once a forward."""
+        """Take over a layer's input: x unless the layer before left it here, the rest once a forward."""
         if x is not self.x:
             self.x.copy_(x)
         if self._taken is None or self._taken[0] is not time or self._taken[1] is not rope:
