@@ -81,7 +81,8 @@ def _unpacked(flat: Tensor, kept: Sequence[_Kept]) -> list[dict[str, Tensor]]:
     parts = flat.split([shape.numel() * dtype.itemsize for _, _, shape, dtype in places])
     found: dict[int, dict[str, Tensor]] = {id(call): {} for call in kept}
     for (call, name, shape, dtype), part in zip(places, parts, strict=True):
-        found[id(call)][name] = part.clone().view(dtype).view(shape)
+        aligned = part.storage_offset() % dtype.itemsize == 0
+        found[id(call)][name] = (part if aligned else part.clone()).view(dtype).view(shape)
     return list(found.values())
 
 

@@ -15,6 +15,7 @@ from experiments.running.cli import Parser, count, main
 from wan.config import DTYPES, MODELS
 
 PARTS = ("rollouts", "sweep", "error", "long")
+HOW = {"together": "", "graphs": ", CUDA graphs"}
 
 
 def table(report: dict) -> str:
@@ -31,16 +32,14 @@ def rows_of(report: dict) -> str:
     for model, found in report["rollouts"].items():
         for name, row in found["rows"].items():
             alone = row["alone"]
-            for way, ratio, how in (("together", "ratio", ""), ("graphs", "graphs_ratio", "; CUDA graphs")):
-                if way not in row:
-                    continue
+            for way in (way for way in HOW if way in row):
                 rows.append(
                     (
                         model,
-                        f"{name}{how}",
+                        f"{name}{HOW[way]}",
                         f"{alone['median_seconds']:.2f} s",
                         f"{row[way]['median_seconds']:.2f} s",
-                        f"{row[ratio]:.2f}",
+                        f"{row[way]['ratio']:.2f}",
                         f"{alone['peak_gb']:.1f} GB",
                         f"{row[way]['peak_gb']:.1f} GB",
                     )
@@ -58,7 +57,7 @@ def other_lines(report: dict) -> str:
         )
     if long := report.get("long"):
         lines += (
-            f"{long['model']}, {long['num_frames']} frames by {report['gpus']} GPUs with CUDA graphs, the "
+            f"{long['model']}, {long['num_frames']} frames by {report['gpus']} GPUs{HOW[long['way']]}, the "
             f"first rollout of its processes: {long['seconds']:.1f} s, {long['peak_gb']:.1f} GB each\n\n"
         )
     return lines
@@ -71,6 +70,7 @@ def run(argv=None):
     flag("--num_frames", type=count, default=21, help="latent frames of a rollout")
     flag("--repeats", type=count, default=2, help="timed repeats of every row")
     flag("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="what is measured, in this order")
+    flag("--ways", nargs="+", choices=[*HOW], default=[*HOW], help="launched by Python, or by CUDA graphs")
     flag("--sweep", type=count, default=32, help="rollouts of the sweep, of the first model")
     flag("--sweep_frames", type=count, default=9, help="latent frames of each of them")
     flag("--long_frames", type=count, default=120, help="of the long rollout, by all GPUs, of the last model")

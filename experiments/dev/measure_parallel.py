@@ -6,7 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,19 +122,21 @@ def parts(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if "sweep" in args.parts and not number:
             yield measure_sweep(bench, make_inputs(bench, args, name).of(args.sweep_frames), args.sweep)
         if "error" in args.parts and not number:
-            yield measure_error(bench, make_inputs(bench, args, name).of(args.accuracy_frames))
+            inputs = make_inputs(bench, args, name).of(args.accuracy_frames)
+            yield {"error": measure_error(bench, inputs, args.ways)}
     if "long" in args.parts:
-        yield measure_long(bench, make_inputs(bench, args, args.models[-1]).of(args.long_frames))
+        inputs = make_inputs(bench, args, args.models[-1]).of(args.long_frames)
+        yield {"long": measure_long(bench, inputs, args.ways[-1])}
 
 
 def measure_rollouts(
     bench: Bench, inputs: Inputs, args: argparse.Namespace
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """One model's rollouts by one GPU, by all of them, and by all of them with CUDA graphs."""
+    """One model's rollouts by one GPU and by all of them, in every way that is asked for."""
     alone = bench.first_alone(partial(timed_rows, bench, inputs, args.repeats))
     apply_head_parallel(inputs.pipeline.model, bench.group)
     found: dict[str, Any] = {"weights_gb": round(weights_gb(inputs), 2), "rows": {}}
-    for way in ("together", "graphs"):
+    for way in args.ways:
         if way == "graphs":
             apply_cuda_graphs(inputs.pipeline.model)
         rows = timed_rows(bench, inputs, args.repeats, is_shared=True)
@@ -142,8 +144,7 @@ def measure_rollouts(
             found.setdefault("profiles", {})[way] = profile(bench, inputs)
         for name, row in rows.items() if bench.rank.is_first else ():
             of_row = found["rows"].setdefault(name, {"alone": alone[name]})
-            ratio = alone[name]["median_seconds"] / row["median_seconds"]
-            of_row |= {way: row, "ratio" if way == "together" else "graphs_ratio": round(ratio, 3)}
+            of_row[way] = row | {"ratio": round(alone[name]["median_seconds"] / row["median_seconds"], 3)}
         yield found
 
 
@@ -199,8 +200,8 @@ def profile(bench: Bench, inputs: Inputs) -> dict[str, list[str]]:
     return {on: table(sort_by=f"self_{on}_time_total", row_limit=25).splitlines() for on in orders}
 
 
-def measure_error(bench: Bench, inputs: Inputs) -> dict[str, Any]:
-    """Distance to float32 of a short rollout by one process and by all."""
+def measure_error(bench: Bench, inputs: Inputs, ways: Sequence[str]) -> dict[str, Any]:
+    """Distance to float32 of a short rollout by one process and by all, and between the two."""
 
     def by_one() -> tuple[Tensor, Tensor]:
         latents = inputs.roll_out([])[0].float()
@@ -210,17 +211,25 @@ def measure_error(bench: Bench, inputs: Inputs) -> dict[str, Any]:
 
     one = bench.first_alone(by_one)
     apply_head_parallel(inputs.pipeline.model, bench.group)
-    latents = inputs.roll_out([])[0].float()
-    apply_cuda_graphs(inputs.pipeline.model)
-    replayed = inputs.roll_out([])[0].float()
+    latents = {}
+    for way in ways:
+        if way == "graphs":
+            apply_cuda_graphs(inputs.pipeline.model)
+        latents[way] = inputs.roll_out([])[0].float()
     if one is None:
         return {}
-    exact, frames = one[1], inputs.config.num_frames
+    alone, exact = one
     size = exact.square().mean().sqrt()
-    far = [((x - exact).square().mean().sqrt() / size).item() for x in (one[0], latents, replayed)]
-    between = ((latents - one[0]).square().mean().sqrt() / size).item()
-    found = {"frames": frames, "alone": far[0], "together": far[1], "graphs": far[2], "between": between}
-    return {"error": found | {"same_bits_by_graphs": torch.equal(latents, replayed)}}
+
+    def apart(x: Tensor, y: Tensor) -> float:
+        return ((x - y).square().mean().sqrt() / size).item()
+
+    return (
+        {"frames": inputs.config.num_frames, "alone": apart(alone, exact)}
+        | {way: apart(x, exact) for way, x in latents.items()}
+        | {"between": max(apart(x, alone) for x in latents.values())}
+        | {"ways_differ": any(not torch.equal(x, latents[ways[0]]) for x in latents.values())}
+    )
 
 
 def measure_sweep(bench: Bench, inputs: Inputs, items: int) -> dict[str, Any]:
@@ -265,17 +274,18 @@ def measure_sweep(bench: Bench, inputs: Inputs, items: int) -> dict[str, Any]:
     }
 
 
-def measure_long(bench: Bench, inputs: Inputs) -> dict[str, Any]:
+def measure_long(bench: Bench, inputs: Inputs, way: str) -> dict[str, Any]:
     """Seconds and peak of one long rollout by all, which one GPU may not hold; nothing comes before it."""
     apply_head_parallel(inputs.pipeline.model, bench.group)
-    apply_cuda_graphs(inputs.pipeline.model)
+    if way == "graphs":
+        apply_cuda_graphs(inputs.pipeline.model)
     drawn = inputs.draw()
     reset_peak(bench.device)
     begin = now(bench.device)
     inputs.roll_out([], drawn)
     seconds, peak = bench.max(now(bench.device) - begin), bench.max(peak_gb(bench.device))
-    found = {"model": inputs.config.model, "num_frames": inputs.config.num_frames}
-    return {"long": found | {"seconds": round(seconds, 3), "peak_gb": round(peak, 2)}}
+    found = {"model": inputs.config.model, "num_frames": inputs.config.num_frames, "way": way}
+    return found | {"seconds": round(seconds, 3), "peak_gb": round(peak, 2)}
 
 
 # -- the device ----------------------------------------------------------------------------------------------
