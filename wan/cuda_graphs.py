@@ -22,7 +22,7 @@ from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
-from wan.modules.layers import Block, Rope
+from wan.modules.layers import Block, Modulation, Rope
 from wan.modules.per_head_cache import PerHeadCache
 
 Cache = KVCache | PerHeadCache
@@ -37,7 +37,7 @@ def apply_cuda_graphs(model: CausalWanModel) -> None:
 
 
 class Recorder:
-    """Records calls, which take their memory from one pool: none of them reads what another one allocates."""
+    """Records calls, which take their memory from one pool: what one is to find there must be kept."""
 
     def __init__(self, device: torch.device):
         self.device, on_gpu = device, device.type == "cuda"
@@ -102,6 +102,7 @@ class ReplayedBlock:
         self.eager = block.forward
         self.before: dict[Hashable, Replay] = {}
         self.after: dict[Hashable, Replay] = {}
+        self.rows: dict[Hashable, tuple[Modulation, Modulation]] = {}  # from the first graph to the second
         self.texts: dict[Hashable, TextInputs] = {}
         self.warm: set[Hashable] = set()
 
@@ -125,14 +126,15 @@ class ReplayedBlock:
 
         inputs, own_text = self._inputs(key, x, time, rope), self._text(text)
         if key not in self.before:
-            self.before[key] = self._record_before(inputs, with_raw)
+            self.before[key] = self._record_before(key, inputs, with_raw)
         self.before[key]()
         seen = self.block.self_attn.attend(inputs.own, kv_cache)
         if inputs.seen is None:
-            inputs.seen = torch.empty_like(seen)
-        inputs.seen.copy_(seen)
+            inputs.seen = seen
+        elif seen is not inputs.seen:  # several GPUs bring it to one place
+            inputs.seen.copy_(seen)
         if key not in self.after:
-            self.after[key] = self._record_after(inputs, inputs.seen, own_text)
+            self.after[key] = self._record_after(key, inputs, inputs.seen, own_text)
         self.after[key]()
         return inputs.x
 
@@ -153,11 +155,11 @@ class ReplayedBlock:
         self.texts[text[0].shape].take(text)
         return self.texts[text[0].shape].own
 
-    def _record_before(self, inputs: Inputs, with_raw: bool) -> Replay:
+    def _record_before(self, key: Hashable, inputs: Inputs, with_raw: bool) -> Replay:
         block = self.block
 
         def project() -> tuple[Tensor, ...]:
-            attend, _ = block.modulations(inputs.time)
+            self.rows[key] = attend, _ = block.modulations(inputs.time)
             x = block.norm1(inputs.x, attend.scale, attend.shift)
             return block.self_attn.project(x, inputs.rope, with_raw)
 
@@ -165,13 +167,13 @@ class ReplayedBlock:
             inputs.own = tuple(map(torch.empty_like, project()))
         return self.recorder.record(lambda: copy_all(inputs.own, project()))
 
-    def _record_after(self, inputs: Inputs, seen: Tensor, text: tuple[Tensor, Tensor]) -> Replay:
+    def _record_after(
+        self, key: Hashable, inputs: Inputs, seen: Tensor, text: tuple[Tensor, Tensor]
+    ) -> Replay:
         block = self.block
 
         def finish() -> None:
-            attend, feed = block.modulations(inputs.time)
-            x = block.finish(inputs.x, block.self_attn.merge(seen), attend, feed, text)
-            inputs.x.copy_(x)
+            inputs.x.copy_(block.finish(inputs.x, block.self_attn.merge(seen), *self.rows[key], text))
 
         return self.recorder.record(finish)
 

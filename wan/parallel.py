@@ -12,7 +12,7 @@ KV cache, what is captured and what is edited stay with the heads; gather_calls(
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class ProcessShard(HeadShard):
     """The heads of one process of a group. It also has the share of every call's tokens that is as large."""
 
     group: Group
+    places: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_model(cls, num_heads: int, group: Group) -> "ProcessShard":
@@ -88,15 +89,25 @@ class ProcessShard(HeadShard):
         """n tensors of all tokens and own heads, [B, L, H/P, D], from [P, B, L/P, n, H/P, D]."""
         return arrived.transpose(0, 1).flatten(1, 2).unbind(2)
 
-    def exchange(self, outgoing: Tensor) -> Tensor:
-        """To every process its part along the first dim, and from every process what it has for this one."""
-        arrived = torch.empty_like(outgoing)
+    def exchange(self, outgoing: Tensor, place: Tensor | None = None) -> Tensor:
+        """To every process its part along the first dim, and from every process what it has for this one.
+
+        It comes to a place of its own, or to the one that is given.
+        """
+        arrived = torch.empty_like(outgoing) if place is None else place
         dist.all_to_all_single(arrived, outgoing, group=self.group)
         return arrived
 
-    def pack_heads(self, seen: Tensor) -> Tensor:
-        """What own heads saw by whose tokens saw it: [B, L, H/P, D] -> [P, B, L/P, H/P, D]."""
-        return seen.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+    def send_back(self, seen: Tensor) -> Tensor:
+        """What own heads saw, to whose tokens saw it: [B, L, H/P, D] -> [P, B, L/P, H/P, D].
+
+        It comes to the same place in every layer, until unpack_heads() copies it.
+        """
+        outgoing = seen.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        key = outgoing.shape, outgoing.dtype
+        if key not in self.places:
+            self.places[key] = torch.empty_like(outgoing)
+        return self.exchange(outgoing, self.places[key])
 
     def unpack_heads(self, arrived: Tensor) -> Tensor:
         """What all heads saw for own tokens: [P, B, L/P, H/P, D] -> [B, L/P, H, D]."""
@@ -156,7 +167,7 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
 
     def attend_whole(own: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
         whole = shard.unpack(shard.exchange(own[0]))
-        return shard.exchange(shard.pack_heads(attend(whole, kv_cache, *args)))
+        return shard.send_back(attend(whole, kv_cache, *args))
 
     attn.site = replace(attn.site, shard=shard)
     vars(attn).update(project=packed, attend=attend_whole, merge=lambda seen: merge(shard.unpack_heads(seen)))
@@ -176,7 +187,7 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
         q, own = attn.norm_q(attn.q(x)), shard.of_text([text])[0]
         if ACTIVE_EDITS.active:
             z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
-            return attn.o(shard.unpack_heads(shard.exchange(shard.pack_heads(z))).flatten(2))
+            return attn.o(shard.unpack_heads(shard.send_back(z)).flatten(2))
         if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
             queries = whole(q)
             ATTENTION_WEIGHT_CAPTURE.observe(attn.site, queries, own[0], lse=queries.new_empty(0))
