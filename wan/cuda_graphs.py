@@ -131,8 +131,7 @@ class ReplayedBlock:
         seen = self.block.self_attn.attend(inputs.own, kv_cache)
         if inputs.seen is None:
             inputs.seen = seen
-        elif seen is not inputs.seen:  # several GPUs bring it to one place
-            inputs.seen.copy_(seen)
+        copy_all([inputs.seen], [seen])
         if key not in self.after:
             self.after[key] = self._record_after(key, inputs, inputs.seen, own_text)
         self.after[key]()
@@ -164,7 +163,7 @@ class ReplayedBlock:
             return block.self_attn.project(x, inputs.rope, with_raw)
 
         if not inputs.own:
-            inputs.own = tuple(map(torch.empty_like, project()))
+            inputs.own = project()
         return self.recorder.record(lambda: copy_all(inputs.own, project()))
 
     def _record_after(
@@ -180,4 +179,5 @@ class ReplayedBlock:
 
 def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        if target.data_ptr() != source.data_ptr():  # several GPUs have one place for what they exchange
+            target.copy_(source)

@@ -11,7 +11,7 @@ KV cache, what is captured and what is edited stay with the heads; gather_calls(
     calls = gather_calls(model, calls)             # of all heads, in the first process
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ class ProcessShard(HeadShard):
     """The heads of one process of a group. It also has the share of every call's tokens that is as large."""
 
     group: Group
-    places: dict[tuple[torch.Size, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    places: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_model(cls, num_heads: int, group: Group) -> "ProcessShard":
@@ -78,11 +78,14 @@ class ProcessShard(HeadShard):
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
         """n tensors of own tokens and all heads, [B, L/P, H, D], by who gets them: [P, B, L/P, n, H/P, D].
 
-        So they leave in one piece, and what arrives is whole sequences without another copy.
+        So they leave in one piece, and what arrives is whole sequences without another copy. They leave from
+        the same place in every layer.
         """
         batch, heads = parts[0].shape[0], len(self.heads)
-        by_process = (x.reshape(-1, self.size, heads * x.shape[3]).transpose(0, 1) for x in parts)
-        stacked = torch.stack(tuple(by_process), 2)  # in 4 dims, which CUDA does in one kernel
+        by_process = [x.reshape(-1, self.size, heads * x.shape[3]).transpose(0, 1) for x in parts]
+        shape = (*by_process[0].shape[:2], len(parts), by_process[0].shape[2])
+        place = None if torch.is_grad_enabled() else self._place("heads", shape, parts[0])
+        stacked = torch.stack(by_process, 2, out=place)  # in 4 dims, which CUDA does in one kernel
         return stacked.unflatten(3, (heads, -1)).unflatten(1, (batch, -1))
 
     def unpack(self, arrived: Tensor) -> tuple[Tensor, ...]:
@@ -104,10 +107,14 @@ class ProcessShard(HeadShard):
         It comes to the same place in every layer, until unpack_heads() copies it.
         """
         outgoing = seen.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        key = outgoing.shape, outgoing.dtype
+        return self.exchange(outgoing, self._place("tokens", outgoing.shape, outgoing))
+
+    def _place(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for tensors of one name, shape and dtype, one after the other."""
+        key = name, tuple(shape), like.dtype
         if key not in self.places:
-            self.places[key] = torch.empty_like(outgoing)
-        return self.exchange(outgoing, self.places[key])
+            self.places[key] = like.new_empty(shape)
+        return self.places[key]
 
     def unpack_heads(self, arrived: Tensor) -> Tensor:
         """What all heads saw for own tokens: [P, B, L/P, H/P, D] -> [B, L/P, H, D]."""
