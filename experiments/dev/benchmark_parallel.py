@@ -90,6 +90,7 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.dev import measure_parallel
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment
+    from experiments.running.jobs import end_at_once
     from experiments.running.ranks import this_rank
     from wan.errors import ConfigError
 
@@ -112,9 +113,10 @@ def measure(args: argparse.Namespace) -> None:
             report["rollouts"] |= part.pop("rollouts", {})
             report |= part
             save_report(report, args.output_path)  # what there is, should the next part fail
-    measure_parallel.finish()
     if rank.is_first:
         print(table(report))
+    measure_parallel.finish()
+    end_at_once()
 
 
 if __name__ == "__main__":
