@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from helpers.pretended_gpu import pretended_gpu
+from conftest import golden_model
+from helpers.pretended_gpu import pretended_gpu, waits
+
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.capture import CaptureRequest
+from wan.pipeline import CausalInferencePipeline
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
@@ -30,3 +35,20 @@ def test_a_module_moves_and_computes_the_same():
         with pytest.raises(RuntimeError, match="same device"):
             layer(x)
     assert not torch.__future__.get_swap_module_params_on_conversion()
+
+
+def test_a_rollout_waits_for_the_gpu_once_where_it_is_captured():
+    with pretended_gpu() as gpu, waits() as found:
+        model, requests = (
+            golden_model().to(gpu),
+            [CaptureRequest(layers=[]), CaptureRequest(granularity="frame")],
+        )
+        x, text = torch.randn(1, 6, 16, 4, 6), torch.randn(1, 32, 64)
+        noise, renoise, text = x.to(gpu), x.expand(3, *x.shape).to(gpu), text.to(gpu)
+        assert found
+        for request in requests:
+            found.clear()
+            with ATTENTION_WEIGHT_CAPTURE.capture(request):
+                CausalInferencePipeline(model).inference(noise, prompt_embeds=text, renoise=renoise)
+                assert not found
+            assert len(found) == (request.granularity == "frame")

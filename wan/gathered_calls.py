@@ -1,8 +1,9 @@
 """What the processes of one rollout captured, each of its own heads, as calls of all heads."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,16 @@ WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_token", "key_position", "map_q
 BATCH_BYTES = 1 << 28  # sent at once
 
 
-class _Kept(NamedTuple):
-    """Of one call in one process: the frames of its columns, and what it keeps by name."""
+@dataclass(frozen=True)
+class _Kept:
+    """Of calls in one process: the frames of their columns, and what they keep by name."""
 
     frames: tuple[int, ...] | None
-    values: dict[str, tuple[torch.Size, torch.dtype]]
+    values: tuple[tuple[str, torch.Size, torch.dtype], ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.values.values())
+        return sum(shape.numel() * dtype.itemsize for _, shape, dtype in self.values)
 
 
 def gather_calls(model: WanModel, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
@@ -36,7 +38,7 @@ def gather_calls(model: WanModel, calls: Sequence[CapturedCall]) -> list[Capture
     shard = shard_of(model)
     if shard is None:
         return list(calls)
-    mine = [_Kept(_frames(call), {n: (v.shape, v.dtype) for n, v in call.values.items()}) for call in calls]
+    mine = _kept(calls)
     kept: list[list[_Kept]] = [[]] * shard.size
     dist.all_gather_object(kept, mine, group=shard.group)
     if shard.group.rank():
@@ -56,8 +58,15 @@ def gather_calls(model: WanModel, calls: Sequence[CapturedCall]) -> list[Capture
     ]
 
 
-def _frames(call: CapturedCall) -> tuple[int, ...] | None:
-    return None if call.layout is None else call.layout.frames
+def _kept(calls: Sequence[CapturedCall]) -> list[_Kept]:
+    """Of every call; the same object for calls that keep the same, which is sent and added up once."""
+    known: dict[_Kept, _Kept] = {}
+    found = []
+    for call in calls:
+        frames = None if call.layout is None else call.layout.frames
+        kept = _Kept(frames, tuple((n, v.shape, v.dtype) for n, v in call.values.items()))
+        found.append(known.setdefault(kept, kept))
+    return found
 
 
 def _batches(kept: Sequence[_Kept]) -> Iterator[slice]:
@@ -77,12 +86,21 @@ def _packed(calls: Sequence[CapturedCall]) -> Tensor:
 
 
 def _unpacked(flat: Tensor, kept: Sequence[_Kept]) -> list[dict[str, Tensor]]:
-    places = [(call, name, shape, dtype) for call in kept for name, (shape, dtype) in call.values.items()]
-    parts = flat.split([shape.numel() * dtype.itemsize for _, _, shape, dtype in places])
-    found: dict[int, dict[str, Tensor]] = {id(call): {} for call in kept}
-    for (call, name, shape, dtype), part in zip(places, parts, strict=True):
-        found[id(call)][name] = part.clone().view(dtype).view(shape)
-    return list(found.values())
+    """The values of calls from their bytes, all calls together that keep the same."""
+    found: list[dict[str, Tensor]] = []
+    for same, calls in groupby(kept):
+        run: list[dict[str, Tensor]] = [{} for _ in calls]
+        rows, flat = flat.split([len(run) * same.nbytes, len(flat) - len(run) * same.nbytes])
+        rows = rows.view(len(run), same.nbytes)
+        start = 0
+        for name, shape, dtype in same.values:
+            stop = start + shape.numel() * dtype.itemsize
+            column = rows[:, start:stop].clone(memory_format=torch.contiguous_format).flatten()
+            for values, value in zip(run, column.view(dtype).view(len(run), *shape), strict=True):
+                values[name] = value
+            start = stop
+        found += run
+    return found
 
 
 def _joined(

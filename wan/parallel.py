@@ -1,8 +1,8 @@
 """One rollout over several GPUs by heads (DeepSpeed-Ulysses, arXiv 2309.14509), put on a model from outside.
 
-Norms, products and FFN are done by each process for its share of a call's tokens. Around attention one
-all-to-all brings whole sequences of its share of the heads together, and another brings them back. The KV
-cache, what is captured and what is edited stay with the heads; gather_calls() brings it together at the end.
+Norms, products and FFN are done by each process for its share of a call's tokens. Before attention one
+all-to-all brings whole sequences of its share of the heads together, and another one goes back behind it. The
+KV cache, what is captured and what is edited stay with the heads; gather_calls() joins it at the end.
 
     model = build_model(...)                       # in each of the processes that torchrun started
     apply_head_parallel(model, join(device))
@@ -11,7 +11,7 @@ cache, what is captured and what is edited stay with the heads; gather_calls() b
     calls = gather_calls(model, calls)             # of all heads, in the first process
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.head_shard import HeadShard
 from wan.modules.layers import CrossAttention, Rope, SelfAttention
-from wan.modules.model import TextKeysValues, WanModel
+from wan.modules.model import WanModel
 
 Group = dist.ProcessGroup
 
@@ -35,7 +35,7 @@ class ProcessShard(HeadShard):
     """The heads of one process of a group. It also has the share of every call's tokens that is as large."""
 
     group: Group
-    waiting: list[dist.Work] = field(default_factory=list)
+    places: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_model(cls, num_heads: int, group: Group) -> "ProcessShard":
@@ -75,31 +75,50 @@ class ProcessShard(HeadShard):
 
     # -- the exchange ----------------------------------------------------------------------------------------
 
-    def to_heads(self, x: Tensor, wait: bool = True) -> Tensor:
-        """The share of the tokens with all heads -> all tokens with the share of the heads.
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        """n tensors of own tokens and all heads, [B, L/P, H, D], by who gets them: [P, B, L/P, n, H/P, D].
 
-        x [B, L/P, n] -> [B, L, n/P]. Without wait the result may be read once wait_for_all() was called.
+        So they leave in one piece, and what arrives is whole sequences without another copy. They leave from
+        the same place in every layer.
         """
-        outgoing = x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3).contiguous()  # [P, B, L/P, n/P]
-        incoming = torch.empty_like(outgoing)
-        work = dist.all_to_all_single(incoming, outgoing, group=self.group, async_op=not wait)
-        if work is not None:
-            self.waiting.append(work)
-            if x.shape[0] > 1:  # below the parts are copied into one
-                self.wait_for_all()
-        return incoming.transpose(0, 1).flatten(1, 2)
+        batch, heads = parts[0].shape[0], len(self.heads)
+        by_process = [x.reshape(-1, self.size, heads * x.shape[3]).transpose(0, 1) for x in parts]
+        shape = (*by_process[0].shape[:2], len(parts), by_process[0].shape[2])
+        place = None if torch.is_grad_enabled() else self._place("heads", shape, parts[0])
+        stacked = torch.stack(by_process, 2, out=place)  # in 4 dims, which CUDA does in one kernel
+        return stacked.unflatten(3, (heads, -1)).unflatten(1, (batch, -1))
 
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """The way back: [B, L, n/P] -> [B, L/P, n]."""
-        outgoing = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()  # [P, B, L/P, n/P]
-        incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing, group=self.group)
-        return incoming.permute(1, 2, 0, 3).flatten(2)
+    def unpack(self, arrived: Tensor) -> tuple[Tensor, ...]:
+        """n tensors of all tokens and own heads, [B, L, H/P, D], from [P, B, L/P, n, H/P, D]."""
+        return arrived.transpose(0, 1).flatten(1, 2).unbind(2)
 
-    def wait_for_all(self) -> None:
-        """Let what follows on this device wait for the exchanges that are under way."""
-        while self.waiting:
-            self.waiting.pop().wait()
+    def exchange(self, outgoing: Tensor, place: Tensor | None = None) -> Tensor:
+        """To every process its part along the first dim, and from every process what it has for this one.
+
+        It comes to a place of its own, or to the one that is given.
+        """
+        arrived = torch.empty_like(outgoing) if place is None else place
+        dist.all_to_all_single(arrived, outgoing, group=self.group)
+        return arrived
+
+    def send_back(self, seen: Tensor) -> Tensor:
+        """What own heads saw, to whose tokens saw it: [B, L, H/P, D] -> [P, B, L/P, H/P, D].
+
+        It comes to the same place in every layer, until unpack_heads() copies it.
+        """
+        outgoing = seen.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        return self.exchange(outgoing, self._place("tokens", outgoing.shape, outgoing))
+
+    def _place(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for tensors of one name, shape and dtype, one after the other."""
+        key = name, tuple(shape), like.dtype
+        if key not in self.places:
+            self.places[key] = like.new_empty(shape)
+        return self.places[key]
+
+    def unpack_heads(self, arrived: Tensor) -> Tensor:
+        """What all heads saw for own tokens: [P, B, L/P, H/P, D] -> [B, L/P, H, D]."""
+        return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 # -- the model -----------------------------------------------------------------------------------------------
@@ -126,7 +145,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
 
 def _split_tokens(model: CausalWanModel, shard: ProcessShard) -> None:
     """Between the patch embedding and the head's output, each process has its share of the tokens."""
-    tables, new_cache = model.rope_tables, model.new_kv_cache
+    tables = model.rope_tables
 
     def own_tables(*args: Any) -> Rope:
         (q_cos, q_sin), (k_cos, k_sin) = tables(*args)
@@ -141,45 +160,24 @@ def _split_tokens(model: CausalWanModel, shard: ProcessShard) -> None:
             )
         return shard.tokens(x, 1), *args[1:]
 
-    def cache_of_own_heads(*args: Any, **kwargs: Any) -> Any:
-        cache = new_cache(*args, **kwargs)
-        advance, recache = cache.advance, cache.recache
-        vars(cache).update(
-            advance=lambda block, text=(), cut=False: advance(block, _own_heads(text, shard), cut),
-            recache=lambda frames, text: recache(frames, _own_heads(text, shard)),
-        )
-        return cache
-
-    vars(model).update(rope_tables=own_tables, new_kv_cache=cache_of_own_heads)
+    vars(model)["rope_tables"] = own_tables
     model.blocks[0].register_forward_pre_hook(own_tokens)
     model.head.register_forward_hook(lambda head, args, out: shard.all_tokens(out))
 
 
-def _own_heads(text: Sequence[tuple[Tensor, Tensor]], shard: ProcessShard) -> TextKeysValues:
-    return [(shard.of(k), shard.of(v)) for k, v in text]
-
-
 def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
-    """q, k and v leave their modules as whole sequences of own heads; the output is sent back before o.
+    """Between its projections and attention, and behind it, one exchange each."""
+    project, attend, merge = attn.project, attn.attend, attn.merge
 
-    Queries and keys travel while the values are computed.
-    """
-    head_dim = attn.q.out_features // shard.total
+    def packed(x: Tensor, *args: Any) -> tuple[Tensor]:
+        return (shard.pack(project(x, *args)),)
 
-    def queries_or_keys(norm: nn.Module, args: tuple, out: Tensor) -> Tensor:
-        return shard.to_heads(out.flatten(2), wait=False).unflatten(2, (-1, head_dim))
-
-    def values(linear: nn.Module, args: tuple, out: Tensor) -> Tensor:
-        own = shard.to_heads(out, wait=False)
-        shard.wait_for_all()
-        return own
+    def attend_whole(own: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
+        whole = shard.unpack(shard.exchange(own[0]))
+        return shard.send_back(attend(whole, kv_cache, *args))
 
     attn.site = replace(attn.site, shard=shard)
-    attn.num_heads = len(shard.heads)
-    attn.norm_q.register_forward_hook(queries_or_keys)
-    attn.norm_k.register_forward_hook(queries_or_keys)
-    attn.v.register_forward_hook(values)
-    attn.o.register_forward_pre_hook(lambda linear, args: (shard.to_tokens(args[0]),))
+    vars(attn).update(project=packed, attend=attend_whole, merge=lambda seen: merge(shard.unpack_heads(seen)))
 
 
 def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
@@ -189,21 +187,20 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
     """
     attn.site = replace(attn.site, shard=shard)
 
+    def whole(q: Tensor) -> Tensor:
+        return shard.unpack(shard.exchange(shard.pack([q])))[0]
+
     def forward(x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
-        q, own = attn.norm_q(attn.q(x)), _own_heads([text], shard)[0]
+        q, own = attn.norm_q(attn.q(x)), shard.of_text([text])[0]
         if ACTIVE_EDITS.active:
-            z = attention(_whole(q, shard), *own, attn.site)  # [B, L, H/P, D]
-            return attn.o(shard.to_tokens(z.flatten(2)))
+            z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
+            return attn.o(shard.unpack_heads(shard.send_back(z)).flatten(2))
         if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
-            whole = _whole(q, shard)
-            ATTENTION_WEIGHT_CAPTURE.observe(attn.site, whole, own[0], lse=whole.new_empty(0))
+            queries = whole(q)
+            ATTENTION_WEIGHT_CAPTURE.observe(attn.site, queries, own[0], lse=queries.new_empty(0))
         return attn.o(attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward
-
-
-def _whole(q: Tensor, shard: ProcessShard) -> Tensor:
-    return shard.to_heads(q.flatten(2)).unflatten(2, (len(shard.heads), -1))
 
 
 # -- what fits -----------------------------------------------------------------------------------------------

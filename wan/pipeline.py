@@ -239,7 +239,8 @@ class Rollout:
             self._recache(block, self.past)
         elif self.context and self.past:
             self._recache(block, self.past[-self.context :])
-        self.kv_cache.advance(frames, self.text, cut=switch is not None and switch.how == "cut")
+        text = self.model.head_shard.of_text(self.text)
+        self.kv_cache.advance(frames, text, cut=switch is not None and switch.how == "cut")
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
         """Predict the clean block, then go back to the next, lower noise level -> x0 [B, n, C, h, w]."""
@@ -282,7 +283,7 @@ class Rollout:
         """Compute the keys of the newest frames again, under the prompt of the block that follows them."""
         stop = self.kv_cache.newest.stop
         frames = range(stop - len(past), stop)
-        self.kv_cache.recache(frames, self.text)
+        self.kv_cache.recache(frames, self.model.head_shard.of_text(self.text))
         self.predict_flow(torch.cat(list(past), 1), block, frames, RECACHE)
 
 

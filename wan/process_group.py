@@ -28,6 +28,8 @@ def join(device: torch.device) -> dist.ProcessGroup:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+        # torch's flight recorder walks through Python's frames at every exchange, and every layer has two.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=PrefixStore("group", store),

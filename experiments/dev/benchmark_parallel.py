@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 experiments/dev/benchmark_parallel.py --device cpu --num_layers 2 \
         --num_frames 6 --height 8 --width 8 --models Wan2.1-T2V-1.3B --output_path parallel.json
 
-The models have random weights. The first rank works alone while the others wait, then all work together.
+The models have random weights. The first rank works alone while the others wait, then all work together:
+launched by Python, and with the CUDA graphs of wan/cuda_graphs.py.
 """
 
 import argparse
@@ -13,12 +14,15 @@ from experiments.dev.tables import markdown, measured_on
 from experiments.running.cli import Parser, count, main
 from wan.config import DTYPES, MODELS
 
+PARTS = ("rollouts", "sweep", "error", "long")
+HOW = {"together": "", "graphs": ", CUDA graphs"}
+
 
 def table(report: dict) -> str:
     """Rollouts and the sweep, and under them what was measured."""
     what = f"random weights, {report['num_frames']} latent frames, medians of {report['repeats']}"
     under = f"{what}; {report['gpus']} x {measured_on(report['environment'], report['dtype'])}"
-    return f"{rows_of(report)}\n\n{sweep_line(report)}{under}"
+    return f"{rows_of(report)}\n\n{other_lines(report)}{under}"
 
 
 def rows_of(report: dict) -> str:
@@ -27,29 +31,36 @@ def rows_of(report: dict) -> str:
     rows = []
     for model, found in report["rollouts"].items():
         for name, row in found["rows"].items():
-            alone, together = row["alone"], row["together"]
-            rows.append(
-                (
-                    model,
-                    name,
-                    f"{alone['median_seconds']:.2f} s",
-                    f"{together['median_seconds']:.2f} s",
-                    f"{row['ratio']:.2f}",
-                    f"{alone['peak_gb']:.1f} GB",
-                    f"{together['peak_gb']:.1f} GB",
+            alone = row["alone"]
+            for way in (way for way in HOW if way in row):
+                rows.append(
+                    (
+                        model,
+                        f"{name}{HOW[way]}",
+                        f"{alone['median_seconds']:.2f} s",
+                        f"{row[way]['median_seconds']:.2f} s",
+                        f"{row[way]['ratio']:.2f}",
+                        f"{alone['peak_gb']:.1f} GB",
+                        f"{row[way]['peak_gb']:.1f} GB",
+                    )
                 )
-            )
     return markdown(header, rows)
 
 
-def sweep_line(report: dict) -> str:
-    if not (sweep := report.get("sweep")):
-        return ""
-    return (
-        f"Sweep of {sweep['items']} captured rollouts of {sweep['model']}, from the first claim to the last "
-        f"file: {sweep['alone_seconds']:.1f} s by 1 rank, {sweep['together_seconds']:.1f} s by "
-        f"{report['gpus']}, {sweep['ratio']:.2f} x\n\n"
-    )
+def other_lines(report: dict) -> str:
+    lines = ""
+    if sweep := report.get("sweep"):
+        lines += (
+            f"Sweep of {sweep['items']} captured rollouts of {sweep['model']}, {sweep['num_frames']} frames, "
+            f"from the first claim to the last file: {sweep['alone_seconds']:.1f} s by 1 rank, "
+            f"{sweep['together_seconds']:.1f} s by {report['gpus']}, {sweep['ratio']:.2f} x\n\n"
+        )
+    if long := report.get("long"):
+        lines += (
+            f"{long['model']}, {long['num_frames']} frames by {report['gpus']} GPUs{HOW[long['way']]}, the "
+            f"first rollout of its processes: {long['seconds']:.1f} s, {long['peak_gb']:.1f} GB each\n\n"
+        )
+    return lines
 
 
 def run(argv=None):
@@ -58,7 +69,12 @@ def run(argv=None):
     flag("--models", nargs="+", choices=MODELS, default=list(MODELS), help="whose shapes are measured")
     flag("--num_frames", type=count, default=21, help="latent frames of a rollout")
     flag("--repeats", type=count, default=2, help="timed repeats of every row")
-    flag("--sweep", type=count, default=16, help="rollouts of the sweep, of the first model")
+    flag("--parts", nargs="+", choices=PARTS, default=PARTS[:3], help="what is measured, in this order")
+    flag("--ways", nargs="+", choices=[*HOW], default=[*HOW], help="launched by Python, or by CUDA graphs")
+    flag("--sweep", type=count, default=32, help="rollouts of the sweep, of the first model")
+    flag("--sweep_frames", type=count, default=9, help="latent frames of each of them")
+    flag("--long_frames", type=count, default=120, help="of the long rollout, by all GPUs, of the last model")
+    flag("--profile", action="store_true", help="of a block by all GPUs, the first rank's dearest operators")
     flag("--accuracy_frames", type=count, default=6, help="frames of the comparison with float32")
     flag("--num_layers", type=count, help="fewer layers than the models have, to try the script")
     flag("--height", type=count, default=60, help="of a latent frame")
@@ -74,6 +90,7 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.dev import measure_parallel
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment
+    from experiments.running.jobs import end_at_once
     from experiments.running.ranks import this_rank
     from wan.errors import ConfigError
 
@@ -96,9 +113,10 @@ def measure(args: argparse.Namespace) -> None:
             report["rollouts"] |= part.pop("rollouts", {})
             report |= part
             save_report(report, args.output_path)  # what there is, should the next part fail
-    measure_parallel.finish()
     if rank.is_first:
         print(table(report))
+    measure_parallel.finish()
+    end_at_once()
 
 
 if __name__ == "__main__":

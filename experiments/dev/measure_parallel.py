@@ -6,7 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from experiments.extraction import causal, devices
 from experiments.running.claims import Claims
 from experiments.running.ranks import Rank, on_own_device
 from wan.config import MODELS, ModelConfig, RunConfig
+from wan.cuda_graphs import apply_cuda_graphs
 from wan.gathered_calls import gather_calls
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest
@@ -65,15 +66,26 @@ class Inputs:
     config: RunConfig
     sizes: ModelConfig
 
-    def roll_out(self, requests: list[CaptureRequest], seed: int = 0) -> tuple[Tensor, list]:
+    def draw(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Noise, noise between steps and text, on the device; the CPU draws them, which takes its time."""
         parameter = next(self.pipeline.model.parameters())
         config = replace(self.config, seed=seed)
         noise, renoise = causal.draw_noise(config, self.sizes, parameter.dtype, parameter.device)
         text = torch.randn(1, 64, self.sizes.text_dim, generator=torch.Generator().manual_seed(seed))
+        return noise, renoise, text.to(noise)
+
+    def roll_out(
+        self, requests: list[CaptureRequest], drawn: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, list]:
+        noise, renoise, text = drawn or self.draw()
         with ExitStack() as stack, devices.threads_for(noise, self.sizes):
             calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(*requests)) if requests else []
-            latents = self.pipeline.inference(noise, prompt_embeds=text.to(noise), renoise=renoise)[1]
+            latents = self.pipeline.inference(noise, prompt_embeds=text, renoise=renoise)[1]
         return latents, gather_calls(self.pipeline.model, calls)
+
+    def of(self, num_frames: int) -> "Inputs":
+        """The same model with another number of frames."""
+        return replace(self, config=replace(self.config, num_frames=num_frames))
 
 
 def start(args: argparse.Namespace, rank: Rank) -> Bench:
@@ -91,6 +103,7 @@ def nccl_version(device: torch.device) -> str | None:
 
 
 def make_inputs(bench: Bench, args: argparse.Namespace, name: str) -> Inputs:
+    free()  # the model before
     sizes = MODELS[name]
     if args.num_layers:
         sizes = replace(sizes, num_layers=args.num_layers)
@@ -101,98 +114,142 @@ def make_inputs(bench: Bench, args: argparse.Namespace, name: str) -> Inputs:
 
 
 def parts(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is measured, model by model, the sweep after the first."""
+    """What is measured, what matters most first; the sweep and the error are of the first model."""
     for number, name in enumerate(args.models):
-        inputs = make_inputs(bench, args, name)
-        alone = bench.first_alone(partial(timed_rows, bench, inputs, args.repeats))
-        sweep = None if number else measure_sweep(bench, inputs, args)
-        error = None if number else measure_error(bench, inputs, args)
-        apply_head_parallel(inputs.pipeline.model, bench.group)
-        together = timed_rows(bench, inputs, args.repeats, bench.max)
-        found: dict[str, Any] = {"weights_gb": round(weights_gb(inputs), 2)}
-        if bench.rank.is_first:
-            found["rows"] = {row: joined(alone[row], together[row]) for row in ROWS}
-        yield {"rollouts": {name: found}} | (sweep or {})
-        if error is not None:
-            yield {"error": error(inputs)}
-        del inputs
-        free()
+        if "rollouts" in args.parts:
+            for found in measure_rollouts(bench, make_inputs(bench, args, name), args):
+                yield {"rollouts": {name: found}}
+        if "sweep" in args.parts and not number:
+            yield measure_sweep(bench, make_inputs(bench, args, name).of(args.sweep_frames), args.sweep)
+        if "error" in args.parts and not number:
+            inputs = make_inputs(bench, args, name).of(args.accuracy_frames)
+            yield {"error": measure_error(bench, inputs, args.ways)}
+    if "long" in args.parts:
+        inputs = make_inputs(bench, args, args.models[-1]).of(args.long_frames)
+        yield {"long": measure_long(bench, inputs, args.ways[-1])}
+
+
+def measure_rollouts(
+    bench: Bench, inputs: Inputs, args: argparse.Namespace
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """One model's rollouts by one GPU and by all of them, in every way that is asked for."""
+    alone = bench.first_alone(partial(timed_rows, bench, inputs, args.repeats))
+    apply_head_parallel(inputs.pipeline.model, bench.group)
+    found: dict[str, Any] = {"weights_gb": round(weights_gb(inputs), 2), "rows": {}}
+    for way in args.ways:
+        if way == "graphs":
+            apply_cuda_graphs(inputs.pipeline.model)
+        rows = timed_rows(bench, inputs, args.repeats, is_shared=True)
+        if args.profile:
+            found.setdefault("profiles", {})[way] = profile(bench, inputs)
+        for name, row in rows.items() if bench.rank.is_first else ():
+            of_row = found["rows"].setdefault(name, {"alone": alone[name]})
+            of_row[way] = row | {"ratio": round(alone[name]["median_seconds"] / row["median_seconds"], 3)}
+        yield found
 
 
 def weights_gb(inputs: Inputs) -> float:
     return sum(p.nbytes for p in inputs.pipeline.model.parameters()) / GB
 
 
-def joined(alone: dict[str, Any], together: dict[str, Any]) -> dict[str, Any]:
-    ratio = alone["median_seconds"] / together["median_seconds"]
-    return {"alone": alone, "together": together, "ratio": round(ratio, 3)}
-
-
 def timed_rows(
-    bench: Bench, inputs: Inputs, repeats: int, over_ranks: Callable[[float], float] = float
+    bench: Bench, inputs: Inputs, repeats: int, is_shared: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Seconds of each row and the GPU's peak, after an untimed round; over_ranks joins those of all ranks."""
+    """Seconds of each row, from inputs on the device to captured numbers on the host, and the GPU's peak.
+
+    host_seconds is when Python had launched it all: where both are equal, the GPU waited for Python. What all
+    ranks share takes as long as the slowest. An untimed round comes first, after the first row of one block.
+    """
+    over_ranks = bench.max if is_shared else float
     found: dict[str, dict[str, Any]] = {}
+    drawn = inputs.draw()
     for name, requests in ROWS.items():
-        seconds = []
+        (inputs if not found else inputs.of(inputs.config.block_sizes[0])).roll_out(requests)
         free()
         reset_peak(bench.device)
-        for repeat in range(repeats + 1):
+        seconds, launched = [], []
+        for _ in range(repeats):
+            if is_shared:
+                wait_for_all(bench.group)
             begin = now(bench.device)
-            inputs.roll_out(requests)
-            if repeat:
-                seconds.append(round(over_ranks(now(bench.device) - begin), 4))
-        peak = round(over_ranks(peak_gb(bench.device)), 2)
-        median = statistics.median(seconds)
-        found[name] = {"seconds": seconds, "median_seconds": median, "peak_gb": peak}
+            inputs.roll_out(requests, drawn)
+            at_host, at_end = time.perf_counter() - begin, now(bench.device) - begin
+            launched.append(round(over_ranks(at_host), 4))
+            seconds.append(round(over_ranks(at_end), 4))
+        found[name] = {
+            "seconds": seconds,
+            "median_seconds": statistics.median(seconds),
+            "host_seconds": statistics.median(launched),
+            "peak_gb": round(over_ranks(peak_gb(bench.device)), 2),
+        }
     return found
 
 
-def measure_error(
-    bench: Bench, inputs: Inputs, args: argparse.Namespace
-) -> Callable[[Inputs], dict[str, float]]:
-    """Distance to float32 of a short rollout by one process; the function returned adds that by all."""
-    inputs.config = replace(inputs.config, num_frames=args.accuracy_frames)
+def profile(bench: Bench, inputs: Inputs) -> dict[str, list[str]]:
+    """Of a rollout of one block, plain: what took most of the first rank's CPU, and of its GPU."""
+    block = inputs.of(inputs.config.block_sizes[0])
+    drawn = block.draw()
+    if not bench.rank.is_first:
+        block.roll_out([], drawn)
+        return {}
+    with torch.profiler.profile() as seen:
+        block.roll_out([], drawn)
+        now(bench.device)
+    orders = ["cpu", *(["cuda"] if bench.device.type == "cuda" else [])]
+    table = seen.key_averages().table
+    return {on: table(sort_by=f"self_{on}_time_total", row_limit=25).splitlines() for on in orders}
+
+
+def measure_error(bench: Bench, inputs: Inputs, ways: Sequence[str]) -> dict[str, Any]:
+    """Distance to float32 of a short rollout by one process and by all, and between the two."""
 
     def by_one() -> tuple[Tensor, Tensor]:
         latents = inputs.roll_out([])[0].float()
-        exact = Inputs(inputs.pipeline, inputs.config, inputs.sizes)
-        exact.pipeline = random_pipeline(inputs.config, inputs.sizes, bench.dtype, bench.device)
-        exact.pipeline.model.float()  # the same weights
-        return latents, exact.roll_out([])[0]
+        exact = random_pipeline(inputs.config, inputs.sizes, bench.dtype, bench.device)
+        exact.model.float()  # the same weights
+        return latents, replace(inputs, pipeline=exact).roll_out([])[0]
 
     one = bench.first_alone(by_one)
-    inputs.config = replace(inputs.config, num_frames=args.num_frames)
-    free()
+    apply_head_parallel(inputs.pipeline.model, bench.group)
+    latents = {}
+    for way in ways:
+        if way == "graphs":
+            apply_cuda_graphs(inputs.pipeline.model)
+        latents[way] = inputs.roll_out([])[0].float()
+    if one is None:
+        return {}
+    alone, exact = one
+    size = exact.square().mean().sqrt()
 
-    def by_all(inputs: Inputs) -> dict[str, float]:
-        inputs.config = replace(inputs.config, num_frames=args.accuracy_frames)
-        latents = inputs.roll_out([])[0].float()
-        if one is None:
-            return {}
-        exact = one[1]
-        size = exact.square().mean().sqrt()
-        far = [((x - exact).square().mean().sqrt() / size).item() for x in (one[0], latents)]
-        between = ((latents - one[0]).square().mean().sqrt() / size).item()
-        return {"frames": args.accuracy_frames, "alone": far[0], "together": far[1], "between": between}
+    def apart(x: Tensor, y: Tensor) -> float:
+        return ((x - y).square().mean().sqrt() / size).item()
 
-    return by_all
+    return (
+        {"frames": inputs.config.num_frames, "alone": apart(alone, exact)}
+        | {way: apart(x, exact) for way, x in latents.items()}
+        | {"between": max(apart(x, alone) for x in latents.values())}
+        | {"ways_differ": any(not torch.equal(x, latents[ways[0]]) for x in latents.values())}
+    )
 
 
-def measure_sweep(bench: Bench, inputs: Inputs, args: argparse.Namespace) -> dict[str, Any]:
+def measure_sweep(bench: Bench, inputs: Inputs, items: int) -> dict[str, Any]:
     """Seconds of the same captured rollouts, claimed one by one, by the first rank and by all."""
-    names = [f"seed{seed}" for seed in range(args.sweep)]
+    names = [f"seed{seed}" for seed in range(items)]
     folders = [tempfile.mkdtemp(prefix="sweep") if bench.rank.is_first else "" for _ in range(2)]
     dist.broadcast_object_list(folders, src=0, group=bench.group)
+    inputs.roll_out([EVERYTHING])  # of a sweep's many rollouts the first one loads and chooses kernels
+    wait_for_all(bench.group)
 
     def sweep(folder: Path, rank: Rank) -> float:
-        start = time.perf_counter()
+        start = last = time.perf_counter()
         with Claims(folder / "items", rank) as claims:
             for name in claims.to_make(names, lambda name: (folder / f"{name}.pt").exists()):
-                latents, calls = inputs.roll_out([EVERYTHING], int(name.removeprefix("seed")))
+                drawn = inputs.draw(int(name.removeprefix("seed")))
+                latents, calls = inputs.roll_out([EVERYTHING], drawn)
                 with replacing(folder / f"{name}.pt") as file:
                     torch.save({"latents": latents.cpu(), "calls": [call.values for call in calls]}, file)
-        return time.perf_counter() - start
+                last = time.perf_counter()
+        return last - start  # who has nothing left to make looks once a second whether others are done
 
     alone = bench.first_alone(lambda: sweep(Path(folders[0]), Rank()))
     together = bench.max(sweep(Path(folders[1]), bench.rank))
@@ -207,13 +264,28 @@ def measure_sweep(bench: Bench, inputs: Inputs, args: argparse.Namespace) -> dic
     return {
         "sweep": {
             "model": inputs.config.model,
-            "items": len(names),
+            "items": items,
+            "num_frames": inputs.config.num_frames,
             "alone_seconds": round(alone, 3),
             "together_seconds": round(together, 3),
             "ratio": round(alone / together, 3),
             "same_bytes": same,
         }
     }
+
+
+def measure_long(bench: Bench, inputs: Inputs, way: str) -> dict[str, Any]:
+    """Seconds and peak of one long rollout by all, which one GPU may not hold; nothing comes before it."""
+    apply_head_parallel(inputs.pipeline.model, bench.group)
+    if way == "graphs":
+        apply_cuda_graphs(inputs.pipeline.model)
+    drawn = inputs.draw()
+    reset_peak(bench.device)
+    begin = now(bench.device)
+    inputs.roll_out([], drawn)
+    seconds, peak = bench.max(now(bench.device) - begin), bench.max(peak_gb(bench.device))
+    found = {"model": inputs.config.model, "num_frames": inputs.config.num_frames, "way": way}
+    return found | {"seconds": round(seconds, 3), "peak_gb": round(peak, 2)}
 
 
 # -- the device ----------------------------------------------------------------------------------------------

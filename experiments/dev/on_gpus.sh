@@ -4,10 +4,11 @@
 #     bash experiments/dev/on_gpus.sh OUT_DIR PART...
 #
 # PART: vae, base, causal, few_step (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings,
-# seeds (the causal stage twice more), parallel. Training, findings and parallel take all GPUs, and their ranks share the
-# cores; they wait for what was named before them. Of the other parts each job takes the GPU that is free first; a job's
-# own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE (outputs/gpu-miniature), which
-# holds the files of the stages that are left out. A command that fails does not stop the others: its log says why.
+# seeds (the causal stage twice more), parallel, parallel_long. Training, findings and parallel take all GPUs, and their
+# ranks share the cores; they wait for what was named before them. Of the other parts each job takes the GPU that is free
+# first; a job's own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
+# (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
+# others: its log says why.
 # GPUS=2,3 names some GPUs of more.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 30 "$@"
@@ -74,8 +75,13 @@ few_step() {
 }
 
 parallel() {
-    everywhere parallel 240 experiments/dev/benchmark_parallel.py --repeats 1 --sweep 8 \
+    everywhere parallel 240 experiments/dev/benchmark_parallel.py --repeats 1 --profile \
         --output_path "$OUT/parallel_${COUNT}x$GPU.json"
+}
+
+parallel_long() { # 14B, 120 frames: 38 GB of keys and values on each of four GPUs
+    everywhere parallel_long 150 experiments/dev/benchmark_parallel.py --parts long \
+        --output_path "$OUT/parallel_long_${COUNT}x$GPU.json"
 }
 
 policies_compared() { # no mp4s: they would need ffmpeg
@@ -151,7 +157,8 @@ attention() { # FA4 names a virtual environment that has flash-attn-4, where pyt
 gpu_tests() {
     on "$SLOT" gpu_tests 200 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py \
         tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_attention_rows.py \
-        tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py tests/wan/test_host_copies.py
+        tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py tests/wan/test_host_copies.py \
+        tests/wan/test_cuda_graphs.py
 }
 
 variants() { # one after the other: they write one log; as many clips as the first process of the base had
@@ -162,7 +169,7 @@ variants() { # one after the other: they write one log; as many clips as the fir
 
 for part in "${@:2}"; do
     case $part in
-        vae | base | causal | few_step | evaluation | numbers | findings | siblings | seeds | parallel) ;;
+        vae | base | causal | few_step | evaluation | numbers | findings | siblings | seeds | parallel | parallel_long) ;;
         evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention) ;;
         hidden_shapes | policies_compared | variants | sweep | gpu_tests) ;;
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
@@ -177,7 +184,7 @@ for part in "${@:2}"; do
         siblings) jobs+=(variants models) ;;
         numbers) jobs+=(policies capture maps mass gpu_tests interventions) ;;
         seeds) jobs+=("seed 1" "seed 2") ;;
-        vae | base | causal | few_step | parallel | findings | policies_compared | hidden_shapes)
+        vae | base | causal | few_step | parallel | parallel_long | findings | policies_compared | hidden_shapes)
             one_each "${jobs[@]}"
             jobs=()
             "$part"

@@ -123,11 +123,11 @@ def run_observed(
                 f"{memory()}"
             )
     if not writes:
-        _end_at_once()
+        end_at_once()
 
 
-def _end_at_once() -> NoReturn:
-    """A process that writes nothing ends without Python's shutdown, in which gloo's threads may abort it."""
+def end_at_once() -> NoReturn:
+    """End a process of several without Python's shutdown, in which gloo's threads may abort it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

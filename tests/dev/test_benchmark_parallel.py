@@ -11,7 +11,10 @@ from conftest import ROOT
 from experiments.dev import benchmark_parallel
 from wan.errors import ConfigError
 
-SMALL = "--device cpu --num_layers 1 --num_frames 3 --accuracy_frames 3 --height 4 --width 4 --repeats 1"
+SMALL = (
+    "--device cpu --num_layers 1 --num_frames 6 --accuracy_frames 3 --height 4 --width 4 --repeats 1 "
+    "--profile --parts rollouts sweep error long --sweep 2 --sweep_frames 3 --long_frames 6"
+)
 
 
 def test_one_process_has_nothing_to_compare(monkeypatch):
@@ -29,8 +32,6 @@ def test_two_processes(tmp_path):
         "--models",
         "Wan2.1-T2V-1.3B",
         *SMALL.split(),
-        "--sweep",
-        "2",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GIT_COMMIT": "0" * 40}
     done = subprocess.run(
@@ -42,6 +43,12 @@ def test_two_processes(tmp_path):
     rows = report["rollouts"]["Wan2.1-T2V-1.3B"]["rows"]
     assert set(rows) == {"nothing", "mean logits + mass"} and report["gpus"] == 2
     assert report["error"]["between"] < 1e-5 and report["sweep"]["same_bytes"]
+    assert not report["error"]["ways_differ"] and report["long"]["num_frames"] == 6
+    for way, profile in report["rollouts"]["Wan2.1-T2V-1.3B"]["profiles"].items():
+        assert any("c10d::alltoall_base_" in line for line in profile["cpu"]), way
+    for row in rows.values():
+        assert set(row) == {"alone", "together", "graphs"}
+        assert all(0 < row[way]["host_seconds"] <= row[way]["median_seconds"] for way in ("alone", "graphs"))
     assert "| 1 GPU | 2 GPUs | ratio |" in done.stdout and "Sweep of 2 captured rollouts" in done.stdout
 
 

@@ -20,6 +20,7 @@ PARTS = {
     "findings": 3,
     "siblings": 3,
     "parallel": 1,
+    "parallel_long": 1,
     "attention": 3,
     "sweep": 2,
 }

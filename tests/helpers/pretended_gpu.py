@@ -168,3 +168,24 @@ def pretended_gpu() -> Iterator[torch.device]:
             yield GPU
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """What waits for a real GPU meanwhile: numbers that are read from it, and unpinned ones that go there."""
+    found, compute = [], computed
+
+    def noticed(function: Any, args: tuple, kwargs: dict) -> Any:
+        on_gpu = {isinstance(x, OnGPU) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        device = kwargs.get("device")
+        leaves = (
+            function is aten._to_copy.default and device and {torch.device(device).type == "cuda"} != on_gpu
+        )
+        mixes = len(on_gpu) > 1 and function in COPIES | INDEXED
+        if leaves or mixes or (True in on_gpu and function in TO_HOST | {aten.nonzero.default}):
+            found.append(str(function))
+        return compute(function, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "computed", noticed)
+        yield found

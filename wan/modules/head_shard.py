@@ -1,5 +1,6 @@
 """Which of a model's heads one process attends with: all of them, unless wan/parallel.py gives it a share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +24,10 @@ class HeadShard:
     def of(self, x: Tensor) -> Tensor:
         """The shard's heads of all heads [B, n, H, D]."""
         return x if self.is_whole else x[:, :, self.heads.start : self.heads.stop]
+
+    def of_text(self, text: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+        """The shard's heads of the prompt's keys and values per layer."""
+        return text if self.is_whole else [(self.of(k), self.of(v)) for k, v in text]
 
     def local(self, heads: range | list[int]) -> list[int]:
         """Those of some heads of the model that are here, by their indices here."""

@@ -4,6 +4,7 @@ Letters: B batch, F latent frames, S tokens per frame, L = F·S, H heads, D head
 RoPE are computed in float32 whatever the dtype of the weights, and stored in that dtype.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, cast
 
@@ -144,17 +145,39 @@ class SelfAttention(_Attention):
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
+        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw)
+        return self.merge(self.attend(own, kv_cache, mask, layout))
+
+    # What stands before and after attention knows nothing of the past, nor of who is looking:
+    # wan/parallel.py exchanges tokens for heads in between, wan/cuda_graphs.py replays both.
+
+    def project(self, x: Tensor, rope: Rope, with_raw: bool) -> tuple[Tensor, ...]:
+        """Queries, keys and values [B, L, H, D] of the tokens, and with_raw their keys without RoPE."""
         projected = self.k(x)
         q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(projected, rope.keys)
-        raw_k = self.norm_k(projected) if kv_cache is not None and kv_cache.stores_raw else None
-        v = self.values(x)  # [B, L, H, D]
+        raw_k = (self.norm_k(projected),) if with_raw else ()
+        return q, k, self.values(x), *raw_k
+
+    def attend(
+        self,
+        own: Sequence[Tensor],
+        kv_cache: KVCache | PerHeadCache | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        """What heads see with what project() gave, [B, L, H, D]."""
+        q, k, v = own[:3]
         if kv_cache is not None:
+            raw_k = own[3] if len(own) > 3 else None
             if isinstance(kv_cache, PerHeadCache):
-                groups = kv_cache.write(self.site.layer, q, k, v, raw_k)
-                return self.o(attention_by_heads(groups, self.site).flatten(2))
+                return attention_by_heads(kv_cache.write(self.site.layer, q, k, v, raw_k), self.site)
             k, v = kv_cache.write(self.site.layer, q, k, v, raw_k)  # [B, Lk, H, D]
             layout = kv_cache.layouts[self.site.layer]
-        return self.o(attention(q, k, v, self.site, mask, layout).flatten(2))
+        return attention(q, k, v, self.site, mask, layout)
+
+    def merge(self, seen: Tensor) -> Tensor:
+        """What all heads saw, [B, L, H, D] -> [B, L, dim]."""
+        return self.o(seen.flatten(2))
 
 
 class CrossAttention(_Attention):
@@ -199,9 +222,19 @@ class Block(nn.Module):
 
         text are its keys and values, [B, n, H, D] each.
         """
-        rows = (self.modulation.float() + time).unbind(2)  # 6 x [B, F or 1, dim]
-        attend, feed = Modulation(*rows[:3]), Modulation(*rows[3:])
+        attend, feed = self.modulations(time)
         seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
+        return self.finish(x, seen, attend, feed, text)
+
+    def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
+        """Those of self-attention and of the FFN."""
+        rows = (self.modulation.float() + time).unbind(2)  # 6 x [B, F or 1, dim]
+        return Modulation(*rows[:3]), Modulation(*rows[3:])
+
+    def finish(
+        self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The layer's output from its input and what self-attention gave, [B, L, dim] each."""
         x = self.gate1(x, seen, attend.gate)
         x = x + self.cross_attn(self.norm3(x), text)
         return self.gate2(x, self.ffn(self.norm2(x, feed.scale, feed.shift)), feed.gate)

@@ -72,6 +72,10 @@ CASES: dict[str, list[list[str]]] = {
         [],  # one process alone
         ["--models", "Wan3"],
         ["--repeats", "0"],
+        ["--parts", "sweeps"],
+        ["--ways", "alone"],
+        ["--sweep_frames", "0"],
+        ["--long_frames", "x"],
         ["--device", "abacus"],
     ],
     "benchmark_policies": [

@@ -1,0 +1,183 @@
+"""CUDA graphs of what stands around self-attention in every layer, put on a model from outside.
+
+A GPU that has a share of a layer may compute it sooner than Python launches its thirty kernels. Two graphs
+launch most of them: the projections, and all that follows attention. Attention itself, the KV cache, the
+exchange of wan/parallel.py and whoever looks at them run as without graphs, in between.
+
+    model = build_model(...)
+    apply_cuda_graphs(model)  # before or after apply_head_parallel()
+
+The first call of a shape runs without graphs, so that its kernels are chosen and compiled; the second one
+records. Weights may change in place afterwards, but not be replaced. On a CPU a replay computes again.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention
+from wan.modules.causal_model import CausalWanModel
+from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.key_layout import KeyLayout
+from wan.modules.kv_cache import KVCache
+from wan.modules.layers import Block, Modulation, Rope
+from wan.modules.per_head_cache import PerHeadCache
+
+Cache = KVCache | PerHeadCache
+Replay = Callable[[], None]
+
+
+def apply_cuda_graphs(model: CausalWanModel) -> None:
+    """Replay the layers of a model's rollouts. Under gradients, edits or captured text they run as before."""
+    recorder, inputs = Recorder(model.device), dict[Hashable, Inputs]()
+    for block in model.blocks:
+        vars(block)["forward"] = ReplayedBlock(block, recorder, inputs)
+
+
+class Recorder:
+    """Records calls, which take their memory from one pool: what one is to find there must be kept."""
+
+    def __init__(self, device: torch.device):
+        self.device, on_gpu = device, device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+
+    def record(self, call: Callable[[], None]) -> Replay:
+        """What launches at once all that call() launches on a GPU; the call itself computes nothing there."""
+        if self.stream is None:
+            return call
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(now)
+        with torch.cuda.stream(self.stream):
+            # NCCL's watchdog asks for its events in a thread of its own, which "global" forbids.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            call()
+            graph.capture_end()
+        now.wait_stream(self.stream)
+        return graph.replay
+
+
+class Inputs:
+    """What all layers' graphs of one shape read and write outside their own memory, at fixed addresses."""
+
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
+        self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
+        self.time = torch.empty_like(time)
+        self.rope = Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
+        self.own: tuple[Tensor, ...] = ()  # what a layer projects
+        self.seen: Tensor | None = None  # what its heads saw
+        self._taken: tuple[Tensor, Rope] | None = None
+
+    def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
+        """Take over a layer's input: x unless the layer before left it here, the rest once a forward."""
+        if x is not self.x:
+            self.x.copy_(x)
+        if self._taken is None or self._taken[0] is not time or self._taken[1] is not rope:
+            self.time.copy_(time)
+            copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
+            self._taken = time, rope  # also so that nothing else can be the same object
+
+
+class TextInputs:
+    """A layer's keys and values of the prompt, at fixed addresses."""
+
+    def __init__(self, text: Sequence[Tensor]):
+        self.own = torch.empty_like(text[0]), torch.empty_like(text[1])
+        self._taken: Callable[[], Tensor | None] = lambda: None
+
+    def take(self, text: Sequence[Tensor]) -> None:
+        """Copy them once a prompt."""
+        if self._taken() is not text[0]:
+            copy_all(self.own, text)
+            self._taken = weakref.ref(text[0])
+
+
+class ReplayedBlock:
+    """The forward of a layer, from two graphs and what stands between them."""
+
+    def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, Inputs]):
+        self.block, self.recorder, self.inputs = block, recorder, inputs
+        self.eager = block.forward
+        self.before: dict[Hashable, Replay] = {}
+        self.after: dict[Hashable, Replay] = {}
+        self.rows: dict[Hashable, tuple[Modulation, Modulation]] = {}  # from the first graph to the second
+        self.texts: dict[Hashable, TextInputs] = {}
+        self.warm: set[Hashable] = set()
+
+    def __call__(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rope: Rope,
+        text: tuple[Tensor, Tensor],
+        kv_cache: Cache | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        if kv_cache is None or mask is not None or not self._may_replay():
+            return self.eager(x, time, rope, text, kv_cache, mask, layout)
+        with_raw = kv_cache.stores_raw
+        key = with_raw, x.shape, time.shape, rope.keys[0].shape, text[0].shape
+        if key not in self.warm:
+            self.warm.add(key)
+            return self.eager(x, time, rope, text, kv_cache)
+
+        inputs, own_text = self._inputs(key, x, time, rope), self._text(text)
+        if key not in self.before:
+            self.before[key] = self._record_before(key, inputs, with_raw)
+        self.before[key]()
+        seen = self.block.self_attn.attend(inputs.own, kv_cache)
+        if inputs.seen is None:
+            inputs.seen = seen
+        copy_all([inputs.seen], [seen])
+        if key not in self.after:
+            self.after[key] = self._record_after(key, inputs, inputs.seen, own_text)
+        self.after[key]()
+        return inputs.x
+
+    def _may_replay(self) -> bool:
+        """Whether nobody wants what only the call itself can give."""
+        wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
+        return not (torch.is_grad_enabled() or ACTIVE_EDITS.active or wants_text)
+
+    def _inputs(self, key: Hashable, x: Tensor, time: Tensor, rope: Rope) -> Inputs:
+        if key not in self.inputs:  # of all layers
+            self.inputs[key] = Inputs(x, time, rope)
+        self.inputs[key].take(x, time, rope)
+        return self.inputs[key]
+
+    def _text(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if text[0].shape not in self.texts:
+            self.texts[text[0].shape] = TextInputs(text)
+        self.texts[text[0].shape].take(text)
+        return self.texts[text[0].shape].own
+
+    def _record_before(self, key: Hashable, inputs: Inputs, with_raw: bool) -> Replay:
+        block = self.block
+
+        def project() -> tuple[Tensor, ...]:
+            self.rows[key] = attend, _ = block.modulations(inputs.time)
+            x = block.norm1(inputs.x, attend.scale, attend.shift)
+            return block.self_attn.project(x, inputs.rope, with_raw)
+
+        if not inputs.own:
+            inputs.own = project()
+        return self.recorder.record(lambda: copy_all(inputs.own, project()))
+
+    def _record_after(
+        self, key: Hashable, inputs: Inputs, seen: Tensor, text: tuple[Tensor, Tensor]
+    ) -> Replay:
+        block = self.block
+
+        def finish() -> None:
+            inputs.x.copy_(block.finish(inputs.x, block.self_attn.merge(seen), *self.rows[key], text))
+
+        return self.recorder.record(finish)
+
+
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        if target.data_ptr() != source.data_ptr():  # several GPUs have one place for what they exchange
+            target.copy_(source)
