@@ -10,6 +10,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from helpers.rollouts import TWO_STEPS
 
 from experiments.analysis import knockout_curves
 from experiments.analysis.effects import head_correlation
@@ -38,7 +39,7 @@ HEADS = [(1, 2), (1, 7), (6, 0)]
 
 @pytest.fixture(scope="module")
 def config():
-    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES})
+    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES} | TWO_STEPS)
 
 
 @pytest.fixture(scope="module")
