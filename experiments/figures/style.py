@@ -34,6 +34,7 @@ STYLE = seaborn.axes_style("whitegrid") | {
     "savefig.bbox": "tight",
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "wan-attention",  # ids inside the file do not depend on the run
+    "axes.titley": 1.0,
     "figure.constrained_layout.use": True,
 }
 
