@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by wan/test_kernels.py
+gc.disable()  # until all is imported, of which nothing is garbage
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds
 
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
@@ -61,7 +62,8 @@ def pytest_collection_finish():
     """What tests have imported stays: looking through it for garbage took a tenth of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 100)  # and figures and models of single tests need no look at each other
+    gc.enable()
+    gc.set_threshold(5000, 10, 100)  # and figures and models of single tests need no look at each other
 
 
 @cache
