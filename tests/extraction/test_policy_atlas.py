@@ -65,7 +65,7 @@ def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, config):
         last_block_attention(mass, frames[-1][:count], positions[-1][:count], "attention"),
         survival_map(kept, "survival"),
     ):
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         assert figure.axes[0].get_title()
 
 
@@ -90,7 +90,7 @@ def check_axis(atlas, axis, settings):
     in_columns = len(bank - later) if axis == "frame" else 2  # a frame has one column, a slot has another
     assert columns.marks.count("memory") == (in_columns if doubled else 0)
     figure = figures.key_maps({"Layer 1": columns}, "mass", "keys")
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     assert {text.get_text() for text in figure.legends[0].get_texts()} >= {m for m in columns.marks if m}
 
 
