@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by wan/test_kernels.py
-gc.disable()  # until all is imported, of which nothing is garbage
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds
 
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
@@ -48,6 +47,11 @@ SIZES = (
     "num_layers",
     "patch_size",
 )
+
+
+def pytest_collection():
+    """Nothing that is imported is garbage."""
+    gc.disable()
 
 
 def pytest_collection_modifyitems(items):
