@@ -184,7 +184,7 @@ def test_selection_captions_are_others():
     assert [len(part) for part in captions] == [96, 24] and not captions[0] & captions[1]
     assert len(first_frame_removed.captions(32)) == 32
     with pytest.raises(ConfigError, match="captions behind a wall are asked for"):
-        captions_behind_a_wall(Design(captions=1_500))
+        captions_behind_a_wall(Design(captions=930))
 
 
 def test_workers_judge_as_this_process_does():
