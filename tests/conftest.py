@@ -49,6 +49,11 @@ SIZES = (
 )
 
 
+def pytest_collection():
+    """Nothing that is imported is garbage."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items):
     """Mark the slow ones; pytest -m "not slow" leaves them out. What runs beside is slow too."""
     for item in items:
@@ -61,7 +66,8 @@ def pytest_collection_finish():
     """What tests have imported stays: looking through it for garbage took a tenth of the time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 100)  # and figures and models of single tests need no look at each other
+    gc.enable()
+    gc.set_threshold(5000, 10, 100)  # and figures and models of single tests need no look at each other
 
 
 @cache

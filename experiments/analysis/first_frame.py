@@ -171,10 +171,12 @@ def _of_heads(
     flat = np.asarray(matrix, np.float64).reshape(-1, F * F)
     there = np.isfinite(flat) & wanted.ravel()
     results = np.full((*shape, len(flat)), np.nan)
-    masks, group = np.unique(there, axis=0, return_inverse=True)
-    for i, mask in enumerate(masks):
+    alike: dict[bytes, list[int]] = {}  # np.unique of rows would take most of the time
+    for head, mask in enumerate(there):
+        alike.setdefault(mask.tobytes(), []).append(head)
+    for heads in alike.values():
+        mask = there[heads[0]]
         if mask.any():
-            heads = np.flatnonzero(group.ravel() == i)
             results[..., heads] = fit(Cells(mask.reshape(F, F)), flat[heads][:, mask].T)
     return results.reshape(*shape, *np.shape(matrix)[:-2])
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -48,7 +49,8 @@ def color_bar(
     figure: Figure, image: ScalarMappable, axes: Axes | Sequence[Axes], unit: str, **options: Any
 ) -> Colorbar:
     """A colour bar with its unit above it: beside it, it would read as the next panel's label."""
-    bar = figure.colorbar(image, ax=axes, **options)
     narrow = journal_width() is not None
-    bar.ax.set_title(fill(unit, 12 if narrow else 20), fontsize=8, loc="right" if narrow else "left")
+    with plt.rc_context({"axes.titley": None}):  # the unit stands above the bar's arrow, where it has one
+        bar = figure.colorbar(image, ax=axes, **options)
+        bar.ax.set_title(fill(unit, 12 if narrow else 20), fontsize=8, loc="right" if narrow else "left")
     return bar

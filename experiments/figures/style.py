@@ -34,6 +34,7 @@ STYLE = seaborn.axes_style("whitegrid") | {
     "savefig.bbox": "tight",
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "wan-attention",  # ids inside the file do not depend on the run
+    "axes.titley": 1.0,
     "figure.constrained_layout.use": True,
 }
 
@@ -71,6 +72,8 @@ WIDTHS = {"column": 3.25, "page": 6.75}  # inches, of a journal
 
 JOURNAL_POINTS = 8  # letters of figures of such a width
 
+LAYOUT_ROUNDS = 2  # in which it settles
+
 _width: float | None = None  # inches, where figures are drawn for a journal
 
 THIN_ABOVE = 25  # frames: up to here every frame has a tick, where there is room
@@ -95,7 +98,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
             if _width:
                 _fit(figure, _width)
             if layout := figure.get_layout_engine():
-                for _ in range(2):  # it settles in two rounds
+                for _ in range(LAYOUT_ROUNDS):
                     layout.execute(figure)
             figure.set_layout_engine("none")  # fixed: showing a figure cannot change it
             plt.close(figure)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from helpers.rollouts import TWO_STEPS
 
 from experiments.dev import benchmark_interventions, measure_interventions
 from experiments.dev.measure_capture import make_rollout
@@ -14,7 +15,7 @@ FRAMES = 9
 
 @pytest.fixture(scope="module")
 def config():
-    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES})
+    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES} | TWO_STEPS)
     return replace(config, reference_prompts=config.reference_prompts[:1])
 
 
@@ -35,7 +36,7 @@ def test_rows_say_what_was_edited_and_whether_bits_stayed(config, made):
     assert len(said) == 8 and said[0].endswith("not counted") and said[-1].startswith(f"{names[3]}: ")
     assert [found[name]["bit_identical"] for name in names] == [True, False, True, False]
     assert [bool(found[name]["edited_calls"]) for name in names] == [False, True, False, True]
-    assert found[names[3]]["edited_calls"] == sizes.num_layers * 10  # two blocks with a past
+    assert found[names[3]]["edited_calls"] == sizes.num_layers * 6  # two blocks with a past
     assert found[measure_interventions.PLAIN]["times_plain"] == 1
 
 

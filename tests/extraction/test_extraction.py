@@ -34,7 +34,7 @@ def extract(script, path, *flags) -> dict:
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory) -> dict[str, dict]:
-    """One full rollout of the miniature per script."""
+    """One rollout of four blocks of the miniature per script."""
     folder = tmp_path_factory.mktemp("caches")
     made = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -47,15 +47,15 @@ def caches(tmp_path_factory) -> dict[str, dict]:
             ("layer", run_extraction_each, ["--layer_index", "5"]),
             ("atlas", run_extraction_all, ["--key_curve", "--cross"]),
         ):
-            made[name] = extract(script, folder / f"{name}.pt", *MINI, *flags)
+            made[name] = extract(script, folder / f"{name}.pt", *MINI, "--num_frames", "12", *flags)
     return made
 
 
 def test_the_figure4_cache(caches):
     cache = caches["token"]
     assert cache["format"] == "figure4" and cache["layer_indices"] == [1, 5] and cache["is_logits"]
-    assert (cache["num_frames"], cache["block_sizes"], cache["frame_seq_length"]) == (21, [3] * 7, 16)
-    assert (cache["query_frames"], cache["key_frames"]) == ([18, 19, 20], list(range(21)))
+    assert (cache["num_frames"], cache["block_sizes"], cache["frame_seq_length"]) == (12, [3] * 4, 16)
+    assert (cache["query_frames"], cache["key_frames"]) == ([9, 10, 11], list(range(12)))
     assert (cache["step"], cache["timestep"], cache["is_clean_pass"]) == (0, 1000.0, False)
     assert (cache["model"], cache["weights"], cache["weights_file"]) == (
         "wan-mini",
@@ -64,8 +64,8 @@ def test_the_figure4_cache(caches):
     )
     assert len(cache["weights_sha256"]) == 64 and cache["seed"] == 42 and "circle" in cache["prompt"]
     for entry, layer in zip(cache["attention_weights"], (1, 5), strict=True):
-        assert entry["layer_idx"] == layer and entry["last_block_start_frame"] == 18
-        assert entry["attn_logits"].shape == (1, 12, 48, 336) and entry["attn_logits"].dtype == torch.float16
+        assert entry["layer_idx"] == layer and entry["last_block_start_frame"] == 9
+        assert entry["attn_logits"].shape == (1, 12, 48, 192) and entry["attn_logits"].dtype == torch.float16
 
 
 def test_granularities_agree(caches):
@@ -85,19 +85,19 @@ def test_granularities_agree(caches):
         torch.testing.assert_close(
             frames.mass_from_probabilities(prob["attn_weights"][0], S), frame["frame_mass"], atol=1e-6, rtol=0
         )
-        assert torch.equal(atlas["frame_logits"][layer, 0, :, 18:], frame["frame_logits"])
-        assert torch.equal(atlas["frame_mass"][layer, 0, :, 18:], frame["frame_mass"])
+        assert torch.equal(atlas["frame_logits"][layer, 0, :, 9:], frame["frame_logits"])
+        assert torch.equal(atlas["frame_mass"][layer, 0, :, 9:], frame["frame_mass"])
         assert torch.equal(atlas["key_curve"][layer, 0], key["key_curve"].half())
 
 
 def test_the_layer_cache_is_a_slice_of_the_atlas(caches):
     layer, atlas = caches["layer"], caches["atlas"]
-    assert layer["layer_index"] == 5 and layer["last_block_query_frames"] == [18, 19, 20]
+    assert layer["layer_index"] == 5 and layer["last_block_query_frames"] == [9, 10, 11]
     torch.testing.assert_close(
         layer["full_frame_attention"], atlas["frame_logits"][5, 0], equal_nan=True, atol=0, rtol=0
     )
     torch.testing.assert_close(
-        layer["last_block_frame_attention"], layer["full_frame_attention"][:, 18:].mean(1)
+        layer["last_block_frame_attention"], layer["full_frame_attention"][:, 9:].mean(1)
     )
 
 
@@ -116,7 +116,7 @@ def test_the_atlas(caches):
     assert atlas["pass_timesteps"] == pytest.approx([1000, 937.5, 833.3333, 625, 0]) and atlas[
         "layers"
     ] == list(range(8))
-    assert atlas["frame_logits"].shape == atlas["frame_mass"].shape == (8, 5, 12, 21, 21)
+    assert atlas["frame_logits"].shape == atlas["frame_mass"].shape == (8, 5, 12, 12, 12)
     absent = later_block(atlas["block_sizes"])
     for name in ("frame_logits", "frame_mass"):
         assert torch.equal(
@@ -124,7 +124,7 @@ def test_the_atlas(caches):
         )  # NaN exactly where never attended
     assert (atlas["frame_mass"].nansum(-1) - 1).abs().max() < 1e-5
     words = len(atlas["cross_tokens"])
-    assert atlas["cross_mass"].shape == (8, 5, 12, 21, words) and "circle" in "".join(atlas["cross_tokens"])
+    assert atlas["cross_mass"].shape == (8, 5, 12, 12, words) and "circle" in "".join(atlas["cross_tokens"])
     assert (atlas["cross_mass"].sum(-1) <= 1 + 1e-5).all()
 
 

@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT
 from diffusers import AutoencoderKLWan
 from helpers.forked import forked
+from helpers.rollouts import TWO_STEPS
 from safetensors.torch import load_file
 
 from experiments import run_rollout
@@ -53,7 +54,7 @@ class StopAfter(RunObserver):
 
 @pytest.fixture(scope="module")
 def config():
-    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"})
+    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"} | TWO_STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from helpers.rollouts import TWO_STEPS
+from omegaconf import OmegaConf
 
 from experiments import figures
 from experiments.analysis.key_axes import AXES, key_columns, key_matrix
@@ -13,7 +15,6 @@ from experiments.caches.view import open_profiles
 from experiments.extraction.policy_atlas import policy_atlas
 from experiments.figures.policies import last_block_attention, slot_map, survival_map
 
-CONFIG = ROOT / "configs/wan_mini.yaml"
 POLICIES = [
     {"name": "window", "window": 6, "sink": 1},
     {"name": "deep_sink", "window": 6, "sink": 2},
@@ -24,10 +25,18 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
-def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, monkeypatch):
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """The miniature's, of fewer steps."""
     monkeypatch.chdir(ROOT)
-    made = policy_atlas(CONFIG, settings, 12)
+    path = tmp_path / "config.yaml"
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load("configs/wan_mini.yaml"), TWO_STEPS), path)
+    return path
+
+
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
+def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, config):
+    made = policy_atlas(config, settings, 12)
     save_cache(tmp_path / "atlas.pt", made)
     atlas = load_cache(tmp_path / "atlas.pt")
     frames, positions = slots_of(atlas, layer=1)
@@ -56,7 +65,7 @@ def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path, monkeypatch):
         last_block_attention(mass, frames[-1][:count], positions[-1][:count], "attention"),
         survival_map(kept, "survival"),
     ):
-        figure.canvas.draw()
+        figure.draw_without_rendering()
         assert figure.axes[0].get_title()
 
 
@@ -81,13 +90,12 @@ def check_axis(atlas, axis, settings):
     in_columns = len(bank - later) if axis == "frame" else 2  # a frame has one column, a slot has another
     assert columns.marks.count("memory") == (in_columns if doubled else 0)
     figure = figures.key_maps({"Layer 1": columns}, "mass", "keys")
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     assert {text.get_text() for text in figure.legends[0].get_texts()} >= {m for m in columns.marks if m}
 
 
-def test_an_atlas_of_classes_of_heads_can_be_saved(tmp_path, monkeypatch):
+def test_an_atlas_of_classes_of_heads_can_be_saved(tmp_path, config):
     """Also where one class keeps averages, whose mass is of no frame."""
-    monkeypatch.chdir(ROOT)
     rows = [",".join("ab"[(layer + head) % 2] for head in range(12)) for layer in range(8)]
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     for one, other in (
@@ -99,9 +107,9 @@ def test_an_atlas_of_classes_of_heads_can_be_saved(tmp_path, monkeypatch):
             "file": str(tmp_path / "labels.csv"),
             "policies": {"a": one, "b": other},
         }
-        save_cache(tmp_path / "atlas.pt", policy_atlas(CONFIG, settings, 12))
+        save_cache(tmp_path / "atlas.pt", policy_atlas(config, settings, 12))
         atlas = load_cache(tmp_path / "atlas.pt")
         assert atlas["schema_version"] == 2
-        torch.testing.assert_close(atlas["slot_mass"].nansum(-1), torch.ones(8, 5, 12, 12))
+        torch.testing.assert_close(atlas["slot_mass"].nansum(-1), torch.ones(8, 3, 12, 12))
         averages = atlas["slot_frame"][0, -1] == -1
         assert averages.any() == (other["name"] == "ema_sink")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from helpers.rollouts import TWO_STEPS
 
 from experiments.analysis.frame_axes import choose_view, query_profile
 from experiments.caches import load_cache, save_cache
@@ -41,7 +42,7 @@ POLICIES = [
 
 def config_of(settings: dict):
     overrides = {"cache_policy": settings, "num_frames": 15, "layer_indices": [1, 3]}
-    return load_config(CONFIG, overrides)
+    return load_config(CONFIG, overrides | TWO_STEPS)
 
 
 @cache

@@ -15,6 +15,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
+from pytest import MonkeyPatch
+
+from experiments.figures import style
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -38,10 +41,15 @@ def main_module_kept() -> Iterator[None]:
 
 
 def run(name, folder, **parameters):
-    """Printed text of an executed notebook; its figures go to folder/figures. An error's text comes last."""
+    """Printed text of an executed notebook; its figures go to folder/figures. An error's text comes last.
+
+    Figures are laid out in one round in place of two: where panels lie to a point is for tests/figures.
+    """
     source = load_notebook_node(str(NOTEBOOKS / name))
     notebook = parameterize_notebook(source, {"SAVE_DIR": str(folder / "figures")} | parameters)
-    with chdir(NOTEBOOKS), main_module_kept(), capture_output() as printed:
+    patched = MonkeyPatch.context()
+    with chdir(NOTEBOOKS), main_module_kept(), patched as patch, capture_output() as printed:
+        patch.setattr(style, "LAYOUT_ROUNDS", 1)
         ipython().reset(new_session=True)
         for cell in notebook.cells:
             if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:

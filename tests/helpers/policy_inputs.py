@@ -1,4 +1,4 @@
-"""What rollouts of the golden model are given where policies are compared."""
+"""What rollouts of the golden model are given where policies are compared: of two denoising steps a block."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def policy_inputs(
     batch, that one on its own."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(batch, num_frames, 16, height, 6, generator=generator)
-    renoise = torch.randn(3, *noise[:, given:].shape, generator=generator)
+    renoise = torch.randn(1, *noise[:, given:].shape, generator=generator)
     embeds = torch.randn(batch, 32, 64, generator=generator)
     if item is not None:
         noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]

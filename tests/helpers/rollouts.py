@@ -6,6 +6,7 @@ from wan.modules.causal_model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 
 MODEL_LAYERS = 4
+TWO_STEPS = {"denoising_step_list": [1000, 500]}  # and the clean pass, where a test is not of steps
 
 
 TINY = {

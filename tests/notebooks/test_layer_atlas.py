@@ -174,7 +174,7 @@ def test_bands_of_a_head():
     assert atlas_reports.band_lines(values, names, ()).startswith("no context")
 
 
-@pytest.mark.parametrize(("N", "H"), [(1, 3), (8, 12), (30, 12), (40, 40)])
+@pytest.mark.parametrize(("N", "H"), [(1, 3), (8, 12), (40, 40)])
 def test_every_size_draws(tmp_path, N, H):
     rng = np.random.default_rng(0)
     values = rng.normal(size=(N, H))

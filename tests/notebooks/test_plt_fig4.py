@@ -26,24 +26,22 @@ def figure_files(*layers):
 
 
 def test_figure4_cache(tmp_path):
-    cache = synthetic_caches.figure4()
+    cache = synthetic_caches.figure4(H=4)
     save_cache(tmp_path / "c.pt", cache)
-    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"))
+    printed = run(tmp_path, CACHE_PATH=str(tmp_path / "c.pt"), HEADS=[[1, 1, "L1H1"], [5, 3, "L5H3"]])
     assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(1, 5)
     for name in figure_files(1, 5):
         assert f"{tmp_path / 'figures' / name}\n" in printed
     assert "Pass: pass 0 (t = 1000)" in printed
     assert "Captured: full, all frames so far; queries of frames 18–20 on keys of frames 0–20" in printed
     assert "key frames 18–20 are noise in this pass" in printed
-    assert "Shown: L1H1, L5H10" in printed
+    assert "Shown: L1H1, L5H3" in printed
     # the numbers, by another route: float64 means straight from the tokens
-    tokens = (
-        cache["attention_weights"][1]["attn_logits"][0, 10].double().numpy()
-    )  # layer 5, head 10: [48, 336]
+    tokens = cache["attention_weights"][1]["attn_logits"][0, 3].double().numpy()  # layer 5, head 3: [48, 336]
     frame = tokens.reshape(48, 21, 16).mean((0, 2))
     middle = frame[1:20].mean()
     line = (
-        f"  H10: first={frame[0]:7.3f}, mid={middle:7.3f}, last={frame[20]:7.3f}, "
+        f"  H 3: first={frame[0]:7.3f}, mid={middle:7.3f}, last={frame[20]:7.3f}, "
         f"sink={frame[0] - middle:+7.3f}, "
         f"first/mid={frame[0] / middle:7.2f}, first-last={frame[0] - frame[20]:+8.3f}, max@{frame.argmax()}, "
         f"(max-min)/|mean|={(frame.max() - frame.min()) / abs(frame.mean()):6.2f}"
@@ -79,7 +77,7 @@ def test_published_data_over_the_papers_curve(tmp_path, F):
     printed = run(tmp_path, CACHE_PATH=f"../cache/published/self_forcing_dmd_eagle_{F}f.pt")
     words = re.sub(r"<[^>]*>", "", (tmp_path / "figures" / "figure4_reproduction.svg").read_text())
     assert {p.name for p in (tmp_path / "figures").iterdir()} == figure_files(1, 5)
-    assert "not there: mass" in printed
+    assert "not there: mass" in printed and "Shown: L1H1, L5H10" in printed
     view = open_profiles(
         load_cache(executed.NOTEBOOKS.parent / f"cache/published/self_forcing_dmd_eagle_{F}f.pt")
     )

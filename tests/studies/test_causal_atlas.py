@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.rollouts import TWO_STEPS
 
 from experiments.caches import load_cache, save_cache
 from experiments.extraction import causal
@@ -25,7 +26,7 @@ FRAMES = 9
 
 @pytest.fixture(scope="module")
 def configs():
-    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES})
+    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES} | TWO_STEPS)
     return [replace(config, prompt=prompt, seed=seed) for seed, prompt in enumerate(PROMPTS)]
 
 

@@ -10,6 +10,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from helpers.rollouts import TWO_STEPS
 
 from experiments.analysis import knockout_curves
 from experiments.analysis.effects import head_correlation
@@ -38,7 +39,7 @@ HEADS = [(1, 2), (1, 7), (6, 0)]
 
 @pytest.fixture(scope="module")
 def config():
-    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES})
+    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES} | TWO_STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ def test_selection_captions_are_others():
     assert [len(part) for part in captions] == [96, 24] and not captions[0] & captions[1]
     assert len(first_frame_removed.captions(32)) == 32
     with pytest.raises(ConfigError, match="captions behind a wall are asked for"):
-        captions_behind_a_wall(Design(captions=1_500))
+        captions_behind_a_wall(Design(captions=930))
 
 
 def test_workers_judge_as_this_process_does():

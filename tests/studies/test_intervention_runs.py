@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.rollouts import TWO_STEPS
 
 from experiments import run_intervention
 from experiments.analysis import published
@@ -26,7 +27,7 @@ EDIT = Knockout(frames="first", layers=[2], heads=[0, 3], passes="denoise")
 
 @pytest.fixture(scope="module")
 def config():
-    return load_config("configs/wan_mini.yaml", {"num_frames": 9})
+    return load_config("configs/wan_mini.yaml", {"num_frames": 9} | TWO_STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(session, config,
     cache = load_cache(tmp_path / "atlas.pt")
     assert cache["interventions"]["edits"] == [EDIT.to_dict()] and len(cache["interventions"]["hash"]) == 16
     left_out = ~cache["attended"][2, 0, [0, 3], 3:, 0]
-    assert left_out.all() and cache["attended"][2, 4, 0, 3:, 0].all()  # the clean pass was not edited
+    assert left_out.all() and cache["attended"][2, 2, 0, 3:, 0].all()  # the clean pass was not edited
     assert (cache["frame_mass"][2, 0, [0, 3], 3:, 0] == 0).all()
     assert cache["frame_logits"][2, 0, 0, 3:, 0].isnan().all()
     view = open_profiles(cache)

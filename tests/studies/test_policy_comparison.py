@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.rollouts import TWO_STEPS
 
 from experiments.extraction.block_capture import read_blocks
 from experiments.extraction.streaming import decoded_blocks
@@ -34,7 +35,7 @@ def compare(folder, prompts=2, **flags):
         "quiet": True,
         "log_file": None,
     }
-    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"})
+    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"} | TWO_STEPS)
     scenes = policy_comparison_job.held_out(prompts)
     runs = [replace(config, prompt=prompt, seed=seed) for prompt in scenes for seed in (0, 1)]
     policy_comparison_job.compare(Namespace(**(defaults | flags)), runs, scenes)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import golden_model
 from helpers.policy_inputs import policy_inputs
+from helpers.rollouts import TWO_STEPS
 
 from wan.errors import ConfigError
 from wan.modules import layers
@@ -28,7 +29,7 @@ def write_labels(path, labels=LABELS):
 
 def roll_out(policy, *requests, num_frames=15, batch=1, given=0, item=None, **options):
     inputs = policy_inputs(1, 4, num_frames, batch, given, item)
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **options)
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS, **options)
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as calls:
         latents = pipeline.inference(**inputs)[1]
     return latents, calls
@@ -70,7 +71,7 @@ def test_heads_see_what_their_class_keeps(tmp_path, monkeypatch):
 def test_capture_has_every_head_over_its_own_frames(tmp_path):
     policies = {"far": {"name": "full"}, "near": {"name": "window", "window": 6, "sink": 1}}
     policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
-    request = CaptureRequest(granularity="frame", layers=[1, 2], blocks=[4], steps=[0, 4])
+    request = CaptureRequest(granularity="frame", layers=[1, 2], blocks=[4], steps=[0, 2])
     latents, calls = roll_out(policy, request)
     assert torch.equal(latents, roll_out(policy, CaptureRequest(layers=[], granularity="frame"))[0])
     for call in calls:
@@ -122,7 +123,7 @@ def test_batches_and_blocks_of_any_kind(options, tmp_path):
     """Captured: an item of a batch is what it is alone, and of every head all mass is on its frames."""
     policies = {"far": {"name": "deep_sink", "window": 9, "sink": 3}, "near": {"name": "window", "window": 6}}
     policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
-    request = CaptureRequest(granularity="frame", layers=[1, 2], steps=[0, 4])
+    request = CaptureRequest(granularity="frame", layers=[1, 2], steps=[0, 2])
     both, calls = roll_out(policy, request, batch=2, **options)
     alone, of_one = roll_out(policy, request, batch=2, item=1, **options)
     torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)

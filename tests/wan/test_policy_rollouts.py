@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import golden_model
 from helpers.policy_inputs import policy_inputs
+from helpers.rollouts import TWO_STEPS
 
 from wan.errors import ConfigError
 from wan.modules.cache_policies import make_policy
@@ -25,10 +26,20 @@ ANY = [
 ]
 
 
+@cache
+def model():
+    """It keeps nothing of a rollout."""
+    return golden_model()
+
+
 def roll_out(policy, pipeline=None, num_frames=15, given=0, batch=1, schedule=(), item=None, **options):
     inputs = policy_inputs(2, 2, num_frames, batch, given, item)
-    pipeline = pipeline or CausalInferencePipeline(golden_model(), cache_policy=policy, **options)
+    pipeline = pipeline or pipeline_of(policy, **options)
     return pipeline.inference(**inputs, prompt_schedule=schedule)[1]
+
+
+def pipeline_of(policy, **options):
+    return CausalInferencePipeline(model(), cache_policy=policy, **TWO_STEPS, **options)
 
 
 @cache
@@ -41,7 +52,7 @@ def plain(name: str, num_frames: int = 15) -> torch.Tensor:
 @pytest.mark.parametrize("settings", ANY, ids=lambda settings: settings["name"])
 def test_a_second_video_equals_the_first_and_short_ones_need_no_policy(settings):
     policy = make_policy(**settings)
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy)
+    pipeline = pipeline_of(policy)
     short = roll_out(policy, pipeline, num_frames=6)
     if settings["name"] != "memory_bank":  # whose bank repeats frames from the second block on
         assert torch.equal(short, plain("full", num_frames=6))
