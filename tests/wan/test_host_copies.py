@@ -15,44 +15,46 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU her
 LARGE = host_copies.SMALL + 1
 
 
+class OnGPU(torch.Tensor):
+    """Says that it is there."""
+
+    is_cuda = True
+
+
 @pytest.fixture
 def streams(monkeypatch):
-    """Events and streams that a machine without a GPU does not have."""
-    event = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: event)
-    )
+    """Events, streams and pinned memory that a machine without a GPU does not have -> what was waited for."""
+    waits: list[str] = []
+    event = SimpleNamespace(wait=lambda: waits.append("event"))
+    stream = SimpleNamespace(record_event=lambda: event, synchronize=lambda: waits.append("copy"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(host_copies, "STAGED", 4096)
+    monkeypatch.setattr(host_copies, "_pinned", lambda: torch.empty(4096, dtype=torch.uint8))
+    return waits
 
 
-def on_gpu(value: torch.Tensor, copied: list[str], name: str = "") -> SimpleNamespace:
-    def cpu():
-        copied.append(name)
-        return value
-
-    here = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), numel=value.numel, cpu=cpu)
-    here.contiguous = lambda: here
-    return here
-
-
-def test_large_values_are_replaced_and_small_ones_wait(streams):
-    copied: list[str] = []
-    large, small = torch.rand(LARGE), torch.rand(host_copies.SMALL)
-    values = {"large": on_gpu(large, copied, "large"), "small": on_gpu(small, copied, "small"), "host": large}
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bool])
+def test_large_values_are_replaced_and_small_ones_wait(streams, dtype):
+    large, small = torch.randn(3, LARGE), torch.randn(host_copies.SMALL)
+    there = (large > 0).to(dtype) if dtype == torch.bool else large.to(dtype)
+    values = {"large": there.as_subclass(OnGPU).mT, "small": small.as_subclass(OnGPU), "host": large}
     host_copies.start(values)
     host_copies.wait()
-    assert values["large"] is large and values["small"] is not small and values["host"] is large
-    assert copied == ["large"]
+    found = values["large"]
+    assert type(found) is torch.Tensor and found.dtype == dtype and torch.equal(found, there.mT)
+    assert found.is_contiguous() and found.untyped_storage().nbytes() == there.nbytes
+    assert type(values["small"]) is OnGPU and values["host"] is large
+    assert streams == ["event", *["copy"] * -(-there.nbytes // 4096)]
 
 
-def test_an_error_is_raised_where_values_are_asked_for_and_not_again(streams):
-    def cpu():
+def test_an_error_is_raised_where_values_are_asked_for_and_not_again(streams, monkeypatch):
+    def fail():
         raise MemoryError("no host memory")
 
-    value = on_gpu(torch.rand(LARGE), [])
-    value.cpu = cpu
-    host_copies.start({"large": value})
+    monkeypatch.setattr(host_copies, "_pinned", fail)
+    host_copies.start({"large": torch.randn(LARGE).as_subclass(OnGPU)})
     with pytest.raises(MemoryError, match="no host memory"):
         move_to_cpu([])
     move_to_cpu([])
