@@ -60,6 +60,20 @@ def test_an_error_is_raised_where_values_are_asked_for_and_not_again(streams, mo
     move_to_cpu([])
 
 
+def test_a_thread_has_one_pinned_place(monkeypatch):
+    made = []
+
+    def empty(size, dtype, pin_memory):
+        assert pin_memory and dtype == torch.uint8
+        made.append(torch.zeros(size, dtype=dtype))
+        return made[-1]
+
+    monkeypatch.setattr(host_copies, "_of_thread", SimpleNamespace())
+    monkeypatch.setattr(torch, "empty", empty)
+    assert host_copies._pinned() is host_copies._pinned() is made[0]
+    assert len(made) == 1 and len(made[0]) == host_copies.STAGED
+
+
 def test_a_capture_that_failed_leaves_nothing_to_wait_for():
     with pytest.raises(RuntimeError, match="in the middle"), ATTENTION_WEIGHT_CAPTURE.capture():
         failed: Future[None] = Future()

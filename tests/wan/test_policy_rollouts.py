@@ -86,3 +86,14 @@ def test_prompt_switches(settings, how):
     assert torch.equal(switched[:, :9], unswitched[:, :9])
     assert not torch.equal(switched[:, 9:], unswitched[:, 9:])
     assert switched.isfinite().all()
+
+
+def test_a_flush_finds_nothing_to_forget_while_the_sink_is_all_there_is():
+    """After the first block of three frames, which are the sink, it does what keep does."""
+    embeds = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(9))
+    policy = make_policy("window", window=9, sink=3)
+    flushed, kept = (
+        roll_out(policy, num_frames=6, schedule=[PromptSwitch(3, how=how, prompt_embeds=embeds)])
+        for how in ("flush", "keep")
+    )
+    assert torch.equal(flushed, kept)
