@@ -37,6 +37,10 @@ TESTS = {
 NOTICED = ("failed", "error", "hung")
 Mistake = tuple[str, ...]  # package, function, expression, what takes its place; and the file, of several
 REWRITTEN = """\
+wan | frame_mass   | q.device.type == 'cuda' and q.dtype in (torch.bfloat16, torch.float16) \
+  | q.device.type == 'cuda' or q.dtype in (torch.bfloat16, torch.float16)
+wan | kernels_take | q.device.type == 'cuda' and q.dtype in (torch.bfloat16, torch.float16) \
+  | q.device.type == 'cuda' or q.dtype in (torch.bfloat16, torch.float16)
 wan | _crc32_of_record | record.header_offset + 26 | record.header_offset - 26
 wan | _entry           | local + LOCAL.size        | local - LOCAL.size
 wan | rotate | -2 | 2
