@@ -14,18 +14,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from experiments.dev.benchmark_mass import CALLS_A_TURN, CHUNK, MODEL, RUN, TOKENS, milliseconds, said
-from experiments.dev.tables import markdown, measured_on, median_interval, save_report
+from experiments.dev.tables import markdown, measured_on, milliseconds_said, save_report
 from experiments.running.cli import Parser, count, main
-from wan.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-QUERIES = RUN.num_frame_per_block * TOKENS
 
 
 def table(report: dict) -> str:
@@ -35,39 +31,40 @@ def table(report: dict) -> str:
     rows = [
         (
             str(row["keys"]),
-            *(said(row["kernels"][x]) for x in kernels),
+            *(milliseconds_said(row["kernels"][x]) for x in kernels),
             *("{:.2%}; {:.1e}".format(*row["kernels"][x]["errors"]) for x in kernels),
         )
         for row in report["rows"]
     ]
-    below = f"{QUERIES} queries, {MODEL.num_heads} heads of {MODEL.head_dim}; "
-    below += f"{report['repeats']} turns of {CALLS_A_TURN} calls"
-    return f"{markdown(header, rows)}\n\n{below}; {measured_on(report['environment'], 'bfloat16')}"
+    below = "{queries} queries, {heads} heads of {head_dim}; {repeats} turns of {calls_a_turn} calls"
+    measured = measured_on(report["environment"], "bfloat16")
+    return f"{markdown(header, rows)}\n\n{below.format(**report)}; {measured}"
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
-    keys = [256, 512, 1024, 1560, 2048, *(frames * TOKENS for frames in (2, 3, 6, 12, 21))]
-    parser.add_argument("--keys", type=count, nargs="+", default=keys)
+    parser.add_argument(
+        "--keys", type=count, nargs="+", help="256 to 2048, and 1 to 21 frames where not given"
+    )
     parser.add_argument("--repeats", type=count, default=15, help="turns")
     parser.add_argument("--output_path", help="write the numbers as JSON")
     measure(parser.parse_args(argv))
 
 
 def measure(args: argparse.Namespace) -> None:
-    import torch
-
     from experiments.caches.atomic_files import require_writable
+    from experiments.dev.measure_kernels import CALLS_A_TURN, MODEL, QUERIES, TOKENS, require_gpu
     from experiments.extraction.provenance import environment
 
-    if not torch.cuda.is_available():
-        raise ConfigError("benchmark_attention.py times kernels of a GPU; none is here")
+    device = require_gpu("benchmark_attention.py")
     if args.output_path:
         require_writable(args.output_path)
-    device = torch.device("cuda")
     found = kernels(device)
-    report = {"repeats": args.repeats, "kernels": list(found), "rows": [], "environment": environment(device)}
-    for keys in args.keys:
+    sizes = {"queries": QUERIES, "heads": MODEL.num_heads, "head_dim": MODEL.head_dim}
+    turns = {"repeats": args.repeats, "calls_a_turn": CALLS_A_TURN}
+    report = sizes | turns | {"kernels": list(found), "rows": [], "environment": environment(device)}
+    frames = [n * TOKENS for n in (1, 2, 3, 6, 12, 21)]
+    for keys in args.keys or sorted([256, 512, 1024, 2048, *frames]):
         report["rows"].append({"keys": keys, "kernels": row_of(found, keys, args.repeats, device)})
         save_report(report, args.output_path)
     print(table(report))
@@ -91,42 +88,27 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
 
 def row_of(found: dict[str, Kernel], keys: int, repeats: int, device: torch.device) -> dict[str, dict]:
     """Every kernel in turn over this many keys."""
-    import numpy as np
-    import torch
+    from experiments.dev.measure_kernels import QUERIES, in_turn, random_inputs
 
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
-        torch.randn(1, n, MODEL.num_heads, MODEL.head_dim, generator=generator, device=device).bfloat16()
-        for n in (QUERIES, keys, keys)
-    )
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    heads_first = [x.transpose(1, 2) for x in random_inputs((QUERIES, keys, keys), device)]
     calls = {name: partial(kernel, *heads_first) for name, kernel in found.items()}
     errors = {name: errors_of(*call(), *heads_first) for name, call in calls.items()}
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            taken[name].append(milliseconds(call))
     return {
-        name: {
-            "milliseconds": [round(float(x), 4) for x in (np.median(turns), *median_interval(turns))],
-            "errors": errors[name],
-        }
-        for name, turns in taken.items()
+        name: {"milliseconds": shown, "errors": errors[name]}
+        for name, shown in in_turn(calls, repeats).items()
     }
 
 
 def errors_of(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[float]:
     """Relative error of the output [B, H, Lq, D] and largest of the log-sum-exp [B, H, Lq], in two heads."""
+    from experiments.dev.measure_kernels import exact_logits
+
     square, norm, largest = 0.0, 0.0, 0.0
-    for head in (0, q.shape[1] - 1):
-        keys, values = k[0, head].double(), v[0, head].double()
-        for start in range(0, q.shape[2], CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits = q[0, head, rows].double() @ keys.mT * q.shape[3] ** -0.5
-            expected = logits.softmax(-1) @ values
-            square += (out[0, head, rows] - expected).square().sum().item()
-            norm += expected.square().sum().item()
-            largest = max(largest, (lse[0, head, rows] - logits.logsumexp(-1)).abs().max().item())
+    for head, rows, logits in exact_logits(q.transpose(1, 2), k.transpose(1, 2)):
+        expected = logits.softmax(-1) @ v[0, head].double()
+        square += (out[0, head, rows] - expected).square().sum().item()
+        norm += expected.square().sum().item()
+        largest = max(largest, (lse[0, head, rows] - logits.logsumexp(-1)).abs().max().item())
     return [(square / norm) ** 0.5, largest]
 
 

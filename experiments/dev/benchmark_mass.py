@@ -13,17 +13,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from experiments.dev.tables import markdown, measured_on, median_interval, save_report
+from experiments.dev.tables import markdown, measured_on, milliseconds_said, save_report
 from experiments.running.cli import Parser, count, main
-from wan.config import MODELS, RunConfig
-from wan.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-RUN, MODEL = RunConfig(), MODELS["Wan2.1-T2V-1.3B"]
-TOKENS = MODEL.tokens_per_frame(RUN.height, RUN.width)
-CALLS_A_TURN, CHUNK = 5, 256  # CHUNK: queries at once in float64
 ATTENTION = "attention, with its log-sum-exp"
 
 
@@ -32,17 +27,12 @@ def table(report: dict) -> str:
     frames = sorted({row["key_frames"] for row in report["rows"]})
     found = {(row["way"], row["key_frames"]): row for row in report["rows"]}
     rows = [
-        (way, *(said(found.get((way, n))) for n in frames), error_said(found, way, frames))
+        (way, *(milliseconds_said(found.get((way, n))) for n in frames), error_said(found, way, frames))
         for way in dict.fromkeys(row["way"] for row in report["rows"])
     ]
     header = ("a call", *(f"{n} key frames" for n in frames), "largest error")
-    below = f"{report['repeats']} turns of {CALLS_A_TURN} calls"
+    below = f"{report['repeats']} turns of {report['calls_a_turn']} calls"
     return f"{markdown(header, rows)}\n\n{below}; {measured_on(report['environment'], 'bfloat16')}"
-
-
-def said(row: dict | None) -> str:
-    """A median and its 95 % interval, or nothing for a way that does not take that many frames."""
-    return "" if row is None else "{:.3f} ms ({:.3f}-{:.3f})".format(*row["milliseconds"])
 
 
 def error_said(found: dict, way: str, frames: list[int]) -> str:
@@ -59,36 +49,26 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    import torch
-
     from experiments.caches.atomic_files import require_writable
+    from experiments.dev.measure_kernels import CALLS_A_TURN, require_gpu
     from experiments.extraction.provenance import environment
 
-    if not torch.cuda.is_available():
-        raise ConfigError("benchmark_mass.py times kernels of a GPU; none is here")
+    device = require_gpu("benchmark_mass.py")
     if args.output_path:
         require_writable(args.output_path)
-    device = torch.device("cuda")
     rows = [row for frames in args.key_frames for row in rows_of(frames, args.repeats, device)]
-    report = {"repeats": args.repeats, "rows": rows, "environment": environment(device)}
+    about = {"repeats": args.repeats, "calls_a_turn": CALLS_A_TURN}
+    report = about | {"rows": rows, "environment": environment(device)}
     save_report(report, args.output_path)
     print(table(report))
 
 
 def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
     """Every way in turn, at one number of key frames."""
-    import numpy as np
-    import torch
-
+    from experiments.dev.measure_kernels import QUERIES, TOKENS, in_turn, random_inputs
     from wan.modules.attention import attention_with_lse
 
-    generator = torch.Generator(device).manual_seed(0)
-    q, k = (
-        torch.randn(
-            1, frames * TOKENS, MODEL.num_heads, MODEL.head_dim, generator=generator, device=device
-        ).bfloat16()
-        for frames in (RUN.num_frame_per_block, key_frames)
-    )
+    q, k = random_inputs((QUERIES, key_frames * TOKENS), device)
     heads_first = [x.transpose(1, 2) for x in (q, k, k)]
     lse = attention_with_lse(*heads_first)[1].contiguous()
     calls: dict[str, Callable[[], Any]] = {ATTENTION: partial(attention_with_lse, *heads_first)}
@@ -97,12 +77,7 @@ def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
         way: None if way == ATTENTION else largest_error(call(), q, k, key_frames)
         for way, call in calls.items()
     }
-    taken: dict[str, list[float]] = {way: [] for way in calls}
-    for _ in range(repeats):
-        for way, call in calls.items():
-            taken[way].append(milliseconds(call))
-    for way, turns in taken.items():
-        shown = [round(float(x), 4) for x in (np.median(turns), *median_interval(turns))]
+    for way, shown in in_turn(calls, repeats).items():
         yield {"way": way, "key_frames": key_frames, "milliseconds": shown, "largest_error": errors[way]}
 
 
@@ -118,29 +93,14 @@ def ways(q: Tensor, k: Tensor, lse: Tensor, key_frames: int) -> dict[str, Callab
     return calls
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Of one call, on average over a few."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(CALLS_A_TURN):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / CALLS_A_TURN
-
-
 def largest_error(mass: Tensor, q: Tensor, k: Tensor, key_frames: int) -> float:
     """Of the mass [1, H, Fk, Lq] in the first and the last head, against the softmax in float64."""
+    from experiments.dev.measure_kernels import exact_logits
+
     largest = 0.0
-    for head in (0, q.shape[2] - 1):
-        keys = k[0, :, head].double()
-        for start in range(0, q.shape[1], CHUNK):
-            rows = q[0, start : start + CHUNK, head].double() @ keys.mT * q.shape[3] ** -0.5
-            expected = rows.softmax(-1).unflatten(-1, (key_frames, -1)).sum(-1)
-            found = mass[0, head, :, start : start + CHUNK].mT
-            largest = max(largest, (found - expected).abs().max().item())
+    for head, rows, logits in exact_logits(q, k):
+        expected = logits.softmax(-1).unflatten(-1, (key_frames, -1)).sum(-1)
+        largest = max(largest, (mass[0, head, :, rows].mT - expected).abs().max().item())
     return largest
 
 

@@ -27,6 +27,11 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def milliseconds_said(row: dict[str, Any] | None) -> str:
+    """The median of a row's milliseconds and its 95 % interval; nothing where there is no row."""
+    return "" if row is None else "{:.3f} ms ({:.3f}-{:.3f})".format(*row["milliseconds"])
+
+
 def measured_on(env: dict[str, Any], dtype: str | None = None) -> str:
     """Device, versions, date, commit and command, as the last line of a table."""
     parts = [env["device"], f"torch {env['torch']}", dtype, env["date"], f"`{env['git'][:9]}`"]

@@ -3,19 +3,20 @@
 import pytest
 import torch
 
-from experiments.dev import benchmark_mass
+from experiments.dev import benchmark_attention, benchmark_mass, measure_kernels
 from wan.errors import ConfigError
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_so(tmp_path):
+@pytest.mark.parametrize("benchmark", [benchmark_mass, benchmark_attention])
+def test_without_a_gpu_it_says_so(benchmark, tmp_path):
     with pytest.raises(ConfigError, match="none is here"):
-        benchmark_mass.run(["--output_path", str(tmp_path / "mass.json")])
+        benchmark.run(["--output_path", str(tmp_path / "report.json")])
     assert not list(tmp_path.iterdir())
 
 
 def test_the_error_is_the_largest_of_the_first_and_the_last_head(monkeypatch):
-    monkeypatch.setattr(benchmark_mass, "CHUNK", 3)
+    monkeypatch.setattr(measure_kernels, "CHUNK", 3)
     q, k = torch.randn(1, 8, 3, 16), torch.randn(1, 10, 3, 16)
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / 4
     mass = logits.softmax(-1).unflatten(-1, (5, 2)).sum(-1).mT.clone()
@@ -31,7 +32,7 @@ def test_its_table_has_a_row_a_way_and_a_column_a_number_of_frames():
         {"way": way, "key_frames": n, "milliseconds": [n / 10, 0.1, 0.9], "largest_error": error}
         for way, n, error in ((benchmark_mass.ATTENTION, 3, None), ("mass", 3, 1e-6), ("mass", 21, 2e-6))
     ]
-    said = benchmark_mass.table({"rows": rows, "repeats": 15, "environment": environment})
+    said = benchmark_mass.table({"rows": rows, "repeats": 15, "calls_a_turn": 5, "environment": environment})
     lines = said.splitlines()
     assert lines[0] == "| a call | 3 key frames | 21 key frames | largest error |"
     assert lines[2].endswith("| 0.300 ms (0.100-0.900) |  |  |")
