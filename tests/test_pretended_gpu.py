@@ -4,8 +4,11 @@ import pytest
 import torch
 from conftest import golden_model
 from helpers.pretended_gpu import pretended_gpu, waits
+from helpers.rollouts import TWO_STEPS
 
+from wan.modules import late_work
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
 from wan.pipeline import CausalInferencePipeline
 
@@ -37,18 +40,43 @@ def test_a_module_moves_and_computes_the_same():
     assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
-def test_a_rollout_waits_for_the_gpu_once_where_it_is_captured():
+FRAMES = CaptureRequest(granularity="frame")
+SOME = {"queries": ((-1, -1), (3, -1), (3, 2), (4, 1)), "heads": (2, 0)}
+CHOSEN = {"name": "participative", "window": 9, "sink": 3, "budget": 7, "recent": 3}
+
+
+@pytest.mark.parametrize(
+    ("policy", "request_"),
+    [
+        ({"name": "full"}, CaptureRequest(layers=[])),
+        ({"name": "full"}, FRAMES),
+        ({"name": "full"}, CaptureRequest(granularity="map")),
+        ({"name": "full"}, CaptureRequest(granularity="map", **SOME)),
+        ({"name": "full"}, CaptureRequest(granularity="map", kinds=("cross",), num_words=5, heads=(1,))),
+        ({"name": "ema_sink", "window": 6, "sink": 1}, FRAMES),
+        ({"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1}, FRAMES),
+        (CHOSEN, FRAMES),
+        (CHOSEN, CaptureRequest(granularity="frame", kinds=("self", "cross"))),
+    ],
+    ids=["nothing", "frames", "maps", "some maps", "words", "averages", "memories", "chosen", "and text"],
+)
+def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, request_):
     with pretended_gpu() as gpu, waits() as found:
-        model, requests = (
-            golden_model().to(gpu),
-            [CaptureRequest(layers=[]), CaptureRequest(granularity="frame")],
-        )
-        x, text = torch.randn(1, 6, 16, 4, 6), torch.randn(1, 32, 64)
-        noise, renoise, text = x.to(gpu), x.expand(3, *x.shape).to(gpu), text.to(gpu)
+        model = golden_model().to(gpu)
+        x, text = torch.randn(1, 12, 16, 4, 6), torch.randn(1, 32, 64)
+        noise, renoise, text = x.to(gpu), x.expand(1, *x.shape).to(gpu), text.to(gpu)
         assert found
-        for request in requests:
-            found.clear()
-            with ATTENTION_WEIGHT_CAPTURE.capture(request):
-                CausalInferencePipeline(model).inference(noise, prompt_embeds=text, renoise=renoise)
-                assert not found
-            assert len(found) == (request.granularity == "frame")
+        found.clear()
+        pipeline = CausalInferencePipeline(model, **TWO_STEPS, cache_policy=make_policy(**policy))
+        with ATTENTION_WEIGHT_CAPTURE.capture(request_) as calls:
+            pipeline.inference(noise, prompt_embeds=text, renoise=renoise)
+            assert not found
+        assert bool(found) == bool(calls)
+        order = [(call.at.block, call.at.step, call.site.layer) for call in calls]
+        assert order == sorted(order)
+
+
+def test_chosen_tokens_that_are_asked_for_at_once_are_waited_for(monkeypatch):
+    monkeypatch.setattr(late_work, "BEHIND", 0)
+    with pytest.raises(AssertionError, match="just now"):
+        test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(CHOSEN, FRAMES)

@@ -29,7 +29,7 @@ def table(report: dict) -> str:
     ]
     weights = " shapes, random weights" if report["random_weights"] else ""
     what = f"{report['model']}{weights}, {report['num_frames']} latent frames; edits are of every layer."
-    lines = markdown(("edit", "seconds", "x plain", "edited calls", "bits of plain"), rows)
+    lines = markdown(("edit", "seconds", "x plain", "edited calls", "bits of plain"), rows) if rows else ""
     where = measured_on(report["environment"], report["dtype"])
     return f"{lines}\n\n{what} {_of_sweep(report['sweep'])}{where}"
 
@@ -37,8 +37,9 @@ def table(report: dict) -> str:
 def _of_sweep(sweep: dict | None) -> str:
     if sweep is None:
         return ""
-    done = f"{sweep['layers_done_now']} of {sweep['layers']} layers took {sweep['seconds']:.0f} s"
-    if sweep["layers_done_now"] < sweep["layers"]:
+    before = f" after {sweep['layers_done_before']} done before" if sweep["layers_done_before"] else ""
+    done = f"{sweep['layers_done_now']} of {sweep['layers']} layers{before} took {sweep['seconds']:.0f} s"
+    if not sweep["finished"]:
         done += f", from which all are extrapolated to {sweep['all_layers_seconds']:.0f} s"
     of = f"{sweep['heads']} heads, {sweep['prompts']} prompt{'s' * (sweep['prompts'] > 1)}"
     return f"Causal atlas of mean ablation, {of}: {done}. "
@@ -47,6 +48,7 @@ def _of_sweep(sweep: dict | None) -> str:
 def run(argv=None):
     parser = benchmark_parser(__doc__, repeats=3)
     parser.add_argument("--sweep_seconds", type=count, help="also a causal atlas, for about so long")
+    parser.add_argument("--sweep_only", action="store_true", help="nothing but that, with --sweep_seconds")
     parser.add_argument("--sweep_prompts", type=count, default=1, help="prompts of the atlas, in one batch")
     parser.add_argument("--folder", type=Path, default=Path("cache/benchmark_interventions"))
     measure(parser.parse_args(argv))
@@ -63,6 +65,8 @@ def measure(args: argparse.Namespace) -> None:
     config = config_from(args)
     if args.sweep_prompts > len(config.reference_prompts):
         raise ConfigError(f"the config has {len(config.reference_prompts)} reference_prompts to sweep over")
+    if args.sweep_only and not args.sweep_seconds:
+        raise ConfigError("--sweep_only needs --sweep_seconds: how long to go on with the atlas")
     if args.output_path:
         require_writable(args.output_path)
     rollout, sizes = make_rollout(config, args.random_weights)
@@ -71,8 +75,9 @@ def measure(args: argparse.Namespace) -> None:
     def keep(rows: dict, sweep: dict | None = None) -> None:
         save_report(report | {"rows": rows, "sweep": sweep}, args.output_path)
 
-    edits, sweep = measure_interventions.rows(config, sizes), None
-    rows = measure_interventions.measure(rollout, edits, args.repeats, keep, line)
+    edits, rows, sweep = measure_interventions.rows(config, sizes), {}, None
+    if not args.sweep_only:
+        rows = measure_interventions.measure(rollout, edits, args.repeats, keep, line)
     if args.sweep_seconds:
         path = weights_file(config.ckpt_dir, config.checkpoint_path) if not args.random_weights else None
         weights = file_sha256(path) if path else f"random weights of {config.model}"

@@ -132,7 +132,7 @@ interventions() { benchmark interventions 300 --repeats 2 --sweep_seconds 60 --f
 sweep() { # the whole causal atlas of 1.3B in two calls, the second of which goes on
     for call in 1 2; do
         on "$SLOT" "sweep_$call" 480 python3 experiments/dev/benchmark_interventions.py --random_weights --device cuda \
-            --repeats 1 --sweep_seconds 350 --folder outputs/whole_sweep \
+            --sweep_only --sweep_seconds 350 --folder outputs/whole_sweep \
             --output_path "$OUT/interventions_${GPU}_call$call.json"
     done
 }

@@ -58,3 +58,6 @@ def test_an_atlas_goes_on_where_it_stopped(config, made, tmp_path, monkeypatch):
     assert "| plain | 1.500 | 1.000 | 0 | yes |" in text and "extrapolated" in text
     assert "2 of 8 layers" in text
     assert "extrapolated" not in benchmark_interventions.table(report | {"sweep": None})
+    rest = sweeps[1] | {"finished": True}
+    text = benchmark_interventions.table(report | {"rows": {}, "sweep": rest})
+    assert "2 of 8 layers after 2 done before took" in text and "|" not in text and "extrapolated" not in text

@@ -6,6 +6,7 @@ mistakes in code that GPUs alone run.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wan.modules import attention_backend, layers, reductions
+from wan.modules import attention_backend, layers, reductions, rope
 
 aten = torch.ops.aten
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -53,6 +54,12 @@ class OnGPU(Tensor):
         return computed(function, args, kwargs or {})
 
 
+class Pinned(Tensor):
+    """On the host, and copied from there without waiting."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
 def inner_of(x: Any) -> Any:
     return x.inner if isinstance(x, OnGPU) else x
 
@@ -67,6 +74,7 @@ def computed(function: Any, args: tuple, kwargs: dict) -> Any:
         raise RuntimeError(f"{function}: Expected all tensors to be on the same device, not cuda:0 and cpu")
     device = kwargs.get("device")
     stays = bool(here) if device is None else torch.device(device).type == "cuda"
+    Event.given += stays
     kwargs = kwargs if device is None else kwargs | {"device": HOST}
     inner_args, inner_kwargs = tree_map(inner_of, (args, kwargs))
     if function in FUSED_ATTENTION:
@@ -114,6 +122,20 @@ FUSED_ATTENTION = {
 }
 
 
+class Event:
+    """The end of what a GPU was given up to here. Whoever asks soon waits, and leaves it idle."""
+
+    given = 0  # operations of the GPU, so far
+    SOON = 50  # fewer than a layer of a model has
+
+    def __init__(self) -> None:
+        self.at = Event.given
+
+    def synchronize(self) -> bool:
+        """Whether somebody waits."""
+        return Event.given - self.at < self.SOON
+
+
 class Operations(TorchDispatchMode):
     """What makes tensors, too."""
 
@@ -128,11 +150,16 @@ class Functions(TorchFunctionMode):
         args = tuple(map(named, args))
         kwargs = {name: named(x) for name, x in kwargs.items()} if kwargs else {}
         if function is torch.tensor and kwargs.get("device") == GPU:
+            indexed([])  # numbers of the host go there
             return OnGPU(torch.tensor(*args, **kwargs | {"device": HOST}))
+        if function is Tensor.pin_memory:
+            return args[0].clone().as_subclass(Pinned)
         if args and isinstance(args[0], OnGPU):
             if function not in HANDLED:
                 return function(*args, **kwargs)
             inner, rest = args[0].inner, tree_map(inner_of, args[1:])
+            if function in (Tensor.__getitem__, Tensor.__setitem__):
+                indexed(args[1])
             if function is Tensor.__getitem__:
                 return OnGPU(inner[rest[0]])
             if function is Tensor.__setitem__:
@@ -148,6 +175,14 @@ class Functions(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def indexed(index: Any) -> bool:
+    """Whether some of an index goes to the GPU first."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(x, list) or (isinstance(x, Tensor) and x.dim() and not isinstance(x, OnGPU)) for x in parts
+    )
+
+
 def named(x: Any) -> Any:
     """A device with its number."""
     return GPU if isinstance(x, str | torch.device) and str(x) == "cuda" else x
@@ -161,7 +196,9 @@ def pretended_gpu() -> Iterator[torch.device]:
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter becomes what it is moved to
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        patch.setattr(layers, "fused_kernels", lambda x: None)
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=Event))
+        for module in (layers, rope):
+            patch.setattr(module, "fused_kernels", lambda x: None)
         patch.setattr(reductions, "kernels_take", lambda q: False)
         patch.setattr(attention_backend, "takes", lambda q, k, v: False)
         try:
@@ -173,19 +210,34 @@ def pretended_gpu() -> Iterator[torch.device]:
 @contextmanager
 def waits() -> Iterator[list[str]]:
     """What waits for a real GPU meanwhile: numbers that are read from it, and unpinned ones that go there."""
-    found, compute = [], computed
+    found, compute, by_index, by_event = [], computed, indexed, Event.synchronize
+
+    def noticed_index(index: Any) -> bool:
+        if by_index(index):
+            found.append(f"an index of the host: {index}")
+        return by_index(index)
 
     def noticed(function: Any, args: tuple, kwargs: dict) -> Any:
         on_gpu = {isinstance(x, OnGPU) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         device = kwargs.get("device")
         leaves = (
-            function is aten._to_copy.default and device and {torch.device(device).type == "cuda"} != on_gpu
+            function is aten._to_copy.default
+            and device
+            and {torch.device(device).type == "cuda"} != on_gpu
+            and not (kwargs.get("non_blocking") and isinstance(args[0], OnGPU | Pinned))
         )
         mixes = len(on_gpu) > 1 and function in COPIES | INDEXED
         if leaves or mixes or (True in on_gpu and function in TO_HOST | {aten.nonzero.default}):
             found.append(str(function))
         return compute(function, args, kwargs)
 
+    def noticed_event(event: Event) -> bool:
+        if by_event(event):
+            found.append("what was given to the GPU just now")
+        return by_event(event)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Event, "synchronize", noticed_event)
         patch.setitem(globals(), "computed", noticed)
+        patch.setitem(globals(), "indexed", noticed_index)
         yield found

@@ -9,12 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 
 def together(count: int, function: Callable[[dist.ProcessGroup], Any], seconds: float = 20) -> list[Any]:
     """What function(group) returns in each of count forks. Raises RuntimeError with what they raised."""
+    if torch.cuda.is_initialized():
+        pytest.skip("this process has used a GPU, which its forks then cannot: run this test alone")
     with tempfile.TemporaryDirectory() as folder:
         children = [
             os.fork() or _child(Path(folder), rank, count, function, seconds) for rank in range(count)

@@ -15,7 +15,7 @@ from conftest import ROOT
 from torch.utils._pytree import tree_map
 
 from wan.config import ModelConfig
-from wan.modules import layers, reductions
+from wan.modules import layers, reductions, rope
 from wan.modules.layers import GatedAdd, ModulatedNorm, QueryKeyNorm
 from wan.modules.rope import RotaryTable
 
@@ -58,12 +58,18 @@ def test_programs_share_the_frames(call, monkeypatch):
     frames = next(n for n in (7, 9, 6, 4) if k.shape[1] % n == 0)
     expected = mass_kernel.query_frame_mass(q, k, lse, frames, frames_each=frames)
     assert (mass_kernel.query_frame_mass(q, k, lse, frames, frames_each=2) == expected).all()
-    share, shares = mass_kernel._query_mass, []
-    monkeypatch.setattr(mass_kernel, "_query_mass", lambda *given: shares.append(given[-1]) or share(*given))
+    programs, kernel = [], mass_kernel._mass_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            programs.append(grid[2])
+            return kernel[grid]
+
+    monkeypatch.setattr(mass_kernel, "_mass_kernel", Counted())
     for keys in (k.shape[1] // frames * 3 + 1, 1):
         monkeypatch.setattr(mass_kernel, "KEYS_EACH", keys)
         assert (mass_kernel.query_frame_mass(q, k, lse, frames) == expected).all()
-    assert shares == [3, 1]
+    assert programs == [-(-frames // 3), frames]
 
 
 def test_mass_of_unequal_segments(call):
@@ -79,12 +85,66 @@ def test_mass_of_unequal_segments(call):
             torch.testing.assert_close(of_item[:, 0, i].double(), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("slots", [(2, 1), (0, 2), (3, 0)], ids=["around", "after", "before"])
+def test_whole_slots_around_unequal_segments(call, slots):
+    q, k, lse, _ = call
+    (before, after), S, end = slots, 4, k.shape[1]
+    start, stop = before * S, end - after * S
+    edges = [*range(0, start, S), start, start, start + 3, *range(stop, end + 1, S)]
+    bounds, unequal = torch.tensor([edges]), range(before, before + 3)
+    found = reductions.segment_mass(q, k, lse, 1, bounds, unequal, S)
+    torch.testing.assert_close(found, reductions.segment_mass(q, k, lse, 1, bounds), atol=1e-6, rtol=0)
+
+
+def test_segments_that_are_all_whole_slots(call):
+    q, k, lse, _ = call
+    count = next(n for n in (5, 32) if k.shape[1] % n == 0)
+    S = k.shape[1] // count
+    bounds = torch.arange(count + 1)[None] * S
+    for at in (0, 2, count):
+        found = reductions.segment_mass(q, k, lse, 1, bounds, range(at, at), S)
+        torch.testing.assert_close(found, reductions.frame_mass(q, k, lse, 1, count), atol=1e-6, rtol=0)
+
+
 def test_key_tokens(call):
     q, k, lse, logits = call
     found, mass = reductions.key_token_means(q, k, lse)
     atol = 1e-5 * logits.abs().max().item()
     torch.testing.assert_close(found.double(), logits.mean(2), atol=atol, rtol=0)
     torch.testing.assert_close(mass.double(), logits.softmax(-1).mean(2), atol=1e-6, rtol=0)
+
+
+def test_key_tokens_by_query_frame(call):
+    from wan.modules import map_kernel
+
+    q, k, lse, logits = call
+    frames = next(n for n in (3, 5, 4, 7) if q.shape[1] % n == 0)
+    found, mass = map_kernel.key_token_means(q, k, lse, frames)
+    of_frames = logits.unflatten(2, (frames, -1)).mean(3)
+    torch.testing.assert_close(found.double(), of_frames, atol=1e-5 * logits.abs().max().item(), rtol=0)
+    expected = logits.softmax(-1).unflatten(2, (frames, -1)).mean(3)
+    torch.testing.assert_close(mass.double(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tables", [1, 2], ids=["of all", "of each item"])
+def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
+    """And what lies around them stays; rows that do not lie as a cache's do are turned without the kernel."""
+    from wan.modules import fused
+
+    raw, keys = drawn(2, 9, 3, 24).to(dtype), drawn(2, 12, 3, 24).to(dtype)
+    cos, sin = RotaryTable(24)(range(4, 9), 1, 1, torch.device("cpu"))
+    cos, sin = (torch.stack([x, x.flip(0)]) if tables == 2 else x for x in (cos, sin))
+    expected = keys.clone()
+    expected[:, 3:8] = rope.rotate(raw[:, 2:7].double(), cos, sin).to(dtype)
+    called = []
+    monkeypatch.setattr(rope, "fused_kernels", lambda x: called.append(x) or fused)
+    strided = drawn(2, 12, 4, 24).to(dtype)[:, :, 1:].copy_(keys)
+    for target in (keys, strided):
+        rope.rotate_into(target[:, 3:8], raw[:, 2:7], cos, sin)
+        rtol = BFLOAT16 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(target, expected, atol=1e-6, rtol=rtol)
+    assert len(called) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -129,7 +189,7 @@ def test_they_compile(capability, tmp_path):
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(kernels) == 12
+    assert len(kernels) == 10
     for kernel in kernels:
         assert (
             kernel["spilled_bytes"] == 0 and kernel["shared_bytes"] <= {80: 163, 90: 227}[capability] * 1024

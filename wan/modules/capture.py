@@ -8,6 +8,7 @@ q, k and log-sum-exp.
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,18 +19,11 @@ from wan.modules.captured_call import CapturedCall, Kind, Pass, Site, move_to_cp
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
 from wan.modules.head_groups import HeadGroup, joined, joint_layout
-from wan.modules.head_shard import HeadShard
 from wan.modules.key_layout import KeyLayout
-from wan.modules.key_maps import (
-    MapQuery,
-    check_queries,
-    key_maps,
-    of_chosen_heads,
-    queries_of,
-    word_map,
-)
+from wan.modules.key_maps import MapQuery, check_queries, maps_of_call, queries_of
 from wan.modules.key_means import KeyMeans
 from wan.modules.key_segments import segments_of
+from wan.modules.late_work import LateWork
 
 
 @dataclass(frozen=True)
@@ -108,6 +102,7 @@ class Session:
     requests: tuple[CaptureRequest, ...] = ()
     calls: list[CapturedCall] = field(default_factory=list)
     key_means: KeyMeans = field(default_factory=KeyMeans)
+    late: LateWork = field(default_factory=LateWork)
 
     def keep(self, call: CapturedCall) -> None:
         self.calls.append(call)
@@ -137,6 +132,7 @@ class AttentionCapture:
         self._sessions.append(session)
         try:
             yield session.calls
+            session.late.finish()
             move_to_cpu(session.calls)
         finally:
             del self._sessions[depth:]
@@ -167,7 +163,11 @@ class AttentionCapture:
         before, self._pass = self._pass, at
         try:
             yield
+            for session in self._sessions:
+                session.late.finish()
         finally:
+            for session in self._sessions:  # after an error
+                session.late.forget()
             self._pass = before
 
     def wants(self, site: Site) -> bool:
@@ -193,12 +193,19 @@ class AttentionCapture:
                     self.observe(site, q[:, rows].contiguous(), k, lse[..., rows].contiguous(), layout)
             return
         session = self._sessions[-1]
-        for request in session.requests:
-            if request.wants(site, self._pass):
+        requests = [request for request in session.requests if request.wants(site, self._pass)]
+
+        def keep(q: Tensor) -> None:
+            for request in requests:
                 values = self._reduce(session, request, site, q, k, lse, layout, mask)
                 shapes = tuple(q.shape), tuple(k.shape)
                 kept = layout and layout.on_host
                 session.keep(self.call_type(site, self._pass, values, *shapes, kept))
+
+        if session.late.is_for(layout):
+            session.late.add(partial(keep, q.clone()))  # whose memory the next layer may take
+        else:
+            keep(q)
 
     def observe_groups(
         self,
@@ -211,6 +218,7 @@ class AttentionCapture:
         NaN where one does not see a frame; edited are the groups' calls where edits are active.
         """
         session = self._sessions[-1]
+        session.late.finish()
         for request in session.requests:
             if not request.wants(site, self._pass):
                 continue
@@ -232,6 +240,7 @@ class AttentionCapture:
     def observe_edited(self, call: EditedCall, lse: Tensor) -> None:
         """Called by attention() of a call under edit: what its softmax saw is kept."""
         session = self._sessions[-1]
+        session.late.finish()
         shapes = tuple(call.q.shape), tuple(call.k.shape)
         for request in session.requests:
             if not request.wants(call.site, self._pass):
@@ -277,7 +286,7 @@ class AttentionCapture:
                 "through the pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
             )
         if request.granularity == "map":
-            return _map_values(request, site, self._pass, q, k, lse, layout, mask)
+            return maps_of_call(request, site, self._pass, q, k, lse, layout, mask)
         num_query_frames = len(self._pass.query_frames)
         if site.kind == "cross":
             return {"cross_mass": reductions.token_mass(q, k, num_query_frames)}
@@ -289,28 +298,3 @@ class AttentionCapture:
         chosen = session.key_means.of_chosen((site.layer, group), k, layout)
         call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames, chosen)
         return frame_reductions.of_frames(call, request.mass, request.rope_bands)
-
-
-def _map_values(
-    request: CaptureRequest,
-    site: Site,
-    at: Pass,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    layout: KeyLayout | None,
-    mask: Tensor | None,
-) -> dict[str, Tensor]:
-    """What a request for maps keeps of a call."""
-    if mask is not None:
-        raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
-
-    def of(heads: list[int]) -> dict[str, Tensor]:
-        chosen = q[:, :, heads], k[:, :, heads]
-        if site.kind == "cross":
-            return {"word_map": word_map(*chosen, request.num_words)}
-        if layout is None:
-            raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
-        return key_maps(*chosen, lse[:, heads], request.queries, at.query_frames, layout.tokens_per_slot)
-
-    return of_chosen_heads(request.heads, site.shard or HeadShard.whole(q.shape[2]), of)

@@ -14,7 +14,7 @@ from wan.modules import reductions
 from wan.modules.edited_call import EditedCall
 from wan.modules.frame_reductions import of_keys
 from wan.modules.key_layout import KeyLayout
-from wan.modules.key_maps import key_maps, of_chosen_heads, word_map
+from wan.modules.key_maps import key_maps, of_chosen_heads, picked, word_map
 from wan.modules.key_segments import key_frames, segments_of
 from wan.modules.rope import RotaryTable
 
@@ -47,11 +47,12 @@ def _maps(request: "CaptureRequest", call: EditedCall, lse: Tensor, bias: Tensor
     """Maps of the chosen heads; lse [B, H, Lq], bias [H, Lk]."""
 
     def of(heads: list[int]) -> dict[str, Tensor]:
-        q, k, added = call.q[:, :, heads], call.k[:, :, heads], None if bias is None else bias[heads]
+        q, k = picked(call.q, heads, 2), picked(call.k, heads, 2)
+        added = None if bias is None else picked(bias, heads, 0)
         if call.site.kind == "cross":
             return {"word_map": word_map(q, k, request.num_words, added)}
         S = call.known.tokens_per_slot
-        maps = key_maps(q, k, lse[:, heads], request.queries, call.at.query_frames, S, added)
+        maps = key_maps(q, k, picked(lse, heads, 1), request.queries, call.at.query_frames, S, added)
         return maps | _attended((*maps["map_mass"].shape[:2], 1, k.shape[1]), added)
 
     return of_chosen_heads(request.heads, call.shard, of)

@@ -51,9 +51,14 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
                 call.q, call.k, call.lse, call.num_query_frames, len(layout.slots)
             )
         else:
-            bounds = segments.gathering(call.q.device).bounds
             parts["mass"] = reductions.segment_mass(
-                call.q, call.k, call.lse, call.num_query_frames, bounds, segments.chosen
+                call.q,
+                call.k,
+                call.lse,
+                call.num_query_frames,
+                segments.gathering(call.q.device).bounds,
+                segments.chosen,
+                layout.tokens_per_slot,
             )
     if segments is None:
         return {f"frame_{name}": values for name, values in parts.items()}

@@ -81,6 +81,32 @@ def _norm_rotate_kernel(
     tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _rotate_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    dim,
+    head_dim,
+    stride_x,
+    stride_out,
+    stride_table,
+    BLOCK: tl.constexpr,
+):
+    """One token: each pair of dims of each head turned by the token's angles."""
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    row = x_ptr + batch * stride_x + token * dim
+    x = tl.load(row + columns, mask=inside).to(tl.float32)
+    other = tl.load(row + (columns ^ 1), mask=inside).to(tl.float32)
+    angle = batch * stride_table + token * head_dim + columns % head_dim
+    turned = x * tl.load(cos_ptr + angle, mask=inside) + other * tl.load(sin_ptr + angle, mask=inside)
+    place = out_ptr + batch * stride_out + token * dim + columns
+    tl.store(place, turned.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim]."""
     x, grid, dim, block = _tokens(x)
@@ -112,6 +138,25 @@ def norm_rotate(
         x, weight, cos, sin, out, eps, dim, dim // num_heads, x.shape[1], ROTATE=rope is not None, BLOCK=block
     )
     return out.unflatten(-1, (num_heads, -1))
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """RoPE of x into out, [B, L, H, D] whose tokens are rows; tables [L, 1, D] or [B, L, 1, D]."""
+    batch, length, num_heads, head_dim = x.shape
+    dim, cos, sin = num_heads * head_dim, cos.contiguous(), sin.contiguous()
+    of_table = cos.stride(0) if cos.dim() == 4 and len(cos) > 1 else 0
+    _rotate_kernel[length, batch](
+        x,
+        cos,
+        sin,
+        out,
+        dim,
+        head_dim,
+        x.stride(0),
+        out.stride(0),
+        of_table,
+        BLOCK=triton.next_power_of_2(dim),
+    )
 
 
 def _tokens(x: Tensor) -> tuple[Tensor, tuple[int], int, int]:

@@ -1,7 +1,8 @@
-"""Large captured values on their way from a GPU to host memory, while the rollout goes on.
+"""Copies between a GPU and the host while the rollout goes on: what launches its kernels does not wait.
 
-Memory that a process never used takes longer to get than the copy into it. So threads get it; and what they
-copy comes by pinned memory of theirs, so that the driver, which launches kernels too, touches no new memory.
+Large captured values: memory that a process never used takes longer to get than the copy into it. So threads
+get it; and what they copy comes by pinned memory of theirs, so that the driver, which launches kernels too,
+touches no new memory. Small tensors: send() them, and have them Fetched.
 """
 
 import threading
@@ -18,6 +19,24 @@ STAGED = 1 << 24  # bytes of pinned memory of a thread
 
 _under_way: list[Future[None]] = []
 _of_thread = threading.local()
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class Fetched:
+    """A tensor of a GPU on its way to the host."""
+
+    def __init__(self, x: Tensor):
+        self._host = x.to("cpu", non_blocking=True)  # pinned memory
+        self._arrived = torch.cuda.current_stream(x.device).record_event()
+
+    def wait(self) -> Tensor:
+        """It, in host memory that is not pinned."""
+        self._arrived.synchronize()
+        return self._host.clone()
 
 
 def start(values: dict[str, Tensor]) -> None:

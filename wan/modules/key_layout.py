@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from wan.modules.host_copies import Fetched, send
+
 AVERAGE, EMPTY, CHOSEN = -1, -2, -3  # Slot.frame of a mean of frames, of zeros, of tokens of several frames
 MIXED = -98  # Slot.position of tokens that stand at several positions
 STALE = -97  # Slot.position of keys that were moved and are about to be rotated
@@ -45,7 +47,7 @@ class ChosenTokens:
         cls, frames: Sequence[int], tokens_per_frame: int, batch: int, device: torch.device
     ) -> "ChosenTokens":
         """All tokens of whole frames, at their own positions, never chosen yet."""
-        each = torch.tensor(frames, dtype=torch.long, device=device).repeat_interleave(tokens_per_frame)
+        each = send(torch.tensor(frames, dtype=torch.long), device).repeat_interleave(tokens_per_frame)
         indices = torch.arange(tokens_per_frame, device=device).repeat(len(frames))
         rows = [row.expand(batch, -1) for row in (each, indices, each, torch.zeros_like(each))]
         return cls(range(len(frames)), *rows)
@@ -53,10 +55,18 @@ class ChosenTokens:
     @cached_property
     def on_host(self) -> "ChosenTokens":
         """The same in host memory, int32: fetched once, for all that is captured of a block."""
-        return self if self.frames.dtype == torch.int32 else ChosenTokens(self.slots, *self._fetched())
+        if self.frames.dtype == torch.int32:
+            return self
+        rows = self._fetched.wait() if self.frames.is_cuda else torch.stack(self._rows).int()
+        return ChosenTokens(self.slots, *rows)
 
-    def _fetched(self) -> tuple[Tensor, ...]:
-        return torch.stack(self._rows).int().cpu().unbind()
+    def is_on_its_way(self) -> bool:
+        """Whether on_host would wait for the GPU. It is fetched from now on."""
+        return self.frames.is_cuda and "on_host" not in self.__dict__ and bool(self._fetched)
+
+    @cached_property
+    def _fetched(self) -> Fetched:
+        return Fetched(torch.stack(self._rows).int())
 
     def followed_by(self, other: "ChosenTokens") -> "ChosenTokens":
         """These tokens and then the other ones."""

@@ -6,13 +6,18 @@ of that frame.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wan.modules import reductions
+from wan.modules.captured_call import Pass, Site
 from wan.modules.head_shard import HeadShard
+from wan.modules.key_layout import KeyLayout
+
+if TYPE_CHECKING:
+    from wan.modules.capture import CaptureRequest
 
 ALL = -1
 
@@ -43,6 +48,32 @@ def check_queries(queries: Sequence[MapQuery]) -> None:
         raise ValueError(f"query {tuple(twice[0])} is named twice")
 
 
+def maps_of_call(
+    request: "CaptureRequest",
+    site: Site,
+    at: Pass,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    layout: KeyLayout | None,
+    mask: Tensor | None,
+) -> dict[str, Tensor]:
+    """What a request for maps keeps of a call."""
+    if mask is not None:
+        raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
+
+    def of(heads: list[int]) -> dict[str, Tensor]:
+        chosen = picked(q, heads, 2), picked(k, heads, 2)
+        if site.kind == "cross":
+            return {"word_map": word_map(*chosen, request.num_words)}
+        if layout is None:
+            raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
+        S = layout.tokens_per_slot
+        return key_maps(*chosen, picked(lse, heads, 1), request.queries, at.query_frames, S)
+
+    return of_chosen_heads(request.heads, site.shard or HeadShard.whole(q.shape[2]), of)
+
+
 def key_maps(
     q: Tensor,
     k: Tensor,
@@ -66,7 +97,9 @@ def key_maps(
     alone = [row for row, query in enumerate(found) if query.token != ALL]
     if alone:
         places = [query_frames.index(found[row].frame) * S + found[row].token for row in alone]
-        logits[:, :, alone], mass[:, :, alone] = _token_rows(q[:, places], k, tokens_per_slot, bias)
+        of_tokens = _token_rows(picked(q, places, 1), k, tokens_per_slot, bias)
+        for number, row in enumerate(alone):
+            logits[:, :, row], mass[:, :, row] = (rows[:, :, number] for rows in of_tokens)
     for row, query in enumerate(found):
         if query.token == ALL:
             first = 0 if query.frame == ALL else query_frames.index(query.frame) * S
@@ -93,6 +126,16 @@ def of_chosen_heads(
     here = shard.local(list(heads))
     values = make(here or [0])
     return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
+
+
+def picked(x: Tensor, indices: Sequence[int], dim: int) -> Tensor:
+    """x at some indices of a dim; x itself where they are all.
+
+    One by one: a list of indices would have to go to the GPU, and the host would wait for all that it does.
+    """
+    if list(indices) == list(range(x.shape[dim])):
+        return x
+    return torch.stack([x.select(dim, index) for index in indices], dim)
 
 
 def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None) -> Tensor:

@@ -1,42 +1,35 @@
 """The keys of a call in runs of one frame in one slot, and sums over those runs by slot and by frame."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from wan.modules import host_copies
 from wan.modules.key_layout import KeyLayout
 
-NO_FRAME = -99  # KeySegment.frame of a segment without tokens
+KINDS = ("slot", "frame", "tokens")  # what is known of a segment
+NO_FRAME = -99  # the frame of a segment without tokens
 MOST_FRAMES = 1 << 32  # more than a rollout has
-
-
-@dataclass(frozen=True)
-class KeySegment:
-    """Consecutive keys of one frame (or an average, or zeros) in one slot."""
-
-    slot: int
-    frame: int
-    tokens: int
 
 
 class KeySegments:
     """Segments of a layout, in order, for each batch item [B or 1]: items differ only where a choice is made.
 
-    chosen are those of chosen tokens, filled up with empty ones where an item has fewer; all others are whole
-    slots. columns are the frames that some key is of, ascending. Averages and zeros belong to none.
+    Each is consecutive keys of one frame (or an average, or zeros) in one slot. chosen are those of chosen
+    tokens, filled up with empty ones where an item has fewer; all others are whole slots. columns are the
+    frames that some key is of, ascending. Averages and zeros belong to none.
     """
 
     def __init__(self, layout: KeyLayout):
-        self.items, self.chosen = _segments(layout)
         self.num_slots, self.tokens_per_slot = len(layout.slots), layout.tokens_per_slot
-        frames = {segment.frame for segments in self.items for segment in segments}
-        self.columns = tuple(sorted(frame for frame in frames if frame >= 0))
-        self.tokens = torch.tensor([[s.tokens for s in segments] for segments in self.items])
-        starts = torch.zeros(len(self.items), 1, dtype=torch.long)
-        self.bounds = torch.cat([starts, self.tokens.cumsum(1)], 1)  # [B or 1, segments + 1]
+        self.of, self.chosen = _segments(layout)
+        frames, self.tokens = self.of["frame"], self.of["tokens"]  # int64 [B or 1, segments]
+        self.columns = tuple(frames[frames >= 0].unique().tolist())
+        self.bounds = F.pad(self.tokens.cumsum(1), (1, 0))  # [B or 1, segments + 1]
 
         self.tokens_kept = (self.tokens[:, None].float() @ self._members("frame", self.columns))[:, 0].long()
         self._gathering: dict[torch.device, Gathering] = {}
@@ -47,7 +40,7 @@ class KeySegments:
             parts = [self._members("frame", self.columns), self._members("slot", range(self.num_slots))]
             means = [_shares(members * self.tokens[:, :, None]) for members in parts]
             tensors = [*(x[:, None] for x in (*parts, *means)), self.bounds.int()]
-            self._gathering[device] = Gathering(*(x.to(device) for x in tensors))
+            self._gathering[device] = Gathering(*(host_copies.send(x, device) for x in tensors))
         return self._gathering[device]
 
     def chosen_shares(self, device: torch.device) -> Tensor:
@@ -55,15 +48,14 @@ class KeySegments:
 
         Formed where it is used: it has millions of numbers, and every layer has its own.
         """
-        at = [self.chosen.start, self.chosen.stop]
-        place = torch.arange(*self.bounds[0, at].tolist(), device=device)
-        bounds = self.gathering(device).bounds[:, at[0] : at[1] + 1]
+        at = self.chosen
+        place = torch.arange(*self.bounds[0, [at.start, at.stop]].tolist(), device=device)
+        bounds = self.gathering(device).bounds[:, at.start : at.stop + 1]
         return spans(bounds, place) / bounds.diff(dim=1).clamp(min=1)[:, :, None]
 
     def _members(self, kind: str, values: Sequence[int]) -> Tensor:
         """Which segment is of which slot or frame: float32 [B or 1, segments, values]."""
-        rows = [[getattr(s, kind) for s in segments] for segments in self.items]
-        return (torch.tensor(rows)[:, :, None] == torch.tensor(values)).float()
+        return (self.of[kind][:, :, None] == torch.tensor(values)).float()
 
 
 class Gathering(NamedTuple):
@@ -95,32 +87,33 @@ def segments_of(layout: KeyLayout) -> KeySegments:
     return made
 
 
-def _segments(layout: KeyLayout) -> tuple[list[list[KeySegment]], range]:
-    """Segments of every item, all of one length, and which of them are of chosen tokens."""
+def _segments(layout: KeyLayout) -> tuple[dict[str, Tensor], range]:
+    """Slot, frame and tokens of every item's segments, and which of these are of chosen tokens."""
     S, slots = layout.tokens_per_slot, layout.slots
+    batch = max([1, *(len(slot.items) for slot in slots)])
+    rows = [[slot.items[b] if slot.items else slot.frame for slot in slots] for b in range(batch)]
+    frames = torch.tensor(rows)
+    parts = [torch.arange(len(slots)).expand_as(frames), frames, torch.full_like(frames, S)]
     if layout.chosen is None:
-        batch = max([1, *(len(slot.items) for slot in slots)])
-        whole = [
-            [KeySegment(i, slot.items[b] if slot.items else slot.frame, S) for i, slot in enumerate(slots)]
-            for b in range(batch)
-        ]
-        return whole, range(0)
-    at, frames = layout.chosen.slots, layout.chosen.on_host.frames.long()
-    place = torch.arange(frames.shape[1]) // S
-    parts = []
-    for row in frames:  # every layer of every block has its own: thousands of tokens, not one by one
+        return dict(zip(KINDS, parts, strict=True)), range(0)
+    at = layout.chosen.slots
+    runs = _runs(layout.chosen.on_host.frames.long(), at.start, S)
+    whole = [part.expand(len(runs[0]), -1) for part in parts]
+    parts = [torch.cat([x[:, : at.start], y, x[:, at.stop :]], 1) for x, y in zip(whole, runs, strict=True)]
+    return dict(zip(KINDS, parts, strict=True)), range(at.start, at.start + runs[0].shape[1])
+
+
+def _runs(frames: Tensor, first_slot: int, tokens_per_slot: int) -> list[Tensor]:
+    """Slot, frame and tokens of every run of one frame in one slot, [B, most runs] each, of tokens [B, n]."""
+    place = first_slot + torch.arange(frames.shape[1]) // tokens_per_slot
+    found = []
+    for row in frames:
         runs, tokens = torch.unique_consecutive(place * MOST_FRAMES + row, return_counts=True)
-        pairs = [divmod(run, MOST_FRAMES) for run in runs.tolist()]
-        of_runs = zip(pairs, tokens.tolist(), strict=True)
-        parts.append([KeySegment(at.start + slot, frame, n) for (slot, frame), n in of_runs])
-    length = max(map(len, parts))
-    filled = [[*part, *[KeySegment(-1, NO_FRAME, 0)] * (length - len(part))] for part in parts]
-    before, after = ([KeySegment(i, slots[i].frame, S) for i in r] for r in _around(at, len(slots)))
-    return [[*before, *part, *after] for part in filled], range(at.start, at.start + length)
-
-
-def _around(at: range, length: int) -> tuple[range, range]:
-    return range(at.start), range(at.stop, length)
+        found.append((runs // MOST_FRAMES, runs % MOST_FRAMES, tokens))
+    return [
+        pad_sequence(list(rows), batch_first=True, padding_value=fill)
+        for rows, fill in zip(zip(*found, strict=True), (-1, NO_FRAME, 0), strict=True)
+    ]
 
 
 def key_frames(layout: KeyLayout, batch: int) -> tuple[Tensor, Tensor]:

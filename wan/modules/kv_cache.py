@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wan.modules.head_shard import HeadShard
 from wan.modules.key_layout import EMPTY, STALE, ChosenTokens, KeyLayout, Slot
-from wan.modules.rope import rotate
+from wan.modules.rope import rotate_into
 
 if TYPE_CHECKING:
     from wan.modules.policies.base import CachePolicy
@@ -217,7 +217,7 @@ class KVCache:
         cos, sin = self.rope(_as_range(positions))
         tokens = self.tokens(slots.start, slots.stop)
         for keys, raw in zip(self.keys, self.raw_keys, strict=True):
-            keys[:, tokens] = rotate(raw[:, tokens], cos, sin)
+            rotate_into(keys[:, tokens], raw[:, tokens], cos, sin)
 
     def _drop_empty(self) -> None:
         while self.slots and self.slots[-1].frame == EMPTY:

@@ -5,7 +5,6 @@ RoPE are computed in float32 whatever the dtype of the weights, and stored in th
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple, cast
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from wan.config import ModelConfig
 from wan.modules.attention import MaskedAttention, attention, attention_by_heads
 from wan.modules.captured_call import Site
+from wan.modules.kernels import fused_kernels
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
 from wan.modules.per_head_cache import PerHeadCache
@@ -44,15 +44,6 @@ def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
     frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=timestep.device) / half)
     angles = timestep.double()[..., None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1)
-
-
-def fused_kernels(x: Tensor) -> ModuleType | None:
-    """The Triton kernels for the modules below, where they apply: on CUDA, when nobody wants gradients."""
-    if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
-        return None
-    from wan.modules import fused  # Triton is there only beside CUDA
-
-    return fused
 
 
 class QueryKeyNorm(nn.Module):

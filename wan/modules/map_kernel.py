@@ -36,6 +36,7 @@ def _column_kernel(
     stride_qb,
     stride_kb,
     num_heads,
+    num_frames,
     len_q,
     len_k,
     HEAD_DIM: tl.constexpr,
@@ -43,24 +44,25 @@ def _column_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program: BLOCK_K keys of one head, their mass from all queries, and their mean logit."""
-    batch_head = tl.program_id(1).to(tl.int64)
+    """One program: of BLOCK_K keys of one head the mean logit, and the mass from len_q queries of a frame."""
+    batch_head, frame = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    of_frame = batch_head * num_frames + frame
     batch, head = batch_head // num_heads, batch_head % num_heads
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    rows = tl.arange(0, BLOCK_Q)
-    dims = tl.arange(0, DIM_PAD)
+    rows, dims = tl.arange(0, BLOCK_Q), tl.arange(0, DIM_PAD)
     stride = num_heads * HEAD_DIM
 
     k_ptr += batch * stride_kb + head * HEAD_DIM
     inside = (columns[:, None] < len_k) & (dims[None, :] < HEAD_DIM)
     k = tl.load(k_ptr + columns.to(tl.int64)[:, None] * stride + dims[None, :], mask=inside, other=0.0)
-    q_mean = tl.load(q_mean_ptr + batch_head * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    q_mean = tl.load(q_mean_ptr + of_frame * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     logits = tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
-    tl.store(logits_ptr + batch_head * len_k + columns, logits, mask=columns < len_k)
+    tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
 
     total = tl.zeros([BLOCK_K], tl.float32)
     tile = q_ptr + batch * stride_qb + head * HEAD_DIM + rows[None, :] * stride + dims[:, None]
-    lse_ptr += batch_head * len_q + rows
+    tile += frame.to(tl.int64) * len_q * stride
+    lse_ptr += of_frame * len_q + rows
     whole = len_q // BLOCK_Q * BLOCK_Q
     for start in range(0, whole, BLOCK_Q):
         # masked loads cost: none where none is needed
@@ -72,32 +74,35 @@ def _column_kernel(
         q = tl.load(tile, mask=there[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
         weights = _weights(k, q, scale, tl.load(lse_ptr + whole, mask=there, other=0.0))
         total += tl.sum(tl.where(there[None, :], weights, 0.0), 1)
-    tl.store(mass_ptr + batch_head * len_k + columns, total / len_q, mask=columns < len_k)
+    tl.store(mass_ptr + of_frame * len_k + columns, total / len_q, mask=columns < len_k)
 
 
-def key_token_means(q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean logit and mass of every key token, means over all queries -> float32 [B, H, Lk] each.
+def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> tuple[Tensor, Tensor]:
+    """Mean logit and mass of every key token, means over each frame's queries -> float32 [B, H, F, Lk] each.
 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq] in natural units.
     """
     batch, len_q, heads, head_dim = q.shape
     rows = (heads * head_dim, head_dim, 1)
     q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
-    q_mean = q.mean(1, dtype=torch.float32) * head_dim**-0.5  # [B, H, D]
-    mass, logits = (torch.empty(batch, heads, k.shape[1], device=q.device) for _ in range(2))
-    grid = (triton.cdiv(k.shape[1], BLOCK_K), batch * heads)
+    by_frame = q.unflatten(1, (num_query_frames, -1))
+    q_mean = (by_frame.mean(2, dtype=torch.float32) * head_dim**-0.5).transpose(1, 2).contiguous()
+    shape = (batch, heads, num_query_frames, k.shape[1])
+    mass, logits = (torch.empty(shape, device=q.device) for _ in range(2))
+    grid = (triton.cdiv(k.shape[1], BLOCK_K), batch * heads, num_query_frames)
     _column_kernel[grid](
         q,
         k,
         lse.float().contiguous(),
-        q_mean,
+        q_mean,  # [B, H, F, D]
         mass,
         logits,
         head_dim**-0.5 * LOG2_E,
         q.stride(0),
         k.stride(0),
         heads,
-        len_q,
+        num_query_frames,
+        len_q // num_query_frames,
         k.shape[1],
         HEAD_DIM=head_dim,
         DIM_PAD=max(16, triton.next_power_of_2(head_dim)),

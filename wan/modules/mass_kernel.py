@@ -25,51 +25,17 @@ def _tile_mass(q, k, scale, lse):
 
 
 @triton.jit
-def _segment(bounds_ptr, batch, frame, num_frames, BLOCK_K: tl.constexpr):
-    """Of an unequal segment the first key, how many keys it has, and how many of them fill tiles."""
-    bound = bounds_ptr + batch * (num_frames + 1) + frame
-    first = tl.load(bound)
-    size = tl.load(bound + 1) - first
-    return first, size, size // BLOCK_K * BLOCK_K
+def _whole_tile(tile, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Keys [DIM_PAD, BLOCK_K] that are all there; a masked load costs 15 %: none where none is needed."""
+    return tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
 
 
-@triton.jit
-def _segment_mass(
-    q,
-    lse,
-    scale,
-    tile,
-    dims,
-    columns,
-    size,
-    whole,
-    stride_kl,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Mass of BLOCK_Q queries [BLOCK_Q] on the size keys whose first tile is at tile [DIM_PAD, BLOCK_K]."""
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    for _ in range(0, whole, BLOCK_K):
-        # masked loads cost 15 % here: none where none is needed
-        k = tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
-        total += tl.sum(_tile_mass(q, k, scale, lse), 1)
-        tile += BLOCK_K * stride_kl
-    if whole < size:  # the rest of the segment
-        inside = whole + columns < size
-        k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
-        total += tl.sum(tl.where(inside[None, :], _tile_mass(q, k, scale, lse), 0.0), 1)
-    return total
-
-
-@triton.jit(do_not_specialize=["num_frames", "frames_each"])  # else multiples of 16 compile anew
+@triton.jit(do_not_specialize=["num_frames", "frames_each", "gap_at", "gap"])  # else some values compile anew
 def _mass_kernel(
     q_ptr,
     k_ptr,
     lse_ptr,
     mass_ptr,
-    bounds_ptr,
     scale,
     stride_qb,
     stride_ql,
@@ -82,76 +48,65 @@ def _mass_kernel(
     num_frames,
     frame_size,
     frames_each,
+    gap_at,
+    gap,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UNEQUAL: tl.constexpr,
 ):
-    """One program: BLOCK_Q queries of one head against frames_each frames of keys or unequal segments."""
+    """One program: BLOCK_Q queries of one head against frames_each frames of keys."""
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     dims, columns = tl.arange(0, DIM_PAD), tl.arange(0, BLOCK_K)
-    whole_frame = frame_size // BLOCK_K * BLOCK_K
+    whole = frame_size // BLOCK_K * BLOCK_K
 
-    q = tl.load(
-        q_ptr + batch * stride_qb + head * stride_qh + rows[:, None] * stride_ql + dims[None, :],
-        mask=(rows[:, None] < len_q) & (dims[None, :] < HEAD_DIM),
-        other=0.0,
-    )
+    q_ptr += batch * stride_qb + head * stride_qh
+    there = (rows[:, None] < len_q) & (dims[None, :] < HEAD_DIM)
+    q = tl.load(q_ptr + rows[:, None] * stride_ql + dims[None, :], mask=there, other=0.0)
     lse = tl.load(lse_ptr + batch_head * len_q + rows, mask=rows < len_q, other=0.0) * 1.4426950408889634
     k_head = k_ptr + batch * stride_kb + head * stride_kh + dims[:, None]
 
     begin = tl.program_id(2) * frames_each
     for frame in range(begin, min(begin + frames_each, num_frames)):
-        if UNEQUAL:
-            first, size, whole = _segment(bounds_ptr, batch, frame, num_frames, BLOCK_K)
-        else:
-            first, size, whole = frame * frame_size, frame_size, whole_frame
+        first = frame * frame_size + tl.where(frame < gap_at, 0, gap)
         tile = k_head + (first + columns).to(tl.int64)[None, :] * stride_kl
-        total = _segment_mass(
-            q, lse, scale, tile, dims, columns, size, whole, stride_kl, HEAD_DIM, DIM_PAD, BLOCK_Q, BLOCK_K
-        )
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        for _ in range(0, whole, BLOCK_K):
+            total += tl.sum(_tile_mass(q, _whole_tile(tile, dims, HEAD_DIM, DIM_PAD), scale, lse), 1)
+            tile += BLOCK_K * stride_kl
+        if whole < frame_size:  # the rest of the frame
+            inside = whole + columns < frame_size
+            k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
+            total += tl.sum(tl.where(inside[None, :], _tile_mass(q, k, scale, lse), 0.0), 1)
         tl.store(mass_ptr + (batch_head * num_frames + frame) * len_q + rows, total, mask=rows < len_q)
 
 
 def query_frame_mass(
-    q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int, frames_each: int | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    num_key_frames: int,
+    frames_each: int | None = None,
+    left_out: range = range(0),
 ) -> Tensor:
     """Mass of every query on every key frame -> float32 [B, H, Fk, Lq].
 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or as many
-    as make KEYS_EACH keys.
+    as make KEYS_EACH keys. The keys left_out lie between two frames and are of none.
     """
-    frames_each = frames_each or max(1, KEYS_EACH * num_key_frames // k.shape[1])
-    return _query_mass(q, k, lse, num_key_frames, None, frames_each)
-
-
-def query_segment_mass(q: Tensor, k: Tensor, lse: Tensor, bounds: Tensor) -> Tensor:
-    """Mass of every query on every segment of keys, bounds [B, n + 1] -> float32 [B, H, n, Lq].
-
-    A program takes so many segments as have KEYS_EACH keys on average.
-    """
-    count = bounds.shape[1] - 1
-    return _query_mass(q, k, lse, count, bounds, max(1, KEYS_EACH * count // k.shape[1]))
-
-
-def _query_mass(
-    q: Tensor, k: Tensor, lse: Tensor, count: int, bounds: Tensor | None, frames_each: int
-) -> Tensor:
     batch, len_q, heads, head_dim = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    mass = torch.empty(batch, heads, count, len_q, dtype=torch.float32, device=q.device)
-    if bounds is not None:
-        bounds = bounds.to(q.device, torch.int32).contiguous()
-    grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(count, frames_each))
+    frame_size = (k.shape[1] - len(left_out)) // num_key_frames
+    frames_each = frames_each or max(1, KEYS_EACH // frame_size)
+    mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(num_key_frames, frames_each))
     _mass_kernel[grid](
         q,
         k,
         lse.float().contiguous(),
         mass,
-        mass if bounds is None else bounds,  # not read where frames are equal
         head_dim**-0.5 * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -161,14 +116,15 @@ def _query_mass(
         k.stride(2),
         heads,
         len_q,
-        count,
-        k.shape[1] // count if bounds is None else 0,
+        num_key_frames,
+        frame_size,
         frames_each,
+        left_out.start // frame_size,
+        len(left_out),
         HEAD_DIM=head_dim,
         DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K,
-        UNEQUAL=bounds is not None,
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )

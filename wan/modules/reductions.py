@@ -86,29 +86,41 @@ def frame_mass(
 
 
 def segment_mass(
-    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, bounds: Tensor, unequal: range | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    num_query_frames: int,
+    bounds: Tensor,
+    unequal: range | None = None,
+    tokens_per_slot: int = 0,
 ) -> Tensor:
     """frame_mass for segments of unequal length, which may differ between batch items -> [B, H, Fq, n].
 
     Segment i of an item is its keys bounds[i] .. bounds[i + 1] - 1: bounds [B or 1, n + 1]. Those before and
-    after unequal are all of one length, the same for every item.
+    after unequal have tokens_per_slot keys each. No number of bounds is read by the host.
     """
-    bounds = bounds.expand(len(q), -1)
+    count = bounds.shape[1] - 1
+    unequal = range(count) if unequal is None else unequal
+    before, after = unequal.start, count - unequal.stop
+    start, stop = before * tokens_per_slot, k.shape[1] - after * tokens_per_slot
+    inner = bounds.expand(len(q), -1)[:, before : unequal.stop + 1].to(q.device)
+    inside = spans(inner, torch.arange(start, stop, device=q.device)).float().mT[:, None]  # [B, 1, keys, n]
     if kernels_take(q):
-        from wan.modules.mass_kernel import query_segment_mass
+        from wan.modules import map_kernel, mass_kernel
 
-        mass = query_segment_mass(q, k, lse, bounds)  # [B, H, n, Lq]
-        return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
-    first, last = (0, bounds.shape[1] - 1) if unequal is None else (unequal.start, unequal.stop)
-    start, stop = bounds[0, first].item(), bounds[0, last].item()
-    place = torch.arange(start, stop, device=q.device)
-    inside = spans(bounds[:, first : last + 1].to(q.device), place).float().mT[:, None]  # [B, 1, keys, n]
+        whole = inside.new_empty(*lse.shape[:2], num_query_frames, 0)
+        if before + after:
+            of_queries = mass_kernel.query_frame_mass(q, k, lse, before + after, left_out=range(start, stop))
+            whole = of_queries.unflatten(3, (num_query_frames, -1)).mean(4).mT
+        if not unequal:
+            return whole
+        # by token, then summed: of many short segments the kernel of rows takes four times as long
+        tokens = map_kernel.key_token_means(q, k[:, start:stop], lse, num_query_frames)[1]
+        return torch.cat([whole[..., :before], tokens @ inside, whole[..., before:]], -1)
     mass = token_mass(q, k, num_query_frames)  # [B, H, Fq, Lk]
-    parts = [mass[..., :start].unflatten(-1, (first, -1)).sum(-1)] if first else []
-    parts.append(mass[..., start:stop] @ inside)
-    after = bounds.shape[1] - 1 - last
-    parts += [mass[..., stop:].unflatten(-1, (after, -1)).sum(-1)] if after else []
-    return torch.cat(parts, -1)
+    slots = [mass[..., :start], mass[..., stop:]]
+    sums = [x.unflatten(-1, (-1, tokens_per_slot)).sum(-1) if x.shape[-1] else x for x in slots]
+    return torch.cat([sums[0], mass[..., start:stop] @ inside, sums[1]], -1)
 
 
 def masked_frames(
@@ -160,7 +172,7 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = Non
     if kernels_take(q):
         from wan.modules import map_kernel  # Triton is there only beside CUDA
 
-        logits, mass = map_kernel.key_token_means(q, k, lse)
+        logits, mass = (x[:, :, 0] for x in map_kernel.key_token_means(q, k, lse))
         if bias is not None:
             weight = bias.exp()
             mass = torch.where(weight > 0, mass * weight, 0)  # what was left out may have overflowed

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wan.modules.host_copies import send
+from wan.modules.kernels import fused_kernels
+
 ROPE_THETA = 10000.0
 
 
@@ -49,7 +52,7 @@ class RotaryTable:
             if isinstance(frames, range):  # made on the device: a copy from the host would wait for it
                 positions = torch.arange(frames.start, frames.stop, frames.step, device=device)
             else:
-                positions = torch.as_tensor(frames, device=device)
+                positions = send(torch.tensor(frames), device)
             freqs_cis = self._grid(positions, height, width).flatten(0, 2)[:, None]  # [L, 1, D/2]
             cos, sin = freqs_cis.real.float(), freqs_cis.imag.float()
             self._last = {key: (cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2))}
@@ -74,3 +77,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs of dims (a, b) to (a cos − b sin, a sin + b cos): x [B, L, H, D], tables [L, 1, D]."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
+
+
+def rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """target[...] = rotate(x, cos, sin), [B, L, H, D], in one kernel where both lie as a KV cache does."""
+    rows = (x.shape[2] * x.shape[3], x.shape[3], 1)
+    if x.numel() and x.stride()[1:] == target.stride()[1:] == rows and (kernels := fused_kernels(x)):
+        kernels.rotate_into(target, x, cos, sin)
+    else:
+        target.copy_(rotate(x, cos, sin))

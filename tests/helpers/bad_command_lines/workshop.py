@@ -29,6 +29,7 @@ CASES: dict[str, list[list[str]]] = {
         [*MINI, "--repeats", "0"],
         [*MINI, "--sweep_seconds", "0"],
         [*MINI, "--sweep_prompts", "99"],
+        [*MINI, "--sweep_only"],
         ["--config_path", "{}/none.yaml"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],
     ],

@@ -10,7 +10,7 @@ from torch import Tensor
 from wan.errors import ConfigError
 from wan.modules.key_layout import CHOSEN, MIXED, ChosenTokens, Slot
 from wan.modules.policies.base import WindowedPolicy
-from wan.modules.rope import rotate
+from wan.modules.rope import rotate_into
 
 if TYPE_CHECKING:
     from wan.modules.kv_cache import KVCache
@@ -192,7 +192,7 @@ class Participative(WindowedPolicy):
         slot = torch.arange(place.stop - place.start, device=chosen.indices.device) // S
         row = slot * S + chosen.indices  # [B, places·S] into tables [places·S, 1, D]
         cos, sin = (table[row] for table in cache.rope(range(positions[0], positions[-1] + 1)))
-        cache.keys[layer][:, place] = rotate(cache.raw_keys[layer][:, place], cos, sin)
+        rotate_into(cache.keys[layer][:, place], cache.raw_keys[layer][:, place], cos, sin)
         chosen.positions.copy_((slot + positions[0]).expand_as(chosen.positions))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from wan.errors import ConfigError
 from wan.modules.key_layout import Slot
 from wan.modules.policies.base import WindowedPolicy
-from wan.modules.rope import rotate
+from wan.modules.rope import rotate_into
 
 if TYPE_CHECKING:
     from wan.modules.kv_cache import KVCache
@@ -94,6 +94,6 @@ class RollingSink(WindowedPolicy):
         assert cache.rope is not None
         cos, sin = cache.rope(range(position, position + 1))
         for layer, kept in enumerate(self._values):
-            cache.keys[layer][:, target] = rotate(cache.raw_keys[layer][:, source], cos, sin)
+            rotate_into(cache.keys[layer][:, target], cache.raw_keys[layer][:, source], cos, sin)
             cache.values[layer][:, target] = kept[:, source]
         cache.slots[index] = Slot(frame, position)
