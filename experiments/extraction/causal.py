@@ -34,10 +34,12 @@ from experiments.extraction.result import Extraction
 from experiments.extraction.rollout import out_of_memory, roll_out
 from wan import checkpoint, process_group
 from wan.config import ModelConfig, RunConfig
+from wan.cuda_graphs import apply_cuda_graphs
 from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.offload import StreamedBlocks
 from wan.noise import SeededNoise
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
@@ -261,7 +263,10 @@ def load_pipeline(
 
 
 def share(model: CausalWanModel, gpus: int) -> None:
-    """Let the processes that were started for it make each call of a model together, where gpus says so."""
+    """Let the processes that were started for it make each call of a model together, where gpus says so.
+
+    GPUs replay its layers from graphs; not where these wait for their weights, rather than for Python.
+    """
     if gpus == 1:
         return
     group = process_group.joined()
@@ -271,6 +276,8 @@ def share(model: CausalWanModel, gpus: int) -> None:
             "torchrun, and let each call wan.process_group.join()"
         )
     apply_head_parallel(model, group)
+    if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):
+        apply_cuda_graphs(model)
 
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
