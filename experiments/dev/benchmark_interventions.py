@@ -29,9 +29,9 @@ def table(report: dict) -> str:
     ]
     weights = " shapes, random weights" if report["random_weights"] else ""
     what = f"{report['model']}{weights}, {report['num_frames']} latent frames; edits are of every layer."
-    lines = markdown(("edit", "seconds", "x plain", "edited calls", "bits of plain"), rows) if rows else ""
+    lines = markdown(("edit", "seconds", "x plain", "edited calls", "bits of plain"), rows) + "\n\n"
     where = measured_on(report["environment"], report["dtype"])
-    return f"{lines}\n\n{what} {_of_sweep(report['sweep'])}{where}"
+    return f"{lines if rows else ''}{what} {_of_sweep(report['sweep'])}{where}"
 
 
 def _of_sweep(sweep: dict | None) -> str:

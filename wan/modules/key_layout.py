@@ -121,7 +121,7 @@ class KeyLayout:
             return self
         layout = replace(self, chosen=self.chosen.on_host)
         if "_segments" in self.__dict__:
-            layout.__dict__["_segments"] = self.__dict__["_segments"]
+            layout.__dict__["_segments"] = self.__dict__["_segments"].without_matrices()
         return layout
 
     @cached_property

@@ -1,6 +1,7 @@
 """The keys of a call in runs of one frame in one slot, and sums over those runs by slot and by frame."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,12 @@ class KeySegments:
         self.tokens_kept = (self.tokens[:, None].float() @ self._members("frame", self.columns))[:, 0].long()
         self._gathering: dict[torch.device, Gathering] = {}
 
+    def without_matrices(self) -> "KeySegments":
+        """The same, which holds no memory of a device: for what outlives its block."""
+        segments = copy(self)
+        segments._gathering = {}
+        return segments
+
     def gathering(self, device: torch.device) -> "Gathering":
         """The matrices that gather values of segments, made once for all passes of a block."""
         if device not in self._gathering:
@@ -50,8 +57,9 @@ class KeySegments:
         """
         at = self.chosen
         place = torch.arange(*self.bounds[0, [at.start, at.stop]].tolist(), device=device)
-        bounds = self.gathering(device).bounds[:, at.start : at.stop + 1]
-        return spans(bounds, place) / bounds.diff(dim=1).clamp(min=1)[:, :, None]
+        bounds = self.gathering(device).bounds[:, at.start : at.stop + 1, None]
+        inside = (place >= bounds[:, :-1]) & (place < bounds[:, 1:])
+        return inside / bounds.diff(dim=1).clamp(min=1)
 
     def _members(self, kind: str, values: Sequence[int]) -> Tensor:
         """Which segment is of which slot or frame: float32 [B or 1, segments, values]."""
@@ -68,11 +76,6 @@ class Gathering(NamedTuple):
     frame_means: Tensor
     slot_means: Tensor
     bounds: Tensor  # of the segments, int32 [B or 1, n + 1]
-
-
-def spans(bounds: Tensor, place: Tensor) -> Tensor:
-    """Which tokens, by their place, are in which segment of bounds [B, n + 1]: bool [B, n, tokens]."""
-    return (place >= bounds[:, :-1, None]) & (place < bounds[:, 1:, None])
 
 
 def _shares(weights: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ all.
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from wan.modules.key_segments import spans
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
@@ -103,24 +102,30 @@ def segment_mass(
     unequal = range(count) if unequal is None else unequal
     before, after = unequal.start, count - unequal.stop
     start, stop = before * tokens_per_slot, k.shape[1] - after * tokens_per_slot
-    inner = bounds.expand(len(q), -1)[:, before : unequal.stop + 1].to(q.device)
-    inside = spans(inner, torch.arange(start, stop, device=q.device)).float().mT[:, None]  # [B, 1, keys, n]
+    inner = bounds.expand(len(q), -1)[:, before : unequal.stop + 1].to(q.device) - start
     if kernels_take(q):
         from wan.modules import map_kernel, mass_kernel
 
-        whole = inside.new_empty(*lse.shape[:2], num_query_frames, 0)
+        whole = lse.new_empty(*lse.shape[:2], num_query_frames, 0)
         if before + after:
             of_queries = mass_kernel.query_frame_mass(q, k, lse, before + after, left_out=range(start, stop))
             whole = of_queries.unflatten(3, (num_query_frames, -1)).mean(4).mT
         if not unequal:
             return whole
-        # by token, then summed: of many short segments the kernel of rows takes four times as long
+        # by token first: of many short segments the kernel of rows takes four times as long
         tokens = map_kernel.key_token_means(q, k[:, start:stop], lse, num_query_frames)[1]
-        return torch.cat([whole[..., :before], tokens @ inside, whole[..., before:]], -1)
+        return torch.cat([whole[..., :before], _run_sums(tokens, inner), whole[..., before:]], -1)
     mass = token_mass(q, k, num_query_frames)  # [B, H, Fq, Lk]
     slots = [mass[..., :start], mass[..., stop:]]
     sums = [x.unflatten(-1, (-1, tokens_per_slot)).sum(-1) if x.shape[-1] else x for x in slots]
-    return torch.cat([sums[0], mass[..., start:stop] @ inside, sums[1]], -1)
+    return torch.cat([sums[0], _run_sums(mass[..., start:stop], inner), sums[1]], -1)
+
+
+def _run_sums(x: Tensor, bounds: Tensor) -> Tensor:
+    """Sums of x [B, H, Fq, n] over the runs between bounds [B, runs + 1]: differences of sums in float64."""
+    sums = F.pad(x.double().cumsum(-1), (1, 0))
+    at = bounds.long()[:, None, None].expand(*x.shape[:3], -1)
+    return sums.gather(-1, at).diff(dim=-1).float()
 
 
 def masked_frames(
