@@ -194,6 +194,8 @@ class AttentionCapture:
             return
         session = self._sessions[-1]
         requests = [request for request in session.requests if request.wants(site, self._pass)]
+        if not requests:
+            return
 
         def keep(q: Tensor) -> None:
             for request in requests:
