@@ -10,6 +10,7 @@ from wan.modules import late_work
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
+from wan.modules.key_segments import segments_of
 from wan.pipeline import CausalInferencePipeline
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -40,43 +41,46 @@ def test_a_module_moves_and_computes_the_same():
     assert not torch.__future__.get_swap_module_params_on_conversion()
 
 
-FRAMES = CaptureRequest(granularity="frame")
-SOME = {"queries": ((-1, -1), (3, -1), (3, 2), (4, 1)), "heads": (2, 0)}
+FRAMES, TEXT = (CaptureRequest(granularity="frame", kinds=kinds) for kinds in (("self",), ("self", "cross")))
+MAPS = [
+    CaptureRequest(granularity="map"),
+    CaptureRequest(granularity="map", queries=((-1, -1), (3, -1), (3, 2), (4, 1)), heads=(2, 0)),
+    CaptureRequest(granularity="map", kinds=("cross",), num_words=5, heads=(1,)),
+]
 CHOSEN = {"name": "participative", "window": 9, "sink": 3, "budget": 7, "recent": 3}
 
 
 @pytest.mark.parametrize(
-    ("policy", "request_"),
+    ("policy", "requests", "frames"),
     [
-        ({"name": "full"}, CaptureRequest(layers=[])),
-        ({"name": "full"}, FRAMES),
-        ({"name": "full"}, CaptureRequest(granularity="map")),
-        ({"name": "full"}, CaptureRequest(granularity="map", **SOME)),
-        ({"name": "full"}, CaptureRequest(granularity="map", kinds=("cross",), num_words=5, heads=(1,))),
-        ({"name": "ema_sink", "window": 6, "sink": 1}, FRAMES),
-        ({"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1}, FRAMES),
-        (CHOSEN, FRAMES),
-        (CHOSEN, CaptureRequest(granularity="frame", kinds=("self", "cross"))),
+        ({"name": "full"}, [CaptureRequest(layers=[])], 6),
+        ({"name": "full"}, [FRAMES, *MAPS], 6),
+        ({"name": "ema_sink", "window": 6, "sink": 1}, [FRAMES], 9),
+        ({"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1}, [FRAMES], 12),
+        (CHOSEN, [TEXT], 12),
     ],
-    ids=["nothing", "frames", "maps", "some maps", "words", "averages", "memories", "chosen", "and text"],
+    ids=["nothing", "frames and maps", "averages", "memories", "chosen"],
 )
-def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, request_):
+def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, requests, frames):
     with pretended_gpu() as gpu, waits() as found:
         model = golden_model().to(gpu)
-        x, text = torch.randn(1, 12, 16, 4, 6), torch.randn(1, 32, 64)
+        x, text = torch.randn(1, frames, 16, 4, 6), torch.randn(1, 32, 64)
         noise, renoise, text = x.to(gpu), x.expand(1, *x.shape).to(gpu), text.to(gpu)
         assert found
         found.clear()
         pipeline = CausalInferencePipeline(model, **TWO_STEPS, cache_policy=make_policy(**policy))
-        with ATTENTION_WEIGHT_CAPTURE.capture(request_) as calls:
+        with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
             pipeline.inference(noise, prompt_embeds=text, renoise=renoise)
             assert not found
         assert bool(found) == bool(calls)
         order = [(call.at.block, call.at.step, call.site.layer) for call in calls]
         assert order == sorted(order)
+        layouts = [call.layout for call in calls if call.layout and call.layout.chosen]
+        assert bool(layouts) == (policy is CHOSEN)
+        assert not any(segments_of(layout)._gathering for layout in layouts)  # memory of the GPU
 
 
 def test_chosen_tokens_that_are_asked_for_at_once_are_waited_for(monkeypatch):
     monkeypatch.setattr(late_work, "BEHIND", 0)
     with pytest.raises(AssertionError, match="just now"):
-        test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(CHOSEN, FRAMES)
+        test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(CHOSEN, [FRAMES], 12)
