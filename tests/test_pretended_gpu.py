@@ -1,5 +1,7 @@
 """The GPU that is not there refuses what a real one refuses, and computes what a CPU computes."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import golden_model
@@ -10,6 +12,9 @@ from wan.modules import late_work
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
+from wan.modules.edits import intervene
+from wan.modules.head_outputs import record_head_outputs
+from wan.modules.interventions import Ablate, Bias, Knockout, Move
 from wan.modules.key_segments import segments_of
 from wan.pipeline import CausalInferencePipeline
 
@@ -84,3 +89,27 @@ def test_chosen_tokens_that_are_asked_for_at_once_are_waited_for(monkeypatch):
     monkeypatch.setattr(late_work, "BEHIND", 0)
     with pytest.raises(AssertionError, match="just now"):
         test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(CHOSEN, [FRAMES], 12)
+
+
+@torch.no_grad()
+def test_edited_calls_wait_for_nothing():
+    """Of one head and of heads apart: what an edit needs of the host is sent ahead."""
+    edits = [
+        Knockout(frames=(0, 2), heads=(1,), passes="all"),
+        Bias(0.5, frames="first", heads=(0, 2), passes="all"),
+        Move("first", offset=1, heads=(0, 2), passes="all"),
+        Ablate("zero", heads=(0, 2), passes="all"),
+        Ablate("frame_mean", heads=(3,), passes="denoise"),
+        Knockout(tokens=(1, 2), heads=(1,), passes="all"),
+    ]
+    with pretended_gpu() as gpu:
+        x, text = torch.randn(1, 6, 16, 4, 6).to(gpu), torch.randn(1, 32, 64).to(gpu)
+        pipeline = CausalInferencePipeline(golden_model().to(gpu), **TWO_STEPS)
+        run = partial(pipeline.inference, x, prompt_embeds=text, renoise=x[None])
+        with record_head_outputs() as outputs:
+            run()
+        capture = ATTENTION_WEIGHT_CAPTURE.capture(FRAMES, MAPS[1])
+        with intervene(*edits, data={edits[4]: outputs}) as session, waits() as found, capture:
+            run()
+            assert not found
+        assert all(session.changed) and found

@@ -18,7 +18,7 @@ def inputs(device, dtype=torch.float32, seed=0):
 
 def by_formula(q, k, v, bias: KeyBias):
     """Output and log-sum-exp in float64."""
-    logits = q.double() @ k.double().mT * DIM**-0.5 + bias.per_token(q.device).double()[:, None]
+    logits = q.double() @ k.double().mT * DIM**-0.5 + bias.per_token().to(q.device).double()[:, None]
     return logits.softmax(-1) @ v.double(), logits.logsumexp(-1)
 
 
@@ -48,7 +48,7 @@ def test_in_bfloat16_it_rounds_once_more_than_the_library_under_the_same_mask(se
     q, k, v = inputs(device, torch.bfloat16, seed)
     bias = random_bias(seed)
     expected = by_formula(q, k, v, bias)[0]
-    mask = bias.per_token(device).to(torch.bfloat16)[None, :, None].expand(2, HEADS, QUERIES, SLOTS * S)
+    mask = bias.per_token().to(device, torch.bfloat16)[None, :, None].expand(2, HEADS, QUERIES, SLOTS * S)
     library = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     out, _ = attend_by_groups(attention_with_lse, q, k, v, bias)
     assert (out.double() - expected).abs().max() <= 3 * (library.double() - expected).abs().max()

@@ -14,9 +14,12 @@ from wan.modules.captured_call import Pass, Site
 from wan.modules.edit_fields import Frames, InterventionError
 from wan.modules.grouped_attention import KeyBias
 from wan.modules.head_shard import HeadShard
+from wan.modules.host_copies import places, send
 from wan.modules.interventions import Ablate, Bias, Edit, Jitter, Knockout, Move, Patch, Selection
 from wan.modules.key_layout import EMPTY, MIXED, KeyLayout
 from wan.modules.rope import ROPE_THETA, RotaryTable, rotate
+
+EVERY = slice(None)  # token
 
 
 @dataclass(eq=False)
@@ -87,16 +90,18 @@ class EditedCall:
                     )
         return found
 
-    def tokens(self, slots: Sequence[int]) -> Tensor:
-        """Indices of the tokens of slots among the keys."""
-        first = torch.tensor(slots, device=self.k.device)[:, None] * self.known.tokens_per_slot
-        return (first + torch.arange(self.known.tokens_per_slot, device=self.k.device)).flatten()
+    def tokens(self, slots: Sequence[int]) -> slice | Tensor:
+        """The tokens of slots among the keys, as an index."""
+        S, some = self.known.tokens_per_slot, places(slots, self.k.device)
+        if isinstance(some, slice):
+            return slice(some.start * S, some.stop * S)
+        return (some[:, None] * S + torch.arange(S, device=self.k.device)).flatten()
 
-    def replace_keys(self, name: str, tokens: Tensor | None, heads: Sequence[int], values: Tensor) -> None:
+    def replace_keys(self, name: str, tokens: slice | Tensor, heads: Sequence[int], values: Tensor) -> None:
         """Let q, k or v have other values [B, tokens, heads, D] in this call; the cache stays as it is."""
-        x = getattr(self, name).clone()
-        rows = torch.arange(x.shape[1], device=x.device) if tokens is None else tokens
-        x[:, rows[:, None], torch.tensor(heads, dtype=torch.long, device=x.device)] = values.to(x.dtype)
+        x, columns = getattr(self, name).clone(), places(heads, self.q.device)
+        rows = tokens if isinstance(tokens, slice) or isinstance(columns, slice) else tokens[:, None]
+        x[:, rows, columns] = values.to(x.dtype)
         setattr(self, name, x)
         self.has_other_keys |= name == "k"
 
@@ -181,10 +186,11 @@ def _ablate(edit: Ablate, call: EditedCall, data: Any) -> bool:
 
     def replace(z: Tensor) -> Tensor:
         if edit.how == "resample":
-            return _with_heads(z, heads, _source(call, data).z[:, :, heads])
+            return _with_heads(z, heads, _some_heads(_source(call, data).z, heads))
         if edit.how == "zero":
             return _with_heads(z, heads, z.new_zeros(()))
-        means = data.of(call.site, call.at).to(z)[:, :, call.heads_in_model(edit)]  # [B or 1, Fq, heads, D]
+        means = data.of(call.site, call.at)[:, :, call.heads_in_model(edit)]  # [B or 1, Fq, heads, D]
+        means = send(means.to(z.dtype), z.device)
         return _with_heads(z, heads, means.repeat_interleave(z.shape[1] // means.shape[1], 1))
 
     call.after.append(replace)
@@ -193,26 +199,30 @@ def _ablate(edit: Ablate, call: EditedCall, data: Any) -> bool:
 
 def _with_heads(z: Tensor, heads: Sequence[int], values: Tensor) -> Tensor:
     z = z.clone()
-    z[:, :, heads] = values
+    z[:, :, places(heads, z.device)] = values
     return z
+
+
+def _some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    return x[:, :, places(heads, x.device)]
 
 
 def _patch(edit: Patch, call: EditedCall, data: Any) -> bool:
     heads = call.heads(edit)
     if edit.what == "z":
-        call.after.append(lambda z: _with_heads(z, heads, _source(call, data).z[:, :, heads]))
+        call.after.append(lambda z: _with_heads(z, heads, _some_heads(_source(call, data).z, heads)))
         return True
     slots = call.slots(edit.frames or ("past",)) if edit.what == "kv" else []
     if edit.what == "kv" and not slots:
         return False
     source = _source(call, data)
     if edit.what == "qk":
-        call.replace_keys("q", None, heads, source.q[:, :, heads])
-        call.replace_keys("k", None, heads, source.k[:, :, heads])
+        call.replace_keys("q", EVERY, heads, _some_heads(source.q, heads))
+        call.replace_keys("k", EVERY, heads, _some_heads(source.k, heads))
         return True
     tokens = call.tokens(slots)
     for name in ("k", "v"):
-        call.replace_keys(name, tokens, heads, getattr(source, name)[:, tokens][:, :, heads])
+        call.replace_keys(name, tokens, heads, _some_heads(getattr(source, name)[:, tokens], heads))
     return True
 
 
@@ -238,7 +248,7 @@ def _move(edit: Move, call: EditedCall) -> bool:
     tokens = call.tokens(slots)
     head_dim = call.k.shape[3]
     angles = torch.tensor(turns, dtype=torch.float64)[:, None, None] * time_frequencies(head_dim)
-    moved = turn(call.k[:, tokens][:, :, heads], angles, call.known.tokens_per_slot)
+    moved = turn(_some_heads(call.k[:, tokens], heads), angles, call.known.tokens_per_slot)
     call.replace_keys("k", tokens, heads, moved)
     return True
 
@@ -256,7 +266,8 @@ def _jitter(edit: Jitter, call: EditedCall) -> bool:
     for name, positions in (("q", layout.query_positions), ("k", stands)):
         x = getattr(call, name)
         angles = torch.tensor(positions, dtype=torch.float64)[:, None, None] * drift
-        call.replace_keys(name, None, heads, turn(x[:, :, heads], angles, x.shape[1] // len(positions)))
+        turned = turn(_some_heads(x, heads), angles, x.shape[1] // len(positions))
+        call.replace_keys(name, EVERY, heads, turned)
     return True
 
 
@@ -279,7 +290,7 @@ def turn(x: Tensor, angles: Tensor, tokens_per_frame: int) -> Tensor:
     """Turn the temporal share of x [B, L, heads, D] by angles [frames, heads or 1, pairs] -> float32."""
     rest = x.shape[3] // 2 - angles.shape[2]
     whole = torch.cat([angles, angles.new_zeros(*angles.shape[:2], rest)], 2)
-    whole = whole.repeat_interleave(tokens_per_frame, 0)  # [L, heads, D/2]
-    cos, sin = whole.cos().float(), whole.sin().float()
+    cos, sin = whole.cos().float(), whole.sin().float()  # [frames, heads, D/2]
     tables = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
-    return rotate(x.float(), *(table.to(x.device) for table in tables))
+    there = [send(table, x.device).repeat_interleave(tokens_per_frame, 0) for table in tables]
+    return rotate(x.float(), *there)

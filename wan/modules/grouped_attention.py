@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from wan.modules.host_copies import send
+
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, LSE; heads first
 
 
@@ -37,9 +39,9 @@ class KeyBias:
         """Heads that see no key at all."""
         return (~self.values.isfinite().any(1)).nonzero().flatten().tolist()
 
-    def per_token(self, device: torch.device | str = "cpu") -> Tensor:
-        """float32 [H, Lk]."""
-        return self.values.to(device).repeat_interleave(self.tokens_per_slot, 1)
+    def per_token(self) -> Tensor:
+        """float32 [H, Lk] on the CPU."""
+        return self.values.repeat_interleave(self.tokens_per_slot, 1)
 
 
 def attend_by_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Tensor, Tensor]:
@@ -52,7 +54,7 @@ def attend_by_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor, bias: KeyB
     parts = []
     for tokens, added in bias.runs():
         out, lse = attend(q, k[:, :, tokens], v[:, :, tokens])
-        parts.append((out, lse if not added.any() else lse + added.to(lse.device)[:, None]))
+        parts.append((out, lse if not added.any() else lse + send(added, lse.device)[:, None]))
     if len(parts) == 1:
         return parts[0]
     lse = torch.stack([part for _, part in parts]).logsumexp(0)  # [B, H, Lq]

@@ -6,6 +6,7 @@ touches no new memory. Small tensors: send() them, and have them Fetched.
 """
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
@@ -23,7 +24,16 @@ _of_thread = threading.local()
 
 def send(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    leaves = x.device.type == "cpu" and device.type == "cuda"
+    return x.pin_memory().to(device, non_blocking=True) if leaves else x.to(device)
+
+
+def places(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
+    """An index of a dim's places; a list would have to go there, and whoever gave it would wait."""
+    first = numbers[0] if numbers else 0
+    if list(numbers) == list(range(first, first + len(numbers))):
+        return slice(first, first + len(numbers))
+    return send(torch.tensor(numbers, dtype=torch.long), device)
 
 
 class Fetched:

@@ -14,6 +14,7 @@ from torch import Tensor
 from wan.modules import reductions
 from wan.modules.captured_call import Pass, Site
 from wan.modules.head_shard import HeadShard
+from wan.modules.host_copies import places
 from wan.modules.key_layout import KeyLayout
 
 if TYPE_CHECKING:
@@ -129,13 +130,8 @@ def of_chosen_heads(
 
 
 def picked(x: Tensor, indices: Sequence[int], dim: int) -> Tensor:
-    """x at some indices of a dim; x itself where they are all.
-
-    One by one: a list of indices would have to go to the GPU, and the host would wait for all that it does.
-    """
-    if list(indices) == list(range(x.shape[dim])):
-        return x
-    return torch.stack([x.select(dim, index) for index in indices], dim)
+    """x at some indices of a dim."""
+    return x[(slice(None),) * dim + (places(indices, x.device),)]
 
 
 def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None) -> Tensor:
