@@ -85,6 +85,14 @@ def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, request
         assert not any(segments_of(layout)._gathering for layout in layouts)  # memory of the GPU
 
 
+def test_heads_of_their_own_policies_wait_for_nothing(tmp_path):
+    rows = [",".join("ab"[(head + layer) % 2] for head in range(12)) for layer in range(5)]
+    (tmp_path / "labels.csv").write_text("\n".join(rows) + "\n")
+    classes = {"a": {"name": "full"}, "b": {"name": "window", "window": 3}}
+    policy = {"name": "per_head", "file": str(tmp_path / "labels.csv"), "policies": classes}
+    test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, [FRAMES], 6)
+
+
 def test_chosen_tokens_that_are_asked_for_at_once_are_waited_for(monkeypatch):
     monkeypatch.setattr(late_work, "BEHIND", 0)
     with pytest.raises(AssertionError, match="just now"):

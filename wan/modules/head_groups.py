@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wan.modules.host_copies import places
 from wan.modules.key_layout import KeyLayout, Slot
 
 BY_FRAME = ("frame_logits", "frame_mass")  # what is kept of calls whose heads see different frames
@@ -55,5 +56,5 @@ def joined(
 def spread(values: Tensor, seen: Sequence[int], frames: Sequence[int]) -> Tensor:
     """Values [..., seen] by some frames as values [..., frames], NaN for those that are not among them."""
     whole = values.new_full((*values.shape[:-1], len(frames)), torch.nan)
-    whole[..., [frames.index(frame) for frame in seen]] = values
+    whole[..., places([frames.index(frame) for frame in seen], values.device)] = values
     return whole

@@ -9,6 +9,7 @@ from torch import Tensor
 from wan.errors import ConfigError
 from wan.modules.head_groups import HeadGroup
 from wan.modules.head_shard import HeadShard
+from wan.modules.host_copies import send
 from wan.modules.kv_cache import KVCache
 from wan.modules.policies.base import CachePolicy
 from wan.modules.policies.per_head import PerHead
@@ -45,7 +46,7 @@ class PerHeadCache:
         for label, of_class in policy.classes.items():
             heads = policy.heads(label)
             if any(heads):
-                here = [torch.tensor(shard.local(row), dtype=torch.long, device=device) for row in heads]
+                here = [send(torch.tensor(shard.local(row), dtype=torch.long), device) for row in heads]
                 cache = build([len(row) for row in here], of_class)
                 self._parts.append(_Part(cache, heads, here))
 
