@@ -91,6 +91,9 @@ def test_heads_of_their_own_policies_wait_for_nothing(tmp_path):
     classes = {"a": {"name": "full"}, "b": {"name": "window", "window": 3}}
     policy = {"name": "per_head", "file": str(tmp_path / "labels.csv"), "policies": classes}
     test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, [FRAMES], 6)
+    with intervene(Knockout(frames="past", heads=(1, 4), passes="all")) as session:
+        test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, [FRAMES], 6)
+    assert all(session.changed)
 
 
 def test_chosen_tokens_that_are_asked_for_at_once_are_waited_for(monkeypatch):

@@ -66,7 +66,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:
     edited: list[EditedCall] = []
     for group in groups:
         if ACTIVE_EDITS.active:
-            heads, at = tuple(group.heads.tolist()), ATTENTION_WEIGHT_CAPTURE.now
+            heads, at = group.numbers, ATTENTION_WEIGHT_CAPTURE.now
             call = ACTIVE_EDITS.begin(site, at, group.layout, group.q, group.k, group.v, heads, num_heads)
             seen, lse = _edited_softmax(call)
             out[:, :, group.heads] = call.finish(seen)  # before the next: a source stops in each call

@@ -13,10 +13,11 @@ BY_FRAME = ("frame_logits", "frame_mass")  # what is kept of calls whose heads s
 
 
 class HeadGroup(NamedTuple):
-    """Heads (indices) with their queries [B, Lq, h, D], keys and values [B, Lk, h, D],
+    """Heads (indices, also on the device) with their queries [B, Lq, h, D], keys and values [B, Lk, h, D],
     and what the keys are.
     """
 
+    numbers: tuple[int, ...]
     heads: Tensor
     q: Tensor
     k: Tensor

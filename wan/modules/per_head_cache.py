@@ -22,7 +22,8 @@ class _Part(NamedTuple):
 
     cache: KVCache
     in_model: list[list[int]]  # also those of other processes
-    here: list[Tensor]  # by their numbers among the heads that are here
+    numbers: list[tuple[int, ...]]  # among the heads that are here
+    here: list[Tensor]  # these numbers on the device
 
 
 class PerHeadCache:
@@ -46,9 +47,10 @@ class PerHeadCache:
         for label, of_class in policy.classes.items():
             heads = policy.heads(label)
             if any(heads):
-                here = [send(torch.tensor(shard.local(row), dtype=torch.long), device) for row in heads]
+                numbers = [tuple(shard.local(row)) for row in heads]
+                here = [send(torch.tensor(row, dtype=torch.long), device) for row in numbers]
                 cache = build([len(row) for row in here], of_class)
-                self._parts.append(_Part(cache, heads, here))
+                self._parts.append(_Part(cache, heads, numbers, here))
 
     @property
     def caches(self) -> list[KVCache]:
@@ -95,7 +97,7 @@ class PerHeadCache:
     ) -> list[HeadGroup]:
         """Store the newest block's keys and values [B, L, H, D] -> what each class of heads sees."""
         groups = []
-        for cache, in_model, here in self._parts:
+        for cache, in_model, numbers, here in self._parts:
             if not in_model[layer]:
                 continue
             row = here[layer]
@@ -103,5 +105,5 @@ class PerHeadCache:
             queries = q[:, :, row]
             keys, values = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
             if len(row):
-                groups.append(HeadGroup(row, queries, keys, values, cache.layouts[layer]))
+                groups.append(HeadGroup(numbers[layer], row, queries, keys, values, cache.layouts[layer]))
         return groups
