@@ -82,10 +82,11 @@ class Memory:
         tokens = memory_parts.captured(c, m, [r for r in self.requests if r.granularity == "token"])
         kept = memory_parts.captured(c, m, [r for r in self.requests if r.granularity != "token"])
         cache = 0 if self.bidirectional else memory_parts.kv_cache(c, m, dtype)
+        replayed = self.on_gpu and c.gpus > 1 and not c.offload  # graphs keep the text at places of their own
         device = {
             "weights": weights,
             "KV cache": cache // c.gpus,  # each process keeps its share of the heads
-            "text": (1 + self.bidirectional) * memory_parts.text_states(m, dtype),
+            "text": (1 + self.bidirectional + replayed) * memory_parts.text_states(m, dtype),
             "activations": memory_parts.activations(m, dtype, queries),
             "latents": memory_parts.latents(c, m, dtype),
             "capture": kept + max(looking, default=0),

@@ -19,6 +19,7 @@ from wan.modules.capture import CaptureRequest
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/memory_h200.json").read_text())
 MODELS_MEASURED = json.loads((ROOT / "docs/benchmarks/models_h200.json").read_text())["rows"]
+PARALLEL = json.loads((ROOT / "docs/benchmarks/parallel_2xh200.json").read_text())
 GPU = torch.device("cuda")  # a name: nothing here touches one
 
 
@@ -195,3 +196,11 @@ def test_a_lora_and_a_rolling_window_are_planned(tmp_path):
     ]
     assert parts[1]["KV cache"] == parts[0]["KV cache"] // 21 * 24  # the anchor beside 21 frames
     assert parts[1]["activations"] == 5 * parts[0]["activations"]
+
+
+@pytest.mark.parametrize(("way", "gpus"), [("alone", 1), ("graphs", PARALLEL["gpus"])])
+def test_predictions_of_a_rollout_over_gpus_are_within_2_percent(tmp_path, way, gpus):
+    rows = PARALLEL["rollouts"]["Wan2.1-T2V-1.3B"]["rows"]
+    for row, requests in (("nothing", []), ("mean logits + mass", [CaptureRequest(granularity="frame")])):
+        run = on_gpu(tmp_path, requests, gpus=gpus)
+        assert abs(total(run, "rolling out", "GPU") / (1e9 * rows[row][way]["peak_gb"]) - 1) < 0.02
