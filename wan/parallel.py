@@ -128,7 +128,7 @@ class ProcessShard(HeadShard):
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """The same memory in elements of 16 bytes, of which a GPU copies strided ones three times as fast.
+    """The same memory in elements of 16 bytes: a GPU's copy of strided memory moves one at a time.
 
     The tensors themselves, where that is not possible for all alike.
     """

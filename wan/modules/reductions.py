@@ -112,7 +112,7 @@ def segment_mass(
             whole = of_queries.unflatten(3, (num_query_frames, -1)).mean(4).mT
         if not unequal:
             return whole
-        # by token first: of many short segments the kernel of rows takes four times as long
+        # by token first: to the kernel of rows every short segment is a whole tile
         tokens = map_kernel.key_token_means(q, k[:, start:stop], lse, num_query_frames)[1]
         return torch.cat([whole[..., :before], _run_sums(tokens, inner), whole[..., before:]], -1)
     mass = token_mass(q, k, num_query_frames)  # [B, H, Fq, Lk]
