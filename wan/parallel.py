@@ -128,7 +128,7 @@ class ProcessShard(HeadShard):
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """The same memory in elements of 16 bytes: a GPU's copy of strided memory moves one at a time.
+    """The same memory in elements of 16 bytes: on a GPU strided memory is copied element by element.
 
     The tensors themselves, where that is not possible for all alike.
     """
