@@ -265,7 +265,8 @@ def load_pipeline(
 def share(model: CausalWanModel, gpus: int) -> None:
     """Let the processes that were started for it make each call of a model together, where gpus says so.
 
-    GPUs replay its layers from graphs; not where these wait for their weights, rather than for Python.
+    On GPUs its layers are replayed from graphs, unless they are streamed: then they wait for weights, not for
+    Python.
     """
     if gpus == 1:
         return

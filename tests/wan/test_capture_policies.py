@@ -127,7 +127,7 @@ def test_masses_of_unequal_segments(device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k = q.to(device, dtype), k.to(device, dtype)
     logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 32**-0.5
-    mass = reductions.segment_mass(q, k, logits.logsumexp(-1).float(), 2, bounds)
+    mass = reductions.segment_mass(q, k, logits.logsumexp(-1).float(), 2, bounds, range(4), 0)
     probs = logits.softmax(-1).cpu()
     for item, row in enumerate(bounds.tolist()):
         parts = [probs[item, :, :, a:b].sum(-1) for a, b in pairwise(row)]

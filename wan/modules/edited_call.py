@@ -14,7 +14,7 @@ from wan.modules.captured_call import Pass, Site
 from wan.modules.edit_fields import Frames, InterventionError
 from wan.modules.grouped_attention import KeyBias
 from wan.modules.head_shard import HeadShard
-from wan.modules.host_copies import places, send
+from wan.modules.host_copies import picked, places, send
 from wan.modules.interventions import Ablate, Bias, Edit, Jitter, Knockout, Move, Patch, Selection
 from wan.modules.key_layout import EMPTY, MIXED, KeyLayout
 from wan.modules.rope import ROPE_THETA, RotaryTable, rotate
@@ -186,7 +186,7 @@ def _ablate(edit: Ablate, call: EditedCall, data: Any) -> bool:
 
     def replace(z: Tensor) -> Tensor:
         if edit.how == "resample":
-            return _with_heads(z, heads, _some_heads(_source(call, data).z, heads))
+            return _with_heads(z, heads, picked(_source(call, data).z, heads, 2))
         if edit.how == "zero":
             return _with_heads(z, heads, z.new_zeros(()))
         means = data.of(call.site, call.at)[:, :, call.heads_in_model(edit)]  # [B or 1, Fq, heads, D]
@@ -203,26 +203,22 @@ def _with_heads(z: Tensor, heads: Sequence[int], values: Tensor) -> Tensor:
     return z
 
 
-def _some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    return x[:, :, places(heads, x.device)]
-
-
 def _patch(edit: Patch, call: EditedCall, data: Any) -> bool:
     heads = call.heads(edit)
     if edit.what == "z":
-        call.after.append(lambda z: _with_heads(z, heads, _some_heads(_source(call, data).z, heads)))
+        call.after.append(lambda z: _with_heads(z, heads, picked(_source(call, data).z, heads, 2)))
         return True
     slots = call.slots(edit.frames or ("past",)) if edit.what == "kv" else []
     if edit.what == "kv" and not slots:
         return False
     source = _source(call, data)
     if edit.what == "qk":
-        call.replace_keys("q", EVERY, heads, _some_heads(source.q, heads))
-        call.replace_keys("k", EVERY, heads, _some_heads(source.k, heads))
+        call.replace_keys("q", EVERY, heads, picked(source.q, heads, 2))
+        call.replace_keys("k", EVERY, heads, picked(source.k, heads, 2))
         return True
     tokens = call.tokens(slots)
     for name in ("k", "v"):
-        call.replace_keys(name, tokens, heads, _some_heads(getattr(source, name)[:, tokens], heads))
+        call.replace_keys(name, tokens, heads, picked(getattr(source, name)[:, tokens], heads, 2))
     return True
 
 
@@ -248,7 +244,7 @@ def _move(edit: Move, call: EditedCall) -> bool:
     tokens = call.tokens(slots)
     head_dim = call.k.shape[3]
     angles = torch.tensor(turns, dtype=torch.float64)[:, None, None] * time_frequencies(head_dim)
-    moved = turn(_some_heads(call.k[:, tokens], heads), angles, call.known.tokens_per_slot)
+    moved = turn(picked(call.k[:, tokens], heads, 2), angles, call.known.tokens_per_slot)
     call.replace_keys("k", tokens, heads, moved)
     return True
 
@@ -266,7 +262,7 @@ def _jitter(edit: Jitter, call: EditedCall) -> bool:
     for name, positions in (("q", layout.query_positions), ("k", stands)):
         x = getattr(call, name)
         angles = torch.tensor(positions, dtype=torch.float64)[:, None, None] * drift
-        turned = turn(_some_heads(x, heads), angles, x.shape[1] // len(positions))
+        turned = turn(picked(x, heads, 2), angles, x.shape[1] // len(positions))
         call.replace_keys(name, EVERY, heads, turned)
     return True
 

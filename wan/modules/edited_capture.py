@@ -13,9 +13,9 @@ from torch import Tensor
 from wan.modules import reductions
 from wan.modules.edited_call import EditedCall
 from wan.modules.frame_reductions import of_keys
-from wan.modules.host_copies import send
+from wan.modules.host_copies import picked, send
 from wan.modules.key_layout import KeyLayout
-from wan.modules.key_maps import key_maps, of_chosen_heads, picked, word_map
+from wan.modules.key_maps import key_maps, of_chosen_heads, word_map
 from wan.modules.key_segments import key_frames, segments_of
 from wan.modules.rope import RotaryTable
 

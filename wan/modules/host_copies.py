@@ -36,6 +36,11 @@ def places(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
     return send(torch.tensor(numbers, dtype=torch.long), device)
 
 
+def picked(x: Tensor, numbers: Sequence[int], dim: int) -> Tensor:
+    """x at these places of a dim; a view where they follow each other."""
+    return x[(slice(None),) * dim + (places(numbers, x.device),)]
+
+
 class Fetched:
     """A tensor of a GPU on its way to the host."""
 

@@ -60,8 +60,8 @@ class ChosenTokens:
         rows = self._fetched.wait() if self.frames.is_cuda else torch.stack(self._rows).int()
         return ChosenTokens(self.slots, *rows)
 
-    def is_on_its_way(self) -> bool:
-        """Whether on_host would wait for the GPU. It is fetched from now on."""
+    def fetch(self) -> bool:
+        """Begin to bring it to the host -> whether on_host, asked for now, may wait for the GPU."""
         return self.frames.is_cuda and "on_host" not in self.__dict__ and bool(self._fetched)
 
     @cached_property

@@ -14,7 +14,7 @@ from torch import Tensor
 from wan.modules import reductions
 from wan.modules.captured_call import Pass, Site
 from wan.modules.head_shard import HeadShard
-from wan.modules.host_copies import places
+from wan.modules.host_copies import picked
 from wan.modules.key_layout import KeyLayout
 
 if TYPE_CHECKING:
@@ -127,11 +127,6 @@ def of_chosen_heads(
     here = shard.local(list(heads))
     values = make(here or [0])
     return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
-
-
-def picked(x: Tensor, indices: Sequence[int], dim: int) -> Tensor:
-    """x at some indices of a dim."""
-    return x[(slice(None),) * dim + (places(indices, x.device),)]
 
 
 def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None) -> Tensor:

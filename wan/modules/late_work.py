@@ -19,7 +19,7 @@ class LateWork:
     def is_for(self, layout: KeyLayout | None) -> bool:
         """Whether work on a call with this layout has to wait: for its chosen tokens, or behind others."""
         chosen = None if layout is None else layout.chosen
-        return (chosen is not None and chosen.is_on_its_way()) or bool(self._waiting)
+        return (chosen is not None and chosen.fetch()) or bool(self._waiting)
 
     def add(self, work: Work) -> None:
         """Call it BEHIND others later, or in finish()."""

@@ -11,10 +11,9 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
-# Keys that a program takes, in whole frames: 3 frames of the 1.3B. At 21 key frames an H200 takes 0.864 ms
-# so, 0.917 with 1 frame a program, 0.957 with 7 and 1.006 with all; at 12 frames 0.514, 0.540, 0.549 and
-# 0.586; at 3 frames 0.155 with all, 0.154 with 1 (docs/performance.md). More programs leave fewer
-# multiprocessors idle at the end, fewer programs read the queries less often.
+# Keys that a program takes, in whole frames: 3 of the 1.3B. On an H200 that is fastest at 21 key frames, and
+# even with 1 frame at 12 (docs/benchmarks/mass_h200.json). More programs leave fewer multiprocessors idle at
+# the end, fewer programs read the queries less often.
 KEYS_EACH = 4800
 
 
@@ -26,7 +25,7 @@ def _tile_mass(q, k, scale, lse):
 
 @triton.jit
 def _whole_tile(tile, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Keys [DIM_PAD, BLOCK_K] that are all there; a masked load costs 15 %: none where none is needed."""
+    """Keys [DIM_PAD, BLOCK_K] that are all there; masked loads cost time: none where none is needed."""
     return tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
 
 

@@ -90,8 +90,8 @@ def segment_mass(
     lse: Tensor,
     num_query_frames: int,
     bounds: Tensor,
-    unequal: range | None = None,
-    tokens_per_slot: int = 0,
+    unequal: range,
+    tokens_per_slot: int,
 ) -> Tensor:
     """frame_mass for segments of unequal length, which may differ between batch items -> [B, H, Fq, n].
 
@@ -99,7 +99,6 @@ def segment_mass(
     after unequal have tokens_per_slot keys each. No number of bounds is read by the host.
     """
     count = bounds.shape[1] - 1
-    unequal = range(count) if unequal is None else unequal
     before, after = unequal.start, count - unequal.stop
     start, stop = before * tokens_per_slot, k.shape[1] - after * tokens_per_slot
     inner = bounds.expand(len(q), -1)[:, before : unequal.stop + 1].to(q.device) - start
