@@ -73,9 +73,12 @@ def main() -> None:
         lse = torch.empty(1, 12, 4680)
         mass_kernel.query_frame_mass(q, k, lse, 6)
         map_kernel.key_token_means(q, k, lse)
+    mass_kernel.mass_of_tails(torch.empty(2, 1, 12, 21, 4680), 3)
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)
+    fused.add_norm(x, x, rows, x[:, :1], x[:, :1], 1e-6, affine=True)
+    fused.add_norm(x, x, None, rows, rows, 1e-6)
     fused.rotate_into(x.unflatten(2, (12, 128)), x.unflatten(2, (12, 128)), *(torch.empty(15, 1, 128),) * 2)
     fused.norm_rotate(x, x[0, 0], (torch.empty(15, 1, 128),) * 2, 12, 1e-6)
 

@@ -3,13 +3,15 @@
 A module of its signature stands in for it; CUDA tensors are torch's fake ones.
 """
 
+import math
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
+from helpers.rollouts import rollout, tiny_pipeline
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import run_extraction_each
@@ -18,8 +20,12 @@ from experiments.running import cli
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.modules import attention, attention_backend
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.cache_policies import make_policy
 
-GPU, LONG, SHORT = torch.device("cuda:0"), attention_backend.FEWEST_KEYS, attention_backend.FEWEST_KEYS - 1
+GPU, LONG = torch.device("cuda:0"), attention_backend.FEWEST_KEYS_OF_FUNCTION
+SHORT = attention_backend.FEWEST_KEYS - 1
+INSTALLED = attention_backend.LAUNCHED
 
 
 def flash_attn_func(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
@@ -33,6 +39,19 @@ def flash_attn_func(q, k, v, *, softmax_scale=None, causal=False, return_lse=Fal
     return out.to(q.dtype).contiguous(), logits.logsumexp(-1).float()
 
 
+def launched(q, k, v, frame_size=0):
+    """hopper_attention.attention(): the same, and tails [2, B, H, Fk, Lq] of frames."""
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    if not frame_size or q.is_cuda:
+        shape = (2, *lse.shape[:2], k.shape[1] // frame_size, lse.shape[2]) if frame_size else None
+        return out, lse, shape and lse.new_empty(shape)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[-1] ** -0.5 / math.log(2)
+    begins = range(0, k.shape[1], frame_size)
+    maxima = torch.stack([logits[..., begin:].amax(-1) for begin in begins], 2)
+    sums = [(logits[..., b:] - maxima[:, :, i, :, None]).exp2().sum(-1) for i, b in enumerate(begins)]
+    return out, lse, torch.stack([torch.stack(sums, 2), maxima]).float()
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A function that says which GPU is there, and which version of flash-attn-4."""
@@ -44,12 +63,16 @@ def machine(monkeypatch):
         package.__spec__ = ModuleSpec("flash_attn", None)  # transformers looks at it
         monkeypatch.setitem(sys.modules, "flash_attn", package)
         monkeypatch.setitem(sys.modules, "flash_attn.cute", module if installed else None)
+        of_hopper = ModuleType("wan.modules.hopper_attention")
+        of_hopper.attention = launched
+        monkeypatch.setitem(sys.modules, "wan.modules.hopper_attention", of_hopper if installed else None)
         monkeypatch.setattr(attention_backend, "fa4_version", lambda: installed)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
         monkeypatch.setenv(attention_backend.VARIABLE, wanted)
 
-    remembered = attention_backend.has_fa4, attention_backend._fa4_function  # for the process
+    names = ("has_fa4", "_is_launched", "_fa4_function", "_hopper")
+    remembered = [getattr(attention_backend, name) for name in names]  # for the process
     for function in remembered:
         function.cache_clear()
     yield prepare
@@ -64,39 +87,99 @@ def fake_call(keys: int, dtype=torch.bfloat16, head_dim: int = 128, trains: bool
     return q, k, k
 
 
-def called(monkeypatch, keys: int) -> bool:
-    """Whether a call of attention goes to FlashAttention-4."""
+def called(monkeypatch, keys: int) -> str | None:
+    """By which way a call of attention goes to FlashAttention-4: its own function, or launched here."""
     calls = []
 
     def counted(*args, **more):
-        calls.append(args)
+        calls.append("function")
         return flash_attn_func(*args, **more)
 
+    def counted_launches(*args):
+        calls.append("launched")
+        return launched(*args)
+
     monkeypatch.setattr(attention_backend, "_fa4_function", lambda: counted)
+    monkeypatch.setattr(attention_backend, "_hopper", lambda: SimpleNamespace(attention=counted_launches))
     with FakeTensorMode():
         q, k, v = fake_call(keys)
         out, lse = attention.attention_with_lse(q, k, v)
     assert out.shape == q.shape and out.dtype == q.dtype and lse.shape == q.shape[:3]
-    return bool(calls)
+    return calls[0] if calls else None
 
 
 @pytest.mark.parametrize(
     "found, capability, wanted, expected",
     [
-        ("4.0.0b36", (9, 0), "", True),
-        ("4.0.0b36", (10, 0), "auto", True),
-        ("4.0.0b36", (9, 0), "fa4", True),
-        ("4.0.0b36", (9, 0), "cudnn", False),
-        ("4.0.0b36", (8, 0), "", False),  # A100
-        (None, (9, 0), "", False),
+        (INSTALLED, (9, 0), "", "launched"),
+        (INSTALLED, (9, 0), "fa4", "launched"),
+        ("4.0.0b99", (9, 0), "", "function"),  # whose inside may be another one
+        (INSTALLED, (10, 0), "auto", "function"),
+        (INSTALLED, (9, 0), "cudnn", None),
+        (INSTALLED, (8, 0), "", None),  # A100
+        (None, (9, 0), "", None),
     ],
 )
 def test_the_rule(machine, monkeypatch, found, capability, wanted, expected):
     machine(found, capability, wanted)
-    assert called(monkeypatch, LONG) is expected
-    assert not called(monkeypatch, SHORT)  # cuDNN wins there
+    assert called(monkeypatch, LONG) == expected
+    assert called(monkeypatch, LONG - 1) == (expected if expected == "launched" else None)
+    assert called(monkeypatch, SHORT) is None  # cuDNN wins there
     name = attention_backend.kernel_name(GPU, torch.bfloat16)
-    assert name == (f"fa4 4.0.0b36, cudnn below {LONG} keys" if expected else "cudnn")
+    below = SHORT + 1 if expected == "launched" else LONG
+    assert name == (f"fa4 {found}, cudnn below {below} keys" if expected else "cudnn")
+
+
+def test_who_says_what_mass_frames_have(machine):
+    """The launched kernel, of frames that are no smaller than its tiles; no other, and none of training."""
+    machine()
+    with FakeTensorMode():
+        assert attention_backend.gives_tails(*fake_call(1280), 10)
+        assert not attention_backend.gives_tails(*fake_call(1280), 11)  # a tile could hold two beginnings
+        assert not attention_backend.gives_tails(*fake_call(SHORT), 1)
+        for other in ({"dtype": torch.float32}, {"head_dim": 64}, {"trains": True}):
+            assert not attention_backend.gives_tails(*fake_call(1280, **other), 10)
+        assert not attention_backend.gives_tails(*(x.cpu() for x in fake_call(1280)), 10)
+    machine(capability=(10, 0))
+    attention_backend._is_launched.cache_clear()
+    with FakeTensorMode():
+        assert not attention_backend.gives_tails(*fake_call(LONG), 10)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"name": "window", "window": 4, "sink": 1}, {"name": "ema_sink"}], ids=str
+)
+def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch, policy):
+    """The same numbers as from q, k and the log-sum-exp, and the same latents; asked for mass alone."""
+    machine()
+    pipeline = tiny_pipeline(local_attn_size=6)
+    pipeline.cache_policy = make_policy(**policy)
+    asked = []
+
+    def captured(**request):
+        with ATTENTION_WEIGHT_CAPTURE.capture(**request) as calls:
+            return rollout(pipeline, 9), calls
+
+    def tails(q, k, v, frames):
+        asked.append(frames)
+        by_token = (x.transpose(1, 2) for x in (q, k, v))
+        return *attention.attention_with_lse(q, k, v), launched(*by_token, k.shape[2] // frames)[2]
+
+    latents, expected = captured(granularity="frame")
+    monkeypatch.setattr(attention_backend, "gives_tails", lambda *call: True)
+    monkeypatch.setattr(attention_backend, "fa4_with_tails", tails)
+    again, found = captured(granularity="frame")
+    assert torch.equal(latents, again)
+    assert asked == [len(call.layout.slots) for call in found] and len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one.values.keys() == other.values.keys() and torch.equal(
+            one["frame_logits"], other["frame_logits"]
+        )
+        for name in {"frame_mass", "slot_mass"} & one.values.keys():
+            torch.testing.assert_close(one[name], other[name], atol=1e-6, rtol=0)
+    asked.clear()
+    for other in ({"granularity": "frame", "mass": False}, {"granularity": "key"}, {"granularity": "token"}):
+        assert torch.equal(captured(**other)[0], latents) and not asked
 
 
 def test_calls_it_was_not_made_for_stay_where_they_were(machine):

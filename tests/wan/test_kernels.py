@@ -24,6 +24,7 @@ pytest.importorskip("triton", "3.7", reason="no Triton here: bash tests/run.sh -
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: the other tests run them on it"
 )
+LOG2_E = 1.4426950408889634
 BFLOAT16 = 2**-7  # relative: the interpreter cuts off where a GPU rounds
 
 
@@ -177,6 +178,62 @@ def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypa
         torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_behind_attention(rows, dtype, monkeypatch):
+    """With the kernels that add and norm at once, against itself in float64 without any."""
+    from wan.modules import fused
+
+    dim, length = 48, 15
+    block = layers.Block(ModelConfig(dim=dim, ffn_dim=64, num_heads=3, num_layers=1), 0).requires_grad_(False)
+    block.norm3.weight.copy_(drawn(dim)), block.norm3.bias.copy_(drawn(dim + 1)[1:])
+    x, seen = (drawn(2, length, dim + i)[..., i:].to(dtype) * (i + 1) for i in range(2))
+    text = tuple(drawn(2, 7, 3, 16 + i)[..., i:].to(dtype) for i in range(2))
+    time = drawn(2, rows, 6, dim)
+    wanted = [tree_map(torch.Tensor.double, given) for given in (x, seen, time, text)]
+    block.double()
+    expected = block.finish(wanted[0], wanted[1], *block.modulations(wanted[2]), wanted[3])
+    block.to(dtype)
+    monkeypatch.setattr(layers, "fused_kernels", lambda _: fused)
+    monkeypatch.setattr(layers.FeedForward, "forward", torch.nn.Sequential.forward)  # cuBLAS's is CUDA's
+    found = block.finish(x, seen, *block.modulations(time), text)
+    assert found.dtype == dtype and block.modulations(time)[0].gate.dtype == torch.float32
+    error = (found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error <= (0.02 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_queries_and_keys_in_a_place_of_their_own(monkeypatch):
+    from wan.modules import fused
+
+    norm = QueryKeyNorm(ModelConfig(dim=48, ffn_dim=8, num_heads=3, num_layers=1)).requires_grad_(False)
+    tables = RotaryTable(16)(range(3), 1, 5, torch.device("cpu"))
+    monkeypatch.setattr(layers, "fused_kernels", lambda _: fused)
+    x, cache = drawn(1, 15, 48), drawn(1, 25, 3, 16)
+    expected, before = norm(x, tables), cache.clone()
+    assert norm(x, tables, place := cache[:, 5:20]) is place and torch.equal(place, expected)
+    assert torch.equal(cache[:, :5], before[:, :5]) and torch.equal(cache[:, 20:], before[:, 20:])
+
+
+def test_mass_of_the_tails_of_frames(call):
+    """What an attention kernel that walks from the last key to the first kept, by the two ways of a mass."""
+    from wan.modules import mass_kernel
+
+    q, k, _, logits = call
+    frames = next(n for n in (7, 9, 6, 4) if k.shape[1] % n == 0)
+    query_frames = next(n for n in (3, 5, 4, 7) if q.shape[1] % n == 0)
+    by_frame = logits.unflatten(-1, (frames, -1)) * LOG2_E
+    maxima = by_frame.amax(-1).flip(-1).cummax(-1).values.flip(-1)  # of a frame and all behind it
+    sums = (by_frame - maxima[..., None]).exp2().sum(-1)
+    tails = [(sums[..., i:] * (maxima[..., i:] - maxima[..., i, None]).exp2()).sum(-1) for i in range(frames)]
+    kept = torch.stack([torch.stack(tails, 2), maxima.transpose(2, 3)]).float()
+    expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).unflatten(2, (query_frames, -1)).mean(3)
+    for found in (
+        reductions.mass_of_tails(kept, query_frames),
+        mass_kernel.mass_of_tails(kept, query_frames),
+    ):
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.beside
 @pytest.mark.parametrize("capability", [80, 90])
 def test_they_compile(capability, tmp_path):
@@ -190,7 +247,7 @@ def test_they_compile(capability, tmp_path):
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(kernels) == 10
+    assert len(kernels) == 13
     for kernel in kernels:
         assert (
             kernel["spilled_bytes"] == 0 and kernel["shared_bytes"] <= {80: 163, 90: 227}[capability] * 1024

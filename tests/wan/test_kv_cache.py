@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers.rollouts import rollout, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.errors import ConfigError
+from wan.modules import layers
 from wan.modules.cache_policies import make_policy, of_window
 from wan.modules.key_means import KeyMeans
 from wan.modules.kv_cache import KVCache
+from wan.modules.rope import rotate
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -76,3 +80,55 @@ def test_a_rollout_longer_than_announced_is_refused():
 def test_a_window_too_small_is_refused(window, sink, message):
     with pytest.raises(ConfigError, match=message):
         make_policy("window", window=window, sink=sink).check([3])
+
+
+class Formulas:
+    """What the Triton kernels compute, as layers.py says it."""
+
+    @staticmethod
+    def norm_rotate(x, weight, rope, num_heads, eps, place=None):
+        normed = F.rms_norm(x, x.shape[-1:], weight, eps).unflatten(-1, (num_heads, -1))
+        turned = normed if rope is None else rotate(normed, *rope)
+        return turned if place is None else place.copy_(turned)
+
+    @staticmethod
+    def modulated_norm(x, scale, shift, eps):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "fused_kernels", lambda _: None)
+            return layers.ModulatedNorm(x.shape[-1], eps)(x, scale, shift)
+
+    @staticmethod
+    def gated_add(x, y, gate):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "fused_kernels", lambda _: None)
+            return layers.GatedAdd()(x, y, gate)
+
+    @classmethod
+    def add_norm(cls, x, y, gate, scale, shift, eps, affine=False):
+        total = x + y if gate is None else cls.gated_add(x, y, gate)
+        return total, cls.modulated_norm(total, scale - 1 if affine else scale, shift, eps)
+
+
+@pytest.mark.parametrize("name", ["window", "ema_sink", "participative", "rolling_sink"])
+def test_keys_and_values_that_are_computed_in_the_cache(name, monkeypatch):
+    """As kernels do it on a GPU: where they stay, though some policies move them afterwards."""
+    sizes = {"window": {"window": 6}, "rolling_sink": {"window": 6}, "ema_sink": {}}
+    of_choice = {"window": 6, "sink": 1, "budget": 5, "recent": 3}
+    pipeline = tiny_pipeline(local_attn_size=6)
+    pipeline.cache_policy = make_policy(name=name, **sizes.get(name, of_choice))
+    expected = rollout(pipeline, 12)
+    monkeypatch.setattr(layers, "fused_kernels", lambda _: Formulas)
+    found, places = [], KVCache.places
+    monkeypatch.setattr(KVCache, "places", lambda *call: found.append(places(*call)) or found[-1])
+    assert rollout(pipeline, 12).sub(expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert found and all(place is not None for place in found)
+
+
+def test_places_are_of_whole_blocks_alone():
+    """Not of a share of the tokens, of several items, or where some frames have no place."""
+    cache = new_cache(6)
+    cache.advance(range(2))
+    keys, values = cache.places(1, torch.Size([1, 4, HEADS * DIM]))
+    assert keys.shape == values.shape == (1, 4, HEADS, DIM) and keys.data_ptr() == cache.keys[1].data_ptr()
+    assert cache.places(1, torch.Size([1, 2, HEADS * DIM])) is None
+    assert cache.places(1, torch.Size([2, 4, HEADS * DIM])) is None

@@ -49,13 +49,27 @@ def attention(
         if ATTENTION_WEIGHT_CAPTURE.active:
             raise ValueError("a training step is captured with a mask [Lq, Lk]")
         return mask(*heads_first).transpose(1, 2)
-    if mask is None:
+    observed, tails = site if ATTENTION_WEIGHT_CAPTURE.active else None, None
+    if mask is not None:
+        out, lse = masked_attention_with_lse(heads_first[0], heads_first[1], heads_first[2], mask)
+    elif observed is None:
         out, lse = attention_with_lse(*heads_first)  # [B, H, Lq, D], [B, H, Lq]
     else:
-        out, lse = masked_attention_with_lse(heads_first[0], heads_first[1], heads_first[2], mask)
-    if site is not None and ATTENTION_WEIGHT_CAPTURE.active:
-        ATTENTION_WEIGHT_CAPTURE.observe(site, q, k, lse, layout, mask)
+        out, lse, tails = _attention_with_tails(observed, layout, heads_first)
+    if observed is not None:
+        ATTENTION_WEIGHT_CAPTURE.observe(observed, q, k, lse, layout, mask, tails)
     return out.transpose(1, 2)  # [B, Lq, H, D]
+
+
+def _attention_with_tails(
+    site: Site, layout: KeyLayout | None, heads_first: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """attention_with_lse(), bit for bit, and what its kernel knows of a mass that is asked for."""
+    q, k, v = heads_first
+    frames = ATTENTION_WEIGHT_CAPTURE.frames_weighed(site, layout)
+    if frames and attention_backend.gives_tails(q, k, v, frames):
+        return attention_backend.fa4_with_tails(q, k, v, frames)
+    return *attention_with_lse(q, k, v), None
 
 
 def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:

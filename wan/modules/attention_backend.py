@@ -3,15 +3,17 @@
     WAN_ATTENTION=auto|cudnn|fa4      auto, the default, takes FlashAttention-4 where it is and runs
 
 The choice follows from that variable, what is installed, the device and the sizes of a call, never from
-whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is called by its own
-function: torch's activate_flash_attention_impl("FA4") unpacks two results where 4.0.0b36 gives five (torch
-2.13).
+whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
+wan/modules/hopper_attention.py, and elsewhere by its own function: torch's
+activate_flash_attention_impl("FA4") unpacks two results where 4.0.0b36 gives five (torch 2.13).
 """
 
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,12 +21,15 @@ from torch import Tensor
 from wan.errors import ConfigError, one_line, quoted
 
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
-CAPABILITIES = (9, 10)  # major compute capability: Hopper, and Blackwell in data centres
+HOPPER, BLACKWELL = 9, 10  # major compute capability, of data centres
+CAPABILITIES = (HOPPER, BLACKWELL)
 HALF = (torch.bfloat16, torch.float16)
-# On an H200 cuDNN is faster up to 3120 keys, both are even at 4680, FlashAttention-4 is faster from 9360 on
-# (docs/benchmarks/attention_h200.json).
-FEWEST_KEYS = 9360
-LARGEST_HEAD = 128
+# The version whose kernel hopper_attention.py launches; of others the package's own function is called.
+LAUNCHED = "4.0.0b36"
+# On an H200 FlashAttention-4 is as fast as cuDNN at 512 keys, the text's, and faster beyond. Its own function
+# is slower up to 3120 keys, because of its 100 us on the host (docs/benchmarks/attention_h200.json).
+FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
+LARGEST_HEAD, LARGEST_TILE = 128, 128
 ROW_BYTES = 16
 
 
@@ -49,15 +54,25 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if dtype not in HALF:
         return "efficient"
-    return f"fa4 {fa4_version()}, cudnn below {FEWEST_KEYS} keys" if has_fa4(device) else "cudnn"
+    if not has_fa4(device):
+        return "cudnn"
+    fewest = FEWEST_KEYS if _is_launched(device) else FEWEST_KEYS_OF_FUNCTION
+    return f"fa4 {fa4_version()}, cudnn below {fewest} keys"
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call over [B, H, L, D] on a GPU is FlashAttention-4's; those of a training step are not."""
-    long, head_dim = k.shape[2] >= FEWEST_KEYS, q.shape[3]
+    head_dim = q.shape[3]
     fits = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and q.dtype in HALF
+    if not fits or k.shape[2] < FEWEST_KEYS or not has_fa4(q.device):
+        return False
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return long and fits and not trains and has_fa4(q.device)
+    return not trains and (k.shape[2] >= FEWEST_KEYS_OF_FUNCTION or _launches(q))
+
+
+def gives_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> bool:
+    """Whether the kernel of such a call can say at once what mass whole key frames have."""
+    return q.is_cuda and takes(q, k, v) and _launches(q) and k.shape[2] >= num_frames * LARGEST_TILE
 
 
 def kernels_can_read(q: Tensor) -> bool:
@@ -71,8 +86,21 @@ def kernels_can_read(q: Tensor) -> bool:
 
 def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over [B, H, L, D] and its natural log-sum-exp, float32 [B, H, Lq], by FlashAttention-4."""
-    out, lse = _fa4_function()(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True)  # [B, L, H, D]
+    if _launches(q):
+        return fa4_with_tails(q, k, v, 0)[:2]
+    out, lse, *_ = _fa4_function()(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True)  # [B, L, H, D]
     return out.transpose(1, 2), lse
+
+
+def fa4_with_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """fa4_attention and, of num_frames key frames, tails [2, B, H, Fk, Lq] (hopper_attention.py)."""
+    frame_size = k.shape[2] // num_frames if num_frames else 0
+    out, lse, tails = _hopper().attention(*(x.transpose(1, 2) for x in (q, k, v)), frame_size)
+    return out.transpose(1, 2), lse, tails
+
+
+def _launches(q: Tensor) -> bool:
+    return q.shape[3] == LARGEST_HEAD and _is_launched(q.device)
 
 
 @cache
@@ -91,6 +119,12 @@ def has_fa4(device: torch.device) -> bool:
     return lacks is None
 
 
+@cache
+def _is_launched(device: torch.device) -> bool:
+    """Whether FlashAttention-4 is launched without its own function on a device that uses it."""
+    return fa4_version() == LAUNCHED and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
 def fa4_version() -> str | None:
     """Of the installed package; looking imports nothing."""
     try:
@@ -100,12 +134,20 @@ def fa4_version() -> str | None:
 
 
 @cache
-def _fa4_function() -> Callable[..., tuple[Tensor, Tensor]]:
+def _fa4_function() -> Callable[..., tuple[Tensor, ...]]:
+    return _imported("flash_attn.cute").flash_attn_func
+
+
+@cache
+def _hopper() -> ModuleType:
+    return _imported("wan.modules.hopper_attention")
+
+
+def _imported(name: str) -> ModuleType:
     try:
-        from flash_attn.cute import flash_attn_func
-    except Exception as error:  # its own dependencies, in any way
+        return import_module(name)
+    except Exception as error:  # the package's own dependencies, in any way
         raise ConfigError(
             f"flash-attn-4 {fa4_version()} cannot be imported ({one_line(error)}); install it again, or set "
             f"{VARIABLE}=cudnn"
         ) from error
-    return flash_attn_func

@@ -174,6 +174,14 @@ class AttentionCapture:
         """Whether the call that a site is about to make in this pass is asked for."""
         return any(request.wants(site, self._pass) for request in self._sessions[-1].requests)
 
+    def frames_weighed(self, site: Site, layout: KeyLayout | None) -> int:
+        """In how many key frames the mass of the call that a site is about to make is wanted; 0: not so."""
+        if layout is None or layout.chosen is not None or self._pass is None or self._pass.parts:
+            return 0
+        requests = [request for request in self._sessions[-1].requests if request.wants(site, self._pass)]
+        weighs = any(request.granularity == "frame" and request.mass for request in requests)
+        return len(layout.slots) if weighs else 0
+
     def observe(
         self,
         site: Site,
@@ -182,10 +190,12 @@ class AttentionCapture:
         lse: Tensor,
         layout: KeyLayout | None = None,
         mask: Tensor | None = None,
+        tails: Tensor | None = None,
     ) -> None:
         """Called by attention(): q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq], mask [Lq, Lk].
 
-        Of a forward over blocks at several noise levels each block's queries are a call of their own.
+        tails [2, B, H, Fk, Lq] come where frames_weighed() asked for them. Of a forward over blocks at
+        several noise levels each block's queries are a call of their own.
         """
         if self._pass is not None and self._pass.parts:
             for part, rows in parts_of(self._pass, q.shape[1]):
@@ -199,7 +209,7 @@ class AttentionCapture:
 
         def keep(q: Tensor) -> None:
             for request in requests:
-                values = self._reduce(session, request, site, q, k, lse, layout, mask)
+                values = self._reduce(session, request, site, q, k, lse, layout, mask, tails=tails)
                 shapes = tuple(q.shape), tuple(k.shape)
                 kept = layout and layout.on_host
                 session.keep(self.call_type(site, self._pass, values, *shapes, kept))
@@ -275,6 +285,7 @@ class AttentionCapture:
         layout: KeyLayout | None,
         mask: Tensor | None,
         group: int = 0,
+        tails: Tensor | None = None,
     ) -> dict[str, Tensor]:
         if request.granularity == "token":
             name = "token_logits" if request.is_logits else "token_probabilities"
@@ -298,5 +309,5 @@ class AttentionCapture:
             return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
         means = session.key_means.of((site.layer, group), k, layout)
         chosen = session.key_means.of_chosen((site.layer, group), k, layout)
-        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames, chosen)
+        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames, chosen, tails)
         return frame_reductions.of_frames(call, request.mass, request.rope_bands)

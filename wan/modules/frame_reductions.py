@@ -14,7 +14,8 @@ from wan.modules.rope import RotaryTable
 class Call(NamedTuple):
     """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
 
-    slot_means [B, slots, H, D] are mean keys, chosen_means [B, n, H, D] those of segments of chosen tokens.
+    slot_means [B, slots, H, D] are mean keys, chosen_means [B, n, H, D] those of segments of chosen tokens,
+    tails [2, B, H, Fk, Lq] what the attention kernel itself knows of the mass.
     """
 
     q: Tensor
@@ -24,6 +25,7 @@ class Call(NamedTuple):
     slot_means: Tensor
     num_query_frames: int
     chosen_means: Tensor | None = None
+    tails: Tensor | None = None
 
 
 def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
@@ -46,7 +48,9 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
         by_band = reductions.frame_logits_by_band(call.q, means, call.num_query_frames, bands)
         parts["logits_by_band"] = by_band
     if mass:
-        if layout.chosen is None or segments is None:
+        if call.tails is not None:
+            parts["mass"] = reductions.mass_of_tails(call.tails, call.num_query_frames)
+        elif layout.chosen is None or segments is None:
             parts["mass"] = reductions.frame_mass(
                 call.q, call.k, call.lse, call.num_query_frames, len(layout.slots)
             )

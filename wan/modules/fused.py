@@ -50,6 +50,48 @@ def _gated_add_kernel(x_ptr, y_ptr, gate_ptr, out_ptr, dim, tokens_per_row, stri
 
 
 @triton.jit
+def _add_norm_kernel(
+    x_ptr,
+    y_ptr,
+    gate_ptr,
+    scale_ptr,
+    shift_ptr,
+    sum_ptr,
+    out_ptr,
+    eps,
+    dim,
+    tokens_per_gate,
+    tokens_per_row,
+    stride_gate,
+    stride_scale,
+    stride_shift,
+    GATED: tl.constexpr,
+    AFFINE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token: x + y, or x + gate of its frame * y, and the norm of that sum as it is stored."""
+    token = tl.program_id(0).to(tl.int64)
+    row = token // tokens_per_row
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    x = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        y *= tl.load(gate_ptr + token // tokens_per_gate * stride_gate + columns, mask=inside, other=0.0)
+    total = (x + y).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + token * dim + columns, total, mask=inside)
+    total = total.to(tl.float32)
+    scale = tl.load(scale_ptr + row * stride_scale + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + row * stride_shift + columns, mask=inside, other=0.0).to(tl.float32)
+    if not AFFINE:
+        scale += 1.0
+    centred = tl.where(inside, total - tl.sum(total) / dim, 0.0)
+    inverse_std = tl.rsqrt(tl.sum(centred * centred) / dim + eps)
+    result = centred * inverse_std * scale + shift
+    tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _norm_rotate_kernel(
     x_ptr,
     weight_ptr,
@@ -57,28 +99,33 @@ def _norm_rotate_kernel(
     sin_ptr,
     out_ptr,
     eps,
-    dim,
-    head_dim,
+    num_heads,
     length,
+    HEAD_DIM: tl.constexpr,
     ROTATE: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: RMSNorm over dim, then each pair of dims of each head turned by the token's angles."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < dim
-    row = x_ptr + token * dim
-    x = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(x * x) / dim + eps)
-    result = x * inverse_rms * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    """One token: RMSNorm over all heads, then each pair of dims of each head turned by the token's angles.
+
+    Heads are rows [HEADS, BLOCK]: they share one row of the tables.
+    """
+    token, dim = tl.program_id(0).to(tl.int64), num_heads * HEAD_DIM
+    heads, columns = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    at, inside = heads * HEAD_DIM + columns, (heads < num_heads) & (columns < HEAD_DIM)
+    x = tl.load(x_ptr + token * dim + at, mask=inside, other=0.0).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / dim + eps)
+    result = x * inverse_rms * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ROTATE:
-        partner = columns ^ 1
-        other = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
-        other = other * inverse_rms * tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)
-        angle = token % length * head_dim + columns % head_dim
-        cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
-        result = result * cos + other * tl.load(sin_ptr + angle, mask=inside, other=0.0)
-    tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
+        first = tl.arange(0, BLOCK // 2)[None, :] * 2
+        angle, there = token % length * HEAD_DIM + first, first < HEAD_DIM
+        even, odd = tl.split(tl.reshape(result, [HEADS, BLOCK // 2, 2]))
+        turned_even = even * tl.load(cos_ptr + angle, mask=there, other=0.0)
+        turned_even += odd * tl.load(sin_ptr + angle, mask=there, other=0.0)
+        turned_odd = odd * tl.load(cos_ptr + angle + 1, mask=there, other=0.0)
+        turned_odd += even * tl.load(sin_ptr + angle + 1, mask=there, other=0.0)
+        result = tl.reshape(tl.join(turned_even, turned_odd), [HEADS, BLOCK])
+    tl.store(out_ptr + token * dim + at, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -127,17 +174,72 @@ def gated_add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-def norm_rotate(
-    x: Tensor, weight: Tensor, rope: tuple[Tensor, Tensor] | None, num_heads: int, eps: float
-) -> Tensor:
-    """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D]."""
+def add_norm(
+    x: Tensor, y: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float, affine: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x + gate * y (gate None: x + y), and the LayerNorm of that * (1 + scale) + shift; affine: * scale.
+
+    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim].
+    """
     x, grid, dim, block = _tokens(x)
-    out = torch.empty_like(x)
-    cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
-    _norm_rotate_kernel[grid](
-        x, weight, cos, sin, out, eps, dim, dim // num_heads, x.shape[1], ROTATE=rope is not None, BLOCK=block
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    gate_rows, stride_gate = (scale, 0) if gate is None else _rows(gate)
+    (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
+    _add_norm_kernel[grid](
+        x,
+        y.contiguous(),
+        gate_rows,
+        scale,
+        shift,
+        total,
+        out,
+        eps,
+        dim,
+        x.shape[1] // gate_rows.shape[1],
+        x.shape[0] * x.shape[1] if affine else x.shape[1] // scale.shape[1],
+        stride_gate,
+        stride_scale,
+        stride_shift,
+        GATED=gate is not None,
+        AFFINE=affine,
+        BLOCK=block,
+        num_warps=2 * max(1, block // 2048),
     )
-    return out.unflatten(-1, (num_heads, -1))
+    return total, out
+
+
+def norm_rotate(
+    x: Tensor,
+    weight: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    num_heads: int,
+    eps: float,
+    place: Tensor | None = None,
+) -> Tensor:
+    """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D].
+
+    It comes to a contiguous place [B, L, H, D], where one is given.
+    """
+    x, grid, dim, _ = _tokens(x)
+    out = torch.empty_like(x) if place is None else place
+    cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
+    heads, block = triton.next_power_of_2(num_heads), triton.next_power_of_2(dim // num_heads)
+    _norm_rotate_kernel[grid](
+        x,
+        weight,
+        cos,
+        sin,
+        out,
+        eps,
+        num_heads,
+        x.shape[1],
+        HEAD_DIM=dim // num_heads,
+        ROTATE=rope is not None,
+        HEADS=heads,
+        BLOCK=block,
+        num_warps=max(1, heads * block // 2048),  # with one a token, tokens share a multiprocessor best
+    )
+    return out.unflatten(-1, (num_heads, -1)) if place is None else place
 
 
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:

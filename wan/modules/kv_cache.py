@@ -65,6 +65,7 @@ class KVCache:
         self.raw_keys = buffers(self.raw_slots) if self.raw_slots else []
         self.raw_keys_move = self.raw_slots == self.capacity
         self._rollout = object()
+        self._given: tuple[Tensor, ...] = ()  # the last places()
         self.layouts = [KeyLayout((), tokens_per_frame)] * len(self.keys)
         self.policy.start(self)
 
@@ -123,6 +124,16 @@ class KVCache:
         """Say which pass comes next; raw keys are kept of clean ones alone."""
         self.stores_raw = is_clean and self.policy.raw_places(self, 0).start < self.raw_slots
 
+    def places(self, layer: int, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
+        """Where write() will put keys and values [1, L, H, D] of tokens [1, L, dim], if in one piece."""
+        own, length = self.policy.own_slots(self, layer), shape[1]
+        whole = len(own) * self.tokens_per_frame == length and not self.policy.unwritten(self, layer)
+        if not whole or shape[0] != 1:
+            return None
+        tokens = self.tokens(own.start, own.stop)
+        self._given = self.keys[layer][:, tokens], self.values[layer][:, tokens]
+        return self._given
+
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -138,8 +149,9 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         if first:
             k, v = k[:, first:], v[:, first:]
-        keys[:, start:end] = k
-        values[:, start:end] = v
+        if not any(k is place for place in self._given):  # else both were computed there
+            keys[:, start:end] = k
+            values[:, start:end] = v
         if raw_k is not None:
             place = self.policy.raw_places(self, layer)
             start, stop = (place.start + skipped) * S, min(place.stop, self.raw_slots) * S

@@ -54,10 +54,12 @@ class QueryKeyNorm(nn.Module):
         self.num_heads, self.eps = config.num_heads, config.eps
         self.weight = nn.Parameter(torch.ones(config.dim))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """[B, L, dim] -> [B, L, H, D]."""
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None, place: Tensor | None = None
+    ) -> Tensor:
+        """[B, L, dim] -> [B, L, H, D]; on a GPU in a place that is given."""
         if kernels := fused_kernels(x):
-            return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps)
+            return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, place)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
         return x if rope is None else rotate(x, *rope)
 
@@ -117,8 +119,12 @@ class _Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
 
-    def values(self, x: Tensor) -> Tensor:
-        return self.v(x).unflatten(-1, (self.num_heads, -1))  # [B, L, H, D]
+    def values(self, x: Tensor, place: Tensor | None = None) -> Tensor:
+        """[B, L, dim] -> [B, L, H, D]; in a place [1, L, H, D] that is given."""
+        if place is None:
+            return self.v(x).unflatten(-1, (self.num_heads, -1))
+        torch.addmm(self.v.bias, x[0], self.v.weight.t(), out=place[0].flatten(1))
+        return place
 
 
 class SelfAttention(_Attention):
@@ -136,18 +142,23 @@ class SelfAttention(_Attention):
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
-        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw)
+        places = None
+        if isinstance(kv_cache, KVCache) and fused_kernels(x) and not torch.is_grad_enabled():
+            places = kv_cache.places(self.site.layer, x.shape)  # keys and values are computed there
+        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw, places)
         return self.merge(self.attend(own, kv_cache, mask, layout))
 
     # What stands before and after attention knows nothing of the past, nor of who is looking:
     # wan/parallel.py exchanges tokens for heads in between, wan/cuda_graphs.py replays both.
 
-    def project(self, x: Tensor, rope: Rope, with_raw: bool) -> tuple[Tensor, ...]:
+    def project(
+        self, x: Tensor, rope: Rope, with_raw: bool, places: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
         """Queries, keys and values [B, L, H, D] of the tokens, and with_raw their keys without RoPE."""
-        projected = self.k(x)
-        q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(projected, rope.keys)
+        projected, (of_k, of_v) = self.k(x), places or (None, None)
+        q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(projected, rope.keys, of_k)
         raw_k = (self.norm_k(projected),) if with_raw else ()
-        return q, k, self.values(x), *raw_k
+        return q, k, self.values(x, of_v), *raw_k
 
     def attend(
         self,
@@ -219,13 +230,20 @@ class Block(nn.Module):
 
     def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
         """Those of self-attention and of the FFN."""
-        rows = (self.modulation.float() + time).unbind(2)  # 6 x [B, F or 1, dim]
+        rows = (self.modulation + time).unbind(2)  # 6 x [B, F or 1, dim], float32 as time is
         return Modulation(*rows[:3]), Modulation(*rows[3:])
 
     def finish(
         self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
     ) -> Tensor:
         """The layer's output from its input and what self-attention gave, [B, L, dim] each."""
+        if kernels := fused_kernels(x):  # a sum and the norm behind it at once
+            affine, eps = [row[None, None] for row in (self.norm3.weight, self.norm3.bias)], self.norm3.eps
+            x, normed = kernels.add_norm(x, seen, attend.gate, *affine, eps, affine=True)
+            x, normed = kernels.add_norm(
+                x, self.cross_attn(normed, text), None, feed.scale, feed.shift, self.norm2.eps
+            )
+            return self.gate2(x, self.ffn(normed), feed.gate)
         x = self.gate1(x, seen, attend.gate)
         x = x + self.cross_attn(self.norm3(x), text)
         return self.gate2(x, self.ffn(self.norm2(x, feed.scale, feed.shift)), feed.gate)
@@ -243,5 +261,5 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x [B, L, dim], time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
-        shift, scale = (self.modulation.float() + time[:, :, None]).unbind(2)
+        shift, scale = (self.modulation + time[:, :, None]).unbind(2)  # float32 as time is
         return self.head(self.norm(x, scale, shift))

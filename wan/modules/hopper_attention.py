@@ -1,0 +1,142 @@
+"""FlashAttention-4's forward on Hopper, launched without its Python front, and with sums at key frames.
+
+flash-attn-4's own function takes 100 us of Python before each launch, this file 15 (H200). The kernel is the
+package's, compiled as that function compiles it: the same bits. For a captured mass it is compiled once more,
+with one addition: where a key frame begins, it stores the row sums that its softmax has anyway. Mass by key
+frame then costs neither a second q kᵀ nor a second softmax, and the output stays the same, bit for bit.
+
+It takes hold of the package's inside, hence of one version: attention_backend.LAUNCHED.
+"""
+
+import inspect
+import operator
+from functools import cache
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.softmax import Softmax
+from flash_attn.cute.utils import AuxData, warp_reduce
+from quack import layout_utils
+from quack.compile_utils import make_fake_stream, make_fake_tensor
+from torch import Tensor
+
+TILE = 128  # queries and keys of a tile: a tile may hold the beginning of one frame
+TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+# As flash_attn.cute.interface has it for this head dim.
+TILING = {"tile_m": TILE, "tile_n": TILE, "num_stages": 2, "num_threads": 384}
+OPTIONS = {"pack_gqa": False, "Q_in_regs": False, "intra_wg_overlap": True, "mma_pv_is_rs": True}
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention of [B, L, H, D] in half precision, its log-sum-exp [B, H, Lq], and tails of frames or None.
+
+    With a frame_size of at least TILE keys, tails [2, B, H, Fk, Lq] are float32: the sum of a query's
+    exponentials from the first key of a frame to the last key of all, and, in units of log 2, the maximum
+    that had been subtracted. wan/modules/mass_kernel.py makes masses of them.
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    batch, len_q, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, len_q, device=q.device)
+    tails = None
+    if frame_size:
+        tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
+    aux = AuxData(None if tails is None else [tails], None)
+    kernel = _compiled(q.dtype, head_dim, frame_size)
+    kernel(q, k, v, out, lse, head_dim**-0.5, *[None] * 9, aux, None, None)
+    return out, lse, tails
+
+
+@cache
+def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int) -> Any:
+    """The kernel for all lengths, batches and numbers of heads."""
+    kind = TYPES[dtype]
+    batch, heads, len_q, len_k = (cute.sym_int() for _ in range(4))
+    aligned = 128 // kind.width  # elements: rows begin at multiples of 16 bytes
+    q, k, v, out = (
+        make_fake_tensor(kind, (batch, length, heads, head_dim), divisibility=aligned)
+        for length in (len_q, len_k, len_k, len_q)
+    )
+    lse = make_fake_tensor(Float32, (batch, heads, len_q))
+    if frame_size:
+        forward = ForwardWithTails(kind, head_dim, head_dim, 1, frame_size=frame_size, **TILING, **OPTIONS)
+        tails = [make_fake_tensor(Float32, (2, batch, heads, cute.sym_int(), len_q))]
+    else:
+        forward, tails = FlashAttentionForwardSm90(kind, head_dim, head_dim, 1, **TILING, **OPTIONS), None
+    rest = [*[None] * 9, AuxData(tails, None), None, None, make_fake_stream()]
+    return cute.compile(forward, q, k, v, out, lse, Float32(1.0), *rest, options="--enable-tvm-ffi")
+
+
+class ForwardWithTails(FlashAttentionForwardSm90):
+    """The forward, which keeps its row sums where a key frame begins. It walks from the last key to the first
+    one.
+    """
+
+    def __init__(self, *args: Any, frame_size: int, **options: Any) -> None:
+        super().__init__(*args, has_aux_tensors=True, **options)
+        self.frame_size = frame_size
+
+    def mma(self, *args: Any, **options: Any) -> Any:
+        given = inspect.signature(FlashAttentionForwardSm90.mma).bind(self, *args, **options).arguments
+        self.tails, self.scale_log2 = given["aux_data"].tensors[0], given["softmax_scale_log2"]
+        thread = given["tiled_mma_qk"].get_slice(given["tidx"])
+        places = thread.partition_C(cute.make_identity_tensor((self.tile_m, self.tile_n)))
+        self.places = layout_utils.reshape_acc_to_mn(places)  # row and column of what a thread holds
+        return super().mma(*args, **options)
+
+    # The sums are kept behind all else that a tile needs. Between its softmax and the conversion of what that
+    # gives, a branch would part instructions that run beside each other: the kernel took 15 to 22 % longer.
+
+    def first_half_block_overlap(self, n_block: Int32, *args: Any, softmax: Softmax, **options: Any) -> Any:
+        seen = SeenSoftmax.of(softmax)
+        state = super().first_half_block_overlap(n_block, *args, softmax=seen, **options)
+        self.keep(seen.weights, n_block, softmax.row_max, softmax.row_sum)
+        return state
+
+    def mma_one_n_block_intrawg_overlap(
+        self, state: Any, n_block: Int32, *args: Any, softmax: Softmax, **options: Any
+    ) -> Any:
+        seen = SeenSoftmax.of(softmax)
+        state = super().mma_one_n_block_intrawg_overlap(state, n_block, *args, softmax=seen, **options)
+        self.keep(seen.weights, n_block, softmax.row_max, softmax.row_sum)
+        return state
+
+    @cute.jit
+    def keep(self, weights: cute.Tensor, n_block: Int32, row_max: cute.Tensor, row_sum: cute.Tensor) -> None:
+        """Where a frame begins in this tile: the sums without those of its keys that are before."""
+        tails, places, scale = self.tails, self.places, self.scale_log2
+        tile = layout_utils.reshape_acc_to_mn(weights)
+        first = n_block * self.tile_n
+        frame = (first + self.tile_n - 1) // self.frame_size
+        begin = frame * self.frame_size - first  # its column
+        m_block, head, batch = cute.arch.block_idx()
+        if begin >= 0 and frame < tails.shape[3]:
+            for r in cutlass.range_constexpr(cute.size(row_sum)):
+                before = Float32(0.0)
+                for c in cutlass.range_constexpr(cute.size(tile, mode=[1])):
+                    before += tile[r, c] if places[r, c][1] < begin else Float32(0.0)
+                total = warp_reduce(row_sum[r] - before, operator.add, width=4)  # four threads have a row
+                row = m_block * self.tile_m + places[r, 0][0]
+                if places[r, 0][1] == 0 and row < tails.shape[4]:
+                    tails[0, batch, head, frame, row] = total
+                    tails[1, batch, head, frame, row] = row_max[r] * scale
+
+
+class SeenSoftmax(Softmax):
+    """The softmax of a tile, which remembers the weights that it left in place of the scores."""
+
+    weights: cute.Tensor
+
+    @classmethod
+    def of(cls, other: Softmax) -> "SeenSoftmax":
+        return cls(
+            other.scale_log2, other.num_rows, other.row_max, other.row_sum, other.arch, other.softmax_scale
+        )
+
+    def online_softmax(self, scores: cute.Tensor, is_first: bool = False, check_inf: bool = True) -> Any:
+        self.weights = scores
+        return super().online_softmax(scores, is_first=is_first, check_inf=check_inf)
