@@ -74,15 +74,19 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
     """Those that this machine has, by name; FlashAttention-4 with its version."""
     import torch
 
-    from wan.modules.attention_backend import fa4_attention, fa4_version, has_fa4
+    from experiments.dev.measure_kernels import MODEL
+    from wan.modules import attention_backend
 
     def cudnn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
         return out, lse.reshape(q.shape[:3])
 
     found: dict[str, Kernel] = {"cuDNN": cudnn}
-    if has_fa4(device):
-        found[f"FlashAttention {fa4_version()}"] = fa4_attention
+    if attention_backend.has_fa4(device):
+        name = f"FlashAttention {attention_backend.fa4_version()}"
+        found[name] = attention_backend.fa4_attention
+        if attention_backend.launches(torch.empty(1, 1, 1, MODEL.head_dim, device=device)):
+            found[f"{name} by its own function"] = attention_backend.fa4_by_function
     return found
 
 

@@ -19,7 +19,9 @@ from experiments.running.cli import Parser, count, main
 if TYPE_CHECKING:
     from torch import Tensor
 
+BLOCK = 3  # query frames
 ATTENTION = "attention, with its log-sum-exp"
+TAILS = "attention, with the mass of key frames"  # where its kernel can tell
 
 
 def table(report: dict) -> str:
@@ -66,19 +68,26 @@ def measure(args: argparse.Namespace) -> None:
 def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
     """Every way in turn, at one number of key frames."""
     from experiments.dev.measure_kernels import QUERIES, TOKENS, in_turn, random_inputs
+    from wan.modules import attention_backend
     from wan.modules.attention import attention_with_lse
+    from wan.modules.reductions import mass_of_tails
 
     q, k = random_inputs((QUERIES, key_frames * TOKENS), device)
-    heads_first = [x.transpose(1, 2) for x in (q, k, k)]
-    lse = attention_with_lse(*heads_first)[1].contiguous()
-    calls: dict[str, Callable[[], Any]] = {ATTENTION: partial(attention_with_lse, *heads_first)}
+    q_heads, k_heads = q.transpose(1, 2), k.transpose(1, 2)
+    lse = attention_with_lse(q_heads, k_heads, k_heads)[1].contiguous()
+    calls: dict[str, Callable[[], Any]] = {ATTENTION: partial(attention_with_lse, q_heads, k_heads, k_heads)}
     calls |= ways(q, k, lse, key_frames)
-    errors = {
-        way: None if way == ATTENTION else largest_error(call(), q, k, key_frames)
-        for way, call in calls.items()
-    }
+    masses = {way: call() for way, call in calls.items() if way != ATTENTION}
+    if attention_backend.gives_tails(q_heads, k_heads, k_heads, key_frames):
+
+        def by_query_frames(count: int) -> Tensor:
+            tails = attention_backend.fa4_with_tails(q_heads, k_heads, k_heads, key_frames)[2]
+            return mass_of_tails(tails, count)
+
+        calls[TAILS], masses[TAILS] = partial(by_query_frames, BLOCK), by_query_frames(QUERIES).mT
+    errors = {way: largest_error(mass, q, k, key_frames) for way, mass in masses.items()}
     for way, shown in in_turn(calls, repeats).items():
-        yield {"way": way, "key_frames": key_frames, "milliseconds": shown, "largest_error": errors[way]}
+        yield {"way": way, "key_frames": key_frames, "milliseconds": shown, "largest_error": errors.get(way)}
 
 
 def ways(q: Tensor, k: Tensor, lse: Tensor, key_frames: int) -> dict[str, Callable[[], Tensor]]:

@@ -141,7 +141,8 @@ models() {
     on "$SLOT" models 280 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
 }
 
-mass() {
+mass() { # with FlashAttention-4 too, where FA4 names its environment
+    local PATH=${FA4:+$FA4/bin:}$PATH
     on "$SLOT" mass 90 python3 experiments/dev/benchmark_mass.py --output_path "$OUT/mass_$GPU.json"
 }
 

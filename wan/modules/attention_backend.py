@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,12 +68,12 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not fits or k.shape[2] < FEWEST_KEYS or not has_fa4(q.device):
         return False
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return not trains and (k.shape[2] >= FEWEST_KEYS_OF_FUNCTION or _launches(q))
+    return not trains and (k.shape[2] >= FEWEST_KEYS_OF_FUNCTION or launches(q))
 
 
 def gives_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> bool:
     """Whether the kernel of such a call can say at once what mass whole key frames have."""
-    return q.is_cuda and takes(q, k, v) and _launches(q) and k.shape[2] >= num_frames * LARGEST_TILE
+    return q.is_cuda and takes(q, k, v) and launches(q) and k.shape[2] >= num_frames * LARGEST_TILE
 
 
 def kernels_can_read(q: Tensor) -> bool:
@@ -86,20 +87,30 @@ def kernels_can_read(q: Tensor) -> bool:
 
 def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over [B, H, L, D] and its natural log-sum-exp, float32 [B, H, Lq], by FlashAttention-4."""
-    if _launches(q):
-        return fa4_with_tails(q, k, v, 0)[:2]
+    if not launches(q):
+        return fa4_by_function(q, k, v)
+    out, lse, _ = _launched(q, k, v, frame_size=0)
+    return out, lse
+
+
+def fa4_by_function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """fa4_attention by the function of the package."""
     out, lse, *_ = _fa4_function()(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True)  # [B, L, H, D]
     return out.transpose(1, 2), lse
 
 
-def fa4_with_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """fa4_attention and, of num_frames key frames, tails [2, B, H, Fk, Lq] (hopper_attention.py)."""
-    frame_size = k.shape[2] // num_frames if num_frames else 0
+def fa4_with_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> tuple[Tensor, Tensor, Tensor]:
+    """fa4_attention and the tails [2, B, H, Fk, Lq] of num_frames key frames (hopper_attention.py)."""
+    return _launched(q, k, v, k.shape[2] // num_frames)
+
+
+def _launched(q: Tensor, k: Tensor, v: Tensor, frame_size: int) -> tuple[Tensor, Tensor, Any]:
     out, lse, tails = _hopper().attention(*(x.transpose(1, 2) for x in (q, k, v)), frame_size)
     return out.transpose(1, 2), lse, tails
 
 
-def _launches(q: Tensor) -> bool:
+def launches(q: Tensor) -> bool:
+    """Whether such calls, queries [B, H, L, D], where FlashAttention-4 takes them, go past its function."""
     return q.shape[3] == LARGEST_HEAD and _is_launched(q.device)
 
 
