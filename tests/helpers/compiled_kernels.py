@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from wan.modules import fused, map_kernel, mass_kernel
+from wan.modules import fused, map_kernel, mass_kernel, waves
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 
@@ -73,7 +73,10 @@ def main() -> None:
         lse = torch.empty(1, 12, 4680)
         mass_kernel.query_frame_mass(q, k, lse, 6)
         map_kernel.key_token_means(q, k, lse)
-    mass_kernel.mass_of_tails(torch.empty(2, 1, 12, 21, 4680), 3)
+    tails, lses = torch.empty(2, 1, 12, 21, 4680), torch.empty(7, 12, 456)
+    mass_kernel.mass_of_tails(tails, 3)
+    waves.join(torch.empty(7, 456, 12, 128).bfloat16(), lses, q[0, 4224:], lse[0, :, 4224:])
+    waves.join_tails(tails[:, 0, ..., 4224:], lses, lse[0, :, 4224:], 4680, 1560)
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)

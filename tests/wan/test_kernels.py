@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -214,18 +215,72 @@ def test_queries_and_keys_in_a_place_of_their_own(monkeypatch):
     assert torch.equal(cache[:, :5], before[:, :5]) and torch.equal(cache[:, 20:], before[:, 20:])
 
 
+def tails_of(logits: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
+    """What an attention kernel that walks from the last key to the first keeps; logits [..., Lq, Lk]."""
+    behind = [logits[..., begin:] * LOG2_E for begin in begins]
+    maxima = [x.amax(-1) for x in behind]
+    sums = [(x - top[..., None]).exp2().sum(-1) for x, top in zip(behind, maxima, strict=True)]
+    return torch.stack([torch.stack(x, -2) for x in (sums, maxima)]).float()  # [2, ..., Fk, Lq]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+@pytest.mark.parametrize("frames", [1, 5, 6])
+def test_chunks_of_keys_are_joined(frames, chunks):
+    """To what all keys give, also where frames begin in the middle of chunks, or chunks in that of frames."""
+    from wan.modules import waves
+
+    heads, rows, size, head_dim = 3, 20, 42, 16
+    q, k, v = (
+        drawn(heads, rows, head_dim) * 3,
+        *(drawn(heads, frames * size, head_dim + i)[..., i:] for i in (0, 1)),
+    )
+    logits, chunk = (q @ k.mT).double() / 4, frames * size // chunks
+    parts = [
+        x.softmax(-1) @ y for x, y in zip(logits.split(chunk, 2), v.double().split(chunk, 1), strict=True)
+    ]
+    lses = torch.stack([x.logsumexp(-1) for x in logits.split(chunk, 2)]).float()
+    out, lse = torch.empty(rows + 2, heads, head_dim)[2:], torch.empty(heads, rows + 3)[:, 3:]
+    waves.join(torch.stack(parts).transpose(1, 2).float().contiguous(), lses, out, lse)
+    torch.testing.assert_close(
+        out.transpose(0, 1).double(), logits.softmax(-1) @ v.double(), atol=2e-6, rtol=0
+    )
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-6, rtol=0)
+    begins = [frame * size for frame in range(frames)]
+    ends = [min(begin // chunk * chunk + chunk, frames * size) for begin in begins]
+    tails = torch.cat([tails_of(logits[..., a:b], [0]) for a, b in zip(begins, ends, strict=True)], 2)
+    waves.join_tails(tails, lses, lse, chunk, size)
+    found = reductions.mass_of_tails(tails[:, None], 1)[0, :, 0]
+    expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).mean(1)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6, 10, 12, 20, 40])
+@pytest.mark.parametrize("processors", [114, 132, 148])
+def test_who_sees_keys_in_chunks(heads, processors):
+    """The queries behind the last whole wave, where that saves time; never those of several items."""
+    from wan.modules import waves
+
+    for len_q, len_k in itertools.product((1, 128, 1560, 4680), (77, 512, 4680, 14040, 32760)):
+        whole, chunks = waves.plan(len_q, len_k, 1, heads, processors)
+        assert (len_k % chunks == 0 and whole % 128 == 0) or chunks == 1
+        if chunks == 1:
+            assert whole == len_q
+            continue
+        blocks = -(-len_q // 128)
+        waves_as_one = -(-blocks * heads // processors)
+        assert -(-(whole // 128) * heads // processors) < waves_as_one
+        assert waves.plan(len_q, len_k, 2, heads, processors) == (len_q, 1)
+    assert waves.plan(4680, 32760, 1, 12, 132) == (33 * 128, 8)
+
+
 def test_mass_of_the_tails_of_frames(call):
-    """What an attention kernel that walks from the last key to the first kept, by the two ways of a mass."""
+    """By the two ways of a mass."""
     from wan.modules import mass_kernel
 
     q, k, _, logits = call
     frames = next(n for n in (7, 9, 6, 4) if k.shape[1] % n == 0)
     query_frames = next(n for n in (3, 5, 4, 7) if q.shape[1] % n == 0)
-    by_frame = logits.unflatten(-1, (frames, -1)) * LOG2_E
-    maxima = by_frame.amax(-1).flip(-1).cummax(-1).values.flip(-1)  # of a frame and all behind it
-    sums = (by_frame - maxima[..., None]).exp2().sum(-1)
-    tails = [(sums[..., i:] * (maxima[..., i:] - maxima[..., i, None]).exp2()).sum(-1) for i in range(frames)]
-    kept = torch.stack([torch.stack(tails, 2), maxima.transpose(2, 3)]).float()
+    kept = tails_of(logits, range(0, k.shape[1], k.shape[1] // frames))
     expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).unflatten(2, (query_frames, -1)).mean(3)
     for found in (
         reductions.mass_of_tails(kept, query_frames),
@@ -247,7 +302,7 @@ def test_they_compile(capability, tmp_path):
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(kernels) == 13
+    assert len(kernels) == 15
     for kernel in kernels:
         assert (
             kernel["spilled_bytes"] == 0 and kernel["shared_bytes"] <= {80: 163, 90: 227}[capability] * 1024

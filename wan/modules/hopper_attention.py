@@ -1,16 +1,17 @@
 """FlashAttention-4's forward on Hopper, launched without its Python front, and with sums at key frames.
 
 flash-attn-4's own function takes 100 us of Python before each launch, this file 15 (H200). The kernel is the
-package's, compiled as that function compiles it: the same bits. For a captured mass it is compiled once more,
-with one addition: where a key frame begins, it stores the row sums that its softmax has anyway. Mass by key
-frame then costs neither a second q kᵀ nor a second softmax, and the output stays the same, bit for bit.
+package's, compiled as that function compiles it: the same bits, but for the queries whose keys
+wan/modules/waves.py takes in chunks. For a captured mass it is compiled once more, with one addition: where a
+key frame begins, it stores the row sums that its softmax has anyway. Mass by key frame then costs neither a
+second q kᵀ nor a second softmax, and the output stays the same, bit for bit.
 
 It takes hold of the package's inside, hence of one version: attention_backend.LAUNCHED.
 """
 
 import inspect
 import operator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import cutlass
@@ -18,17 +19,25 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.softmax import Softmax
 from flash_attn.cute.utils import AuxData, warp_reduce
 from quack import layout_utils
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
-TILE = 128  # queries and keys of a tile: a tile may hold the beginning of one frame
+from wan.modules import waves
+from wan.modules.waves import TILE  # one may hold the beginning of one frame
+
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 # As flash_attn.cute.interface has it for this head dim.
-TILING = {"tile_m": TILE, "tile_n": TILE, "num_stages": 2, "num_threads": 384}
-OPTIONS = {"pack_gqa": False, "Q_in_regs": False, "intra_wg_overlap": True, "mma_pv_is_rs": True}
+TILING: dict[str, Any] = {"tile_m": TILE, "tile_n": TILE, "num_stages": 2, "num_threads": 384}
+OPTIONS: dict[str, Any] = {
+    "pack_gqa": False,
+    "Q_in_regs": False,
+    "intra_wg_overlap": True,
+    "mma_pv_is_rs": True,
+}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -39,20 +48,66 @@ def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Ten
     that had been subtracted. wan/modules/mass_kernel.py makes masses of them.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    batch, len_q, heads, head_dim = q.shape
+    batch, len_q, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, len_q, device=q.device)
     tails = None
     if frame_size:
         tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
-    aux = AuxData(None if tails is None else [tails], None)
-    kernel = _compiled(q.dtype, head_dim, frame_size)
-    kernel(q, k, v, out, lse, head_dim**-0.5, *[None] * 9, aux, None, None)
+    whole, chunks = waves.plan(len_q, k.shape[1], batch, heads, _multiprocessors(q.device))
+    if whole:
+        first = slice(0, whole)
+        of_first = None if tails is None else tails[..., first]
+        _launch(q[:, first], k, v, out[:, first], lse[..., first], of_first, frame_size)
+    if whole < len_q:
+        last = slice(whole, len_q)
+        of_last = None if tails is None else tails[..., last]
+        _in_chunks(chunks, q[:, last], k, v, out[0, last], lse[0, :, last], of_last, frame_size)
     return out, lse, tails
 
 
+def _in_chunks(
+    chunks: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tails: Tensor | None,
+    frame_size: int,
+) -> None:
+    """The same for queries [1, L, H, D] with chunks of the keys as items, to out [L, H, D] and lse [H, L]."""
+    q = q.expand(chunks, -1, -1, -1).contiguous()
+    k, v = (x[0].unflatten(0, (chunks, -1)) for x in (k, v))
+    parts, lses = torch.empty_like(q), torch.empty(chunks, *lse.shape, device=q.device)
+    _launch(q, k, v, parts, lses, tails, frame_size, are_chunks=True)
+    waves.join(parts, lses, out, lse)
+    if tails is not None:
+        waves.join_tails(tails[:, 0], lses, lse, k.shape[1], frame_size)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tails: Tensor | None,
+    frame_size: int,
+    are_chunks: bool = False,
+) -> None:
+    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks and tails is not None)
+    aux = AuxData(None if tails is None else [tails], None)
+    kernel(q, k, v, out, lse, q.shape[3] ** -0.5, *[None] * 9, aux, None, None)
+
+
 @cache
-def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int) -> Any:
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bool) -> Any:
     """The kernel for all lengths, batches and numbers of heads."""
     kind = TYPES[dtype]
     batch, heads, len_q, len_k = (cute.sym_int() for _ in range(4))
@@ -63,8 +118,9 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int) -> Any:
     )
     lse = make_fake_tensor(Float32, (batch, heads, len_q))
     if frame_size:
-        forward = ForwardWithTails(kind, head_dim, head_dim, 1, frame_size=frame_size, **TILING, **OPTIONS)
-        tails = [make_fake_tensor(Float32, (2, batch, heads, cute.sym_int(), len_q))]
+        of_frames = partial(ForwardWithTails, frame_size=frame_size, are_chunks=are_chunks)
+        forward = of_frames(kind, head_dim, head_dim, 1, **TILING, **OPTIONS)
+        tails = [make_fake_tensor(Float32, (2, *(cute.sym_int() for _ in range(3)), len_q))]
     else:
         forward, tails = FlashAttentionForwardSm90(kind, head_dim, head_dim, 1, **TILING, **OPTIONS), None
     rest = [*[None] * 9, AuxData(tails, None), None, None, make_fake_stream()]
@@ -73,12 +129,12 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int) -> Any:
 
 class ForwardWithTails(FlashAttentionForwardSm90):
     """The forward, which keeps its row sums where a key frame begins. It walks from the last key to the first
-    one.
+    one. are_chunks: the items of the batch are chunks of one item's keys, and tails [2, 1, H, Fk, Lq] of all.
     """
 
-    def __init__(self, *args: Any, frame_size: int, **options: Any) -> None:
+    def __init__(self, *args: Any, frame_size: int, are_chunks: bool, **options: Any) -> None:
         super().__init__(*args, has_aux_tensors=True, **options)
-        self.frame_size = frame_size
+        self.frame_size, self.are_chunks = frame_size, are_chunks
 
     def mma(self, *args: Any, **options: Any) -> Any:
         given = inspect.signature(FlashAttentionForwardSm90.mma).bind(self, *args, **options).arguments
@@ -91,30 +147,43 @@ class ForwardWithTails(FlashAttentionForwardSm90):
     # The sums are kept behind all else that a tile needs. Between its softmax and the conversion of what that
     # gives, a branch would part instructions that run beside each other: the kernel took 15 to 22 % longer.
 
-    def first_half_block_overlap(self, n_block: Int32, *args: Any, softmax: Softmax, **options: Any) -> Any:
+    def first_half_block_overlap(
+        self, n_block: Int32, *args: Any, softmax: Softmax, seqlen: SeqlenInfoQK, **options: Any
+    ) -> Any:
         seen = SeenSoftmax.of(softmax)
-        state = super().first_half_block_overlap(n_block, *args, softmax=seen, **options)
-        self.keep(seen.weights, n_block, softmax.row_max, softmax.row_sum)
+        options |= {"softmax": seen, "seqlen": seqlen}
+        state = super().first_half_block_overlap(n_block, *args, **options)
+        self.keep(seen.weights, n_block, seqlen.seqlen_k, softmax.row_max, softmax.row_sum)
         return state
 
     def mma_one_n_block_intrawg_overlap(
-        self, state: Any, n_block: Int32, *args: Any, softmax: Softmax, **options: Any
+        self, state: Any, n_block: Int32, *args: Any, softmax: Softmax, seqlen: SeqlenInfoQK, **options: Any
     ) -> Any:
         seen = SeenSoftmax.of(softmax)
-        state = super().mma_one_n_block_intrawg_overlap(state, n_block, *args, softmax=seen, **options)
-        self.keep(seen.weights, n_block, softmax.row_max, softmax.row_sum)
+        options |= {"softmax": seen, "seqlen": seqlen}
+        state = super().mma_one_n_block_intrawg_overlap(state, n_block, *args, **options)
+        self.keep(seen.weights, n_block, seqlen.seqlen_k, softmax.row_max, softmax.row_sum)
         return state
 
     @cute.jit
-    def keep(self, weights: cute.Tensor, n_block: Int32, row_max: cute.Tensor, row_sum: cute.Tensor) -> None:
+    def keep(
+        self,
+        weights: cute.Tensor,
+        n_block: Int32,
+        len_k: Int32,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+    ) -> None:
         """Where a frame begins in this tile: the sums without those of its keys that are before."""
         tails, places, scale = self.tails, self.places, self.scale_log2
         tile = layout_utils.reshape_acc_to_mn(weights)
-        first = n_block * self.tile_n
+        m_block, head, item = cute.arch.block_idx()
+        start = item * len_k if cutlass.const_expr(self.are_chunks) else Int32(0)
+        batch = Int32(0) if cutlass.const_expr(self.are_chunks) else item
+        first = start + n_block * self.tile_n
         frame = (first + self.tile_n - 1) // self.frame_size
         begin = frame * self.frame_size - first  # its column
-        m_block, head, batch = cute.arch.block_idx()
-        if begin >= 0 and frame < tails.shape[3]:
+        if begin >= 0 and frame * self.frame_size < start + len_k:
             for r in cutlass.range_constexpr(cute.size(row_sum)):
                 before = Float32(0.0)
                 for c in cutlass.range_constexpr(cute.size(tile, mode=[1])):
