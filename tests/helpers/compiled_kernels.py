@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from wan.modules import fused, map_kernel, mass_kernel, waves
+from wan.modules import fused, map_kernel, mass_kernel, segment_kernel, waves
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 
@@ -62,6 +62,17 @@ def compiled(kernel: JITFunction, grid: Any) -> Any:
     return call
 
 
+def of_segments(k: torch.Tensor) -> None:
+    """Those of 68 segments, 54 of them runs of the 3120 tokens k, of three query frames."""
+    bounds = torch.empty(1, 69, dtype=torch.int32)
+    segment_kernel.run_means(k, bounds[:, 10:65], 15600, torch.empty(1, 54, 12, 128))
+    whole, tokens = torch.empty(1, 12, 14, 4680), torch.empty(1, 12, 3, 3120)
+    mass = segment_kernel.segment_sums(whole, tokens, bounds, 10, 15600)
+    matrices = torch.empty(1, 1, 68, 40), torch.empty(1, 1, 68, 16)
+    for values in (mass, None):
+        segment_kernel.gathered(mass, values, matrices, matrices)
+
+
 def main() -> None:
     driver.set_active(NoGPU())
     JITFunction.__getitem__ = compiled
@@ -73,10 +84,12 @@ def main() -> None:
         lse = torch.empty(1, 12, 4680)
         mass_kernel.query_frame_mass(q, k, lse, 6)
         map_kernel.key_token_means(q, k, lse)
+        map_kernel.key_token_mass(q, k, lse)
     tails, lses = torch.empty(2, 1, 12, 21, 4680), torch.empty(7, 12, 456)
     mass_kernel.mass_of_tails(tails, 3)
     waves.join(torch.empty(7, 456, 12, 128).bfloat16(), lses, q[0, 4224:], lse[0, :, 4224:])
     waves.join_tails(tails[:, 0, ..., 4224:], lses, lse[0, :, 4224:], 4680, 1560)
+    of_segments(torch.empty(1, 3120, 12, 128, dtype=torch.bfloat16))
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)

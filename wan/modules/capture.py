@@ -308,6 +308,5 @@ class AttentionCapture:
         if mask is not None:
             return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
         means = session.key_means.of((site.layer, group), k, layout)
-        chosen = session.key_means.of_chosen((site.layer, group), k, layout)
-        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames, chosen, tails)
+        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames, tails)
         return frame_reductions.of_frames(call, request.mass, request.rope_bands)

@@ -7,24 +7,23 @@ from torch import Tensor
 
 from wan.modules import reductions
 from wan.modules.key_layout import KeyLayout
-from wan.modules.key_segments import key_frames, key_tokens, segments_of
+from wan.modules.key_segments import Gathering, key_frames, key_tokens, segments_of
 from wan.modules.rope import RotaryTable
 
 
 class Call(NamedTuple):
     """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
 
-    slot_means [B, slots, H, D] are mean keys, chosen_means [B, n, H, D] those of segments of chosen tokens,
-    tails [2, B, H, Fk, Lq] what the attention kernel itself knows of the mass.
+    means [B, segments, H, D] are mean keys: of slots, and of runs in place of slots of chosen tokens; tails
+    [2, B, H, slots, Lq] what the attention kernel itself knows of the mass.
     """
 
     q: Tensor
     k: Tensor
     lse: Tensor
     layout: KeyLayout
-    slot_means: Tensor
+    means: Tensor
     num_query_frames: int
-    chosen_means: Tensor | None = None
     tails: Tensor | None = None
 
 
@@ -37,15 +36,10 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
     """
     layout = call.layout
     segments = None if layout.is_plain else segments_of(layout)
-    means = call.slot_means
-    if layout.chosen is not None:
-        assert call.chosen_means is not None
-        at = layout.chosen.slots
-        means = torch.cat([means[:, : at.start], call.chosen_means, means[:, at.stop :]], 1)
-    parts = {"logits": reductions.frame_logits(call.q, means, call.num_query_frames)}
+    parts = {"logits": reductions.frame_logits(call.q, call.means, call.num_query_frames)}
     if rope_bands:
         bands = list(RotaryTable(call.q.shape[-1]).bands.values())
-        by_band = reductions.frame_logits_by_band(call.q, means, call.num_query_frames, bands)
+        by_band = reductions.frame_logits_by_band(call.q, call.means, call.num_query_frames, bands)
         parts["logits_by_band"] = by_band
     if mass:
         if call.tails is not None:
@@ -66,10 +60,7 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
             )
     if segments is None:
         return {f"frame_{name}": values for name, values in parts.items()}
-    gather = segments.gathering(call.q.device)
-    values = _gathered(parts, "frame", gather.frame_sums, gather.frame_means)
-    values |= _gathered(parts, "slot", gather.slot_sums, gather.slot_means)
-    values.pop("slot_logits_by_band", None)
+    values = _gathered(parts, segments.gathering(call.q.device), reductions.kernels_take(call.q))
     return values | {"tokens_kept": segments.tokens_kept.expand(len(call.q), -1).clone()}
 
 
@@ -81,12 +72,23 @@ def of_keys(layout: KeyLayout | None, k: Tensor) -> dict[str, Tensor]:
     return {"key_frame": frames, "key_token": key_tokens(layout, len(k)), "key_position": positions}
 
 
-def _gathered(parts: dict[str, Tensor], kind: str, sums: Tensor, means: Tensor) -> dict[str, Tensor]:
-    """Values of segments by frame or by slot, whichever the matrices [B or 1, 1, segments, n] are of."""
-    found = {f"{kind}_logits": parts["logits"] @ means}
+def _gathered(parts: dict[str, Tensor], by: Gathering, with_kernel: bool) -> dict[str, Tensor]:
+    """Values of segments [B, H, Fq, n] by frame and by slot; logits by band by frame alone."""
+    found: dict[str, Tensor] = {}
+    if with_kernel:
+        from wan.modules import segment_kernel  # Triton is there only beside CUDA
+
+        means, sums = (by.frame_means, by.slot_means), (by.frame_sums, by.slot_sums)
+        for name, values in segment_kernel.gathered(parts["logits"], parts.get("mass"), means, sums).items():
+            found |= {f"frame_{name}": values[0], f"slot_{name}": values[1]}
+    else:
+        found |= {
+            "frame_logits": parts["logits"] @ by.frame_means,
+            "slot_logits": parts["logits"] @ by.slot_means,
+        }
+        if "mass" in parts:
+            found |= {"frame_mass": parts["mass"] @ by.frame_sums, "slot_mass": parts["mass"] @ by.slot_sums}
     if "logits_by_band" in parts:
-        bands = [band @ means for band in parts["logits_by_band"].unbind(-1)]
-        found[f"{kind}_logits_by_band"] = torch.stack(bands, -1)
-    if "mass" in parts:
-        found[f"{kind}_mass"] = parts["mass"] @ sums
+        bands = [band @ by.frame_means for band in parts["logits_by_band"].unbind(-1)]
+        found["frame_logits_by_band"] = torch.stack(bands, -1)
     return found

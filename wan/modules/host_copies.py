@@ -16,6 +16,7 @@ from torch import Tensor
 
 SMALL = 1 << 15  # elements; values up to here are copied together at the end
 THREADS = 4
+ALIGNED = 4  # elements of 4 bytes: a kernel is compiled anew for memory that does not start at 16 bytes
 STAGED = 1 << 24  # bytes of pinned memory of a thread
 
 _under_way: list[Future[None]] = []
@@ -26,6 +27,18 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device."""
     leaves = x.device.type == "cpu" and device.type == "cuda"
     return x.pin_memory().to(device, non_blocking=True) if leaves else x.to(device)
+
+
+def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the host, of 4 bytes an element, on a device: a GPU gets them by one copy."""
+    if device.type != "cuda":
+        return [x.to(device) for x in tensors]
+    sizes = [-(-x.numel() // ALIGNED) * ALIGNED for x in tensors]
+    together = torch.zeros(sum(sizes), dtype=torch.int32)
+    for place, x in zip(together.split(sizes), tensors, strict=True):
+        place[: x.numel()] = x.flatten().view(torch.int32)
+    sent = send(together, device).split(sizes)
+    return [part[: x.numel()].view(x.dtype).view(x.shape) for part, x in zip(sent, tensors, strict=True)]
 
 
 def places(numbers: Sequence[int], device: torch.device) -> slice | Tensor:

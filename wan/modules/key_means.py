@@ -1,4 +1,4 @@
-"""Mean keys per slot, kept from call to call: those of past blocks are computed once, not once a pass."""
+"""Mean keys per segment, kept from call to call: those of past blocks are computed once, not once a pass."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wan.modules import reductions
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_segments import segments_of
 
@@ -13,49 +14,82 @@ from wan.modules.key_segments import segments_of
 @dataclass(eq=False)
 class _LayerMeans:
     layout: KeyLayout
-    means: Tensor  # [B, slots, H, D], float32; the first settled ones will not change while the layout lasts
-    settled: int
-    chosen: Tensor | None = None  # [B, segments, H, D], of segments of chosen tokens
+    means: Tensor  # [B, segments, H, D], float32
+    settled: int  # the means of so many leading slots are there, and stay while the layout lasts
 
 
 class KeyMeans:
-    """The mean key of each slot of a rollout, per layer, as far as they are settled."""
+    """The mean key of each segment of a rollout's keys, per layer, as far as they are settled.
+
+    A segment is a slot; in place of slots of chosen tokens stand their runs (key_segments.py).
+    """
 
     def __init__(self) -> None:
         self._layers: dict[Hashable, _LayerMeans] = {}
 
     def of(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> Tensor:
-        """Mean key of each slot of keys k [B, Lk, H, D] -> float32 [B, slots, H, D]."""
-        slots, S = len(layout.slots), layout.tokens_per_slot
+        """Mean key of each segment of keys k [B, Lk, H, D] -> float32 [B, segments, H, D].
+
+        0 where a segment has no token. Valid until the next call for this layer.
+        """
         known = self._layers.get(layer)
-        settled = 0 if known is None else _settled(known, layout)
-        if known is None or known.layout is not layout or known.means.shape[0] != k.shape[0]:
-            means = k.new_empty((k.shape[0], slots, *k.shape[2:]), dtype=torch.float32)
-            if known is not None and settled:
-                means[:, :settled] = known.means[:, :settled]
-            self._layers[layer] = known = _LayerMeans(layout, means, layout.own.start)
-        own = k[:, settled * S :].unflatten(1, (slots - settled, -1))
-        torch.mean(own, 2, dtype=torch.float32, out=known.means[:, settled:])
+        if known is None or known.layout is not layout or len(known.means) != len(k):
+            known = self._layers[layer] = _begun(known, k, layout)
+        _fill(known, k)
+        known.settled = layout.own.start
         return known.means
 
-    def of_chosen(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> Tensor | None:
-        """Mean key of each segment of chosen tokens [B, segments, H, D]; None where there is no choice.
 
-        Called after of(). Chosen tokens stay as they are while the layout lasts.
-        """
-        known, chosen = self._layers[layer], layout.chosen
-        if chosen is None:
-            return None
-        if known.chosen is None:
-            S = layout.tokens_per_slot
-            tokens = k[:, chosen.slots.start * S : chosen.slots.stop * S].float()  # [B, n, H, D]
-            shares = segments_of(layout).chosen_shares(k.device)
-            known.chosen = torch.einsum("bsn,bnhd->bshd", shares, tokens)
-        return known.chosen
+def _begun(before: _LayerMeans | None, k: Tensor, layout: KeyLayout) -> _LayerMeans:
+    """Room for the means of a layout, with those that the layout before it knew."""
+    chosen, count, settled = layout.chosen, len(layout.slots), 0
+    if chosen is not None:
+        count += len(segments_of(layout).chosen) - len(chosen.slots)
+    known = _LayerMeans(layout, k.new_empty((len(k), count, *k.shape[2:]), dtype=torch.float32), 0)
+    if before is None or len(before.means) != len(k) or not layout.follows(before.layout):
+        return known
+    settled = min(before.settled, layout.unchanged)
+    if chosen is not before.layout.chosen:  # slots of another choice are other ones
+        starts = [x.slots.start for x in (chosen, before.layout.chosen) if x is not None]
+        settled = min(settled, *starts)
+    elif chosen is not None and settled in chosen.slots:
+        settled = chosen.slots.start
+    same = slice(_segment_at(known, settled))
+    known.means[:, same] = before.means[:, same]
+    known.settled = settled
+    return known
 
 
-def _settled(known: _LayerMeans, layout: KeyLayout) -> int:
-    """How many leading slots of a layout hold keys whose means are known."""
-    if known.layout is layout:
-        return known.settled
-    return min(known.settled, layout.unchanged) if layout.follows(known.layout) else 0
+def _segment_at(known: _LayerMeans, slot: int) -> int:
+    """The first segment of a slot that is not of chosen tokens, or of the first one that is."""
+    chosen, more = known.layout.chosen, known.means.shape[1] - len(known.layout.slots)
+    return slot if chosen is None or slot <= chosen.slots.start else slot + more
+
+
+def _fill(known: _LayerMeans, k: Tensor) -> None:
+    """Compute the means from the settled slots on."""
+    layout, S, count = known.layout, known.layout.tokens_per_slot, len(known.layout.slots)
+    chosen = range(count, count) if layout.chosen is None else layout.chosen.slots
+    for first, stop in ((known.settled, chosen.start), (max(known.settled, chosen.stop), count)):
+        if first < stop:
+            tokens = k[:, first * S : stop * S].unflatten(1, (stop - first, -1))
+            at = _segment_at(known, first)
+            torch.mean(tokens, 2, dtype=torch.float32, out=known.means[:, at : at + stop - first])
+    if chosen and known.settled <= chosen.start:
+        runs = segments_of(layout).chosen
+        _run_means(k, layout, out=known.means[:, runs.start : runs.stop])
+
+
+def _run_means(k: Tensor, layout: KeyLayout, out: Tensor) -> None:
+    """Mean key of each run of chosen tokens -> out [B, runs, H, D]."""
+    assert layout.chosen is not None
+    S, slots, segments = layout.tokens_per_slot, layout.chosen.slots, segments_of(layout)
+    tokens, at = k[:, slots.start * S : slots.stop * S], segments.chosen
+    if reductions.kernels_take(k):
+        from wan.modules import segment_kernel  # Triton is there only beside CUDA
+
+        bounds = segments.gathering(k.device).bounds[:, at.start : at.stop + 1]
+        segment_kernel.run_means(tokens, bounds, slots.start * S, out)
+    else:
+        shares = segments.chosen_shares(k.device)
+        out.copy_(torch.einsum("bsn,bnhd->bshd", shares, tokens.float()))

@@ -47,7 +47,7 @@ class KeySegments:
             parts = [self._members("frame", self.columns), self._members("slot", range(self.num_slots))]
             means = [_shares(members * self.tokens[:, :, None]) for members in parts]
             tensors = [*(x[:, None] for x in (*parts, *means)), self.bounds.int()]
-            self._gathering[device] = Gathering(*(host_copies.send(x, device) for x in tensors))
+            self._gathering[device] = Gathering(*host_copies.send_together(tensors, device))
         return self._gathering[device]
 
     def chosen_shares(self, device: torch.device) -> Tensor:

@@ -44,7 +44,9 @@ def _column_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program: of BLOCK_K keys of one head the mean logit, and the mass from len_q queries of a frame."""
+    """One program: of BLOCK_K keys of one head the mass from len_q queries of a frame, and the mean logit
+    where q_mean_ptr is not None.
+    """
     batch_head, frame = tl.program_id(1).to(tl.int64), tl.program_id(2)
     of_frame = batch_head * num_frames + frame
     batch, head = batch_head // num_heads, batch_head % num_heads
@@ -55,9 +57,10 @@ def _column_kernel(
     k_ptr += batch * stride_kb + head * HEAD_DIM
     inside = (columns[:, None] < len_k) & (dims[None, :] < HEAD_DIM)
     k = tl.load(k_ptr + columns.to(tl.int64)[:, None] * stride + dims[None, :], mask=inside, other=0.0)
-    q_mean = tl.load(q_mean_ptr + of_frame * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-    logits = tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
-    tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
+    if q_mean_ptr is not None:
+        q_mean = tl.load(q_mean_ptr + of_frame * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        logits = tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
+        tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
 
     total = tl.zeros([BLOCK_K], tl.float32)
     tile = q_ptr + batch * stride_qb + head * HEAD_DIM + rows[None, :] * stride + dims[:, None]
@@ -82,19 +85,31 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1
 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq] in natural units.
     """
+    by_frame = q.unflatten(1, (num_query_frames, -1))
+    q_mean = (by_frame.mean(2, dtype=torch.float32) * q.shape[-1] ** -0.5).transpose(1, 2).contiguous()
+    logits = torch.empty(*q_mean.shape[:3], k.shape[1], device=q.device)
+    return logits, _columns(q, k, lse, num_query_frames, q_mean, logits)
+
+
+def key_token_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> Tensor:
+    """The mass of key_token_means alone -> float32 [B, H, F, Lk]."""
+    return _columns(q, k, lse, num_query_frames, None, None)
+
+
+def _columns(
+    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, q_mean: Tensor | None, logits: Tensor | None
+) -> Tensor:
+    """Mass of every key token; with q_mean [B, H, F, D] its mean logit is written to logits, too."""
     batch, len_q, heads, head_dim = q.shape
     rows = (heads * head_dim, head_dim, 1)
     q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
-    by_frame = q.unflatten(1, (num_query_frames, -1))
-    q_mean = (by_frame.mean(2, dtype=torch.float32) * head_dim**-0.5).transpose(1, 2).contiguous()
-    shape = (batch, heads, num_query_frames, k.shape[1])
-    mass, logits = (torch.empty(shape, device=q.device) for _ in range(2))
+    mass = torch.empty(batch, heads, num_query_frames, k.shape[1], device=q.device)
     grid = (triton.cdiv(k.shape[1], BLOCK_K), batch * heads, num_query_frames)
     _column_kernel[grid](
         q,
         k,
         lse.float().contiguous(),
-        q_mean,  # [B, H, F, D]
+        q_mean,
         mass,
         logits,
         head_dim**-0.5 * LOG2_E,
@@ -111,4 +126,4 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
-    return logits, mass
+    return mass

@@ -113,19 +113,18 @@ def segment_mass(
     count = bounds.shape[1] - 1
     before, after = unequal.start, count - unequal.stop
     start, stop = before * tokens_per_slot, k.shape[1] - after * tokens_per_slot
-    inner = bounds.expand(len(q), -1)[:, before : unequal.stop + 1].to(q.device) - start
     if kernels_take(q):
-        from wan.modules import map_kernel, mass_kernel
-
-        whole = lse.new_empty(*lse.shape[:2], num_query_frames, 0)
-        if before + after:
-            of_queries = mass_kernel.query_frame_mass(q, k, lse, before + after, left_out=range(start, stop))
-            whole = of_queries.unflatten(3, (num_query_frames, -1)).mean(4).mT
         if not unequal:
-            return whole
+            return frame_mass(q, k, lse, num_query_frames, count)
+        from wan.modules import map_kernel, mass_kernel, segment_kernel
+
+        whole = lse.new_empty(*lse.shape[:2], 0, q.shape[1])
+        if before + after:
+            whole = mass_kernel.query_frame_mass(q, k, lse, before + after, left_out=range(start, stop))
         # by token first: to the kernel of rows every short segment is a whole tile
-        tokens = map_kernel.key_token_means(q, k[:, start:stop], lse, num_query_frames)[1]
-        return torch.cat([whole[..., :before], _run_sums(tokens, inner), whole[..., before:]], -1)
+        tokens = map_kernel.key_token_mass(q, k[:, start:stop], lse, num_query_frames)
+        return segment_kernel.segment_sums(whole, tokens, bounds.to(q.device), before, start)
+    inner = bounds.expand(len(q), -1)[:, before : unequal.stop + 1].to(q.device) - start
     mass = token_mass(q, k, num_query_frames)  # [B, H, Fq, Lk]
     slots = [mass[..., :start], mass[..., stop:]]
     sums = [x.unflatten(-1, (-1, tokens_per_slot)).sum(-1) if x.shape[-1] else x for x in slots]
