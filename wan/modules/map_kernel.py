@@ -25,6 +25,13 @@ def _weights(k, q, scale, lse):
 
 
 @triton.jit
+def _mean_logits(k, q_mean_ptr, dims, HEAD_DIM: tl.constexpr):
+    """Products of keys [BLOCK_K, DIM_PAD] with a mean query."""
+    q_mean = tl.load(q_mean_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+    return tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
+
+
+@triton.jit
 def _column_kernel(
     q_ptr,
     k_ptr,
@@ -44,9 +51,7 @@ def _column_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program: of BLOCK_K keys of one head the mass from len_q queries of a frame, and the mean logit
-    where q_mean_ptr is not None.
-    """
+    """One program: of BLOCK_K keys of one head the mass from a frame's queries, and maybe the mean logit."""
     batch_head, frame = tl.program_id(1).to(tl.int64), tl.program_id(2)
     of_frame = batch_head * num_frames + frame
     batch, head = batch_head // num_heads, batch_head % num_heads
@@ -58,8 +63,7 @@ def _column_kernel(
     inside = (columns[:, None] < len_k) & (dims[None, :] < HEAD_DIM)
     k = tl.load(k_ptr + columns.to(tl.int64)[:, None] * stride + dims[None, :], mask=inside, other=0.0)
     if q_mean_ptr is not None:
-        q_mean = tl.load(q_mean_ptr + of_frame * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-        logits = tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
+        logits = _mean_logits(k, q_mean_ptr + of_frame * HEAD_DIM, dims, HEAD_DIM)
         tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
 
     total = tl.zeros([BLOCK_K], tl.float32)
