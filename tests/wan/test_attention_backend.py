@@ -147,7 +147,13 @@ def test_who_says_what_mass_frames_have(machine):
 
 
 @pytest.mark.parametrize(
-    "policy", [{"name": "window", "window": 4, "sink": 1}, {"name": "ema_sink"}], ids=str
+    "policy",
+    [
+        {"name": "window", "window": 4, "sink": 1},
+        {"name": "ema_sink"},
+        {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
+    ],
+    ids=lambda policy: policy["name"],
 )
 def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch, policy):
     """The same numbers as from q, k and the log-sum-exp, and the same latents; asked for mass alone."""

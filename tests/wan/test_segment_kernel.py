@@ -1,5 +1,6 @@
 """Kernels over segments of unequal length, against float64: interpreted, or run where there is a GPU."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -56,14 +57,45 @@ def test_masses_of_segments(place, before, after, monkeypatch):
     runs = torch.tensor([[0, 0, 33, 33, 80], [0, 1, 2, 79, 80]]) + first
     around = [torch.arange(n + 1) * S + start for n, start in ((before, 0), (after, end))]
     bounds = torch.cat([around[0].expand(2, -1)[:, :-1], runs, around[1].expand(2, -1)[:, 1:]], 1).int()
-    found = segment_kernel.segment_sums(whole, tokens, bounds.to(place), before, first)
     means = whole.double().unflatten(3, (2, -1)).mean(4).mT
+    at = range(before, before + 4)
+    found = segment_kernel.segment_sums(whole, tokens, bounds.to(place), at, first)
+    by_slot = torch.cat(
+        [means[..., :before], means.new_full((2, 3, 2, 2), 7), means[..., before:]], -1
+    ).float()
+    again = segment_kernel.segment_sums(by_slot.mT, tokens, bounds.to(place), at, first)
+    torch.testing.assert_close(
+        found, again, atol=1e-6, rtol=1e-6
+    )  # slots that the runs are in are passed over
     for item, row in enumerate((runs - first).tolist()):
         sums = [tokens[item, ..., a:b].double().sum(-1) for a, b in pairwise(row)]
         expected = torch.cat(
             [means[item, ..., :before], torch.stack(sums, -1), means[item, ..., before:]], -1
         )
         torch.testing.assert_close(found[item].double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@where
+@pytest.mark.parametrize("runs", [range(1, 5), range(1, 1)], ids=["runs", "slots alone"])
+def test_whole_slots_are_taken_from_what_attention_kept(place, runs, monkeypatch):
+    """Sums and maxima of the logits from each slot on, instead of another walk over their keys."""
+    S, slots = 16, 5
+    q, k = (
+        drawn(2, n, 3, 32).to(place, torch.bfloat16 if place == "cuda" else None) for n in (12, S * slots)
+    )
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 32**-0.5
+    rest = [logits[..., start:] / math.log(2) for start in range(0, S * slots, S)]
+    maxima = [x.amax(-1) for x in rest]
+    sums = [(x - maximum[..., None]).exp2().sum(-1) for x, maximum in zip(rest, maxima, strict=True)]
+    tails = torch.stack([torch.stack(x, 2) for x in (sums, maxima)]).float()
+    inner = [S, S + 1, S + 9, S + 9] if runs else []  # of two slots
+    edges = [0, *inner, *range(3 * S if runs else S, S * slots + 1, S)]
+    bounds = torch.tensor([edges], dtype=torch.int32, device=place)
+    monkeypatch.setattr(reductions, "kernels_take", lambda q: True)
+    found = reductions.segment_mass(q, k, logits.logsumexp(-1).float(), 3, bounds, runs, S, tails)
+    by_token = logits.softmax(-1).unflatten(2, (3, -1)).mean(3)
+    expected = torch.stack([by_token[..., a:b].sum(-1) for a, b in pairwise(edges)], -1)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
 
 
 @where

@@ -176,7 +176,7 @@ class AttentionCapture:
 
     def frames_weighed(self, site: Site, layout: KeyLayout | None) -> int:
         """In how many key frames the mass of the call that a site is about to make is wanted; 0: not so."""
-        if layout is None or layout.chosen is not None or self._pass is None or self._pass.parts:
+        if layout is None or self._pass is None or self._pass.parts:
             return 0
         requests = [request for request in self._sessions[-1].requests if request.wants(site, self._pass)]
         weighs = any(request.granularity == "frame" and request.mass for request in requests)

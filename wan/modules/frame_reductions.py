@@ -42,13 +42,7 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
         by_band = reductions.frame_logits_by_band(call.q, call.means, call.num_query_frames, bands)
         parts["logits_by_band"] = by_band
     if mass:
-        if call.tails is not None:
-            parts["mass"] = reductions.mass_of_tails(call.tails, call.num_query_frames)
-        elif layout.chosen is None or segments is None:
-            parts["mass"] = reductions.frame_mass(
-                call.q, call.k, call.lse, call.num_query_frames, len(layout.slots)
-            )
-        else:
+        if segments is not None and layout.chosen is not None:
             parts["mass"] = reductions.segment_mass(
                 call.q,
                 call.k,
@@ -57,6 +51,13 @@ def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
                 segments.gathering(call.q.device).bounds,
                 segments.chosen,
                 layout.tokens_per_slot,
+                call.tails,
+            )
+        elif call.tails is not None:
+            parts["mass"] = reductions.mass_of_tails(call.tails, call.num_query_frames)
+        else:
+            parts["mass"] = reductions.frame_mass(
+                call.q, call.k, call.lse, call.num_query_frames, len(layout.slots)
             )
     if segments is None:
         return {f"frame_{name}": values for name, values in parts.items()}

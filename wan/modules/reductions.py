@@ -104,26 +104,32 @@ def segment_mass(
     bounds: Tensor,
     unequal: range,
     tokens_per_slot: int,
+    tails: Tensor | None = None,
 ) -> Tensor:
     """frame_mass for segments of unequal length, which may differ between batch items -> [B, H, Fq, n].
 
     Segment i of an item is its keys bounds[i] .. bounds[i + 1] - 1: bounds [B or 1, n + 1]. Those before and
-    after unequal have tokens_per_slot keys each. No number of bounds is read by the host.
+    after unequal have tokens_per_slot keys each. No number of bounds is read by the host. tails [2, B, H,
+    slots, Lq] are those of mass_of_tails; like lse they are used on CUDA alone.
     """
     count = bounds.shape[1] - 1
     before, after = unequal.start, count - unequal.stop
     start, stop = before * tokens_per_slot, k.shape[1] - after * tokens_per_slot
     if kernels_take(q):
+        by_slot = None if tails is None else mass_of_tails(tails, num_query_frames)
         if not unequal:
-            return frame_mass(q, k, lse, num_query_frames, count)
+            return frame_mass(q, k, lse, num_query_frames, count) if by_slot is None else by_slot
         from wan.modules import map_kernel, mass_kernel, segment_kernel
 
-        whole = lse.new_empty(*lse.shape[:2], 0, q.shape[1])
-        if before + after:
+        if by_slot is not None:
+            whole = by_slot.mT
+        elif before + after:
             whole = mass_kernel.query_frame_mass(q, k, lse, before + after, left_out=range(start, stop))
+        else:
+            whole = lse.new_empty(*lse.shape[:2], 0, q.shape[1])
         # by token first: to the kernel of rows every short segment is a whole tile
         tokens = map_kernel.key_token_mass(q, k[:, start:stop], lse, num_query_frames)
-        return segment_kernel.segment_sums(whole, tokens, bounds.to(q.device), before, start)
+        return segment_kernel.segment_sums(whole, tokens, bounds.to(q.device), unequal, start)
     inner = bounds.expand(len(q), -1)[:, before : unequal.stop + 1].to(q.device) - start
     mass = token_mass(q, k, num_query_frames)  # [B, H, Fq, Lk]
     slots = [mass[..., :start], mass[..., stop:]]

@@ -85,20 +85,24 @@ def _sum(x_ptr, length, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["stride_b", "num_whole", "before", "num_runs"])
+@triton.jit(do_not_specialize=["stride_b", "stride_wr", "stride_wf", "before", "num_runs", "count"])
 def _segment_sum_kernel(
     whole_ptr,
     tokens_ptr,
     bounds_ptr,
     out_ptr,
     stride_b,
+    stride_wr,
+    stride_ws,
+    stride_wf,
     num_heads,
     num_frames,
     frame_size,
-    num_whole,
     num_tokens,
     before,
     num_runs,
+    num_skipped,
+    count,
     first_token,
     BLOCK: tl.constexpr,
 ):
@@ -111,36 +115,42 @@ def _segment_sum_kernel(
         length = tl.load(bounds_ptr + 1).to(tl.int32) - start
         mass = _sum(tokens_ptr + row * num_tokens + start - first_token, length, BLOCK)
     else:
-        slot = batch_head * num_whole + tl.where(segment < before, segment, segment - num_runs)
-        mass = _sum(whole_ptr + (slot * num_frames + frame) * frame_size, frame_size, BLOCK) / frame_size
-    tl.store(out_ptr + row * (num_whole + num_runs) + segment, mass)
+        slot = tl.where(segment < before, segment, segment - num_runs + num_skipped)
+        whole_ptr += batch_head * stride_wr + slot * stride_ws + frame * stride_wf
+        mass = _sum(whole_ptr, frame_size, BLOCK) / frame_size
+    tl.store(out_ptr + row * count + segment, mass)
 
 
-def segment_sums(whole: Tensor, tokens: Tensor, bounds: Tensor, before: int, first_token: int) -> Tensor:
+def segment_sums(whole: Tensor, tokens: Tensor, bounds: Tensor, runs: range, first_token: int) -> Tensor:
     """Mass of every segment, averaged over the queries of each query frame -> float32 [B, H, Fq, n].
 
-    whole [B, H, slots, Lq] is every query's mass on the slots around the runs, before of them ahead of these;
-    tokens [B, H, Fq, keys] that on the keys from first_token on. Run i is the segment before + i, of the keys
-    bounds[before + i] .. bounds[before + i + 1] - 1: bounds [B or 1, n + 1].
+    whole [B, H, slots, Lq or Fq] is the mass of every query, or query frame, on the slots around the runs; it
+    may hold those slots, too, in whose place the runs stand. tokens [B, H, Fq, keys] is that on the keys from
+    first_token on, and segment i of runs is the keys bounds[i] .. bounds[i + 1] - 1: bounds [B or 1, n + 1].
     """
     batch, heads, num_frames, num_tokens = tokens.shape
-    whole, tokens = whole.contiguous(), tokens.contiguous()
-    num_whole, len_q = whole.shape[2:]
     count = bounds.shape[1] - 1
+    frame_size = whole.shape[3] // num_frames
+    whole = whole if frame_size == 1 or whole.stride(3) == 1 else whole.contiguous()
+    rows = whole.flatten(0, 1)  # [B·H, slots, Lq or Fq]
     out = tokens.new_empty(batch, heads, num_frames, count)
     _segment_sum_kernel[count, batch * heads * num_frames](
-        whole,
-        tokens,
+        rows,
+        tokens.contiguous(),
         bounds,
         out,
         bounds.expand(batch, -1).stride(0),
+        rows.stride(0),
+        rows.stride(1),
+        rows.stride(2) * frame_size,
         heads,
         num_frames,
-        len_q // num_frames,
-        num_whole,
+        frame_size,
         num_tokens,
-        before,
-        count - num_whole,
+        runs.start,
+        len(runs),
+        whole.shape[2] - (count - len(runs)),
+        count,
         first_token,
         BLOCK=SUMMED,
         num_warps=4,
