@@ -67,7 +67,8 @@ def of_segments(k: torch.Tensor) -> None:
     bounds = torch.empty(1, 69, dtype=torch.int32)
     segment_kernel.run_means(k, bounds[:, 10:65], 15600, torch.empty(1, 54, 12, 128))
     whole, tokens = torch.empty(1, 12, 14, 4680), torch.empty(1, 12, 3, 3120)
-    mass = segment_kernel.segment_sums(whole, tokens, bounds, range(10, 64), 15600)
+    for masses in (whole, torch.empty(1, 12, 3, 16).mT):  # of queries, and of what attention kept by slot
+        mass = segment_kernel.segment_sums(masses, tokens, bounds, range(10, 64), 15600)
     matrices = torch.empty(1, 1, 68, 40), torch.empty(1, 1, 68, 16)
     for values in (mass, None):
         segment_kernel.gathered(mass, values, matrices, matrices)
