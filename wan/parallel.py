@@ -11,8 +11,8 @@ KV cache, what is captured and what is edited stay with the heads; gather_calls(
     calls = gather_calls(model, calls)             # of all heads, in the first process
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wan.errors import ConfigError
+from wan.exchange import AllToAll, Exchange, Group
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.head_shard import HeadShard
 from wan.modules.layers import CrossAttention, Rope, SelfAttention
 from wan.modules.model import WanModel
-
-Group = dist.ProcessGroup
-WIDE = torch.complex128
+from wan.peer_memory import PeerMemory, peer_memory_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +35,24 @@ class ProcessShard(HeadShard):
     """The heads of one process of a group. It also has the share of every call's tokens that is as large."""
 
     group: Group
-    places: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
+    all_to_all: AllToAll
+    peer_memory: PeerMemory | None  # where the processes have it
 
     @classmethod
-    def of_model(cls, num_heads: int, group: Group) -> "ProcessShard":
+    def of_model(cls, num_heads: int, group: Group, device: torch.device) -> "ProcessShard":
+        """All processes of the group must ask."""
         share = num_heads // group.size()
-        return cls(range(group.rank() * share, (group.rank() + 1) * share), num_heads, group)
+        heads = range(group.rank() * share, (group.rank() + 1) * share)
+        return cls(heads, num_heads, group, AllToAll(group), peer_memory_of(group, device))
 
     @property
     def size(self) -> int:
         return self.group.size()
+
+    @property
+    def exchange(self) -> Exchange:
+        """How tokens and heads are exchanged; peers' memory is overwritten, and knows no gradients."""
+        return self.all_to_all if self.peer_memory is None or torch.is_grad_enabled() else self.peer_memory
 
     # -- heads -----------------------------------------------------------------------------------------------
 
@@ -74,73 +81,6 @@ class ProcessShard(HeadShard):
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, 1)
 
-    # -- the exchange ----------------------------------------------------------------------------------------
-
-    def pack(self, parts: Sequence[Tensor]) -> Tensor:
-        """n tensors of own tokens and all heads, [B, L/P, H, D], by who gets them: [P, B, L/P, n, H/P, D].
-
-        So they leave in one piece, and what arrives is whole sequences without another copy. They leave from
-        the same place in every layer.
-        """
-        batch, heads = parts[0].shape[0], len(self.heads)
-        by_process = [x.reshape(-1, self.size, heads * x.shape[3]).transpose(0, 1) for x in parts]
-        if torch.is_grad_enabled():
-            stacked = torch.stack(by_process, 2)
-        else:
-            shape = (*by_process[0].shape[:2], len(parts), by_process[0].shape[2])
-            stacked = self._place("heads", shape, parts[0])
-            *sources, target = widened(*by_process, stacked)
-            torch.stack(sources, 2, out=target)  # in 4 dims, which CUDA does in one kernel
-        return stacked.unflatten(3, (heads, -1)).unflatten(1, (batch, -1))
-
-    def unpack(self, arrived: Tensor) -> tuple[Tensor, ...]:
-        """n tensors of all tokens and own heads, [B, L, H/P, D], from [P, B, L/P, n, H/P, D]."""
-        return arrived.transpose(0, 1).flatten(1, 2).unbind(2)
-
-    def exchange(self, outgoing: Tensor, place: Tensor | None = None) -> Tensor:
-        """To every process its part along the first dim, and from every process what it has for this one.
-
-        It comes to a place of its own, or to the one that is given.
-        """
-        arrived = torch.empty_like(outgoing) if place is None else place
-        dist.all_to_all_single(arrived, outgoing, group=self.group)
-        return arrived
-
-    def send_back(self, seen: Tensor) -> Tensor:
-        """What own heads saw, to whose tokens saw it: [B, L, H/P, D] -> [P, B, L/P, H/P, D].
-
-        It comes to the same place in every layer, until unpack_heads() copies it.
-        """
-        outgoing = seen.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        return self.exchange(outgoing, self._place("tokens", outgoing.shape, outgoing))
-
-    def _place(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for tensors of one name, shape and dtype, one after the other."""
-        key = name, tuple(shape), like.dtype
-        if key not in self.places:
-            self.places[key] = like.new_empty(shape)
-        return self.places[key]
-
-    def unpack_heads(self, arrived: Tensor) -> Tensor:
-        """What all heads saw for own tokens: [P, B, L/P, H/P, D] -> [B, L/P, H, D]."""
-        by_token = widened(arrived.permute(1, 2, 0, 3, 4))[0].contiguous()
-        return by_token.view(arrived.dtype).flatten(2, 3)
-
-
-def widened(*tensors: Tensor) -> list[Tensor]:
-    """The same memory in elements of 16 bytes: on a GPU strided memory is copied element by element.
-
-    The tensors themselves, where that is not possible for all alike.
-    """
-    is_one_kind = len({x.dtype for x in tensors}) == 1
-    return [x.view(WIDE) for x in tensors] if is_one_kind and all(map(_may_be_wide, tensors)) else [*tensors]
-
-
-def _may_be_wide(x: Tensor) -> bool:
-    ratio = WIDE.itemsize // x.dtype.itemsize
-    places = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return x.stride(-1) == 1 and not x.requires_grad and not any(n % ratio for n in places)
-
 
 # -- the model -----------------------------------------------------------------------------------------------
 
@@ -156,7 +96,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
         raise ConfigError(f"{heads} heads do not split over {size} GPUs; {_or(legal_sizes(heads))} would do")
     if size == 1:
         return
-    shard = ProcessShard.of_model(heads, group)
+    shard = ProcessShard.of_model(heads, group, model.device)
     model.head_shard = shard
     _split_tokens(model, shard)
     for block in model.blocks:
@@ -190,15 +130,18 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
     """Between its projections and attention, and behind it, one exchange each."""
     project, attend, merge = attn.project, attn.attend, attn.merge
 
-    def packed(x: Tensor, *args: Any) -> tuple[Tensor]:
-        return (shard.pack(project(x, *args)),)
+    def sent(x: Tensor, *args: Any) -> tuple[Tensor]:
+        return (shard.exchange.send(project(x, *args)),)
 
     def attend_whole(own: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
-        whole = shard.unpack(shard.exchange(own[0]))
-        return shard.send_back(attend(whole, kv_cache, *args))
+        whole = shard.exchange.receive(own[0], lasts=ACTIVE_EDITS.active)
+        return shard.exchange.send_back(attend(whole, kv_cache, *args))
+
+    def merge_all(seen: Tensor) -> Tensor:
+        return merge(shard.exchange.receive_back(seen))
 
     attn.site = replace(attn.site, shard=shard)
-    vars(attn).update(project=packed, attend=attend_whole, merge=lambda seen: merge(shard.unpack_heads(seen)))
+    vars(attn).update(project=sent, attend=attend_whole, merge=merge_all)
 
 
 def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
@@ -209,13 +152,13 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
     attn.site = replace(attn.site, shard=shard)
 
     def whole(q: Tensor) -> Tensor:
-        return shard.unpack(shard.exchange(shard.pack([q])))[0]
+        return shard.exchange.receive(shard.exchange.send([q]), lasts=ACTIVE_EDITS.active)[0]
 
     def forward(x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
         q, own = attn.norm_q(attn.q(x)), shard.of_text([text])[0]
         if ACTIVE_EDITS.active:
             z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
-            return attn.o(shard.unpack_heads(shard.send_back(z)).flatten(2))
+            return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
         if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
             queries = whole(q)
             ATTENTION_WEIGHT_CAPTURE.observe(attn.site, queries, own[0], lse=queries.new_empty(0))

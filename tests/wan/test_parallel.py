@@ -13,6 +13,7 @@ from helpers.processes import together
 from helpers.rollouts import TWO_STEPS
 
 from wan.errors import ConfigError
+from wan.exchange import WIDE, widened
 from wan.gathered_calls import gather_calls
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
@@ -22,7 +23,7 @@ from wan.modules.head_outputs import ReferenceMeans, record_head_outputs
 from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
 from wan.modules.key_maps import MapQuery
 from wan.modules.run_in_step import RunInStep
-from wan.parallel import WIDE, apply_head_parallel, check_size, legal_sizes, widened
+from wan.parallel import apply_head_parallel, check_size, legal_sizes
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 
