@@ -167,7 +167,8 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
     steps = (
         lambda: _is_one_host(group),
         lambda: allocate((1,), torch.uint8, device).device.type == device.type,
-        lambda: bool(direct.to_heads(parts) and direct.to_tokens(seen)),
+        lambda: bool(direct.to_heads(parts)),
+        lambda: bool(direct.to_tokens(seen)),
         lambda: _is_same(direct, usual, parts, seen),
     )
     return direct if all(_all_say(step, group, device) for step in steps) else None

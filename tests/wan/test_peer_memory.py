@@ -1,0 +1,216 @@
+"""Writing into peers' memory against the all-to-all: the same bits to every reader, nobody overtaken."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import golden_model
+from helpers.parallel_rollouts import POLICIES, REQUESTS, edited_runs, every_policy, roll_out
+from helpers.peers import FileHandle, give_peers
+from helpers.processes import together
+
+from wan import peer_memory
+from wan.cuda_graphs import apply_cuda_graphs
+from wan.exchange import AllToAll
+from wan.modules.cache_policies import make_policy
+from wan.modules.capture import CaptureRequest
+from wan.parallel import apply_head_parallel
+from wan.peer_memory import AFTER, BEFORE, PeerMemory, peer_memory_of
+from wan.process_group import TIMEOUT
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch, tmp_path):
+    give_peers(monkeypatch, tmp_path)
+
+
+# -- one exchange --------------------------------------------------------------------------------------------
+
+SHAPES = (  # batch, tensors, head dim; some whose rows are no elements of 16 bytes
+    (1, 3, 8, torch.bfloat16),
+    (2, 4, 8, torch.float32),
+    (2, 3, 6, torch.bfloat16),
+    (1, 1, 6, torch.float32),
+    (2, 1, 4, torch.float64),
+    (1, 2, 1, torch.float32),
+)
+
+
+@torch.no_grad()
+def exchanged(group):
+    """Whether both ways give the same, twice of every shape, laid out alike and at one address."""
+    ways, found, size = (PeerMemory(group), AllToAll(group)), [], group.size()
+    generator = torch.Generator().manual_seed(group.rank())
+    for batch, parts, dim, dtype in SHAPES:
+        addresses = set()
+        for _ in range(2):
+            x = torch.randn(parts, batch, 5, 2 * size, dim, generator=generator).to(dtype).unbind()
+            seen = torch.randn(batch, 2, 5 * size, dim, generator=generator).to(dtype).transpose(1, 2)
+            there = [way.receive(way.send(x), lasts=False) for way in ways]
+            found += [torch.equal(mine, usual) for mine, usual in zip(*there, strict=True)]
+            found += [laid_out(mine) == laid_out(usual) for mine, usual in zip(*there, strict=True)]
+            back = [way.receive_back(way.send_back(seen)) for way in ways]
+            found.append(torch.equal(*back) and back[0].is_contiguous())
+            addresses.add((there[0][0].data_ptr(), back[0].data_ptr()))
+        found.append(len(addresses) == 1)
+    return found
+
+
+def laid_out(x):
+    return x.shape, [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_bits_in_the_same_layout(size):
+    for found in together(size, exchanged):
+        assert len(found) == 6 + 2 * (6 + 2 * (3 + 4 + 3 + 1 + 1 + 2)) and all(found)
+
+
+@torch.no_grad()
+def overtaken(group, late):
+    """Whether a process reads other numbers than it should when one of them is late."""
+    FileHandle.late = late
+    way, wrong = PeerMemory(group), 0
+    for turn in range(3):
+        x = torch.full((1, 2, 2, 4), float(10 * turn + group.rank()))
+        (there,) = way.receive(way.send([x]), lasts=False)
+        expected = torch.arange(2.0).repeat_interleave(2)[None, :, None, None] + 10 * turn
+        wrong += not torch.equal(there, expected.expand_as(there))
+        back = way.receive_back(way.send_back(there[..., :1, :] + 100 * group.rank()))
+        wrong += not torch.equal(back[0, 0, :, 0], 10.0 * turn + group.rank() + torch.tensor([0.0, 100.0]))
+    return wrong
+
+
+@pytest.mark.parametrize("late", [(1, BEFORE), (1, AFTER)], ids=["writer", "reader"])
+def test_nobody_is_overtaken(late):
+    assert together(2, lambda group: overtaken(group, late)) == [0, 0]
+
+
+@torch.no_grad()
+def overwritten(group):
+    """What a late reader finds when the same buffer is written twice in a row, and what it keeps."""
+    FileHandle.late = 1, AFTER
+    way, found = PeerMemory(group), []
+    for turn in range(3):
+        x = torch.full((1, 2, 2, 4), float(turn))
+        sent = way.send([x])
+        (view,), (kept,) = way.receive(sent, lasts=False), way.receive(sent, lasts=True)
+        found.append((view.clone(), view, kept))
+    barriers = way.to_heads([x])._handle.barriers
+    return [[values.unique().tolist() for values in row] for row in found], barriers
+
+
+def test_a_buffer_is_written_when_it_was_read():
+    limit = int(TIMEOUT.total_seconds() * 1000)
+    for found, barriers in together(2, overwritten):
+        assert found == [[[0], [2], [0]], [[1], [2], [1]], [[2], [2], [2]]]
+        assert barriers == [(BEFORE, limit), (AFTER, limit)] * 3
+
+
+# -- rollouts ------------------------------------------------------------------------------------------------
+
+
+def both_models(group):
+    """The same model by peers' memory and by all-to-all."""
+    direct, usual = golden_model(), golden_model()
+    apply_head_parallel(direct, group)
+    assert isinstance(direct.head_shard.exchange, AllToAll)  # with gradients
+    with torch.no_grad():
+        assert isinstance(direct.head_shard.exchange, PeerMemory)
+    devices, peer_memory.DEVICES = peer_memory.DEVICES, ()
+    apply_head_parallel(usual, group)
+    peer_memory.DEVICES = devices
+    assert usual.head_shard.peer_memory is None
+    return direct, usual
+
+
+def same(found, expected) -> bool:
+    """Latents and captured values, in bits."""
+    (latents, calls), (wanted, wanted_calls) = found, expected
+    pairs = [(latents, wanted)]
+    for call, other in zip(calls, wanted_calls, strict=True):
+        pairs += [(call.values[name], other.values[name]) for name in other.values]
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+
+
+def by_policy(group, folder):
+    runs = [every_policy(model, folder) for model in both_models(group)]
+    return {name: same(runs[0][name], runs[1][name]) for name in POLICIES}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.beside)])
+def test_rollouts_under_every_policy(size, tmp_path):
+    every = together(size, lambda group: by_policy(group, tmp_path))
+    assert every == [dict.fromkeys(POLICIES, True)] * size
+
+
+def under_edits(group, folder):
+    (found, norms), (expected, wanted) = (edited_runs(model, folder) for model in both_models(group))
+    return {name: same(found[name], expected[name]) for name in expected} | {"": torch.equal(norms, wanted)}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.beside)])
+def test_rollouts_under_edits(size, tmp_path):
+    for found in together(size, lambda group: under_edits(group, tmp_path)):
+        assert len(found) == 7 and all(found.values()), found
+
+
+def replayed(group):
+    """Whether graphs, put on before or after, change a bit."""
+    (direct, usual), first = both_models(group), golden_model()
+    apply_cuda_graphs(first)
+    apply_head_parallel(first, group)
+    apply_cuda_graphs(direct)
+    found, policy = [], make_policy("relative", window=9, sink=3)  # its clean pass brings raw keys
+    for seed, requests in ((1, ()), (2, (CaptureRequest(granularity="frame"),)), (3, REQUESTS)):
+        runs = [roll_out(m, policy, *requests, seed=seed, batch=2) for m in (usual, direct, first)]
+        found += [same(run, runs[0]) for run in runs[1:]]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.beside)])
+def test_graphs_replay_their_exchange(size):
+    assert together(size, replayed) == [[True] * 6] * size
+
+
+# -- whether it can be had -----------------------------------------------------------------------------------
+
+
+def decided(group):
+    found = peer_memory_of(group, CPU)
+    return None if found is None else type(found)
+
+
+def test_all_decide_alike(monkeypatch):
+    assert together(2, decided) == [PeerMemory] * 2
+    monkeypatch.setattr(peer_memory, "DEVICES", ("cuda",))
+    assert together(2, decided) == [None] * 2
+
+
+@pytest.mark.parametrize("name", ["_is_one_host", "allocate", "introduce"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_cannot_have_none_uses(rank, name, monkeypatch):
+    function = getattr(peer_memory, name)
+
+    def refused(*given):
+        found = function(*given)
+        if dist.get_rank() == rank:
+            raise RuntimeError("CUDA driver error: invalid argument")
+        return found
+
+    monkeypatch.setattr(peer_memory, name, refused)
+    assert together(2, decided) == [None] * 2
+
+
+def test_other_hosts_have_none(monkeypatch):
+    monkeypatch.setattr(peer_memory.platform, "node", lambda: str(os.getpid()))
+    assert together(2, decided) == [None] * 2
+
+
+def test_memory_that_is_not_the_peers_is_not_used(monkeypatch):
+    get_buffer = FileHandle.get_buffer
+    monkeypatch.setattr(FileHandle, "get_buffer", lambda self, rank, *of: get_buffer(self, 0, *of))
+    assert together(2, decided) == [None] * 2
