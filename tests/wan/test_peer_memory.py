@@ -31,6 +31,7 @@ def memory(monkeypatch, tmp_path):
 
 SHAPES = (  # batch, tensors, head dim; some whose rows are no elements of 16 bytes
     (1, 3, 8, torch.bfloat16),
+    (2, 3, 8, torch.bfloat16),
     (2, 4, 8, torch.float32),
     (2, 3, 6, torch.bfloat16),
     (1, 1, 6, torch.float32),
@@ -66,7 +67,7 @@ def laid_out(x):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_same_bits_in_the_same_layout(size):
     for found in together(size, exchanged):
-        assert len(found) == 6 + 2 * (6 + 2 * (3 + 4 + 3 + 1 + 1 + 2)) and all(found)
+        assert len(found) == 7 + 2 * (7 + 2 * (3 + 3 + 4 + 3 + 1 + 1 + 2)) and all(found)
 
 
 @torch.no_grad()
