@@ -17,6 +17,7 @@ barriers fail after TIMEOUT, as NCCL's watchdog would: the GPU says which proces
 the host asks of it next raises.
 """
 
+import ctypes
 import os
 import platform
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -35,6 +36,7 @@ from wan.process_group import TIMEOUT
 
 DEVICES = ("cuda",)
 BEFORE, AFTER = 0, 1  # channels of barriers
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h
 
 
 class Handle(Protocol):
@@ -166,6 +168,7 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
     parts, seen = _examples(group, device)
     steps = (
         lambda: _is_one_host(group),
+        lambda: _are_linked(group, device),
         lambda: allocate((1,), torch.uint8, device).device.type == device.type,
         lambda: bool(direct.to_heads(parts)),
         lambda: bool(direct.to_tokens(seen)),
@@ -199,6 +202,26 @@ def _is_one_host(group: Group) -> bool:
     names: list[tuple[str, str] | None] = [None] * group.size()
     dist.all_gather_object(names, (platform.node(), number), group=group)
     return len(set(names)) == 1
+
+
+def _are_linked(group: Group, device: torch.device) -> bool:
+    """Whether this process's GPU is one of its own, and its atomic operations reach all others: by NVLink.
+
+    Barriers are made of them. Over PCIe they would wait for ever. GPUs that a process does not see are not
+    reached.
+    """
+    devices = [""] * group.size()
+    dist.all_gather_object(devices, str(torch.cuda.get_device_properties(device).uuid), group=group)
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    mine = seen.index(devices[group.rank()])
+    others = [seen.index(name) for name in devices if name != seen[mine] and name in seen]
+    return len(set(others)) == group.size() - 1 and all(_has_atomics(mine, other) for other in others)
+
+
+def _has_atomics(device: int, other: int) -> bool:
+    driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), NATIVE_ATOMICS, device, other)
+    return not failed and bool(answer.value)
 
 
 def _all_say(step: Callable[[], bool], group: Group, device: torch.device) -> bool:

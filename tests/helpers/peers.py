@@ -60,5 +60,6 @@ def give_peers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         return FileHandle(of_all, group)
 
     monkeypatch.setattr(peer_memory, "DEVICES", ("cpu",))
+    monkeypatch.setattr(peer_memory, "_are_linked", lambda group, device: True)
     monkeypatch.setattr(peer_memory, "allocate", allocate)
     monkeypatch.setattr(peer_memory, "introduce", introduce)

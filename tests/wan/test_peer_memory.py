@@ -1,6 +1,7 @@
 """Writing into peers' memory against the all-to-all: the same bits to every reader, nobody overtaken."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_all_decide_alike(monkeypatch):
     assert together(2, decided) == [None] * 2
 
 
-@pytest.mark.parametrize("name", ["_is_one_host", "allocate", "introduce"])
+@pytest.mark.parametrize("name", ["_is_one_host", "_are_linked", "allocate", "introduce"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_cannot_have_none_uses(rank, name, monkeypatch):
     function = getattr(peer_memory, name)
@@ -215,3 +216,32 @@ def test_memory_that_is_not_the_peers_is_not_used(monkeypatch):
     get_buffer = FileHandle.get_buffer
     monkeypatch.setattr(FileHandle, "get_buffer", lambda self, rank, *of: get_buffer(self, 0, *of))
     assert together(2, decided) == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("own", "visible", "without", "linked"),
+    [
+        ("ab", "ab", None, [True, True]),
+        ("ab", "cba", None, [True, True]),
+        ("ab", "ab", (0, 1), [False, True]),  # over PCIe
+        ("aa", "ab", None, [False, False]),  # two processes of one GPU
+        ("ab", "b", None, [False, False]),  # each sees its own alone
+    ],
+)
+def test_gpus_are_linked_where_atomics_reach(own, visible, without, linked, monkeypatch):
+    monkeypatch.undo()  # of what pretends that they are
+
+    def of_process(group):
+        mine = own[group.rank()]
+        seen = visible if len(visible) > 1 else mine
+        number = seen.index(mine)
+
+        def properties(device):
+            return SimpleNamespace(uuid=mine if device == CPU else seen[device])
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+        monkeypatch.setattr(peer_memory, "_has_atomics", lambda *pair: pair != without and pair[0] == number)
+        return peer_memory._are_linked(group, CPU)
+
+    assert together(2, of_process) == linked
