@@ -1,8 +1,9 @@
 """CUDA graphs of what stands around self-attention in every layer, put on a model from outside.
 
 A GPU that has a share of a layer may compute it sooner than Python launches its thirty kernels. Two graphs
-launch most of them: the projections, and all that follows attention. Attention itself, the KV cache, the
-exchange of wan/parallel.py and whoever looks at them run as without graphs, in between.
+launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
+whoever looks at them run as without graphs, in between. Of the exchanges of wan/parallel.py the first graph
+has what Exchange.send() does, so all processes record and replay alike.
 
     model = build_model(...)
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
@@ -179,5 +180,5 @@ class ReplayedBlock:
 
 def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
-        if target.data_ptr() != source.data_ptr():  # several GPUs have one place for what they exchange
+        if target.data_ptr() != source.data_ptr():  # several GPUs exchange by places of their own
             target.copy_(source)

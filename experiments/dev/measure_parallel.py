@@ -27,7 +27,7 @@ from wan.cuda_graphs import apply_cuda_graphs
 from wan.gathered_calls import gather_calls
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest
-from wan.parallel import apply_head_parallel, check_size
+from wan.parallel import apply_head_parallel, check_size, shard_of
 from wan.pipeline import CausalInferencePipeline
 from wan.process_group import join, leave, wait_for_all
 
@@ -136,7 +136,12 @@ def measure_rollouts(
     """One model's rollouts by one GPU and by all of them, in every way that is asked for."""
     alone = bench.first_alone(partial(timed_rows, bench, inputs, args.repeats))
     apply_head_parallel(inputs.pipeline.model, bench.group)
-    found: dict[str, Any] = {"weights_gb": round(weights_gb(inputs), 2), "rows": {}}
+    shard = shard_of(inputs.pipeline.model)
+    found: dict[str, Any] = {
+        "weights_gb": round(weights_gb(inputs), 2),
+        "exchange": "peers' memory" if shard and shard.peer_memory else "all-to-all",
+        "rows": {},
+    }
     for way in args.ways:
         if way == "graphs":
             apply_cuda_graphs(inputs.pipeline.model)

@@ -88,6 +88,7 @@ class Memory:
             "KV cache": cache // c.gpus,  # each process keeps its share of the heads
             "text": (1 + self.bidirectional + replayed) * memory_parts.text_states(m, dtype),
             "activations": memory_parts.activations(m, dtype, queries),
+            "exchange": memory_parts.exchange(c, m, dtype, queries, self.requests),
             "latents": memory_parts.latents(c, m, dtype),
             "capture": kept + max(looking, default=0),
         }

@@ -96,6 +96,21 @@ def activations(model: ModelConfig, dtype: torch.dtype, queries: int) -> int:
     return queries * ((model.ffn_dim + 6 * model.dim) * dtype.itemsize + 6 * model.head_dim * FLOAT)
 
 
+def exchange(
+    config: RunConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    queries: int,
+    requests: Sequence[CaptureRequest],
+) -> int:
+    """Places by which processes exchange q, k, v and outputs, all with raw keys, queries of captured text."""
+    if config.gpus == 1:
+        return 0
+    has_raw = config.policy.raw_slots(cached_frames(config)) > 0
+    tensors = 4 + 4 * has_raw + any("cross" in request.kinds for request in requests)
+    return tensors * queries * model.dim // config.gpus * dtype.itemsize
+
+
 def latents(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """The video's latents, and noise for every step."""
     values = config.num_frames * model.in_dim * config.height * config.width

@@ -44,6 +44,7 @@ def test_two_processes(tmp_path):
     assert set(rows) == {"nothing", "mean logits + mass"} and report["gpus"] == 2
     assert report["error"]["between"] < 1e-5 and report["sweep"]["same_bytes"]
     assert not report["error"]["ways_differ"] and report["long"]["num_frames"] == 6
+    assert report["rollouts"]["Wan2.1-T2V-1.3B"]["exchange"] == "all-to-all"
     for way, profile in report["rollouts"]["Wan2.1-T2V-1.3B"]["profiles"].items():
         assert any("c10d::alltoall_base_" in line for line in profile["cpu"]), way
     for row in rows.values():

@@ -204,3 +204,19 @@ def test_predictions_of_a_rollout_over_gpus_are_within_2_percent(tmp_path, way, 
     for row, requests in (("nothing", []), ("mean logits + mass", [CaptureRequest(granularity="frame")])):
         run = on_gpu(tmp_path, requests, gpus=gpus)
         assert abs(total(run, "rolling out", "GPU") / (1e9 * rows[row][way]["peak_gb"]) - 1) < 0.02
+
+
+def test_places_of_an_exchange_are_planned(tmp_path):
+    cross = CaptureRequest(granularity="frame", kinds=("self", "cross"))
+    moving = {"cache_policy": {"name": "relative", "window": 9, "sink": 3}}
+    found = [
+        next(n.parts["exchange"] for n in run.needs() if (n.phase, n.where) == ("rolling out", "GPU"))
+        for run in (
+            on_gpu(tmp_path),
+            on_gpu(tmp_path, gpus=2),
+            on_gpu(tmp_path, gpus=3, **moving),
+            on_gpu(tmp_path, [cross], gpus=2),
+        )
+    ]
+    each = 3 * 1560 * 1536 * 2  # a block of 3 frames, in bfloat16
+    assert found == [0, 4 * each // 2, 8 * each // 3, 5 * each // 2]
