@@ -143,6 +143,7 @@ def by_policy(group, folder):
     return {name: same(runs[0][name], runs[1][name]) for name in POLICIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.beside)])
 def test_rollouts_under_every_policy(size, tmp_path):
     every = together(size, lambda group: by_policy(group, tmp_path))
@@ -154,6 +155,7 @@ def under_edits(group, folder):
     return {name: same(found[name], expected[name]) for name in expected} | {"": torch.equal(norms, wanted)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.beside)])
 def test_rollouts_under_edits(size, tmp_path):
     for found in together(size, lambda group: under_edits(group, tmp_path)):
@@ -173,6 +175,7 @@ def replayed(group):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.beside)])
 def test_graphs_replay_their_exchange(size):
     assert together(size, replayed) == [[True] * 6] * size
