@@ -67,7 +67,9 @@ def test_it_is_the_packages_own_kernel():
 @pytest.mark.parametrize("factor", [1.0, 5.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("heads", [12, 6, 3, 40])
 def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
-    """As exact as the kernel alone; the others are what it gives, bit for bit."""
+    """They are rounded twice, so their error may be √2 times that of one rounding, in both directions alike;
+    the others are what the kernel alone gives, bit for bit.
+    """
     q, k, v = call((1, heads, 4680, 21, 1560), factor)
     whole, chunks = waves.plan(
         4680, 32760, 1, heads, torch.cuda.get_device_properties(0).multi_processor_count
@@ -80,7 +82,7 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
     weights = (q[:, :2, whole:].double() @ k[:, :2].double().mT * 128**-0.5).softmax(-1)
     exact = weights @ v[:, :2].double()
     errors = [(x[:, :2, whole:] - exact).square().mean().sqrt() for x in (found, out)]
-    assert errors[0] <= 1.15 * errors[1]
+    assert errors[0] <= 2**0.5 * errors[1]
     torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
 
 
