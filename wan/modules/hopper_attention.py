@@ -77,9 +77,9 @@ def _in_chunks(
     frame_size: int,
 ) -> None:
     """The same for queries [1, L, H, D] with chunks of the keys as items, to out [L, H, D] and lse [H, L]."""
-    q = q.expand(chunks, -1, -1, -1)
+    q = q.expand(chunks, -1, -1, -1).contiguous()
     k, v = (x[0].unflatten(0, (chunks, -1)) for x in (k, v))
-    parts, lses = (torch.empty(chunks, *x.shape, dtype=x.dtype, device=x.device) for x in (out, lse))
+    parts, lses = torch.empty_like(q), torch.empty(chunks, *lse.shape, device=q.device)
     _launch(q, k, v, parts, lses, tails, frame_size, are_chunks=True)
     waves.join(parts, lses, out, lse)
     if tails is not None:
@@ -96,7 +96,7 @@ def _launch(
     frame_size: int,
     are_chunks: bool = False,
 ) -> None:
-    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks)
+    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks and tails is not None)
     aux = AuxData(None if tails is None else [tails], None)
     kernel(q, k, v, out, lse, q.shape[3] ** -0.5, *[None] * 9, aux, None, None)
 
@@ -108,7 +108,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bool) -> Any:
-    """The kernel for all lengths and numbers of heads; are_chunks: its items have the same queries."""
+    """The kernel for all lengths, batches and numbers of heads."""
     kind = TYPES[dtype]
     batch, heads, len_q, len_k = (cute.sym_int() for _ in range(4))
     aligned = 128 // kind.width  # elements: rows begin at multiples of 16 bytes
@@ -116,8 +116,6 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bo
         make_fake_tensor(kind, (batch, length, heads, head_dim), divisibility=aligned)
         for length in (len_q, len_k, len_k, len_q)
     )
-    if are_chunks:  # a distance of 0 between items must be known beforehand
-        q = cute.runtime.make_fake_tensor(kind, q.shape, stride=(0, *q.stride[1:]), assumed_align=16)
     lse = make_fake_tensor(Float32, (batch, heads, len_q))
     if frame_size:
         of_frames = partial(ForwardWithTails, frame_size=frame_size, are_chunks=are_chunks)
