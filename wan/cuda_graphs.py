@@ -37,6 +37,12 @@ def apply_cuda_graphs(model: CausalWanModel) -> None:
         vars(block)["forward"] = ReplayedBlock(block, recorder, inputs)
 
 
+def remove_cuda_graphs(model: CausalWanModel) -> None:
+    """Let layers run as before apply_cuda_graphs(), whose memory is free then."""
+    for block in model.blocks:
+        vars(block).pop("forward", None)
+
+
 class Recorder:
     """Records calls, which take their memory from one pool: what one is to find there must be kept."""
 
