@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import os
 
 import torch
 
@@ -47,11 +48,11 @@ def policy_of(name: str, folder):
     if name == "per_head":  # a class lives in the first heads alone, another in one layer alone
         labels = [["a" if head < 4 else "b" for head in range(HEADS)] for _ in range(LAYERS)]
         labels[3] = ["c" if head % 2 else "a" for head in range(HEADS)]
-        if not (folder / "labels.csv").exists():  # by the parent of all processes
-            with (folder / "labels.csv").open("w", newline="") as file:
-                csv.writer(file).writerows(labels)
+        path = folder / f"labels_{os.getpid()}.csv"  # no process reads what another one is writing
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(labels)
         classes = {"a": "participative", "b": "full", "c": "memory_bank"}
-        settings |= {"file": str(folder / "labels.csv")}
+        settings |= {"file": str(path)}
         settings |= {"policies": {label: POLICIES[policy] for label, policy in classes.items()}}
     return make_policy(**settings)
 
