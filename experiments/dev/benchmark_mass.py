@@ -78,7 +78,7 @@ def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
     calls: dict[str, Callable[[], Any]] = {ATTENTION: partial(attention_with_lse, q_heads, k_heads, k_heads)}
     calls |= ways(q, k, lse, key_frames)
     masses = {way: call() for way, call in calls.items() if way != ATTENTION}
-    if attention_backend.gives_tails(q_heads, k_heads, k_heads, key_frames):
+    if attention_backend.gives_tails(q_heads, k_heads, k_heads):
 
         def by_query_frames(count: int) -> Tensor:
             tails = attention_backend.fa4_with_tails(q_heads, k_heads, k_heads, key_frames)[2]

@@ -131,19 +131,18 @@ def test_the_rule(machine, monkeypatch, found, capability, wanted, expected):
 
 
 def test_who_says_what_mass_frames_have(machine):
-    """The launched kernel, of frames that are no smaller than its tiles; no other, and none of training."""
+    """The launched kernel; no other, and none of training."""
     machine()
     with FakeTensorMode():
-        assert attention_backend.gives_tails(*fake_call(1280), 10)
-        assert not attention_backend.gives_tails(*fake_call(1280), 11)  # a tile could hold two beginnings
-        assert not attention_backend.gives_tails(*fake_call(SHORT), 1)
+        assert attention_backend.gives_tails(*fake_call(1280))
+        assert not attention_backend.gives_tails(*fake_call(SHORT))
         for other in ({"dtype": torch.float32}, {"head_dim": 64}, {"trains": True}):
-            assert not attention_backend.gives_tails(*fake_call(1280, **other), 10)
-        assert not attention_backend.gives_tails(*(x.cpu() for x in fake_call(1280)), 10)
+            assert not attention_backend.gives_tails(*fake_call(1280, **other))
+        assert not attention_backend.gives_tails(*(x.cpu() for x in fake_call(1280)))
     machine(capability=(10, 0))
     attention_backend._is_launched.cache_clear()
     with FakeTensorMode():
-        assert not attention_backend.gives_tails(*fake_call(LONG), 10)
+        assert not attention_backend.gives_tails(*fake_call(LONG))
 
 
 @pytest.mark.parametrize(
@@ -174,13 +173,15 @@ def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch,
     latents, expected = captured(granularity="frame")
     monkeypatch.setattr(attention_backend, "gives_tails", lambda *call: True)
     monkeypatch.setattr(attention_backend, "fa4_with_tails", tails)
+    captured(granularity="frame")
+    assert not asked  # a tile could hold the beginnings of two of these frames
+    monkeypatch.setattr(attention_backend, "SMALLEST_FRAME", 5)
     again, found = captured(granularity="frame")
     assert torch.equal(latents, again)
     assert asked == [len(call.layout.slots) for call in found] and len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
-        assert one.values.keys() == other.values.keys() and torch.equal(
-            one["frame_logits"], other["frame_logits"]
-        )
+        assert one.values.keys() == other.values.keys()
+        assert torch.equal(one["frame_logits"], other["frame_logits"])
         for name in {"frame_mass", "slot_mass"} & one.values.keys():
             torch.testing.assert_close(one[name], other[name], atol=1e-6, rtol=0)
     asked.clear()

@@ -66,9 +66,10 @@ def _attention_with_tails(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """attention_with_lse(), bit for bit, and what its kernel knows of a mass that is asked for."""
     q, k, v = heads_first
-    frames = ATTENTION_WEIGHT_CAPTURE.frames_weighed(site, layout)
-    if frames and attention_backend.gives_tails(q, k, v, frames):
-        return attention_backend.fa4_with_tails(q, k, v, frames)
+    if attention_backend.gives_tails(q, k, v):
+        frames = ATTENTION_WEIGHT_CAPTURE.frames_weighed(site, layout)
+        if 0 < frames * attention_backend.SMALLEST_FRAME <= k.shape[2]:
+            return attention_backend.fa4_with_tails(q, k, v, frames)
     return *attention_with_lse(q, k, v), None
 
 

@@ -30,7 +30,8 @@ LAUNCHED = "4.0.0b36"
 # On an H200 FlashAttention-4 is as fast as cuDNN at 512 keys, the text's, and faster beyond. Its own function
 # is slower up to 3120 keys, because of its 100 us on the host (docs/benchmarks/attention_h200.json).
 FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
-LARGEST_HEAD, LARGEST_TILE = 128, 128
+LARGEST_HEAD = 128
+SMALLEST_FRAME = 128  # keys; a tile of hopper_attention.py holds the beginning of one
 ROW_BYTES = 16
 
 
@@ -71,9 +72,9 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not trains and (k.shape[2] >= FEWEST_KEYS_OF_FUNCTION or launches(q))
 
 
-def gives_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> bool:
-    """Whether the kernel of such a call can say at once what mass whole key frames have."""
-    return q.is_cuda and takes(q, k, v) and launches(q) and k.shape[2] >= num_frames * LARGEST_TILE
+def gives_tails(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel of such a call can say what mass key frames of SMALLEST_FRAME keys or more have."""
+    return q.is_cuda and takes(q, k, v) and launches(q)
 
 
 def kernels_can_read(q: Tensor) -> bool:
