@@ -11,6 +11,13 @@ from torch import Tensor
 
 
 @triton.jit
+def _layer_norm(x, inside, dim, eps):
+    """Of the first dim numbers of x, which are inside; the others are 0."""
+    centred = tl.where(inside, x - tl.sum(x) / dim, 0.0)
+    return centred * tl.rsqrt(tl.sum(centred * centred) / dim + eps)
+
+
+@triton.jit
 def _modulated_norm_kernel(
     x_ptr,
     scale_ptr,
@@ -31,9 +38,7 @@ def _modulated_norm_kernel(
     x = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + row * stride_scale + columns, mask=inside, other=0.0)
     shift = tl.load(shift_ptr + row * stride_shift + columns, mask=inside, other=0.0)
-    centred = tl.where(inside, x - tl.sum(x) / dim, 0.0)
-    inverse_std = tl.rsqrt(tl.sum(centred * centred) / dim + eps)
-    result = centred * inverse_std * (1.0 + scale) + shift
+    result = _layer_norm(x, inside, dim, eps) * (1.0 + scale) + shift
     tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -85,9 +90,7 @@ def _add_norm_kernel(
     shift = tl.load(shift_ptr + row * stride_shift + columns, mask=inside, other=0.0).to(tl.float32)
     if not AFFINE:
         scale += 1.0
-    centred = tl.where(inside, total - tl.sum(total) / dim, 0.0)
-    inverse_std = tl.rsqrt(tl.sum(centred * centred) / dim + eps)
-    result = centred * inverse_std * scale + shift
+    result = _layer_norm(total, inside, dim, eps) * scale + shift
     tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 

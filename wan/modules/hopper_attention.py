@@ -1,8 +1,8 @@
 """FlashAttention-4's forward on Hopper, launched without its Python front, and with sums at key frames.
 
-flash-attn-4's own function takes 100 us of Python before each launch, this file 15 (H200). The kernel is the
-package's, compiled as that function compiles it: the same bits, but for the queries whose keys
-wan/modules/waves.py takes in chunks. For a captured mass it is compiled once more, with one addition: where a
+flash-attn-4's own function takes 0.1 ms of Python before each launch, more than a short call lasts
+(docs/benchmarks/attention_h200.json). The kernel is the package's, compiled as that function compiles it: the
+same bits, but for the queries whose keys wan/modules/waves.py takes in chunks. For a captured mass it is compiled once more, with one addition: where a
 key frame begins, it stores the row sums that its softmax has anyway. Mass by key frame then costs neither a
 second q kᵀ nor a second softmax, and the output stays the same, bit for bit.
 
@@ -11,6 +11,7 @@ It takes hold of the package's inside, hence of one version: attention_backend.L
 
 import inspect
 import operator
+import warnings
 from functools import cache, partial
 from typing import Any
 
@@ -124,7 +125,9 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bo
     else:
         forward, tails = FlashAttentionForwardSm90(kind, head_dim, head_dim, 1, **TILING, **OPTIONS), None
     rest = [*[None] * 9, AuxData(tails, None), None, None, make_fake_stream()]
-    return cute.compile(forward, q, k, v, out, lse, Float32(1.0), *rest, options="--enable-tvm-ffi")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Argument aux_data")  # which is known at compile time, as it says
+        return cute.compile(forward, q, k, v, out, lse, Float32(1.0), *rest, options="--enable-tvm-ffi")
 
 
 class ForwardWithTails(FlashAttentionForwardSm90):
@@ -145,7 +148,7 @@ class ForwardWithTails(FlashAttentionForwardSm90):
         return super().mma(*args, **options)
 
     # The sums are kept behind all else that a tile needs. Between its softmax and the conversion of what that
-    # gives, a branch would part instructions that run beside each other: the kernel took 15 to 22 % longer.
+    # gives, a branch parts instructions that run beside each other, and the whole kernel is slower.
 
     def first_half_block_overlap(
         self, n_block: Int32, *args: Any, softmax: Softmax, seqlen: SeqlenInfoQK, **options: Any
