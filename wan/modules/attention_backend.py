@@ -28,7 +28,7 @@ HALF = (torch.bfloat16, torch.float16)
 # The version whose kernel hopper_attention.py launches; of others the package's own function is called.
 LAUNCHED = "4.0.0b36"
 # On an H200 FlashAttention-4 is as fast as cuDNN at 512 keys, the text's, and faster beyond. Its own function
-# is as slow as cuDNN up to 3120 keys, for its 0.1 ms on the host (docs/benchmarks/attention_h200.json).
+# is slower up to 2048 keys, for its 0.1 ms on the host (docs/benchmarks/attention_h200.json).
 FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
 LARGEST_HEAD = 128
 SMALLEST_FRAME = 128  # keys; a tile of hopper_attention.py holds the beginning of one

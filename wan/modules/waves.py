@@ -14,8 +14,8 @@ from torch import Tensor
 
 TILE = 128  # queries and keys
 MOST_CHUNKS = 24
-# Estimates in steps of one tile of queries over one tile of keys, of which a whole call of 21 frames takes 4 ·
-# 256 one after the other: to begin and to end with a tile of queries, and to launch and join chunks.
+# Estimates in steps of one tile of queries over one tile of keys: to begin and to end with a tile of queries,
+# and to launch and join chunks.
 START, JOIN = 3, 16
 
 
