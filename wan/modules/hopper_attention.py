@@ -4,8 +4,8 @@ flash-attn-4's own function takes 0.1 ms of Python before each launch, more than
 (docs/benchmarks/attention_h200.json). The kernel is the package's, compiled as that function compiles it: the
 same bits, but for the queries whose keys wan/modules/waves.py takes in chunks. For a captured mass it is
 compiled once more, with one addition: where a key frame begins, it stores the row sums that its softmax has
-anyway. Mass by key frame then costs neither a second q kᵀ nor a second softmax, and the output stays the same,
-bit for bit.
+anyway. Mass by key frame then costs neither a second q kᵀ nor a second softmax, and the output stays the
+same, bit for bit.
 
 It takes hold of the package's inside, hence of one version: attention_backend.LAUNCHED.
 """
