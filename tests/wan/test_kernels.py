@@ -254,6 +254,41 @@ def test_chunks_of_keys_are_joined(frames, chunks):
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("frame_size", [0, 40, 60])
+@pytest.mark.parametrize("plan", [(30, 1), (20, 3), (0, 8), (29, 2)], ids=str)
+def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
+    """A kernel by formulas stands in; keys lie in a larger buffer, as a cache's do."""
+    from wan.modules import waves
+
+    monkeypatch.setattr(waves, "plan", lambda *sizes: plan)
+    asked = []
+
+    def launch(q, k, v, out, lse, tails, frame_size, are_chunks):
+        asked.append((q.shape[1], len(q)))
+        logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
+        out.copy_(torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double()))
+        lse.copy_(logits.logsumexp(-1))
+        for frame in range(0 if tails is None else tails.shape[3]):
+            item, begin = slice(None), frame * frame_size
+            if are_chunks:
+                item, begin = begin // k.shape[1], begin % k.shape[1]
+            kept = tails[:, :, :, frame]
+            kept.copy_(tails_of(logits[item], [begin])[..., 0, :].view(kept.shape))
+
+    q, k, v = drawn(1, 30, 3, 16) * 3, *(drawn(1, 125 + i, 4, 16)[:, i : 120 + i, 1:] for i in (2, 5))
+    out, lse, tails = waves.attend(launch, q, k, v, frame_size, 132)
+    assert asked == [x for x in ((plan[0], 1), (30 - plan[0], plan[1])) if x[0]]
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
+    expected = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double())
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-6, rtol=0)
+    if not frame_size:
+        assert tails is None
+        return
+    mass = logits.softmax(-1).unflatten(-1, (-1, frame_size)).sum(-1).mean(2)
+    torch.testing.assert_close(reductions.mass_of_tails(tails, 1)[:, :, 0].double(), mass, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("heads", [1, 3, 6, 10, 12, 20, 40])
 @pytest.mark.parametrize("processors", [114, 132, 148])
 def test_who_sees_keys_in_chunks(heads, processors):

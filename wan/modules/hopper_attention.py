@@ -50,42 +50,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Ten
     that had been subtracted. wan/modules/mass_kernel.py makes masses of them.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    batch, len_q, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, len_q, device=q.device)
-    tails = None
-    if frame_size:
-        tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
-    whole, chunks = waves.plan(len_q, k.shape[1], batch, heads, _multiprocessors(q.device))
-    if whole:
-        first = slice(0, whole)
-        of_first = None if tails is None else tails[..., first]
-        _launch(q[:, first], k, v, out[:, first], lse[..., first], of_first, frame_size)
-    if whole < len_q:
-        last = slice(whole, len_q)
-        of_last = None if tails is None else tails[..., last]
-        _in_chunks(chunks, q[:, last], k, v, out[0, last], lse[0, :, last], of_last, frame_size)
-    return out, lse, tails
-
-
-def _in_chunks(
-    chunks: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tails: Tensor | None,
-    frame_size: int,
-) -> None:
-    """The same for queries [1, L, H, D] with chunks of the keys as items, to out [L, H, D] and lse [H, L]."""
-    q = q.expand(chunks, -1, -1, -1).contiguous()
-    k, v = (x[0].unflatten(0, (chunks, -1)) for x in (k, v))
-    parts, lses = torch.empty_like(q), torch.empty(chunks, *lse.shape, device=q.device)
-    _launch(q, k, v, parts, lses, tails, frame_size, are_chunks=True)
-    waves.join(parts, lses, out, lse)
-    if tails is not None:
-        waves.join_tails(tails[:, 0], lses, lse, k.shape[1], frame_size)
+    return waves.attend(_launch, q, k, v, frame_size, _multiprocessors(q.device))
 
 
 def _launch(
@@ -96,8 +61,9 @@ def _launch(
     lse: Tensor,
     tails: Tensor | None,
     frame_size: int,
-    are_chunks: bool = False,
+    are_chunks: bool,
 ) -> None:
+    """See waves.Launch."""
     kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks and tails is not None)
     aux = AuxData(None if tails is None else [tails], None)
     kernel(q, k, v, out, lse, q.shape[3] ** -0.5, *[None] * 9, aux, None, None)

@@ -7,7 +7,9 @@ again. What chunks saw is joined by their log-sum-exp (as FlashAttention-2 split
 """
 
 from functools import cache
+from typing import Protocol
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +39,70 @@ def plan(len_q: int, len_k: int, batch: int, heads: int, multiprocessors: int) -
         if len_k % chunks == 0 and (now := steps(whole, 1) + steps(blocks - whole, chunks) + JOIN) < best:
             best, chosen = now, (whole * TILE, chunks)
     return chosen
+
+
+class Launch(Protocol):
+    """An attention kernel of [B, L, H, D], to out like q and its log-sum-exp [B, H, Lq].
+
+    With a frame_size, tails [2, B, H, Fk, Lq] get for each frame of keys the sum of a query's exponentials
+    from its first key to the last one of all, and, in units of log 2, the maximum that had been subtracted.
+    are_chunks: items are chunks of one item's keys, and tails [2, 1, H, Fk, Lq] end with a frame's chunk.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tails: Tensor | None,
+        frame_size: int,
+        are_chunks: bool,
+    ) -> None: ...
+
+
+def attend(
+    launch: Launch, q: Tensor, k: Tensor, v: Tensor, frame_size: int, multiprocessors: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output [B, L, H, D], log-sum-exp [B, H, Lq], and with a frame_size tails [2, B, H, Fk, Lq]."""
+    batch, len_q, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, len_q, device=q.device)
+    tails = None
+    if frame_size:
+        tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
+    whole, chunks = plan(len_q, k.shape[1], batch, heads, multiprocessors)
+    if whole:
+        first = slice(0, whole)
+        of_first = None if tails is None else tails[..., first]
+        launch(q[:, first], k, v, out[:, first], lse[..., first], of_first, frame_size, False)
+    if whole < len_q:
+        last = slice(whole, len_q)
+        of_last = None if tails is None else tails[..., last]
+        _in_chunks(launch, chunks, q[:, last], k, v, out[0, last], lse[0, :, last], of_last, frame_size)
+    return out, lse, tails
+
+
+def _in_chunks(
+    launch: Launch,
+    chunks: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tails: Tensor | None,
+    frame_size: int,
+) -> None:
+    """The same for queries [1, L, H, D] with chunks of the keys as items, to out [L, H, D] and lse [H, L]."""
+    q = q.expand(chunks, -1, -1, -1).contiguous()
+    k, v = (x[0].unflatten(0, (chunks, -1)) for x in (k, v))
+    parts, lses = torch.empty_like(q), torch.empty(chunks, *lse.shape, device=q.device)
+    launch(q, k, v, parts, lses, tails, frame_size, True)
+    join(parts, lses, out, lse)
+    if tails is not None:
+        join_tails(tails[:, 0], lses, lse, k.shape[1], frame_size)
 
 
 @triton.jit
