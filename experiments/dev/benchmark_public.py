@@ -61,6 +61,12 @@ def measure(args: argparse.Namespace) -> None:
         )
     model_class, public_attention = measure_public.import_public(args.checkout)
     rollout, sizes = measure_capture.make_rollout(config, args.random_weights)
+    tokens = config.num_frames * sizes.tokens_per_frame(config.height, config.width)
+    if tokens > measure_public.MOST_TOKENS:
+        raise ConfigError(
+            f"{config.num_frames} frames are {tokens} tokens, and the public code attends to the last "
+            f"{measure_public.MOST_TOKENS}; take fewer frames"
+        )
     public = measure_public.build_public(model_class, rollout.pipeline.model, sizes)
     captured = list(measure_capture.rows(config, sizes.num_layers).items())[:3]  # plain, logits, mass
     rows = {PUBLIC: partial(measure_public.roll_out_public, public, rollout, sizes)}

@@ -21,6 +21,7 @@ from wan.errors import ConfigError, reason_of
 from wan.scheduler import add_noise, flow_to_x0
 
 URL, TRANSFORMER = "https://github.com/guandeh17/Self-Forcing", "wan/modules/causal_model.py"
+MOST_TOKENS = 32760  # keys that a query sees, 21 frames of 60 x 104: older ones are left out without a word
 SIZES = ("text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_dim", "num_heads", "num_layers")
 
 
@@ -38,8 +39,9 @@ def import_public(checkout: Path) -> tuple[type, str]:
             package = ModuleType(name)
             package.__path__ = [str(checkout / name.replace(".", "/"))]
             sys.modules[name] = package
-        found = import_module("wan.modules.causal_model").CausalWanModel
-        attention, model = (import_module(f"wan.modules.{name}") for name in ("attention", "model"))
+        names = ("attention", "model", "causal_model")
+        attention, *users = (import_module(f"wan.modules.{name}") for name in names)
+        found = users[-1].CausalWanModel
     except Exception as error:  # of its code or of a package that it needs
         raise ConfigError(
             f"the transformer of {checkout} cannot be imported: {reason_of(error)}; install what its "
@@ -48,7 +50,7 @@ def import_public(checkout: Path) -> tuple[type, str]:
     finally:
         _take_wan()
         sys.modules.update(ours)
-    return found, _choose_attention(attention, model)
+    return found, _choose_attention(attention, *users)
 
 
 def _take_wan() -> dict[str, ModuleType]:
@@ -57,14 +59,20 @@ def _take_wan() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def _choose_attention(attention: ModuleType, model: ModuleType) -> str:
+def _choose_attention(attention: ModuleType, model: ModuleType, causal_model: ModuleType) -> str:
     """The public code's own choice; without FlashAttention cross-attention takes its own fallback too."""
     if attention.FLASH_ATTN_3_AVAILABLE:
         return "FlashAttention-3"
     if hasattr(getattr(attention, "flash_attn", None), "flash_attn_varlen_func"):
         return "FlashAttention-2"
     vars(attention)["FLASH_ATTN_2_AVAILABLE"] = False  # flash-attn-4 alone is a package flash_attn too
-    vars(model)["flash_attention"] = attention.attention
+    fallback = attention.attention
+
+    def in_its_own_dtype(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """The fallback, which returns bfloat16 unless told otherwise: weights of other dtypes refuse it."""
+        return fallback(q, k, v, **{"dtype": q.dtype} | options)
+
+    vars(model)["flash_attention"] = vars(causal_model)["attention"] = in_its_own_dtype
     return "PyTorch's scaled_dot_product_attention"
 
 
@@ -73,7 +81,7 @@ def build_public(model_class: type, ours: torch.nn.Module, sizes: ModelConfig) -
     weight = next(ours.parameters())
     with torch.device(weight.device):
         model = model_class(**{name: getattr(sizes, name) for name in SIZES}, eps=sizes.eps)
-    model = model.to(weight.dtype).eval().requires_grad_(False)
+    torch.nn.Module.to(model, weight.dtype).eval().requires_grad_(False)  # diffusers' own warns of nothing
     try:
         model.load_state_dict(ours.state_dict())
     except RuntimeError as error:

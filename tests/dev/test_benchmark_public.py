@@ -4,6 +4,7 @@ The checkout here is a stand-in: the modules' names and calls are the public cod
 """
 
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -77,6 +78,18 @@ def test_it_is_imported_beside_our_own_package(checkout):
     assert attention == "PyTorch's scaled_dot_product_attention"  # that package has no FlashAttention-2
 
 
+def test_its_fallback_keeps_the_dtype_of_the_weights():
+    attention, model, causal_model = (ModuleType(name) for name in ("attention", "model", "causal_model"))
+    vars(attention).update(
+        FLASH_ATTN_3_AVAILABLE=False,
+        attention=lambda q, k, v, k_lens=None, dtype=torch.bfloat16: q.to(dtype),  # as the public one
+    )
+    measure_public._choose_attention(attention, model, causal_model)
+    q = torch.ones(2)
+    assert causal_model.attention(q, q, q).dtype == torch.float32
+    assert model.flash_attention(q, q, q, k_lens=None).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     "text, said",
     [("import no_such_package", "no_such_package.*requirements.txt"), ("def", "cannot be imported")],
@@ -107,6 +120,14 @@ def test_other_parameters_are_refused(checkout):
     )
     with pytest.raises(ConfigError, match="has other parameters: "):
         measure_public.build_public(StandIn, torch.nn.Linear(2, 2), sizes)
+
+
+def test_frames_that_the_public_code_does_not_attend_to_are_refused(checkout, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(measure_public, "MOST_TOKENS", 9 * 16 - 1)
+    with pytest.raises(ConfigError, match="9 frames are 144 tokens"):
+        flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "9", "--device", "cpu"]
+        benchmark_public.run([str(checkout), *flags])
 
 
 def test_table():
