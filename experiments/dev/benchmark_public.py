@@ -34,7 +34,8 @@ def rows_of(results: dict[str, dict]) -> str:
     for name, row in results.items():
         low, high = row["times_public_interval"]
         ratio = f"{row['times_public']:.3f}" + ("" if low == high else f" ({low:.3f}–{high:.3f})")
-        differs = "" if name == PUBLIC else f"{100 * row['relative_difference']:.2f} %"
+        apart = row["relative_difference"]
+        differs = "" if name == PUBLIC else f"{apart:.1e}" if apart < 1e-4 else f"{100 * apart:.2f} %"
         rows.append((name, f"{row['median_seconds']:.3f}", ratio, f"{row['gpu_peak_mib']} MiB", differs))
     return markdown(header, rows)
 

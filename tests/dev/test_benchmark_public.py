@@ -137,3 +137,5 @@ def test_table():
     assert found["ours, plain"]["relative_difference"] == pytest.approx(0.01, rel=1e-3)
     assert found["public code"]["times_public"] == 1 and len(found["ours, plain"]["seconds"]) == 2
     assert "| 1.00 % |" in benchmark_public.rows_of(found).splitlines()[-1]
+    found[list(found)[-1]]["relative_difference"] = 1.37e-6
+    assert "| 1.4e-06 |" in benchmark_public.rows_of(found).splitlines()[-1]
