@@ -135,6 +135,8 @@ def test_who_says_what_mass_frames_have(machine):
     machine()
     with FakeTensorMode():
         assert attention_backend.gives_tails(*fake_call(1280))
+        tails = attention_backend.fa4_with_tails(*fake_call(1280), 10)[2]
+        assert tails.shape == (2, 1, 2, 10, 48)
         assert not attention_backend.gives_tails(*fake_call(SHORT))
         for other in ({"dtype": torch.float32}, {"head_dim": 64}, {"trains": True}):
             assert not attention_backend.gives_tails(*fake_call(1280, **other))
@@ -176,7 +178,8 @@ def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch,
     captured(granularity="frame")
     assert not asked  # a tile could hold the beginnings of two of these frames
     monkeypatch.setattr(attention_backend, "SMALLEST_FRAME", 5)
-    again, found = captured(granularity="frame")
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="key"):  # the inner one is served
+        again, found = captured(granularity="frame")
     assert torch.equal(latents, again)
     assert asked == [len(call.layout.slots) for call in found] and len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):

@@ -64,8 +64,8 @@ def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
     """A kernel by formulas stands in; keys lie in a larger buffer, as a cache's do."""
     from wan.modules import waves
 
-    monkeypatch.setattr(waves, "plan", lambda *sizes: plan)
-    asked = []
+    asked, sizes = [], []
+    monkeypatch.setattr(waves, "plan", lambda *given: sizes.append(given) or plan)
 
     def launch(q, k, v, out, lse, tails, frame_size, are_chunks):
         asked.append((q.shape[1], len(q)))
@@ -81,6 +81,7 @@ def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
 
     q, k, v = drawn(1, 30, 3, 16) * 3, *(drawn(1, 125 + i, 4, 16)[:, i : 120 + i, 1:] for i in (2, 5))
     out, lse, tails = waves.attend(launch, q, k, v, frame_size, 132)
+    assert sizes == [(30, 120, 1, 3, 132)]
     assert asked == [x for x in ((plan[0], 1), (30 - plan[0], plan[1])) if x[0]]
     logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
     expected = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double())

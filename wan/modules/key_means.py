@@ -42,7 +42,7 @@ class KeyMeans:
 
 def _begun(before: _LayerMeans | None, k: Tensor, layout: KeyLayout) -> _LayerMeans:
     """Room for the means of a layout, with those that the layout before it knew."""
-    chosen, count, settled = layout.chosen, len(layout.slots), 0
+    chosen, count = layout.chosen, len(layout.slots)
     if chosen is not None:
         count += len(segments_of(layout).chosen) - len(chosen.slots)
     known = _LayerMeans(layout, k.new_empty((len(k), count, *k.shape[2:]), dtype=torch.float32), 0)
