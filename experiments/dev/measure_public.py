@@ -21,7 +21,7 @@ from wan.errors import ConfigError, reason_of
 from wan.scheduler import add_noise, flow_to_x0
 
 URL, TRANSFORMER = "https://github.com/guandeh17/Self-Forcing", "wan/modules/causal_model.py"
-MOST_TOKENS = 32760  # keys that a query sees, 21 frames of 60 x 104: older ones are left out without a word
+MOST_TOKENS = 32760  # its max_attention_size, keys that a query sees: older ones are left out without a word
 SIZES = ("text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_dim", "num_heads", "num_layers")
 
 

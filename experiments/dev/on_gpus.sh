@@ -160,7 +160,8 @@ gpu_tests() { # with FlashAttention-4 too, where FA4 names its environment
     on "$SLOT" gpu_tests 200 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py \
         tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_attention_rows.py \
         tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py tests/wan/test_host_copies.py \
-        tests/wan/test_cuda_graphs.py tests/wan/test_hopper_attention.py tests/wan/test_kernels.py
+        tests/wan/test_cuda_graphs.py tests/wan/test_hopper_attention.py tests/wan/test_segment_kernel.py \
+        tests/wan/test_layers.py tests/wan/test_kv_cache.py
 }
 
 variants() { # one after the other: they write one log; as many clips as the first process of the base had

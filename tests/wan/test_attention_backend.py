@@ -177,7 +177,7 @@ def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch,
     monkeypatch.setattr(attention_backend, "fa4_with_tails", tails)
     captured(granularity="frame")
     assert not asked  # a tile could hold the beginnings of two of these frames
-    monkeypatch.setattr(attention_backend, "SMALLEST_FRAME", 5)
+    monkeypatch.setattr(attention_backend, "TILE", 5)
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="key"):  # the inner one is served
         again, found = captured(granularity="frame")
     assert torch.equal(latents, again)

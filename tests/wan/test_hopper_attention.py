@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from wan.modules import attention_backend, reductions, waves
-from wan.modules.mass_kernel import query_frame_mass
+from wan.modules import attention_backend, reductions
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(
@@ -43,6 +42,8 @@ def test_masses_are_those_of_the_softmax(sizes, factor):
     out, lse = attention_backend.fa4_attention(q, k, v)
     again, lse_again, tails = attention_backend.fa4_with_tails(q, k, v, frames)
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
+    from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
+
     found = reductions.mass_of_tails(tails, 1)[:, :, 0]
     rows = q.double() * 128**-0.5
     exact = torch.cat([(part @ k.double().mT).softmax(-1) for part in rows.split(390, 2)], 2)
@@ -70,6 +71,8 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
     """They are rounded twice, so their error may be √2 times that of one rounding, in both directions alike;
     the others are what the kernel alone gives, bit for bit.
     """
+    from wan.modules import waves
+
     q, k, v = call((1, heads, 4680, 21, 1560), factor)
     whole, chunks = waves.plan(
         4680, 32760, 1, heads, torch.cuda.get_device_properties(0).multi_processor_count
@@ -88,6 +91,8 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
 
 @pytest.mark.parametrize("queries_each", [1, 3])
 def test_masses_by_query_frame(queries_each):
+    from wan.modules.mass_kernel import query_frame_mass
+
     q, k, v = call(CALLS["two items"])
     _, lse, tails = attention_backend.fa4_with_tails(q, k, v, 7)
     expected = query_frame_mass(q.transpose(1, 2), k.transpose(1, 2), lse, 7)

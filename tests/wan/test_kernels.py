@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 from torch.utils._pytree import tree_map
 
 from wan.config import ModelConfig
@@ -180,25 +181,15 @@ def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_behind_attention(rows, dtype, monkeypatch):
-    """With the kernels that add and norm at once, against itself in float64 without any."""
+    """By the kernels that add and norm at once, where the module is in half or in whole precision."""
     from wan.modules import fused
 
-    dim, length = 48, 15
-    block = layers.Block(ModelConfig(dim=dim, ffn_dim=64, num_heads=3, num_layers=1), 0).requires_grad_(False)
-    block.norm3.weight.copy_(drawn(dim)), block.norm3.bias.copy_(drawn(dim + 1)[1:])
-    x, seen = (drawn(2, length, dim + i)[..., i:].to(dtype) * (i + 1) for i in range(2))
-    text = tuple(drawn(2, 7, 3, 16 + i)[..., i:].to(dtype) for i in range(2))
-    time = drawn(2, rows, 6, dim)
-    wanted = [tree_map(torch.Tensor.double, given) for given in (x, seen, time, text)]
-    block.double()
-    expected = block.finish(wanted[0], wanted[1], *block.modulations(wanted[2]), wanted[3])
-    block.to(dtype)
-    monkeypatch.setattr(layers, "fused_kernels", lambda _: fused)
+    called, kernel = [], fused.add_norm
+    monkeypatch.setattr(fused, "add_norm", lambda *given, **more: called.append(1) or kernel(*given, **more))
+    monkeypatch.setattr(layers, "fused_kernels", lambda x: None if x.dtype == torch.float64 else fused)
     monkeypatch.setattr(layers.FeedForward, "forward", torch.nn.Sequential.forward)  # cuBLAS's is CUDA's
-    found = block.finish(x, seen, *block.modulations(time), text)
-    assert found.dtype == dtype and block.modulations(time)[0].gate.dtype == torch.float32
-    error = (found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error <= (0.02 if dtype == torch.bfloat16 else 1e-6)
+    cut_off = 2 if dtype == torch.bfloat16 else 1  # where a GPU rounds
+    assert error_behind_attention(rows, dtype) <= cut_off * LAYER_ERROR[dtype] and len(called) == 2
 
 
 def test_queries_and_keys_in_a_place_of_their_own(monkeypatch):

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from conftest import golden_config
+from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 
 from wan.config import ModelConfig
 from wan.modules import layers
@@ -102,6 +103,12 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dt
     assert (
         found.shape == expected.shape and ((found - expected).abs() <= budget(expected, dtype) + extra).all()
     )
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_behind_attention(rows, dtype, device):
+    assert error_behind_attention(rows, dtype, device) <= LAYER_ERROR[dtype]
 
 
 @DTYPES

@@ -49,7 +49,8 @@ def attention(
         if ATTENTION_WEIGHT_CAPTURE.active:
             raise ValueError("a training step is captured with a mask [Lq, Lk]")
         return mask(*heads_first).transpose(1, 2)
-    observed, tails = site if ATTENTION_WEIGHT_CAPTURE.active else None, None
+    observed = site if ATTENTION_WEIGHT_CAPTURE.active else None
+    tails = None
     if mask is not None:
         out, lse = masked_attention_with_lse(heads_first[0], heads_first[1], heads_first[2], mask)
     elif observed is None:
@@ -68,7 +69,7 @@ def _attention_with_tails(
     q, k, v = heads_first
     if attention_backend.gives_tails(q, k, v):
         frames = ATTENTION_WEIGHT_CAPTURE.frames_weighed(site, layout)
-        if 0 < frames * attention_backend.SMALLEST_FRAME <= k.shape[2]:
+        if 0 < frames * attention_backend.TILE <= k.shape[2]:
             return attention_backend.fa4_with_tails(q, k, v, frames)
     return *attention_with_lse(q, k, v), None
 

@@ -31,7 +31,7 @@ LAUNCHED = "4.0.0b36"
 # is slower up to 2048 keys, for its 0.1 ms on the host (docs/benchmarks/attention_h200.json).
 FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
 LARGEST_HEAD = 128
-SMALLEST_FRAME = 128  # keys; a tile of hopper_attention.py holds the beginning of one
+TILE = 128  # queries, and keys, that hopper_attention.py takes at once: one may hold one frame's beginning
 ROW_BYTES = 16
 
 
@@ -73,7 +73,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def gives_tails(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel of such a call can say what mass key frames of SMALLEST_FRAME keys or more have."""
+    """Whether the kernel of such a call can say what mass key frames of TILE keys or more have."""
     return q.is_cuda and takes(q, k, v) and launches(q)
 
 

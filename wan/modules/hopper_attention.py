@@ -13,7 +13,7 @@ It takes hold of the package's inside, hence of one version: attention_backend.L
 import inspect
 import operator
 import warnings
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import cutlass
@@ -29,12 +29,14 @@ from quack.compile_utils import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
 from wan.modules import waves
-from wan.modules.waves import TILE  # one may hold the beginning of one frame
+from wan.modules.attention_backend import TILE
 
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
-# As flash_attn.cute.interface has it for this head dim.
-TILING: dict[str, Any] = {"tile_m": TILE, "tile_n": TILE, "num_stages": 2, "num_threads": 384}
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {  # as flash_attn.cute.interface has them for this head dim
+    "tile_m": TILE,
+    "tile_n": TILE,
+    "num_stages": 2,
+    "num_threads": 384,
     "pack_gqa": False,
     "Q_in_regs": False,
     "intra_wg_overlap": True,
@@ -42,31 +44,20 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attention of [B, L, H, D] in half precision, its log-sum-exp [B, H, Lq], and tails of frames or None.
+def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> waves.Seen:
+    """Attention of [B, L, H, D] in half precision; with a frame_size of TILE keys or more, tails of frames.
 
-    With a frame_size of at least TILE keys, tails [2, B, H, Fk, Lq] are float32: the sum of a query's
-    exponentials from the first key of a frame to the last key of all, and, in units of log 2, the maximum
-    that had been subtracted. wan/modules/mass_kernel.py makes masses of them.
+    wan/modules/mass_kernel.py makes masses of them.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return waves.attend(_launch, q, k, v, frame_size, _multiprocessors(q.device))
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tails: Tensor | None,
-    frame_size: int,
-    are_chunks: bool,
-) -> None:
+def _launch(q: Tensor, k: Tensor, v: Tensor, seen: waves.Seen, frame_size: int, are_chunks: bool) -> None:
     """See waves.Launch."""
-    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks and tails is not None)
-    aux = AuxData(None if tails is None else [tails], None)
-    kernel(q, k, v, out, lse, q.shape[3] ** -0.5, *[None] * 9, aux, None, None)
+    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks and seen.tails is not None)
+    aux = AuxData(None if seen.tails is None else [seen.tails], None)
+    kernel(q, k, v, seen.out, seen.lse, q.shape[3] ** -0.5, *[None] * 9, aux, None, None)
 
 
 @cache
@@ -85,12 +76,12 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bo
         for length in (len_q, len_k, len_k, len_q)
     )
     lse = make_fake_tensor(Float32, (batch, heads, len_q))
+    sizes, tails = (kind, head_dim, head_dim, 1), None  # the last: each head has its own keys
     if frame_size:
-        of_frames = partial(ForwardWithTails, frame_size=frame_size, are_chunks=are_chunks)
-        forward = of_frames(kind, head_dim, head_dim, 1, **TILING, **OPTIONS)
+        forward = ForwardWithTails(*sizes, frame_size=frame_size, are_chunks=are_chunks, **OPTIONS)
         tails = [make_fake_tensor(Float32, (2, *(cute.sym_int() for _ in range(3)), len_q))]
     else:
-        forward, tails = FlashAttentionForwardSm90(kind, head_dim, head_dim, 1, **TILING, **OPTIONS), None
+        forward = FlashAttentionForwardSm90(*sizes, **OPTIONS)
     rest = [*[None] * 9, AuxData(tails, None), None, None, make_fake_stream()]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Argument aux_data")  # which is known at compile time, as it says

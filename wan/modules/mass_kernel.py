@@ -131,7 +131,7 @@ def query_frame_mass(
     return mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_frames"])
 def _tails_kernel(tails_ptr, mass_ptr, part, num_frames, len_q, rows, BLOCK: tl.constexpr):
     """One program: mean mass of a key frame over the queries of a query frame of one head."""
     batch_head, query_frame, frame = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)

@@ -7,14 +7,15 @@ again. What chunks saw is joined by their log-sum-exp (as FlashAttention-2 split
 """
 
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 128  # queries and keys
+from wan.modules.attention_backend import TILE
+
 MOST_CHUNKS = 24
 # Estimates in steps of one tile of queries over one tile of keys: to begin and to end with a tile of queries,
 # and to launch and join chunks.
@@ -41,71 +42,66 @@ def plan(len_q: int, len_k: int, batch: int, heads: int, multiprocessors: int) -
     return chosen
 
 
-class Launch(Protocol):
-    """An attention kernel of [B, L, H, D], to out like q and its log-sum-exp [B, H, Lq].
+class Seen(NamedTuple):
+    """What queries saw: output like q, log-sum-exp [B, H, Lq], and where they are wanted tails of key frames.
 
-    With a frame_size, tails [2, B, H, Fk, Lq] get for each frame of keys the sum of a query's exponentials
-    from its first key to the last one of all, and, in units of log 2, the maximum that had been subtracted.
+    tails [2, B, H, Fk, Lq] hold for each frame of keys the sum of a query's exponentials from its first key
+    to the last one of all, and, in units of log 2, the maximum that had been subtracted.
+    """
+
+    out: Tensor
+    lse: Tensor
+    tails: Tensor | None
+
+    def of(self, queries: slice) -> "Seen":
+        tails = None if self.tails is None else self.tails[..., queries]
+        return Seen(self.out[:, queries], self.lse[..., queries], tails)
+
+
+class Launch(Protocol):
+    """An attention kernel of [B, L, H, D], which writes what queries see.
+
     are_chunks: items are chunks of one item's keys, and tails [2, 1, H, Fk, Lq] end with a frame's chunk.
     """
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tails: Tensor | None,
-        frame_size: int,
-        are_chunks: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, frame_size: int, are_chunks: bool
     ) -> None: ...
 
 
-def attend(
-    launch: Launch, q: Tensor, k: Tensor, v: Tensor, frame_size: int, multiprocessors: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output [B, L, H, D], log-sum-exp [B, H, Lq], and with a frame_size tails [2, B, H, Fk, Lq]."""
+def attend(launch: Launch, q: Tensor, k: Tensor, v: Tensor, frame_size: int, multiprocessors: int) -> Seen:
+    """Attention of [B, L, H, D]; with a frame_size, a number of keys, tails too."""
     batch, len_q, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, len_q, device=q.device)
     tails = None
     if frame_size:
         tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    seen = Seen(out, torch.empty(batch, heads, len_q, device=q.device), tails)
     whole, chunks = plan(len_q, k.shape[1], batch, heads, multiprocessors)
     if whole:
         first = slice(0, whole)
-        of_first = None if tails is None else tails[..., first]
-        launch(q[:, first], k, v, out[:, first], lse[..., first], of_first, frame_size, False)
+        launch(q[:, first], k, v, seen.of(first), frame_size, are_chunks=False)
     if whole < len_q:
         last = slice(whole, len_q)
-        of_last = None if tails is None else tails[..., last]
-        _in_chunks(launch, chunks, q[:, last], k, v, out[0, last], lse[0, :, last], of_last, frame_size)
-    return out, lse, tails
+        _in_chunks(launch, chunks, q[:, last], k, v, seen.of(last), frame_size)
+    return seen
 
 
 def _in_chunks(
-    launch: Launch,
-    chunks: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tails: Tensor | None,
-    frame_size: int,
+    launch: Launch, chunks: int, q: Tensor, k: Tensor, v: Tensor, seen: Seen, frame_size: int
 ) -> None:
-    """The same for queries [1, L, H, D] with chunks of the keys as items, to out [L, H, D] and lse [H, L]."""
+    """The same for queries [1, L, H, D], with chunks of the keys as items."""
     q = q.expand(chunks, -1, -1, -1).contiguous()
     k, v = (x[0].unflatten(0, (chunks, -1)) for x in (k, v))
+    out, lse = seen.out[0], seen.lse[0]
     parts, lses = torch.empty_like(q), torch.empty(chunks, *lse.shape, device=q.device)
-    launch(q, k, v, parts, lses, tails, frame_size, True)
+    launch(q, k, v, Seen(parts, lses, seen.tails), frame_size, are_chunks=True)
     join(parts, lses, out, lse)
-    if tails is not None:
-        join_tails(tails[:, 0], lses, lse, k.shape[1], frame_size)
+    if seen.tails is not None:
+        join_tails(seen.tails[:, 0], lses, lse, k.shape[1], frame_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])  # else some values compile anew
 def _join_kernel(
     parts_ptr,
     lses_ptr,
@@ -141,7 +137,7 @@ def _join_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "chunk_size"])
 def _join_tails_kernel(
     tails_ptr,
     lses_ptr,
