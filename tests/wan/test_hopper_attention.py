@@ -37,13 +37,13 @@ def call(sizes, factor: float = 1.0):
 @pytest.mark.parametrize("sizes", CALLS.values(), ids=CALLS)
 def test_masses_are_those_of_the_softmax(sizes, factor):
     """Against float64, no worse than the kernel of their own; and the output is the same, bit for bit."""
+    from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
+
     q, k, v = call(sizes, factor)
     frames = sizes[3]
     out, lse = attention_backend.fa4_attention(q, k, v)
     again, lse_again, tails = attention_backend.fa4_with_tails(q, k, v, frames)
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
-    from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
-
     found = reductions.mass_of_tails(tails, 1)[:, :, 0]
     rows = q.double() * 128**-0.5
     exact = torch.cat([(part @ k.double().mT).softmax(-1) for part in rows.split(390, 2)], 2)
