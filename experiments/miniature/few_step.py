@@ -9,7 +9,7 @@ here it is the causal stage's own weights.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor
 from experiments.miniature.checkpoint_files import CAUSAL, TEACHER, kept_steps
 from experiments.miniature.latent_clips import LatentClips, encode_text
 from experiments.miniature.recipe import GUIDANCE, MODEL, SAMPLER_STEPS, SHIFT, TEACHER_STEPS, StageRun
-from experiments.miniature.stages import TeacherForcing, train_rollouts
+from experiments.miniature.stages import TeacherForcing, compile_blocks, train_rollouts
 from wan.checkpoint_layouts import read_self_forcing_state
 from wan.modules.causal_model import CausalWanModel
 
 TEACHER_BATCH = 256  # clips of one call of the teacher, each with and without its caption
+PATH_USES = 4  # steps that draw a path before the teacher makes the clip another, on average
+PATHS_APART = 1_000_003  # between the random numbers of a rank's batches of paths
 EVERY = TEACHER_STEPS // len(SAMPLER_STEPS)  # of the teacher's noise levels are the sampler's
 
 
@@ -40,24 +42,15 @@ class Teacher:
     def __init__(self, run: StageRun, clips: LatentClips):
         model = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
         model.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
-        # Not compiled: of a second batch size the training's graphs would be compiled for any.
-        self.forcing, self.clips = TeacherForcing(replace(run, compile=False), model, clips), clips
+        self.forcing, self.clips = TeacherForcing(run, model, clips), clips
+        compile_blocks(model, run.compile)
 
     @torch.no_grad()
-    def paths(self, run: StageRun) -> Tensor:
-        """x_t of every clip at the sampler's noise levels and at 0: [N, S + 1, F, C, h, w]."""
-        random = torch.Generator(run.device).manual_seed(run.ranks.seed(run.seed))
-        clips = self.clips.latents
-        paths = clips.new_empty(
-            len(clips), len(SAMPLER_STEPS) + 1, clips.shape[2], clips.shape[1], *clips.shape[3:]
-        )
-        for start in range(0, len(clips), TEACHER_BATCH):
-            some = torch.arange(start, min(start + TEACHER_BATCH, len(clips)), device=clips.device)
-            past = clips[some].transpose(1, 2)
-            noise = torch.randn(past.shape, generator=random, device=past.device)
-            for i, x in enumerate(self._path(past, noise, some)):
-                paths[some, i] = x.to(paths.dtype)
-        return paths
+    def path(self, some: Tensor, seed: int) -> list[Tensor]:
+        """x_t of these clips at the sampler's noise levels and at 0, [B, F, C, h, w] each."""
+        past = self.clips.latents[some].transpose(1, 2)
+        random = torch.Generator(past.device).manual_seed(seed)
+        return self._path(past, torch.randn(past.shape, generator=random, device=past.device), some)
 
     def _path(self, past: Tensor, x: Tensor, some: Tensor) -> list[Tensor]:
         """Euler steps from noise x [B, F, C, h, w]; every EVERY-th point."""
@@ -79,12 +72,39 @@ class Teacher:
 
 
 class FewStep(TeacherForcing):
-    """The distance of the model's jumps from the ends of its teacher's paths; captions are always given."""
+    """The distance of the model's jumps from the ends of its teacher's paths; captions are always given.
+
+    The teacher goes on making paths: a model that sees one too often learns it by heart.
+    """
 
     def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
         super().__init__(run, model, clips)
-        self.paths = Teacher(run, clips).paths(run)
+        self.teacher, self.ranks, self.seed = Teacher(run, clips), run.ranks, run.ranks.seed(run.seed)
         self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
+        latents = clips.latents
+        self.paths = latents.new_empty(
+            len(latents), len(self.sigmas) + 1, latents.shape[2], latents.shape[1], *latents.shape[3:]
+        )  # [N, S + 1, F, C, h, w]
+        self.turns = torch.arange(len(latents), device=latents.device).split(TEACHER_BATCH)
+        self.made = 0  # batches of paths, so far
+        self.before(0)
+
+    def before(self, step: int) -> None:
+        """New paths, from new noise, of the clips whose turn it is: of a clip after PATH_USES draws, on
+        average. They follow from the step alone."""
+        turns = len(self.turns)
+        wanted = turns + step * self.batch * turns // (PATH_USES * len(self.paths))
+        for number in range(max(self.made, wanted - turns), wanted):
+            some = self.turns[number % turns]
+            for i, x in enumerate(self.teacher.path(some, self.seed + PATHS_APART * number)):
+                self.paths[some, i] = x.to(self.paths.dtype)
+        self.made = wanted
+
+    def numbers(self) -> dict:
+        """Of all processes, which make as many."""
+        rounds, more = divmod(self.made, len(self.turns))
+        paths = rounds * len(self.paths) + sum(len(some) for some in self.turns[:more])
+        return {"paths": paths * self.ranks.count}
 
     def __call__(self, own_past: bool) -> Tensor:
         """Loss of a random batch, each block at one of the sampler's noise levels. own_past: the past is

@@ -29,9 +29,9 @@ OWN_PAST_AFTER = 1 / 3  # of the causal stage; from then on every other past is 
 
 
 def compile_blocks(model: WanModel, wanted: bool) -> None:
-    """Fuse each transformer layer; all layers share one compiled graph."""
+    """Fuse each transformer layer; all layers share one compiled graph for each size of a batch."""
     for block in model.blocks if wanted else ():
-        block.compile()
+        block.compile(dynamic=False)
 
 
 def layer_matrices(run: StageRun) -> Callable[[str, Tensor], bool]:
@@ -122,6 +122,13 @@ class TeacherForcing:
         flow = self.predict(past, add_noise(x0, noise, t / 1000), t, text)
         return F.mse_loss(flow.float(), (noise - x0).float())
 
+    def before(self, step: int) -> None:
+        """Called before every step."""
+
+    def numbers(self) -> dict:
+        """What a log says of it beside the training's own numbers."""
+        return {}
+
     def predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
         """Flow of the noisy frames x [B, F, C, h, w] at t [B, F], with `past` as clean frames."""
         both = torch.cat([torch.zeros_like(t), t], 1)
@@ -168,13 +175,14 @@ def train_rollouts(
     def one_step(step: int) -> None:
         if keeps and not after and step in KEPT_STEPS:
             save(f"step_{step:05d}.pt")
+        loss.before(step)
         own = bool(step % 2) and schedule.progress > OWN_PAST_AFTER
         trainer.step("own past" if own else "true past", lambda: loss(own))
 
     trainer.train(run.state_file, run.resume, one_step, save)
     if keeps:
         save(f"step_{after + trainer.steps:05d}.pt")
-    return trainer.numbers()
+    return trainer.numbers() | loss.numbers()
 
 
 STAGES: dict[str, Callable[[StageRun], dict]] = {

@@ -11,6 +11,7 @@ from conftest import ROOT
 from experiments.miniature import few_step
 from experiments.miniature.few_step import FewStep, Teacher, teacher_sigmas
 from experiments.miniature.latent_clips import encode_text
+from experiments.miniature.ranks import Ranks
 from experiments.miniature.recipe import GUIDANCE, RECIPES, SAMPLER_STEPS, SHIFT, StageRun
 from experiments.miniature.tokenizer import build_tokenizer
 from wan.scheduler import FlowSchedule
@@ -55,7 +56,7 @@ def test_the_samplers_noise_levels_are_on_the_teachers_way():
 def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, clips):
     """All blocks at once under the mask of teacher forcing, and one by one with a cache."""
     teacher = Teacher(run, clips)
-    paths, model = teacher.paths(run), teacher.forcing.model
+    paths, model = torch.stack(teacher.path(torch.arange(2), seed=0), 1), teacher.forcing.model
     sigmas = teacher_sigmas()
     clip, rows = clips.latents[1:].transpose(1, 2), torch.tensor([2, 0])  # its caption, and the empty one
     text = model.text_keys_values(encode_text(teacher.forcing.encoder, clips.ids[rows], clips.mask[rows]))
@@ -74,6 +75,24 @@ def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, cli
     assert (paths[0, 0] - paths[1, 0]).abs().min() > 0  # other noise for every clip
 
 
+def test_paths_are_made_anew_clip_by_clip_and_follow_from_the_step_alone(run, clips, monkeypatch):
+    """Two clips, each a turn of its own; a step draws two paths, so one of them is new every other step."""
+    monkeypatch.setattr(few_step, "TEACHER_BATCH", 1)
+    model = Teacher(run, clips).forcing.model
+    loss, later = FewStep(run, model, clips), FewStep(run, model, clips)
+    first = loss.paths.clone()
+    loss.before(1)
+    assert torch.equal(loss.paths, first)
+    changed = []
+    for step in (2, 3, 4, 5, 6):
+        before = loss.paths.clone()
+        loss.before(step)
+        changed.append([not torch.equal(old, new) for old, new in zip(before, loss.paths, strict=True)])
+    assert changed == [[True, False], [False, False], [False, True], [False, False], [True, False]]
+    later.before(6)  # as a training that goes on there
+    assert torch.equal(later.paths, loss.paths) and later.numbers() == loss.numbers() == {"paths": 5}
+
+
 @pytest.mark.parametrize("own_past", [False, True])
 def test_the_loss_is_the_distance_of_jumps_from_the_ends(run, clips, own_past, monkeypatch):
     teacher = Teacher(run, clips)
@@ -86,3 +105,12 @@ def test_the_loss_is_the_distance_of_jumps_from_the_ends(run, clips, own_past, m
 
     monkeypatch.setattr(loss, "predict", jumps)
     assert loss(own_past).item() == pytest.approx(off**2, rel=1e-4)
+
+
+def test_all_paths_are_counted(run, clips, monkeypatch):
+    """Two clips are a turn that is not full, in each of two processes; after eight steps it is the third."""
+    run = replace(run, ranks=Ranks(0, 2), recipe=replace(run.recipe, batch=4))
+    loss = FewStep(run, Teacher(run, clips).forcing.model, clips)
+    assert loss.numbers() == {"paths": 4}
+    loss.before(8)
+    assert loss.numbers() == {"paths": 12}
