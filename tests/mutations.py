@@ -69,8 +69,8 @@ caches | noise_levels | self.is_clean_pass is not False | self.is_clean_pass is 
 caches | _from_tokens | S if quantity == 'mass' else 1 | 1 if quantity == 'mass' else S
 caches | _by_frame    | 1 if mean else S | S if mean else 1
 wan | token_mass | q.unflatten(1, (num_query_frames, -1)) | q.unflatten(2, (num_query_frames, -1))
-wan | token_mass | _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)) \
-  | _logits(part, keys, bias).softmax(-1).unflatten(3, (-1, S))
+wan | token_mass | _softmax_(_logits(part, keys, bias)).unflatten(2, (-1, S)) \
+  | _softmax_(_logits(part, keys, bias)).unflatten(3, (-1, S))
 wan | attention_with_lse | q.device.type == 'cuda' and q.dtype in (torch.bfloat16, torch.float16) \
   | q.device.type == 'cuda' or q.dtype in (torch.bfloat16, torch.float16)
 wan | attention_with_lse | q.device.type == 'cuda' and q.dtype in attention_backend.HALF \

@@ -2,8 +2,12 @@
 
 A GPU that has a share of a layer may compute it sooner than Python launches its thirty kernels. Two graphs
 launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
-whoever looks at them run as without graphs, in between. Of the exchanges of wan/parallel.py the first graph
-has what Exchange.send() does, so all processes record and replay alike.
+whoever looks at them run as without graphs, in between.
+
+Graphs read and write at fixed addresses, and no activations are copied there. On one GPU keys and values are
+computed between the graphs, which lets them come to where the cache has them, and so is the product behind
+attention. On several the first graph ends with what Exchange.send() of wan/parallel.py does, so all processes
+record and replay alike; an exchange has fixed addresses of its own.
 
     model = build_model(...)
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
@@ -13,6 +17,7 @@ records. Weights may change in place afterwards, but not be replaced. On a CPU a
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -23,7 +28,7 @@ from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
-from wan.modules.layers import Block, Modulation, Rope
+from wan.modules.layers import Block, Modulation, Rope, SelfAttention, multiply
 from wan.modules.per_head_cache import PerHeadCache
 
 Cache = KVCache | PerHeadCache
@@ -66,15 +71,16 @@ class Recorder:
         return graph.replay
 
 
-class Inputs:
-    """What all layers' graphs of one shape read and write outside their own memory, at fixed addresses."""
+class Inputs(ABC):
+    """What all layers' graphs of one shape read and write outside their own memory, at fixed addresses.
+
+    Subclasses say what is computed in which graph, and what between them.
+    """
 
     def __init__(self, x: Tensor, time: Tensor, rope: Rope):
         self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
         self.time = torch.empty_like(time)
         self.rope = Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
-        self.own: tuple[Tensor, ...] = ()  # what a layer projects
-        self.seen: Tensor | None = None  # what its heads saw
         self._taken: tuple[Tensor, Rope] | None = None
 
     def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
@@ -85,6 +91,67 @@ class Inputs:
             self.time.copy_(time)
             copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
             self._taken = time, rope  # also so that nothing else can be the same object
+
+    @abstractmethod
+    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
+        """The end of the first graph. The first of these calls is not recorded."""
+
+    @abstractmethod
+    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+        """What is done between the graphs."""
+
+    @abstractmethod
+    def seen(self, attn: SelfAttention) -> Tensor:
+        """What self-attention gave, [B, L, dim]: the beginning of the second graph."""
+
+
+class OnOneGPU(Inputs):
+    """Keys, values and the product behind attention are computed between the graphs."""
+
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope, num_heads: int):
+        super().__init__(x, time, rope)
+        self.normed = torch.empty_like(self.x)  # what self-attention is given, and then what it gives
+        self.keys = torch.empty_like(self.x)  # before their norm
+        self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
+
+    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
+        attn = block.self_attn
+        normed = block.norm1(self.x, attend.scale, attend.shift, self.normed)
+        attn.norm_q(attn.q(normed), self.rope.queries, self.queries)
+        multiply(attn.k, normed, self.keys)
+
+    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+        of_k, of_v = attn.places(kv_cache, self.x.shape) or (None, None)
+        raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
+        k, v = attn.norm_k(self.keys, self.rope.keys, of_k), attn.values(self.normed, of_v)
+        attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
+
+    def seen(self, attn: SelfAttention) -> Tensor:
+        return self.normed
+
+
+class OnSeveralGPUs(Inputs):
+    """The first graph sends tokens, the second one receives what heads saw."""
+
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
+        super().__init__(x, time, rope)
+        self.own: tuple[Tensor, ...] = ()  # what a layer projects
+        self.heads: Tensor | None = None  # what its heads saw
+
+    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
+        normed = block.norm1(self.x, attend.scale, attend.shift)
+        own = block.self_attn.project(normed, self.rope, with_raw)
+        self.own = self.own or own
+        copy_all(self.own, own)
+
+    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+        heads = attn.attend(self.own, kv_cache)
+        self.heads = heads if self.heads is None else self.heads
+        copy_all([self.heads], [heads])
+
+    def seen(self, attn: SelfAttention) -> Tensor:
+        assert self.heads is not None
+        return attn.merge(self.heads)
 
 
 class TextInputs:
@@ -125,7 +192,8 @@ class ReplayedBlock:
     ) -> Tensor:
         if kv_cache is None or mask is not None or not self._may_replay():
             return self.eager(x, time, rope, text, kv_cache, mask, layout)
-        with_raw = kv_cache.stores_raw
+        shard = self.block.self_attn.site.shard
+        with_raw = shard is not None and kv_cache.stores_raw  # on one GPU they come between the graphs
         key = with_raw, x.shape, time.shape, rope.keys[0].shape, text[0].shape
         if key not in self.warm:
             self.warm.add(key)
@@ -135,12 +203,9 @@ class ReplayedBlock:
         if key not in self.before:
             self.before[key] = self._record_before(key, inputs, with_raw)
         self.before[key]()
-        seen = self.block.self_attn.attend(inputs.own, kv_cache)
-        if inputs.seen is None:
-            inputs.seen = seen
-        copy_all([inputs.seen], [seen])
+        inputs.attend(self.block.self_attn, kv_cache)
         if key not in self.after:
-            self.after[key] = self._record_after(key, inputs, inputs.seen, own_text)
+            self.after[key] = self._record_after(key, inputs, own_text)
         self.after[key]()
         return inputs.x
 
@@ -151,7 +216,9 @@ class ReplayedBlock:
 
     def _inputs(self, key: Hashable, x: Tensor, time: Tensor, rope: Rope) -> Inputs:
         if key not in self.inputs:  # of all layers
-            self.inputs[key] = Inputs(x, time, rope)
+            attn, given = self.block.self_attn, (x, time, rope)
+            is_whole = attn.site.shard is None
+            self.inputs[key] = OnOneGPU(*given, attn.num_heads) if is_whole else OnSeveralGPUs(*given)
         self.inputs[key].take(x, time, rope)
         return self.inputs[key]
 
@@ -162,24 +229,18 @@ class ReplayedBlock:
         return self.texts[text[0].shape].own
 
     def _record_before(self, key: Hashable, inputs: Inputs, with_raw: bool) -> Replay:
-        block = self.block
+        def project() -> None:
+            self.rows[key] = attend, _ = self.block.modulations(inputs.time)
+            inputs.project(self.block, attend, with_raw)
 
-        def project() -> tuple[Tensor, ...]:
-            self.rows[key] = attend, _ = block.modulations(inputs.time)
-            x = block.norm1(inputs.x, attend.scale, attend.shift)
-            return block.self_attn.project(x, inputs.rope, with_raw)
+        project()  # kernels that no layer without graphs called are compiled, and places found
+        return self.recorder.record(project)
 
-        if not inputs.own:
-            inputs.own = project()
-        return self.recorder.record(lambda: copy_all(inputs.own, project()))
-
-    def _record_after(
-        self, key: Hashable, inputs: Inputs, seen: Tensor, text: tuple[Tensor, Tensor]
-    ) -> Replay:
+    def _record_after(self, key: Hashable, inputs: Inputs, text: tuple[Tensor, Tensor]) -> Replay:
         block = self.block
 
         def finish() -> None:
-            inputs.x.copy_(block.finish(inputs.x, block.self_attn.merge(seen), *self.rows[key], text))
+            block.finish(inputs.x, inputs.seen(block.self_attn), *self.rows[key], text, inputs.x)
 
         return self.recorder.record(finish)
 

@@ -4,7 +4,8 @@
 
 Queries are a block's, bfloat16; the kernels are those of wan/modules/attention_backend.py that are installed,
 with their log-sum-exp. They run in turn in one process; times are medians of those turns with 95 % intervals,
-errors are of the first and the last head.
+errors are of the first and the last head. Then the FFN's first product with its GELU
+(wan/modules/gelu_linear.py), in the same way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ def table(report: dict) -> str:
     ]
     below = "{queries} queries, {heads} heads of {head_dim}; {repeats} turns of {calls_a_turn} calls"
     measured = measured_on(report["environment"], "bfloat16")
-    return f"{markdown(header, rows)}\n\n{below.format(**report)}; {measured}"
+    said = f"{markdown(header, rows)}\n\n{below.format(**report)}; {measured}"
+    if products := report.get("products"):
+        shown = (
+            f"{name} {milliseconds_said(x)} (error {x['errors'][0]:.2%})" for name, x in products.items()
+        )
+        said += f"\nThe FFN's first product with its GELU, {report['product']}: {', '.join(shown)}.\n"
+    return said
 
 
 def run(argv=None):
@@ -67,6 +74,8 @@ def measure(args: argparse.Namespace) -> None:
     for keys in args.keys or sorted([256, 512, 1024, 2048, *frames]):
         report["rows"].append({"keys": keys, "kernels": row_of(found, keys, args.repeats, device)})
         save_report(report, args.output_path)
+    report |= products(args.repeats, device)
+    save_report(report, args.output_path)
     print(table(report))
 
 
@@ -100,6 +109,35 @@ def row_of(found: dict[str, Kernel], keys: int, repeats: int, device: torch.devi
     return {
         name: {"milliseconds": shown, "errors": errors[name]}
         for name, shown in in_turn(calls, repeats).items()
+    }
+
+
+def products(repeats: int, device: torch.device) -> dict:
+    """The FFN's first product of a block with its GELU, by each kernel."""
+    import torch
+    import torch.nn.functional as F
+
+    from experiments.dev.measure_kernels import MODEL, QUERIES, in_turn
+    from wan.modules import gelu_linear
+
+    generator, kind = torch.Generator(device).manual_seed(0), torch.bfloat16
+    x, weight, bias = (
+        (torch.randn(shape, generator=generator, device=device) * size).to(kind)
+        for shape, size in (
+            ((QUERIES, MODEL.dim), 1.0),
+            ((MODEL.ffn_dim, MODEL.dim), MODEL.dim**-0.5),
+            (MODEL.ffn_dim, 1.0),
+        )
+    )
+    calls = {"cuBLAS": lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)}
+    if gelu_linear.takes(x, weight):
+        calls["quack"] = lambda: gelu_linear.gelu_linear(x, weight, bias)
+    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    errors = {name: [((call() - exact).norm() / exact.norm()).item()] for name, call in calls.items()}
+    times = in_turn(calls, repeats)
+    return {
+        "product": f"{QUERIES} x {MODEL.dim} by {MODEL.ffn_dim}",
+        "products": {name: {"milliseconds": times[name], "errors": errors[name]} for name in calls},
     }
 
 

@@ -20,6 +20,7 @@ def table(report: dict) -> str:
     weights = " shapes, random weights" if report["random_weights"] else ""
     what = f"{report['model']}{weights}, {report['num_frames']} latent frames"
     what += f"; attention: {kernel}" if (kernel := report.get("attention")) else ""
+    what += "; layers replayed from CUDA graphs" if report.get("graphs") else ""
     return f"{rows_of(report['rows'])}\n\n{what}; {measured_on(report['environment'], report['dtype'])}"
 
 
@@ -48,6 +49,7 @@ def _interval(row: dict) -> str:
 
 def run(argv=None):
     parser = benchmark_parser(__doc__, repeats=5)
+    parser.add_argument("--graphs", action="store_true", help="replay layers from CUDA graphs; on a GPU")
     measure(parser.parse_args(argv))
 
 
@@ -55,14 +57,21 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_capture
     from experiments.dev.tables import line, save_report
+    from experiments.extraction.devices import choose_device
+    from wan.cuda_graphs import apply_cuda_graphs
+    from wan.errors import ConfigError
 
     config = config_from(args)
+    if args.graphs and choose_device(config.device).type != "cuda":
+        raise ConfigError("--graphs replays layers on a GPU, and none is used; leave it out")
     if args.output_path:
         require_writable(args.output_path)
     rollout, sizes = measure_capture.make_rollout(config, args.random_weights)
+    if args.graphs:
+        apply_cuda_graphs(rollout.pipeline.model)
     rows = measure_capture.rows(config, sizes.num_layers)
     report = measure_capture.described(config, args.random_weights, rollout.noise)
-    report |= {"passes": config.num_passes, "layers": sizes.num_layers}
+    report |= {"passes": config.num_passes, "layers": sizes.num_layers, "graphs": args.graphs}
 
     def keep(results: dict[str, dict]) -> None:
         save_report(report | {"rows": results}, args.output_path)

@@ -8,6 +8,10 @@ import torch
 from experiments.dev import benchmark_attention, measure_kernels
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
 def test_errors_are_of_the_first_and_the_last_head(monkeypatch):
     monkeypatch.setattr(measure_kernels, "CHUNK", 3)
     q, k, v = torch.randn(1, 3, 8, 16), torch.randn(1, 3, 10, 16), torch.randn(1, 3, 10, 16)
@@ -34,6 +38,9 @@ def test_its_table_has_a_row_a_number_of_keys():
     lines = benchmark_attention.table(report).splitlines()
     assert lines[0] == "| keys | cuDNN | error of cuDNN, output; log-sum-exp |"
     assert lines[2] == "| 512 | 0.200 ms (0.100-0.900) | 0.22%; 1.0e-06 |"
+    products = {"cuBLAS": {"milliseconds": [0.2, 0.1, 0.9], "errors": [0.0017]}}
+    said = benchmark_attention.table(report | {"product": "4680 x 1536 by 8960", "products": products})
+    assert said.endswith("4680 x 1536 by 8960: cuBLAS 0.200 ms (0.100-0.900) (error 0.17%).\n")
 
 
 def test_every_kernel_runs_over_every_number_of_keys(tmp_path, monkeypatch, capsys):
@@ -43,13 +50,16 @@ def test_every_kernel_runs_over_every_number_of_keys(tmp_path, monkeypatch, caps
     monkeypatch.setattr(benchmark_attention, "kernels", lambda device: found)
     monkeypatch.setattr(measure_kernels, "QUERIES", 8)
     monkeypatch.setattr(measure_kernels, "require_gpu", lambda script: torch.device("cpu"))
-    monkeypatch.setattr(measure_kernels, "milliseconds", lambda call: float(call()[0].shape[2]))
+    monkeypatch.setattr(measure_kernels, "milliseconds", lambda call: float(len(call())))
+    monkeypatch.setattr(torch, "_addmm_activation", lambda b, x, w, use_gelu: gelu(x @ w + b))
     path = tmp_path / "attention_x.json"
     benchmark_attention.run(["--keys", "5", "12", "--repeats", "3", "--output_path", str(path)])
     report = json.loads(path.read_text())
     assert [row["keys"] for row in report["rows"]] == [5, 12] and report["queries"] == 8
     for row in report["rows"]:
         right, wrong = (row["kernels"][name] for name in found)
-        assert right["milliseconds"] == [8, 8, 8] and right["errors"][0] < 0.01 and right["errors"][1] < 1e-3
+        assert right["milliseconds"] == [2, 2, 2] and right["errors"][0] < 0.01 and right["errors"][1] < 1e-3
         assert wrong["errors"] == pytest.approx([1, 0.5], abs=0.02)
+    assert report["products"]["cuBLAS"]["milliseconds"] == [8, 8, 8]
+    assert report["products"]["cuBLAS"]["errors"][0] < 0.01
     assert benchmark_attention.table(report) in capsys.readouterr().out

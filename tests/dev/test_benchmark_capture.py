@@ -1,6 +1,7 @@
 """The capture benchmark measures the rollout that its config describes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,23 @@ def test_random_weights_keep_the_configs_cache_policy():
     sizes = ModelConfig(dim=24, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8, text_dim=8, text_len=4)
     pipeline = measure_capture.random_pipeline(config, sizes, torch.float32, torch.device("cpu"))
     assert (pipeline.cache_policy.name, pipeline.cache_policy.window) == ("deep_sink", 12)
+
+
+def test_graphs_are_said_under_the_table(monkeypatch):
+    """And put on the model before anything is measured."""
+    replayed = []
+    monkeypatch.setattr("wan.cuda_graphs.apply_cuda_graphs", replayed.append)
+    monkeypatch.setattr("experiments.extraction.devices.choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(measure_capture, "measure", lambda rollout, *given: replayed.append("measured") or {})
+    pipeline = SimpleNamespace(model="a model")
+    rollout, sizes = SimpleNamespace(pipeline=pipeline, noise=torch.zeros(1)), SimpleNamespace(num_layers=1)
+    monkeypatch.setattr(measure_capture, "make_rollout", lambda *given: (rollout, sizes))
+    benchmark_capture.run(["--config_path", "configs/wan_mini.yaml", "--graphs"])
+    assert replayed == ["a model", "measured"]
+    report = {"random_weights": False, "model": "wan-mini", "num_frames": 21, "rows": {}, "dtype": None}
+    report["environment"] = dict.fromkeys(("device", "torch", "date", "git", "command"), "x")
+    assert "layers replayed from CUDA graphs" in benchmark_capture.table(report | {"graphs": True})
+    assert "graphs" not in benchmark_capture.table(report)
 
 
 class Killed(BaseException):

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from wan.modules import fused, map_kernel, mass_kernel, segment_kernel, waves
+from wan.modules import frame_sum_kernel, fused, map_kernel, mass_kernel, segment_kernel, waves
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 
@@ -86,6 +86,7 @@ def main() -> None:
         mass_kernel.query_frame_mass(q, k, lse, 6)
         map_kernel.key_token_means(q, k, lse)
         map_kernel.key_token_mass(q, k, lse)
+    frame_sum_kernel.sums_and_means(q, 3, k[:, 4680:], torch.empty(1, 21, 12, 128)[:, 18:])
     tails, lses = torch.empty(2, 1, 12, 21, 4680), torch.empty(7, 12, 456)
     mass_kernel.mass_of_tails(tails, 3)
     waves.join(torch.empty(7, 456, 12, 128).bfloat16(), lses, q[0, 4224:], lse[0, :, 4224:])
@@ -94,10 +95,11 @@ def main() -> None:
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)
-    fused.add_norm(x, x, rows, x[:, :1], x[:, :1], 1e-6, affine=True)
+    fused.add_norm(x, x, rows, x[0, 0], x[0, 0], 1e-6, affine=True)
     fused.add_norm(x, x, None, rows, rows, 1e-6)
     fused.rotate_into(x.unflatten(2, (12, 128)), x.unflatten(2, (12, 128)), *(torch.empty(15, 1, 128),) * 2)
-    fused.norm_rotate(x, x[0, 0], (torch.empty(15, 1, 128),) * 2, 12, 1e-6)
+    tables = (torch.empty(15, 1, 128),) * 2
+    fused.norm_rotate(x, x[0, 0], tables, 12, 1e-6)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,11 @@ def without_a_word(mass):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("frame_logits", lambda x: x / 0, r"layer 0, block 0, step 0 (t = 1000): frame_logits is not finite"),
+        (
+            "logits_of_sums",
+            lambda x: x / 0,
+            r"layer 0, block 0, step 0 (t = 1000): frame_logits is not finite",
+        ),
         (
             "frame_mass",
             lambda x: x * 1.01,

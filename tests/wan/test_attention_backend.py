@@ -19,13 +19,13 @@ from experiments.extraction.provenance import provenance
 from experiments.running import cli
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.modules import attention, attention_backend
+from wan.modules import attention, attention_backend, gelu_linear
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 
 GPU, LONG = torch.device("cuda:0"), attention_backend.FEWEST_KEYS_OF_FUNCTION
 SHORT = attention_backend.FEWEST_KEYS - 1
-INSTALLED = attention_backend.LAUNCHED
+INSTALLED, QUACK = attention_backend.LAUNCHED, attention_backend.LAUNCHED_QUACK
 
 
 def flash_attn_func(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
@@ -67,11 +67,12 @@ def machine(monkeypatch):
         of_hopper.attention = launched
         monkeypatch.setitem(sys.modules, "wan.modules.hopper_attention", of_hopper if installed else None)
         monkeypatch.setattr(attention_backend, "fa4_version", lambda: installed)
+        monkeypatch.setattr(attention_backend, "installed_version", lambda name: QUACK if installed else None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
         monkeypatch.setenv(attention_backend.VARIABLE, wanted)
 
-    names = ("has_fa4", "_is_launched", "_fa4_function", "_hopper")
+    names = ("has_fa4", "has_quack", "_is_launched", "_fa4_function", "_hopper")
     remembered = [getattr(attention_backend, name) for name in names]  # for the process
     for function in remembered:
         function.cache_clear()
@@ -127,7 +128,48 @@ def test_the_rule(machine, monkeypatch, found, capability, wanted, expected):
     assert called(monkeypatch, SHORT) is None  # cuDNN wins there
     name = attention_backend.kernel_name(GPU, torch.bfloat16)
     below = SHORT + 1 if expected == "launched" else LONG
-    assert name == (f"fa4 {found}, cudnn below {below} keys" if expected else "cudnn")
+    ffn = f"; FFN by quack {QUACK}" if expected == "launched" else ""
+    assert name == (f"fa4 {found}, cudnn below {below} keys{ffn}" if expected else "cudnn")
+
+
+@pytest.mark.parametrize(
+    "found, quack, rows, columns, dtype, expected",
+    [
+        (INSTALLED, QUACK, 4680, 8960, torch.bfloat16, "quack"),
+        (INSTALLED, QUACK, 4680, 8960, torch.float16, "quack"),
+        (INSTALLED, QUACK, 1023, 8960, torch.bfloat16, "cuBLAS"),
+        (INSTALLED, QUACK, 4680, 640, torch.bfloat16, "cuBLAS"),  # the miniature's
+        (INSTALLED, QUACK, 4680, 8964, torch.bfloat16, "cuBLAS"),  # rows without 16 bytes at their ends
+        (INSTALLED, "0.9", 4680, 8960, torch.bfloat16, "cuBLAS"),  # which may be called in another way
+        ("4.0.0b99", QUACK, 4680, 8960, torch.bfloat16, "cuBLAS"),
+        (None, None, 4680, 8960, torch.bfloat16, "cuBLAS"),
+    ],
+)
+def test_who_applies_gelu_to_the_ffns_first_product(
+    machine, monkeypatch, found, quack, rows, columns, dtype, expected
+):
+    machine(found)
+    monkeypatch.setattr(attention_backend, "installed_version", lambda name: quack)
+    asked = []
+
+    def gemm_act(x, weight, bias, activation, store_preact, tuned, config):
+        asked.append((activation, store_preact, tuned, config.tile_m, config.tile_n))
+        return None, x @ weight + bias
+
+    interface, configs = ModuleType("quack.gemm_interface"), ModuleType("quack.gemm_config")
+    interface.gemm_act, configs.GemmConfig = gemm_act, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", configs)
+    monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: x @ weight + bias)
+    gelu_linear._quack.cache_clear()
+    with FakeTensorMode():
+        x, weight, bias = (
+            torch.empty(shape, dtype=dtype, device=GPU) for shape in ((rows, 1536), (columns, 1536), columns)
+        )
+        assert gelu_linear.gelu_linear(x, weight, bias).shape == (rows, columns)
+    gelu_linear._quack.cache_clear()
+    assert asked == ([("gelu_tanh_approx", False, False, 128, 160)] if expected == "quack" else [])
 
 
 def test_who_says_what_mass_frames_have(machine):

@@ -92,21 +92,23 @@ class Formulas:
         return turned if place is None else place.copy_(turned)
 
     @staticmethod
-    def modulated_norm(x, scale, shift, eps):
+    def modulated_norm(x, scale, shift, eps, place=None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layers, "fused_kernels", lambda _: None)
-            return layers.ModulatedNorm(x.shape[-1], eps)(x, scale, shift)
+            return layers.ModulatedNorm(x.shape[-1], eps)(x, scale, shift, place)
 
     @staticmethod
-    def gated_add(x, y, gate):
+    def gated_add(x, y, gate, place=None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layers, "fused_kernels", lambda _: None)
-            return layers.GatedAdd()(x, y, gate)
+            return layers.GatedAdd()(x, y, gate, place)
 
     @classmethod
     def add_norm(cls, x, y, gate, scale, shift, eps, affine=False):
         total = x + y if gate is None else cls.gated_add(x, y, gate)
-        return total, cls.modulated_norm(total, scale - 1 if affine else scale, shift, eps)
+        if affine:
+            return total, F.layer_norm(total, scale.shape, scale, shift, eps)
+        return total, cls.modulated_norm(total, scale, shift, eps)
 
 
 @pytest.mark.parametrize("name", ["window", "ema_sink", "participative", "rolling_sink"])

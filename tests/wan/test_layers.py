@@ -106,6 +106,26 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dt
 
 
 @DTYPES
+@SHAPES
+@torch.no_grad()
+def test_keys_and_values_come_to_their_places(batch, frames, tokens, heads, head_dim, rows, dtype, device):
+    """In the same bits as elsewhere."""
+    config = ModelConfig(dim=heads * head_dim, ffn_dim=8, num_heads=heads, num_layers=1)
+    attn = layers.SelfAttention(config, 0)
+    attn.norm_q.weight.copy_(torch.linspace(-1, 2, config.dim))
+    attn.norm_k.weight.copy_(torch.linspace(1, -2, config.dim))
+    attn.to(device, dtype)
+    table, (x,) = RotaryTable(head_dim), inputs(dtype, device, (batch, frames * tokens, config.dim))
+    rope = layers.Rope(*(table(range(at, at + frames), 1, tokens, device) for at in (4, 1)))
+    expected = attn.norm_q(attn.q(x), rope.queries), attn.norm_k(attn.k(x), rope.keys), attn.values(x)
+    places = tuple(torch.empty_like(part) for part in expected[1:])
+    for given in (None, places):
+        found = attn.project(x, rope, False, given)
+        assert all(map(torch.equal, found, expected))
+    assert found[1] is places[0] and found[2] is places[1]
+
+
+@DTYPES
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_behind_attention(rows, dtype, device):
     assert error_behind_attention(rows, dtype, device) <= LAYER_ERROR[dtype]

@@ -97,6 +97,18 @@ def test_token_mass(size, device, monkeypatch):
     assert (found - expected).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("length", [1, 3, 64, 337])
+def test_a_softmax_in_place_is_that_of_torch(length, device):
+    logits = (torch.randn(2, 3, 5, length, generator=torch.Generator().manual_seed(0)) * 9).to(device)
+    assert torch.equal(reductions._softmax_(logits.clone()), logits.softmax(-1))
+
+
+def test_a_softmax_under_gradients_leaves_its_logits():
+    logits = torch.randn(3, 7, requires_grad=True)
+    found, before = reductions._softmax_(logits), logits.clone()
+    assert found.requires_grad and torch.equal(found, logits.softmax(-1)) and torch.equal(logits, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_token_matrix(dtype, device, monkeypatch):
     size = SIZES[0]

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import golden_model
+from helpers.kernels import drawn, require_triton, where
 from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import TWO_STEPS
 
@@ -16,15 +17,7 @@ from wan.modules.key_layout import CHOSEN, ChosenTokens, KeyLayout, Slot
 from wan.modules.key_means import KeyMeans
 from wan.pipeline import CausalInferencePipeline
 
-# 3.6 interprets no loop over a number that is an argument, with NumPy 2.4
-pytest.importorskip("triton", "3.7", reason="no Triton here: bash tests/run.sh --full installs it")
-GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here"))
-where = pytest.mark.parametrize("place", [CPU, GPU])
-
-
-def drawn(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+require_triton()
 
 
 @where

@@ -5,18 +5,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from helpers.kernels import drawn, require_triton
 
 from wan.modules import reductions
 
-pytest.importorskip("triton", "3.7", reason="no Triton here: bash tests/run.sh --full installs it")
+require_triton()
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: test_hopper_attention.py runs them on it"
 )
 LOG2_E = 1.4426950408889634
-
-
-def drawn(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def tails_of(logits: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:

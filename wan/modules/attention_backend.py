@@ -1,11 +1,12 @@
-"""Which kernel computes attention on CUDA: cuDNN's, or FlashAttention-4's for long calls.
+"""Which kernel computes attention on CUDA: cuDNN's, or FlashAttention-4's for long calls, and the FFN's GELU.
 
     WAN_ATTENTION=auto|cudnn|fa4      auto, the default, takes FlashAttention-4 where it is and runs
 
 The choice follows from that variable, what is installed, the device and the sizes of a call, never from
 whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
 wan/modules/hopper_attention.py, and elsewhere by its own function: torch's
-activate_flash_attention_impl("FA4") unpacks two results where 4.0.0b36 gives five (torch 2.13).
+activate_flash_attention_impl("FA4") unpacks two results where 4.0.0b36 gives five (torch 2.13). Where it is
+launched, the FFN is quack's, which comes with it (wan/modules/gelu_linear.py).
 """
 
 import os
@@ -22,13 +23,16 @@ from torch import Tensor
 from wan.errors import ConfigError, one_line, quoted
 
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
+FA4, QUACK = "flash-attn-4", "quack-kernels"
 HOPPER, BLACKWELL = 9, 10  # major compute capability, of data centres
 CAPABILITIES = (HOPPER, BLACKWELL)
 HALF = (torch.bfloat16, torch.float16)
 # The version whose kernel hopper_attention.py launches; of others the package's own function is called.
 LAUNCHED = "4.0.0b36"
-# On an H200 FlashAttention-4 is as fast as cuDNN at 512 keys, the text's, and faster beyond. Its own function
-# is slower up to 2048 keys, for its 0.1 ms on the host (docs/benchmarks/attention_h200.json).
+LAUNCHED_QUACK = "0.6.5"  # likewise, gelu_linear.py
+# On an H200 FlashAttention-4 and cuDNN are within a tenth of each other at 512 keys, the text's, and at 1024;
+# beyond, the former wins. Its own function is slower up to 2048 keys, for its 0.07 ms on the host
+# (docs/benchmarks/attention_h200.json).
 FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
 LARGEST_HEAD = 128
 TILE = 128  # queries, and keys, that hopper_attention.py takes at once: one may hold one frame's beginning
@@ -59,7 +63,8 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
     if not has_fa4(device):
         return "cudnn"
     fewest = FEWEST_KEYS if _is_launched(device) else FEWEST_KEYS_OF_FUNCTION
-    return f"fa4 {fa4_version()}, cudnn below {fewest} keys"
+    name = f"fa4 {fa4_version()}, cudnn below {fewest} keys"
+    return f"{name}; FFN by quack {LAUNCHED_QUACK}" if has_quack(device) else name
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -137,25 +142,37 @@ def _is_launched(device: torch.device) -> bool:
     return fa4_version() == LAUNCHED and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
+@cache
+def has_quack(device: torch.device) -> bool:
+    """Whether a device's FFN is quack's, which comes with FlashAttention-4 (gelu_linear.py)."""
+    is_hopper = device.type == "cuda" and has_fa4(device) and _is_launched(device)
+    return is_hopper and installed_version(QUACK) == LAUNCHED_QUACK
+
+
 def fa4_version() -> str | None:
-    """Of the installed package; looking imports nothing."""
+    return installed_version(FA4)
+
+
+def installed_version(package: str) -> str | None:
+    """None where it is not installed; looking imports nothing."""
     try:
-        return version("flash-attn-4")
+        return version(package)
     except PackageNotFoundError:
         return None
 
 
 @cache
 def _fa4_function() -> Callable[..., tuple[Tensor, ...]]:
-    return _imported("flash_attn.cute").flash_attn_func
+    return imported("flash_attn.cute").flash_attn_func
 
 
 @cache
 def _hopper() -> ModuleType:
-    return _imported("wan.modules.hopper_attention")
+    return imported("wan.modules.hopper_attention")
 
 
-def _imported(name: str) -> ModuleType:
+def imported(name: str) -> ModuleType:
+    """A module of FlashAttention-4 or of what comes with it. ConfigError where that is broken."""
     try:
         return import_module(name)
     except Exception as error:  # the package's own dependencies, in any way

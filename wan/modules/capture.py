@@ -7,7 +7,7 @@ q, k and log-sum-exp.
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from wan.modules import frame_reductions, host_copies, reductions
+from wan.modules.capture_session import Session
 from wan.modules.captured_call import CapturedCall, Kind, Pass, Site, move_to_cpu, parts_of
 from wan.modules.edited_call import EditedCall
 from wan.modules.edited_capture import edited_values
 from wan.modules.head_groups import HeadGroup, joined, joint_layout
 from wan.modules.key_layout import KeyLayout
 from wan.modules.key_maps import MapQuery, check_queries, maps_of_call, queries_of
-from wan.modules.key_means import KeyMeans
 from wan.modules.key_segments import segments_of
-from wan.modules.late_work import LateWork
 
 
 @dataclass(frozen=True)
@@ -95,20 +94,6 @@ def check_indices(name: str, chosen: Collection[int] | None, count: int | None) 
             raise ValueError(f"{name} {index} is not in 0..{count - 1}")
 
 
-@dataclass(eq=False)
-class Session:
-    """What was asked for together, and what was kept for it so far."""
-
-    requests: tuple[CaptureRequest, ...] = ()
-    calls: list[CapturedCall] = field(default_factory=list)
-    key_means: KeyMeans = field(default_factory=KeyMeans)
-    late: LateWork = field(default_factory=LateWork)
-
-    def keep(self, call: CapturedCall) -> None:
-        self.calls.append(call)
-        host_copies.start(call.values)
-
-
 class AttentionCapture:
     """What attention modules report to; idle until a request is made, and idle again when it ends."""
 
@@ -132,9 +117,10 @@ class AttentionCapture:
         self._sessions.append(session)
         try:
             yield session.calls
-            session.late.finish()
+            session.finish()
             move_to_cpu(session.calls)
         finally:
+            session.forget()
             del self._sessions[depth:]
             if depth == 1:  # an error left copies behind
                 host_copies.forget()
@@ -164,10 +150,10 @@ class AttentionCapture:
         try:
             yield
             for session in self._sessions:
-                session.late.finish()
+                session.finish()
         finally:
             for session in self._sessions:  # after an error
-                session.late.forget()
+                session.forget()
             self._pass = before
 
     def wants(self, site: Site) -> bool:
@@ -209,7 +195,9 @@ class AttentionCapture:
 
         def keep(q: Tensor) -> None:
             for request in requests:
-                values = self._reduce(session, request, site, q, k, lse, layout, mask, tails=tails)
+                values = self._reduce(
+                    session, request, site, q, k, lse, layout, mask, tails=tails, waits=True
+                )
                 shapes = tuple(q.shape), tuple(k.shape)
                 kept = layout and layout.on_host
                 session.keep(self.call_type(site, self._pass, values, *shapes, kept))
@@ -286,7 +274,9 @@ class AttentionCapture:
         mask: Tensor | None,
         group: int = 0,
         tails: Tensor | None = None,
+        waits: bool = False,
     ) -> dict[str, Tensor]:
+        """What is kept of a call, by name; where it waits, complete at the end of the forward."""
         if request.granularity == "token":
             name = "token_logits" if request.is_logits else "token_probabilities"
             values = {name: reductions.token_matrix(q, k, request.is_logits, request.token_dtype, mask)}
@@ -307,6 +297,5 @@ class AttentionCapture:
             raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
         if mask is not None:
             return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
-        means = session.key_means.of((site.layer, group), k, layout)
-        call = frame_reductions.Call(q, k, lse, layout, means, num_query_frames, tails)
-        return frame_reductions.of_frames(call, request.mass, request.rope_bands)
+        call = frame_reductions.Call(q, k, lse, layout, num_query_frames, tails)
+        return session.of_frames((site.layer, group), call, request.mass, request.rope_bands, waits)

@@ -14,55 +14,52 @@ from wan.modules.rope import RotaryTable
 class Call(NamedTuple):
     """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
 
-    means [B, segments, H, D] are mean keys: of slots, and of runs in place of slots of chosen tokens; tails
-    [2, B, H, slots, Lq] what the attention kernel itself knows of the mass.
+    tails [2, B, H, slots, Lq] are what the attention kernel itself knows of the mass.
     """
 
     q: Tensor
     k: Tensor
     lse: Tensor
     layout: KeyLayout
-    means: Tensor
     num_query_frames: int
     tails: Tensor | None = None
 
 
-def of_frames(call: Call, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
+def of_frames(call: Call, means: Tensor, mass: bool, rope_bands: bool) -> dict[str, Tensor]:
     """frame_logits and, where wanted, frame_mass and frame_logits_by_band of a call, [B, H, Fq, Fk].
 
+    means [B, segments, H, D] are mean keys: of slots, and of runs in place of slots of chosen tokens.
     Where a slot is not one frame of its own, slot_logits and slot_mass [B, H, Fq, slots] come with them, and
     tokens_kept [B, Fk]: then frame values are over the kept tokens of a frame, and rows of slot_mass sum to
     1.
     """
     layout = call.layout
     segments = None if layout.is_plain else segments_of(layout)
-    parts = {"logits": reductions.frame_logits(call.q, call.means, call.num_query_frames)}
+    parts = {"logits": reductions.frame_logits(call.q, means, call.num_query_frames)}
     if rope_bands:
         bands = list(RotaryTable(call.q.shape[-1]).bands.values())
-        by_band = reductions.frame_logits_by_band(call.q, call.means, call.num_query_frames, bands)
+        by_band = reductions.frame_logits_by_band(call.q, means, call.num_query_frames, bands)
         parts["logits_by_band"] = by_band
     if mass:
-        if segments is not None and layout.chosen is not None:
-            parts["mass"] = reductions.segment_mass(
-                call.q,
-                call.k,
-                call.lse,
-                call.num_query_frames,
-                segments.gathering(call.q.device).bounds,
-                segments.chosen,
-                layout.tokens_per_slot,
-                call.tails,
-            )
-        elif call.tails is not None:
-            parts["mass"] = reductions.mass_of_tails(call.tails, call.num_query_frames)
-        else:
-            parts["mass"] = reductions.frame_mass(
-                call.q, call.k, call.lse, call.num_query_frames, len(layout.slots)
-            )
+        parts["mass"] = mass_of(call)
     if segments is None:
         return {f"frame_{name}": values for name, values in parts.items()}
     values = _gathered(parts, segments.gathering(call.q.device), reductions.kernels_take(call.q))
     return values | {"tokens_kept": segments.tokens_kept.expand(len(call.q), -1).clone()}
+
+
+def mass_of(call: Call) -> Tensor:
+    """Mass of every slot, or segment where some slots hold chosen tokens -> [B, H, Fq, n]."""
+    q, k, lse, layout = call.q, call.k, call.lse, call.layout
+    if layout.chosen is not None:
+        segments, tokens = segments_of(layout), layout.tokens_per_slot
+        bounds = segments.gathering(q.device).bounds
+        return reductions.segment_mass(
+            q, k, lse, call.num_query_frames, bounds, segments.chosen, tokens, call.tails
+        )
+    if call.tails is not None:
+        return reductions.mass_of_tails(call.tails, call.num_query_frames)
+    return reductions.frame_mass(q, k, lse, call.num_query_frames, len(layout.slots))
 
 
 def of_keys(layout: KeyLayout | None, k: Tensor) -> dict[str, Tensor]:

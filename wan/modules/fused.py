@@ -4,10 +4,14 @@ They compute in float32 what layers.py says in PyTorch, which stays the definiti
 training.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+power_of_2 = cache(triton.next_power_of_2)  # the next one; a launch asks for it
 
 
 @triton.jit
@@ -157,20 +161,29 @@ def _rotate_kernel(
     tl.store(place, turned.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim]."""
+def modulated_norm(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, place: Tensor | None = None
+) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim].
+
+    It comes to a contiguous place [B, L, dim], where one is given.
+    """
     x, grid, dim, block = _tokens(x)
-    out, (scale, stride_scale), (shift, stride_shift) = torch.empty_like(x), _rows(scale), _rows(shift)
+    out = torch.empty_like(x) if place is None else place
+    (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
     _modulated_norm_kernel[grid](
         x, scale, shift, out, eps, dim, x.shape[1] // scale.shape[1], stride_scale, stride_shift, BLOCK=block
     )
     return out
 
 
-def gated_add(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-    """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim]."""
+def gated_add(x: Tensor, y: Tensor, gate: Tensor, place: Tensor | None = None) -> Tensor:
+    """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim].
+
+    It comes to a contiguous place [B, L, dim], where one is given, which may be x.
+    """
     x, grid, dim, block = _tokens(x)
-    out, (gate, stride_gate) = torch.empty_like(x), _rows(gate)
+    out, (gate, stride_gate) = torch.empty_like(x) if place is None else place, _rows(gate)
     _gated_add_kernel[grid](
         x, y.contiguous(), gate, out, dim, x.shape[1] // gate.shape[1], stride_gate, BLOCK=block
     )
@@ -182,12 +195,16 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """x + gate * y (gate None: x + y), and the LayerNorm of that * (1 + scale) + shift; affine: * scale.
 
-    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim].
+    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim].
     """
     x, grid, dim, block = _tokens(x)
     total, out = torch.empty_like(x), torch.empty_like(x)
+    length, tokens = x.shape[1], grid[0]
+    if affine:
+        stride_scale = stride_shift = 0
+    else:
+        (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
     gate_rows, stride_gate = (scale, 0) if gate is None else _rows(gate)
-    (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
     _add_norm_kernel[grid](
         x,
         y.contiguous(),
@@ -198,8 +215,8 @@ def add_norm(
         out,
         eps,
         dim,
-        x.shape[1] // gate_rows.shape[1],
-        x.shape[0] * x.shape[1] if affine else x.shape[1] // scale.shape[1],
+        tokens if gate is None else length // gate_rows.shape[1],
+        tokens if affine else length // scale.shape[1],
         stride_gate,
         stride_scale,
         stride_shift,
@@ -223,11 +240,10 @@ def norm_rotate(
 
     It comes to a contiguous place [B, L, H, D], where one is given.
     """
-    x, grid, dim, _ = _tokens(x)
-    out = torch.empty_like(x) if place is None else place
+    x, (batch, length, dim) = x.contiguous(), x.shape
+    out = x.new_empty((batch, length, num_heads, dim // num_heads)) if place is None else place
     cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
-    heads, block = triton.next_power_of_2(num_heads), triton.next_power_of_2(dim // num_heads)
-    _norm_rotate_kernel[grid](
+    _norm_rotate_kernel[(batch * length,)](
         x,
         weight,
         cos,
@@ -235,14 +251,11 @@ def norm_rotate(
         out,
         eps,
         num_heads,
-        x.shape[1],
-        HEAD_DIM=dim // num_heads,
+        length,
         ROTATE=rope is not None,
-        HEADS=heads,
-        BLOCK=block,
-        num_warps=max(1, heads * block // 2048),  # with one a token, tokens share a multiprocessor best
+        **_heads(num_heads, dim // num_heads),
     )
-    return out.unflatten(-1, (num_heads, -1)) if place is None else place
+    return out
 
 
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -260,14 +273,14 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         x.stride(0),
         out.stride(0),
         of_table,
-        BLOCK=triton.next_power_of_2(dim),
+        BLOCK=power_of_2(dim),
     )
 
 
 def _tokens(x: Tensor) -> tuple[Tensor, tuple[int], int, int]:
     """x [B, L, dim] with tokens in a row, one program for each, dim, and the power of two that holds it."""
     batch, length, dim = x.shape
-    return x.contiguous(), (batch * length,), dim, triton.next_power_of_2(dim)
+    return x.contiguous(), (batch * length,), dim, power_of_2(dim)
 
 
 def _rows(table: Tensor) -> tuple[Tensor, int]:
@@ -277,3 +290,11 @@ def _rows(table: Tensor) -> tuple[Tensor, int]:
     )
     table = table if evenly else table.contiguous()
     return table, table.stride(1) if table.shape[1] > 1 else table.stride(0)
+
+
+@cache
+def _heads(num_heads: int, head_dim: int) -> dict[str, int]:
+    """How a program holds a token's heads, as constants of a kernel."""
+    heads, block = power_of_2(num_heads), power_of_2(head_dim)
+    num_warps = max(1, heads * block // 2048)  # with one a token, tokens share a multiprocessor best
+    return {"HEAD_DIM": head_dim, "HEADS": heads, "BLOCK": block, "num_warps": num_warps}

@@ -1,6 +1,6 @@
 """FlashAttention-4's forward on Hopper, launched without its Python front, and with sums at key frames.
 
-flash-attn-4's own function takes 0.1 ms of Python before each launch, more than a short call lasts
+flash-attn-4's own function takes 0.07 ms of Python before each launch, more than a short call lasts
 (docs/benchmarks/attention_h200.json). The kernel is the package's, compiled as that function compiles it: the
 same bits, but for the queries whose keys wan/modules/waves.py takes in chunks. For a captured mass it is
 compiled once more, with one addition: where a key frame begins, it stores the row sums that its softmax has
@@ -55,7 +55,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> waves.See
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, seen: waves.Seen, frame_size: int, are_chunks: bool) -> None:
     """See waves.Launch."""
-    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks and seen.tails is not None)
+    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks)
     aux = AuxData(None if seen.tails is None else [seen.tails], None)
     kernel(q, k, v, seen.out, seen.lse, q.shape[3] ** -0.5, *[None] * 9, aux, None, None)
 
@@ -75,6 +75,8 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bo
         make_fake_tensor(kind, (batch, length, heads, head_dim), divisibility=aligned)
         for length in (len_q, len_k, len_k, len_q)
     )
+    if are_chunks:  # which share their queries: a distance of 0 between items must be known beforehand
+        q = cute.runtime.make_fake_tensor(kind, q.shape, stride=(0, *q.stride[1:]), assumed_align=16)
     lse = make_fake_tensor(Float32, (batch, heads, len_q))
     sizes, tails = (kind, head_dim, head_dim, 1), None  # the last: each head has its own keys
     if frame_size:

@@ -32,12 +32,33 @@ class KeyMeans:
 
         0 where a segment has no token. Valid until the next call for this layer.
         """
-        known = self._layers.get(layer)
-        if known is None or known.layout is not layout or len(known.means) != len(k):
-            known = self._layers[layer] = _begun(known, k, layout)
+        known = self._known(layer, k, layout)
         _fill(known, k)
         known.settled = layout.own.start
         return known.means
+
+    def with_queries(
+        self, layer: Hashable, q: Tensor, k: Tensor, layout: KeyLayout, num_query_frames: int
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over the tokens of each query frame, float32 [B, Fq, H, D], and what of() gives.
+
+        On CUDA one kernel reads the queries and the keys, where there are no chosen tokens.
+        """
+        if layout.chosen is not None or not reductions.kernels_take(q):
+            return reductions.frame_sums(q, num_query_frames), self.of(layer, k, layout)
+        from wan.modules import frame_sum_kernel  # Triton is there only beside CUDA
+
+        known = self._known(layer, k, layout)
+        keys, out = k[:, known.settled * layout.tokens_per_slot :], known.means[:, known.settled :]
+        q_sums = frame_sum_kernel.sums_and_means(q, num_query_frames, keys, out)
+        known.settled = layout.own.start
+        return q_sums, known.means
+
+    def _known(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> _LayerMeans:
+        known = self._layers.get(layer)
+        if known is None or known.layout is not layout or len(known.means) != len(k):
+            known = self._layers[layer] = _begun(known, k, layout)
+        return known
 
 
 def _begun(before: _LayerMeans | None, k: Tensor, layout: KeyLayout) -> _LayerMeans:
@@ -68,16 +89,23 @@ def _segment_at(known: _LayerMeans, slot: int) -> int:
 
 def _fill(known: _LayerMeans, k: Tensor) -> None:
     """Compute the means from the settled slots on."""
-    layout, S, count = known.layout, known.layout.tokens_per_slot, len(known.layout.slots)
-    chosen = range(count, count) if layout.chosen is None else layout.chosen.slots
+    layout, count = known.layout, len(known.layout.slots)
+    if layout.chosen is None:
+        return _slot_means(known, k, known.settled, count)
+    chosen = layout.chosen.slots
     for first, stop in ((known.settled, chosen.start), (max(known.settled, chosen.stop), count)):
         if first < stop:
-            tokens = k[:, first * S : stop * S].unflatten(1, (stop - first, -1))
-            at = _segment_at(known, first)
-            torch.mean(tokens, 2, dtype=torch.float32, out=known.means[:, at : at + stop - first])
+            _slot_means(known, k, first, stop)
     if chosen and known.settled <= chosen.start:
         runs = segments_of(layout).chosen
         _run_means(k, layout, out=known.means[:, runs.start : runs.stop])
+
+
+def _slot_means(known: _LayerMeans, k: Tensor, first: int, stop: int) -> None:
+    """Mean keys of whole slots."""
+    S, at = known.layout.tokens_per_slot, _segment_at(known, first)
+    tokens = k[:, first * S : stop * S].unflatten(1, (stop - first, -1))
+    torch.mean(tokens, 2, dtype=torch.float32, out=known.means[:, at : at + stop - first])
 
 
 def _run_means(k: Tensor, layout: KeyLayout, out: Tensor) -> None:

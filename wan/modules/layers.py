@@ -4,7 +4,7 @@ Letters: B batch, F latent frames, S tokens per frame, L = F·S, H heads, D head
 RoPE are computed in float32 whatever the dtype of the weights, and stored in that dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from wan.config import ModelConfig
 from wan.modules.attention import MaskedAttention, attention, attention_by_heads
 from wan.modules.captured_call import Site
+from wan.modules.gelu_linear import gelu_linear
 from wan.modules.kernels import fused_kernels
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
@@ -57,11 +58,11 @@ class QueryKeyNorm(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None, place: Tensor | None = None
     ) -> Tensor:
-        """[B, L, dim] -> [B, L, H, D]; on a GPU in a place that is given."""
+        """[B, L, dim] -> [B, L, H, D]; in a place that is given."""
         if kernels := fused_kernels(x):
             return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, place)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
-        return x if rope is None else rotate(x, *rope)
+        return _stored(x if rope is None else rotate(x, *rope), place)
 
 
 class ModulatedNorm(nn.Module):
@@ -74,22 +75,37 @@ class ModulatedNorm(nn.Module):
         super().__init__()
         self.dim, self.eps = dim, eps
 
-    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor, place: Tensor | None = None) -> Tensor:
+        """[B, L, dim]; in a place that is given."""
         if kernels := fused_kernels(x):
-            return kernels.modulated_norm(x, scale, shift, self.eps)
+            return kernels.modulated_norm(x, scale, shift, self.eps, place)
         normed = F.layer_norm(x, (self.dim,), eps=self.eps)
         normed = normed.unflatten(1, (scale.shape[1], -1))  # [B, F, S, dim]
-        return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
+        modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None])
+        return _stored(modulated.flatten(1, 2).to(x.dtype), place)
 
 
 class GatedAdd(nn.Module):
     """x + gate * y, with a gate per frame, float32 [B, F or 1, dim]."""
 
-    def forward(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, gate: Tensor, place: Tensor | None = None) -> Tensor:
+        """[B, L, dim]; in a place that is given."""
         if kernels := fused_kernels(x):
-            return kernels.gated_add(x, y, gate)
+            return kernels.gated_add(x, y, gate, place)
         x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
-        return torch.addcmul(x_frames, y_frames, gate[:, :, None]).flatten(1, 2).to(x.dtype)
+        added = torch.addcmul(x_frames, y_frames, gate[:, :, None])
+        return _stored(added.flatten(1, 2).to(x.dtype), place)
+
+
+def multiply(linear: nn.Linear, x: Tensor, place: Tensor) -> Tensor:
+    """linear(x) of tokens [B, L, ...] in a place [B, L, ...] whose tokens are rows, bit for bit."""
+    rows = place.view(-1, linear.out_features)
+    torch.addmm(linear.bias, x.reshape(-1, linear.in_features), linear.weight.t(), out=rows)
+    return place
+
+
+def _stored(x: Tensor, place: Tensor | None) -> Tensor:
+    return x if place is None else place.copy_(x)
 
 
 class FeedForward(nn.Sequential):
@@ -101,12 +117,9 @@ class FeedForward(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         if not fused_kernels(x) or x.dtype == torch.float32:  # its tanh is not good enough for float32
             return super().forward(x)
-        widen, narrow = (
-            cast(nn.Linear, self[0]),
-            self[2],
-        )  # cuBLAS applies the GELU while it stores: the widest tensor is touched once
-        hidden = torch._addmm_activation(widen.bias, x.flatten(0, 1), widen.weight.t(), use_gelu=True)
-        return narrow(hidden).unflatten(0, x.shape[:2])
+        widen, _, narrow = cast(Iterator[nn.Linear], iter(self))
+        hidden = gelu_linear(x.flatten(0, 1), widen.weight, widen.bias)
+        return narrow(hidden).view(x.shape)
 
 
 class _Attention(nn.Module):
@@ -123,8 +136,7 @@ class _Attention(nn.Module):
         """[B, L, dim] -> [B, L, H, D]; in a place [1, L, H, D] that is given."""
         if place is None:
             return self.v(x).unflatten(-1, (self.num_heads, -1))
-        torch.addmm(self.v.bias, x[0], self.v.weight.t(), out=place[0].flatten(1))
-        return place
+        return multiply(self.v, x, place)
 
 
 class SelfAttention(_Attention):
@@ -142,11 +154,16 @@ class SelfAttention(_Attention):
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
-        places = None
-        if isinstance(kv_cache, KVCache) and fused_kernels(x) and not torch.is_grad_enabled():
-            places = kv_cache.places(self.site.layer, x.shape)  # keys and values are computed there
+        in_place = fused_kernels(x) and not torch.is_grad_enabled()
+        places = self.places(kv_cache, x.shape) if in_place else None
         own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw, places)
         return self.merge(self.attend(own, kv_cache, mask, layout))
+
+    def places(
+        self, kv_cache: KVCache | PerHeadCache | None, shape: torch.Size
+    ) -> tuple[Tensor, Tensor] | None:
+        """Where keys and values of tokens [B, L, dim] can be computed in the cache, if they can."""
+        return kv_cache.places(self.site.layer, shape) if isinstance(kv_cache, KVCache) else None
 
     # What stands before and after attention knows nothing of the past, nor of who is looking:
     # wan/parallel.py exchanges tokens for heads in between, wan/cuda_graphs.py replays both.
@@ -155,8 +172,10 @@ class SelfAttention(_Attention):
         self, x: Tensor, rope: Rope, with_raw: bool, places: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, ...]:
         """Queries, keys and values [B, L, H, D] of the tokens, and with_raw their keys without RoPE."""
-        projected, (of_k, of_v) = self.k(x), places or (None, None)
-        q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(projected, rope.keys, of_k)
+        of_k, of_v = places or (None, None)
+        q = self.norm_q(self.q(x), rope.queries)  # a norm finds its product in the GPU's cache
+        projected = self.k(x)
+        k = self.norm_k(projected, rope.keys, of_k)
         raw_k = (self.norm_k(projected),) if with_raw else ()
         return q, k, self.values(x, of_v), *raw_k
 
@@ -177,9 +196,9 @@ class SelfAttention(_Attention):
             layout = kv_cache.layouts[self.site.layer]
         return attention(q, k, v, self.site, mask, layout)
 
-    def merge(self, seen: Tensor) -> Tensor:
-        """What all heads saw, [B, L, H, D] -> [B, L, dim]."""
-        return self.o(seen.flatten(2))
+    def merge(self, seen: Tensor, place: Tensor | None = None) -> Tensor:
+        """What all heads saw, [B, L, H, D] -> [B, L, dim]; in a place that is given."""
+        return self.o(seen.flatten(2)) if place is None else multiply(self.o, seen, place)
 
 
 class CrossAttention(_Attention):
@@ -234,19 +253,28 @@ class Block(nn.Module):
         return Modulation(*rows[:3]), Modulation(*rows[3:])
 
     def finish(
-        self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
+        self,
+        x: Tensor,
+        seen: Tensor,
+        attend: Modulation,
+        feed: Modulation,
+        text: tuple[Tensor, Tensor],
+        place: Tensor | None = None,
     ) -> Tensor:
-        """The layer's output from its input and what self-attention gave, [B, L, dim] each."""
+        """The layer's output from its input and what self-attention gave, [B, L, dim] each.
+
+        In a place that is given, which may be x.
+        """
         if kernels := fused_kernels(x):  # a sum and the norm behind it at once
-            affine, eps = [row[None, None] for row in (self.norm3.weight, self.norm3.bias)], self.norm3.eps
-            x, normed = kernels.add_norm(x, seen, attend.gate, *affine, eps, affine=True)
+            norm = self.norm3
+            x, normed = kernels.add_norm(x, seen, attend.gate, norm.weight, norm.bias, norm.eps, affine=True)
             x, normed = kernels.add_norm(
                 x, self.cross_attn(normed, text), None, feed.scale, feed.shift, self.norm2.eps
             )
-            return self.gate2(x, self.ffn(normed), feed.gate)
+            return self.gate2(x, self.ffn(normed), feed.gate, place)
         x = self.gate1(x, seen, attend.gate)
         x = x + self.cross_attn(self.norm3(x), text)
-        return self.gate2(x, self.ffn(self.norm2(x, feed.scale, feed.shift)), feed.gate)
+        return self.gate2(x, self.ffn(self.norm2(x, feed.scale, feed.shift)), feed.gate, place)
 
 
 class Head(nn.Module):

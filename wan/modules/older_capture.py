@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, KeysView
 from dataclasses import dataclass
 from typing import Any
 
-from wan.modules.capture import AttentionCapture, CaptureRequest, Session, check_indices
+from wan.modules.capture import AttentionCapture, CaptureRequest, check_indices
+from wan.modules.capture_session import Session
 from wan.modules.captured_call import CapturedCall, Site, move_to_cpu
 
 
@@ -94,6 +95,7 @@ class OlderCapture(AttentionCapture):
     @property
     def captured_weights(self) -> list[CapturedCall]:
         """What was kept, one call after the other, on the CPU; each can be read like a dict."""
+        self._sessions[-1].finish()
         calls = self._sessions[-1].calls
         move_to_cpu(calls)
         return calls

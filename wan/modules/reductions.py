@@ -22,9 +22,17 @@ def frame_means(x: Tensor, num_frames: int) -> Tensor:
 
 def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> Tensor:
     """Mean logit of every frame pair from the frames' mean keys [B, Fk, H, D] -> [B, H, Fq, Fk]."""
-    frames = q.unflatten(1, (num_query_frames, -1))
-    scale = q.shape[-1] ** -0.5 / frames.shape[2]  # at once: a mean would divide first
-    q_means = frames.sum(2, dtype=torch.float32) * scale
+    return logits_of_sums(frame_sums(q, num_query_frames), frame_key_means, q.shape[1] // num_query_frames)
+
+
+def frame_sums(x: Tensor, num_frames: int) -> Tensor:
+    """Sum over the tokens of each frame, in float32: [B, F·S, H, D] -> [B, F, H, D]."""
+    return x.unflatten(1, (num_frames, -1)).sum(2, dtype=torch.float32)
+
+
+def logits_of_sums(q_sums: Tensor, frame_key_means: Tensor, tokens: int) -> Tensor:
+    """frame_logits from the sums of query frames of so many tokens, [B, Fq, H, D] -> [B, H, Fq, Fk]."""
+    q_means = q_sums * (q_sums.shape[-1] ** -0.5 / tokens)  # at once: a mean would divide first
     return q_means.transpose(1, 2) @ frame_key_means.permute(0, 2, 3, 1)
 
 
@@ -172,13 +180,13 @@ def token_mass(q: Tensor, k: Tensor, num_query_frames: int, bias: Tensor | None 
     frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)
     if frames == 0:
         sums = [
-            torch.stack([rows.softmax(-1).sum(2) for rows in scaled_logits(frame, k, bias=bias)]).sum(0)
+            torch.stack([_softmax_(rows).sum(2) for rows in scaled_logits(frame, k, bias=bias)]).sum(0)
             for frame in q.split(S, dim=1)
         ]
         return torch.stack(sums, 2) / S
     keys = _keys_last(k)
     means = [
-        _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)
+        _softmax_(_logits(part, keys, bias)).unflatten(2, (-1, S)).mean(3)
         for part in q.split(frames * S, dim=1)
     ]
     return means[0] if len(means) == 1 else torch.cat(means, 2)
@@ -255,6 +263,13 @@ def _logits(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
     """Scaled float32 logits [B, H, Lq, Lk] of queries [B, Lq, H, D] and keys [B, H, D, Lk], plus bias."""
     logits = (q.transpose(1, 2).float() * q.shape[-1] ** -0.5) @ keys
     return logits if bias is None else logits + bias[:, None]
+
+
+def _softmax_(logits: Tensor) -> Tensor:
+    """Softmax over the last dim; on a CPU in the place of logits, as new memory takes time there."""
+    if logits.device.type != "cpu" or logits.requires_grad:
+        return logits.softmax(-1)
+    return torch.softmax(logits, -1, out=logits)
 
 
 def absent(logits: Tensor) -> Tensor:

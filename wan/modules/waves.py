@@ -91,10 +91,10 @@ def _in_chunks(
     launch: Launch, chunks: int, q: Tensor, k: Tensor, v: Tensor, seen: Seen, frame_size: int
 ) -> None:
     """The same for queries [1, L, H, D], with chunks of the keys as items."""
-    q = q.expand(chunks, -1, -1, -1).contiguous()
+    q = q.expand(chunks, -1, -1, -1)
     k, v = (x[0].unflatten(0, (chunks, -1)) for x in (k, v))
     out, lse = seen.out[0], seen.lse[0]
-    parts, lses = torch.empty_like(q), torch.empty(chunks, *lse.shape, device=q.device)
+    parts, lses = (torch.empty(chunks, *x.shape, dtype=x.dtype, device=x.device) for x in (out, lse))
     launch(q, k, v, Seen(parts, lses, seen.tails), frame_size, are_chunks=True)
     join(parts, lses, out, lse)
     if seen.tails is not None:

@@ -13,6 +13,7 @@ CASES: dict[str, list[list[str]]] = {
         ["--no_such_flag"],
         [*MINI, "--repeats", "x"],
         [*MINI, "--repeats", "0"],
+        [*MINI, "--graphs", "--device", "cpu"],
         ["--config_path", "{}/none.yaml"],
         ["--config_path", "{}/text.txt"],
         [*MINI, "--output_path", f"{NO_DISK}/out.json"],

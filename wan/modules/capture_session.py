@@ -1,0 +1,56 @@
+"""What is asked for together, and what is kept for it while the rollout goes on."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from wan.modules import frame_reductions, host_copies
+from wan.modules.captured_call import CapturedCall
+from wan.modules.key_means import KeyMeans
+from wan.modules.late_logits import LateLogits
+from wan.modules.late_work import LateWork
+
+if TYPE_CHECKING:
+    from wan.modules.capture import CaptureRequest
+
+
+@dataclass(eq=False)
+class Session:
+    """What was asked for together, and what was kept for it so far."""
+
+    requests: tuple["CaptureRequest", ...] = ()
+    calls: list[CapturedCall] = field(default_factory=list)
+    key_means: KeyMeans = field(default_factory=KeyMeans)
+    late: LateWork = field(default_factory=LateWork)
+    logits: LateLogits = field(default_factory=LateLogits)
+
+    def keep(self, call: CapturedCall) -> None:
+        self.calls.append(call)
+        host_copies.start(call.values)
+
+    def finish(self) -> None:
+        """Complete what was kept so far."""
+        self.late.finish()
+        self.logits.finish()
+
+    def forget(self) -> None:
+        """After an error: what is not complete is not kept."""
+        self.late.forget()
+        gone = self.logits.forget()
+        if gone:
+            self.calls[:] = [call for call in self.calls if not any(call.values is x for x in gone)]
+
+    def of_frames(
+        self, layer: Hashable, call: frame_reductions.Call, mass: bool, rope_bands: bool, waits: bool
+    ) -> dict[str, Tensor]:
+        """What is kept of a call by frame; of one that waits, in finish()."""
+        q, k, layout, num_query_frames = call.q, call.k, call.layout, call.num_query_frames
+        self.logits.make_way(layer)
+        if not waits or rope_bands or not layout.is_plain:
+            means = self.key_means.of(layer, k, layout)
+            return frame_reductions.of_frames(call, means, mass, rope_bands)
+        sums, means = self.key_means.with_queries(layer, q, k, layout, num_query_frames)
+        others = {"frame_mass": frame_reductions.mass_of(call)} if mass else {}
+        return self.logits.add(layer, sums, means, q.shape[1] // num_query_frames, others)

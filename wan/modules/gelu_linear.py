@@ -1,0 +1,54 @@
+"""The FFN's first product, with its GELU while it is stored: the widest tensor of a layer is touched once.
+
+cuBLAS multiplies and then stores, tile by tile. On Hopper quack's kernel has two groups of warps take turns:
+one stores, with the GELU, while the other multiplies, which is faster for a block of the 1.3B
+(docs/benchmarks/attention_h200.json). quack-kernels comes with flash-attn-4 and is taken where that is
+launched (attention_backend.py). A layer's other products are cuBLAS's.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan.modules import attention_backend
+
+FEWEST_ROWS, FEWEST_COLUMNS = 1024, 1024  # of a product that fills a GPU; below, cuBLAS
+# The tile that was fastest on an H200, of thirteen at 4680 x 8960 x 1536; how many share what they read.
+TILE_M, TILE_N, CLUSTER_N = 128, 160, 2
+
+
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU (tanh) of x wᵀ + b on a GPU, in half precision: x [L, in], weight [out, in] -> [L, out]."""
+    if takes(x, weight):
+        return _quack()(x, weight.t(), bias)
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether such a product is quack's. It follows from the device, what is installed and the sizes."""
+    large = len(x) >= FEWEST_ROWS and min(weight.shape) >= FEWEST_COLUMNS and weight.shape[1] % 64 == 0
+    fits = large and len(weight) % 8 == 0 and x.dtype in attention_backend.HALF
+    return fits and attention_backend.has_quack(x.device)
+
+
+@cache
+def _quack() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    gemm = attention_backend.imported("quack.gemm_interface")
+    tile = attention_backend.imported("quack.gemm_config").GemmConfig(
+        tile_m=TILE_M,
+        tile_n=TILE_N,
+        cluster_m=1,
+        cluster_n=CLUSTER_N,
+        pingpong=True,
+        is_dynamic_persistent=False,
+    )
+    options: dict[str, Any] = {
+        "activation": "gelu_tanh_approx",
+        "store_preact": False,
+        "tuned": False,
+        "config": tile,
+    }
+    return lambda x, weight, bias: gemm.gemm_act(x, weight, bias=bias, **options)[1]
