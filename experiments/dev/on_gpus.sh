@@ -85,7 +85,7 @@ parallel_long() { # 14B, 120 frames: 38 GB of keys and values on each of four GP
 }
 
 policies_compared() { # no mp4s: they would need ffmpeg
-    everywhere policies_compared 420 experiments/compare_policies.py --policies findings --held_out 18 \
+    everywhere policies_compared 580 experiments/compare_policies.py --policies findings --held_out 18 \
         --seeds 0 1 2 --videos 0 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
         --output_dir outputs/policies --log_file outputs/policies.jsonl
     on 0 long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
@@ -93,7 +93,7 @@ policies_compared() { # no mp4s: they would need ffmpeg
 }
 
 hidden_shapes() {
-    everywhere hidden_shapes 420 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
+    everywhere hidden_shapes 780 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
         --dtype float32 --output_path "$OUT/hidden_shapes.json" --figures "$OUT"
 }
 
@@ -161,7 +161,8 @@ gpu_tests() { # with FlashAttention-4 too, where FA4 names its environment
         tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_attention_rows.py \
         tests/wan/test_grouped_attention.py tests/wan/test_key_maps.py tests/wan/test_host_copies.py \
         tests/wan/test_cuda_graphs.py tests/wan/test_hopper_attention.py tests/wan/test_segment_kernel.py \
-        tests/wan/test_layers.py tests/wan/test_kv_cache.py
+        tests/wan/test_layers.py tests/wan/test_kv_cache.py tests/wan/test_frame_sum_kernel.py \
+        tests/wan/test_late_logits.py
 }
 
 variants() { # one after the other: they write one log; as many clips as the first process of the base had
