@@ -54,7 +54,7 @@ def test_against_a_list_of_frames(data, S, sink, extra, windowed):
                 assert torch.equal(values[0], torch.cat([v[layer] for _, _, v in frames]))
                 if data.draw(st.booleans()):  # somebody looks, or not: no stale means
                     expected = torch.stack([k[layer].mean(0) for _, k, _ in frames])
-                    torch.testing.assert_close(means.of(layer, keys, cache.layouts[layer])[0], expected)
+                    torch.testing.assert_close(means.of(layer, cache.layouts[layer], keys)[0], expected)
         past = [*past, *own]
 
 

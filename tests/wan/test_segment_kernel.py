@@ -149,7 +149,7 @@ def test_mean_keys_of_chosen_tokens_stay_as_long_as_the_choice():
         layout = KeyLayout(
             tuple(slots), S, own, rollout=rollout, version=version, unchanged=unchanged, chosen=chosen
         )
-        return means.of("layer", k, layout).clone()
+        return means.of("layer", layout, k).clone()
 
     choices, first, k = {}, (4, 4, 4, 4, 5, 5), drawn(1, 12, 2, 4)
     expected = [k[:, a:b].mean(1) for a, b in ((0, 3), (3, 6), (6, 7), (7, 9), (9, 12))]

@@ -297,5 +297,6 @@ class AttentionCapture:
             raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
         if mask is not None:
             return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
-        call = frame_reductions.Call(q, k, lse, layout, num_query_frames, tails)
+        exchanged = site.shard is not None
+        call = frame_reductions.Call(q, k, lse, layout, num_query_frames, tails, exchanged)
         return session.of_frames((site.layer, group), call, request.mass, request.rope_bands, waits)

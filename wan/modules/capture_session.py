@@ -8,7 +8,6 @@ from torch import Tensor
 
 from wan.modules import frame_reductions, host_copies
 from wan.modules.captured_call import CapturedCall
-from wan.modules.key_means import KeyMeans
 from wan.modules.late_logits import LateLogits
 from wan.modules.late_work import LateWork
 
@@ -22,7 +21,6 @@ class Session:
 
     requests: tuple["CaptureRequest", ...] = ()
     calls: list[CapturedCall] = field(default_factory=list)
-    key_means: KeyMeans = field(default_factory=KeyMeans)
     late: LateWork = field(default_factory=LateWork)
     logits: LateLogits = field(default_factory=LateLogits)
 
@@ -46,11 +44,9 @@ class Session:
         self, layer: Hashable, call: frame_reductions.Call, mass: bool, rope_bands: bool, waits: bool
     ) -> dict[str, Tensor]:
         """What is kept of a call by frame; of one that waits, in finish()."""
-        q, k, layout, num_query_frames = call.q, call.k, call.layout, call.num_query_frames
         self.logits.make_way(layer)
-        if not waits or rope_bands or not layout.is_plain:
-            means = self.key_means.of(layer, k, layout)
+        if not waits or rope_bands or not call.layout.is_plain:
+            means = self.logits.key_means.of(layer, call.layout, call.k)
             return frame_reductions.of_frames(call, means, mass, rope_bands)
-        sums, means = self.key_means.with_queries(layer, q, k, layout, num_query_frames)
         others = {"frame_mass": frame_reductions.mass_of(call)} if mass else {}
-        return self.logits.add(layer, sums, means, q.shape[1] // num_query_frames, others)
+        return self.logits.add(layer, call, others)

@@ -14,7 +14,8 @@ from wan.modules.rope import RotaryTable
 class Call(NamedTuple):
     """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
 
-    tails [2, B, H, slots, Lq] are what the attention kernel itself knows of the mass.
+    tails [2, B, H, slots, Lq] are what the attention kernel itself knows of the mass. exchanged: q came from
+    other processes, into memory that the next layer's takes too.
     """
 
     q: Tensor
@@ -23,6 +24,7 @@ class Call(NamedTuple):
     layout: KeyLayout
     num_query_frames: int
     tails: Tensor | None = None
+    exchanged: bool = False
 
 
 def of_frames(call: Call, means: Tensor, mass: bool, rope_bands: bool) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Mean keys per segment, kept from call to call: those of past blocks are computed once, not once a pass."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,14 @@ class KeyMeans:
     def __init__(self) -> None:
         self._layers: dict[Hashable, _LayerMeans] = {}
 
-    def of(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> Tensor:
+    def of(self, layer: Hashable, layout: KeyLayout, *keys: Tensor) -> Tensor:
         """Mean key of each segment of keys k [B, Lk, H, D] -> float32 [B, segments, H, D].
 
-        0 where a segment has no token. Valid until the next call for this layer.
+        0 where a segment has no token. Valid until the next call for this layer. Keys of several layers,
+        without chosen tokens, stand side by side: their name is then of all together, and H of them all.
         """
-        known = self._known(layer, k, layout)
-        _fill(known, k)
+        known = self._known(layer, layout, *keys)
+        _fill(known, keys)
         known.settled = layout.own.start
         return known.means
 
@@ -45,29 +46,32 @@ class KeyMeans:
         On CUDA one kernel reads the queries and the keys, where there are no chosen tokens.
         """
         if layout.chosen is not None or not reductions.kernels_take(q):
-            return reductions.frame_sums(q, num_query_frames), self.of(layer, k, layout)
+            return reductions.frame_sums(q, num_query_frames), self.of(layer, layout, k)
         from wan.modules import frame_sum_kernel  # Triton is there only beside CUDA
 
-        known = self._known(layer, k, layout)
+        known = self._known(layer, layout, k)
         keys, out = k[:, known.settled * layout.tokens_per_slot :], known.means[:, known.settled :]
         q_sums = frame_sum_kernel.sums_and_means(q, num_query_frames, keys, out)
         known.settled = layout.own.start
         return q_sums, known.means
 
-    def _known(self, layer: Hashable, k: Tensor, layout: KeyLayout) -> _LayerMeans:
-        known = self._layers.get(layer)
-        if known is None or known.layout is not layout or len(known.means) != len(k):
-            known = self._layers[layer] = _begun(known, k, layout)
+    def _known(self, layer: Hashable, layout: KeyLayout, *keys: Tensor) -> _LayerMeans:
+        known, batch = self._layers.get(layer), keys[0].shape[0]
+        if known is None or known.layout is not layout or known.means.shape[0] != batch:
+            known = self._layers[layer] = _begun(known, layout, keys)
         return known
 
 
-def _begun(before: _LayerMeans | None, k: Tensor, layout: KeyLayout) -> _LayerMeans:
+def _begun(before: _LayerMeans | None, layout: KeyLayout, keys: Sequence[Tensor]) -> _LayerMeans:
     """Room for the means of a layout, with those that the layout before it knew."""
     chosen, count = layout.chosen, len(layout.slots)
+    batch, _, _, head_dim = keys[0].shape
+    heads = sum(k.shape[2] for k in keys)
     if chosen is not None:
         count += len(segments_of(layout).chosen) - len(chosen.slots)
-    known = _LayerMeans(layout, k.new_empty((len(k), count, *k.shape[2:]), dtype=torch.float32), 0)
-    if before is None or len(before.means) != len(k) or not layout.follows(before.layout):
+    means = keys[0].new_empty((batch, count, heads, head_dim), dtype=torch.float32)
+    known = _LayerMeans(layout, means, 0)
+    if before is None or len(before.means) != batch or not layout.follows(before.layout):
         return known
     settled = min(before.settled, layout.unchanged)
     if chosen is not before.layout.chosen:  # slots of another choice are other ones
@@ -87,25 +91,28 @@ def _segment_at(known: _LayerMeans, slot: int) -> int:
     return slot if chosen is None or slot <= chosen.slots.start else slot + more
 
 
-def _fill(known: _LayerMeans, k: Tensor) -> None:
+def _fill(known: _LayerMeans, keys: Sequence[Tensor]) -> None:
     """Compute the means from the settled slots on."""
     layout, count = known.layout, len(known.layout.slots)
     if layout.chosen is None:
-        return _slot_means(known, k, known.settled, count)
+        return _slot_means(known, keys, known.settled, count)
+    (k,) = keys  # each layer chooses its own
     chosen = layout.chosen.slots
     for first, stop in ((known.settled, chosen.start), (max(known.settled, chosen.stop), count)):
         if first < stop:
-            _slot_means(known, k, first, stop)
+            _slot_means(known, keys, first, stop)
     if chosen and known.settled <= chosen.start:
         runs = segments_of(layout).chosen
         _run_means(k, layout, out=known.means[:, runs.start : runs.stop])
 
 
-def _slot_means(known: _LayerMeans, k: Tensor, first: int, stop: int) -> None:
+def _slot_means(known: _LayerMeans, keys: Sequence[Tensor], first: int, stop: int) -> None:
     """Mean keys of whole slots."""
     S, at = known.layout.tokens_per_slot, _segment_at(known, first)
-    tokens = k[:, first * S : stop * S].unflatten(1, (stop - first, -1))
-    torch.mean(tokens, 2, dtype=torch.float32, out=known.means[:, at : at + stop - first])
+    count = stop - first
+    new = [k.narrow(1, first * S, count * S) for k in keys]
+    tokens = (new[0] if len(new) == 1 else torch.cat(new, 2)).unflatten(1, (count, -1))
+    torch.mean(tokens, 2, dtype=torch.float32, out=known.means.narrow(1, at, count))
 
 
 def _run_means(k: Tensor, layout: KeyLayout, out: Tensor) -> None:

@@ -1,26 +1,40 @@
 """Mean logits of all calls of a forward from one product: that of a single call costs little but its launch.
 
 Sums over the queries of each call and its mean keys are kept until the forward ends. Then the heads of all
-layers stand side by side.
+layers stand side by side. Of calls so small that on a CPU an operation takes longer to begin than to do,
+queries and keys themselves are kept: sums and means of all layers are then formed together, too.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wan.modules import host_copies, reductions
+from wan.modules import frame_reductions, host_copies, reductions
+from wan.modules.key_layout import KeyLayout
+from wan.modules.key_means import KeyMeans
+
+SMALL = 1 << 15  # elements of queries
 
 
 class _Waiting(NamedTuple):
-    """A call of which all but the product is there."""
+    """A call of which frame_logits are not there yet."""
 
-    q_sums: Tensor  # [B, Fq, H, D], float32
-    key_means: Tensor  # [B, Fk, H, D], float32
+    queries: Tensor  # sums, float32 [B, Fq, H, D], or with a layout the queries themselves [B, Lq, H, D]
+    keys: Tensor  # means, float32 [B, Fk, H, D], or with a layout the keys themselves [B, Lk, H, D]
+    layout: KeyLayout | None
+    num_query_frames: int
     tokens: int  # of a query frame
     others: dict[str, Tensor]  # what else is kept of it
     values: dict[str, Tensor]  # to be filled
+
+    @property
+    def alike(self) -> Hashable:
+        """Equal for calls from one product."""
+        batch, _, _, head_dim = self.queries.shape
+        of_keys = self.keys.shape[1] if self.layout is None else id(self.layout)
+        return batch, head_dim, self.num_query_frames, self.tokens, self.layout is None, of_keys
 
 
 class LateLogits:
@@ -28,14 +42,22 @@ class LateLogits:
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, _Waiting] = {}  # by layer
+        self.key_means = KeyMeans()
 
     def add(
-        self, layer: Hashable, q_sums: Tensor, key_means: Tensor, tokens: int, others: dict[str, Tensor]
+        self, layer: Hashable, call: frame_reductions.Call, others: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """The values of a call, where frame_logits and then the others will be."""
         assert layer not in self._waiting
-        self._waiting[layer] = _Waiting(q_sums, key_means, tokens, others, {})
-        return self._waiting[layer].values
+        q, k, layout, frames = call.q, call.k, call.layout, call.num_query_frames
+        tokens, values = q.shape[1] // frames, dict[str, Tensor]()
+        if _stay(call):
+            waiting = _Waiting(q, k, layout, frames, tokens, others, values)
+        else:
+            sums, means = self.key_means.with_queries(layer, q, k, layout, frames)
+            waiting = _Waiting(sums, means, None, frames, tokens, others, values)
+        self._waiting[layer] = waiting
+        return values
 
     def make_way(self, layer: Hashable) -> None:
         """Before the mean keys of a layer change: a call of it that waits needs those that are there."""
@@ -44,13 +66,11 @@ class LateLogits:
 
     def finish(self) -> None:
         """Fill the values of all calls that wait."""
-        alike: dict[Hashable, list[_Waiting]] = {}
-        for call in self._waiting.values():
-            batch, query_frames, _, head_dim = call.q_sums.shape
-            key = batch, query_frames, head_dim, call.key_means.shape[1], call.tokens
-            alike.setdefault(key, []).append(call)
-        for calls in alike.values():
-            for call, logits in zip(calls, _products(calls), strict=True):
+        together: dict[Hashable, dict[Hashable, _Waiting]] = {}
+        for layer, call in self._waiting.items():
+            together.setdefault(call.alike, {})[layer] = call
+        for calls in together.values():
+            for call, logits in zip(calls.values(), self._products(calls), strict=True):
                 call.values.update({"frame_logits": logits} | call.others)
                 host_copies.start(call.values)
         self._waiting.clear()
@@ -61,12 +81,28 @@ class LateLogits:
         self._waiting.clear()
         return empty
 
+    def _products(self, calls: Mapping[Hashable, _Waiting]) -> Sequence[Tensor]:
+        """frame_logits [B, H, Fq, Fk] of calls that are alike."""
+        first = next(iter(calls.values()))
+        queries = torch.cat([call.queries for call in calls.values()], 2)  # [B, ..., heads of all, D]
+        keys = [call.keys for call in calls.values()]
+        if first.layout is None:
+            means = torch.cat(keys, 2)
+        else:
+            queries = reductions.frame_sums(queries, first.num_query_frames)
+            means = self.key_means.of(tuple(calls), first.layout, *keys)
+        logits = reductions.logits_of_sums(queries, means, first.tokens)
+        heads = [call.queries.shape[2] for call in calls.values()]
+        parts = logits.split(heads, 1)
+        return parts if logits.is_cuda else [part.clone() for part in parts]  # as move_to_cpu() does later
 
-def _products(calls: list[_Waiting]) -> list[Tensor]:
-    """frame_logits [B, H, Fq, Fk] of calls of the same sizes."""
-    q_sums = torch.cat([call.q_sums for call in calls], 2)  # [B, Fq, heads of all, D]
-    key_means = torch.cat([call.key_means for call in calls], 2)
-    logits = reductions.logits_of_sums(q_sums, key_means, calls[0].tokens)
-    heads = [call.q_sums.shape[2] for call in calls]
-    parts = logits.split(heads, 1)
-    return list(parts) if logits.is_cuda else [part.clone() for part in parts]  # as move_to_cpu() does later
+
+def _stay(call: frame_reductions.Call) -> bool:
+    """Whether queries and keys of a small call stay as they are until its forward ends.
+
+    The keys of a rollout do, whose cache every layer writes once, and queries that were never written in
+    place: they lie in no buffer that the next layer takes too.
+    """
+    q = call.q
+    small = q.device.type == "cpu" and q.numel() <= SMALL and call.layout.rollout is not None
+    return small and not call.exchanged and not q.is_inference() and q._version == 0
