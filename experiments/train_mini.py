@@ -29,6 +29,7 @@ from wan.errors import ConfigError
 STARTS = {  # what --start_from goes on from
     "vae": "vae/diffusion_pytorch_model.safetensors",
     "base": "transformer/diffusion_pytorch_model.safetensors",
+    "causal": "self_forcing_mini.pt",  # which is shipped, while causal.pt, of this stage, is not
 }
 LIMITS = {"steps": 10**7, "batch": 4096, "clips": 10**6, "minutes": 10**5, "lr": 1.0}
 
@@ -61,7 +62,7 @@ def parser() -> Parser:
         help="keep the causal weights of some steps there, and the few-step stage's",
     )
     add("--moments", dest="training_checkpoints", type=Path, help=argparse.SUPPRESS)  # its older name
-    add("--start_from", type=Path, metavar="DIR", help="vae, base: go on from the weights in DIR")
+    add("--start_from", type=Path, metavar="DIR", help="vae, base, causal: go on from the weights in DIR")
     add("--resume", action="store_true", help="go on where this stage was stopped")
     add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")
     return flags
@@ -85,7 +86,9 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     recipe = replace(RECIPES[args.stage], **given)
     began = STARTS.get(args.stage)
     if args.start_from and not (began and (args.start_from / began).is_file()):
-        raise ConfigError("--start_from is of the stages vae and base, and names a folder of earlier weights")
+        raise ConfigError(
+            f"--start_from is of the stages {', '.join(STARTS)}, and names a folder of earlier weights"
+        )
     missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
     if missing:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")

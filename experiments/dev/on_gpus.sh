@@ -9,7 +9,8 @@
 # first; a job's own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
 # (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
 # others: its log says why.
-# GPUS=2,3 names some GPUs of more.
+# GPUS=2,3 names some GPUs of more. RANKS=1 lets a finding have one rank on a GPU in place of three: the miniature leaves
+# a GPU waiting for Python.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 30 "$@"
 export OUT=$1 MINIATURE=${MINIATURE:-outputs/gpu-miniature}
@@ -18,7 +19,7 @@ ALL=$(nvidia-smi --query-gpu=index,name --format=csv,noheader 2>/dev/null)
 GPU=$(head -1 <<<"$ALL" | grep -oE '[A-Z]+[0-9]+' | tail -1)
 [[ $GPU ]] || { echo "on_gpus.sh: no NVIDIA GPU found; run it on a host that has one" >&2; exit 2; }
 export GPU=${GPU,,} CAUSAL=$MINIATURE/self_forcing_mini.pt GPUS=${GPUS:-$(cut -d , -f 1 <<<"$ALL" | paste -sd ,)}
-export COUNT=$(tr , '\n' <<<"$GPUS" | wc -l)
+export COUNT=$(tr , '\n' <<<"$GPUS" | wc -l) RANKS=${RANKS:-3}
 mkdir -p "$OUT" "$MINIATURE/logs"
 
 # on SLOT NAME SECONDS COMMAND...: on the GPU of that number among GPUS (or on all), at most so long, its output in a log,
@@ -45,6 +46,17 @@ train() { # train SLOT STAGE SECONDS FLAGS...
 
 everywhere() { # everywhere NAME SECONDS SCRIPT FLAGS...: a rank on every GPU
     on all "$1" "$2" torchrun --standalone --nproc-per-node "$COUNT" "${@:3}"
+}
+
+as_ranks() { # as_ranks COMMAND...: $RANKS of it on every GPU, which take their parts from one folder; as srun tells them
+    local count=$((RANKS * COUNT))
+    seq 0 $((count - 1)) | SLURM_STEP_NUM_TASKS=$count OMP_NUM_THREADS=1 xargs -P $count -I RANK bash -c '
+        export SLURM_PROCID=RANK SLURM_LOCALID=RANK
+        CUDA_VISIBLE_DEVICES=$(cut -d , -f $((RANK % COUNT + 1)) <<<"$GPUS") exec "$@"' rank "$@"
+}
+
+sweep_of_ranks() { # sweep_of_ranks NAME SECONDS SCRIPT FLAGS...
+    on all "$1" "$2" bash -c 'as_ranks "$@"' ranks python3 "${@:3}"
 }
 
 shared() { # shared MINUTES: of one GPU, by all of them
@@ -85,7 +97,7 @@ parallel_long() { # 14B, 120 frames: 38 GB of keys and values on each of four GP
 }
 
 policies_compared() { # no mp4s: they would need ffmpeg
-    everywhere policies_compared 580 experiments/compare_policies.py --policies findings --held_out 18 \
+    sweep_of_ranks policies_compared 580 experiments/compare_policies.py --policies findings --held_out 18 \
         --seeds 0 1 2 --videos 0 --ckpt_dir "$MINIATURE" --checkpoint_path "$CAUSAL" --device cuda \
         --output_dir outputs/policies --log_file outputs/policies.jsonl
     on 0 long_rollouts 60 python3 experiments/dev/long_rollout_findings.py outputs/policies/comparison.json \
@@ -93,7 +105,7 @@ policies_compared() { # no mp4s: they would need ffmpeg
 }
 
 hidden_shapes() {
-    everywhere hidden_shapes 780 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
+    sweep_of_ranks hidden_shapes 780 experiments/dev/hidden_shapes.py --ckpt_dir "$MINIATURE" --device cuda \
         --dtype float32 --output_path "$OUT/hidden_shapes.json" --figures "$OUT"
 }
 
@@ -179,7 +191,7 @@ for part in "${@:2}"; do
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done
-export -f on train benchmark evaluate checkpoints seed mass policies capture maps interventions attention gpu_tests
+export -f on as_ranks train benchmark evaluate checkpoints seed mass policies capture maps interventions attention gpu_tests
 export -f models variants sweep
 jobs=()
 for part in "${@:2}"; do

@@ -96,7 +96,7 @@ class StageRun:
     resume: bool = False
     compile: bool = False
     training_checkpoints: Path | None = None
-    start_from: Path | None = None  # a folder of earlier weights; of the VAE and the base
+    start_from: Path | None = None  # a folder of earlier weights; of the VAE, the base and the causal model
     ranks: Ranks = field(default_factory=Ranks)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.miniature.checkpoint_files import TEACHER, save_causal, save_index, save_transformer
+from experiments.miniature.checkpoint_files import CAUSAL, TEACHER, save_causal, save_index, save_transformer
 from experiments.miniature.latent_clips import LatentClips, add_noise, draw, encode_text
 from experiments.miniature.recipe import KEPT_STEPS, MODEL, SAMPLER_STEPS, SHIFT, TEXT, StageRun
 from experiments.miniature.tokenizer import build_tokenizer
@@ -20,6 +20,7 @@ from experiments.miniature.training import Schedule, Trainer
 from experiments.miniature.vae_training import train_vae
 from wan.blocks import block_ranges, block_sizes
 from wan.checkpoint import read_transformer_state
+from wan.checkpoint_layouts import read_self_forcing_state
 from wan.modules.attention import MaskedAttention
 from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
 from wan.modules.model import TextKeysValues, WanModel
@@ -146,8 +147,12 @@ class TeacherForcing:
 
 
 def train_causal(run: StageRun) -> dict:
-    """Teacher forcing from the base weights."""
-    return train_rollouts(run, read_transformer_state(run.output_dir), TeacherForcing, TEACHER)
+    """Teacher forcing from the base weights, or from those of an earlier few-step stage."""
+    if run.start_from:
+        state = read_self_forcing_state(run.start_from / CAUSAL)
+    else:
+        state = read_transformer_state(run.output_dir)
+    return train_rollouts(run, state, TeacherForcing, TEACHER)
 
 
 def train_rollouts(

@@ -60,7 +60,7 @@ def refusal(module, flags, capsys):
 def test_every_command_has_flags_that_its_script_knows(part, tmp_path, programs, capsys):
     ended = start(tmp_path, programs, part)
     assert ended.returncode == 0, ended.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = dict.fromkeys((tmp_path / "calls").read_text().splitlines())  # ranks of a sweep share one
     assert len(calls) == PARTS[part] == ended.stdout.count("status 0")
     for words in map(str.split, calls):
         script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
@@ -83,25 +83,35 @@ def test_jobs_take_the_gpu_that_is_free(tmp_path, programs):
 
 
 def test_findings_take_all_gpus_one_after_the_other(tmp_path, programs):
-    """Their ranks share the cores and keep no mp4; they begin when the jobs before them have ended."""
-    for name in ("python3", "torchrun"):
-        (programs / name).write_text(
-            f"#!/usr/bin/env bash\necho $CUDA_VISIBLE_DEVICES {name} begins $* >> $CALLS\n"
-            f"sleep 0.2; echo {name} ends >> $CALLS\n"
-        )
+    """Three ranks on each, which share the cores and keep no mp4; they begin when the jobs before them have
+    ended."""
+    (programs / "python3").write_text(
+        "#!/usr/bin/env bash\n"
+        'echo "begins $CUDA_VISIBLE_DEVICES rank $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*" >> "$CALLS"\n'
+        'sleep 0.5; echo ends >> "$CALLS"\n'
+    )
     assert start(tmp_path, programs, "models", "findings").returncode == 0
     lines = (tmp_path / "calls").read_text().splitlines()
-    assert [line.split("begins")[0].split() for line in lines if "begins" in line] == [
-        ["0", "python3"],
-        ["0,1", "torchrun"],
-        ["0", "python3"],
-        ["0,1", "torchrun"],
+    assert ["".join(line[:6].split()) for line in lines] == [
+        *("begins", "ends"),
+        *6 * ["begins"],
+        *6 * ["ends"],
+        *("begins", "ends"),
+        *6 * ["begins"],
+        *6 * ["ends"],
     ]
-    assert all(line.endswith("ends") for line in lines[1::2])  # none beside another
-    scripts = [line for line in lines if "torchrun begins" in line]
-    assert all("--nproc-per-node 2 " in line and "--workers" not in line for line in scripts)
-    assert "compare_policies.py" in scripts[0] and "--videos 0 " in scripts[0]
-    assert "hidden_shapes.py" in scripts[1]
+    for first, script in ((2, "compare_policies.py"), (16, "hidden_shapes.py")):
+        ranks = sorted(lines[first : first + 6], key=lambda line: line.split()[3])
+        for number, line in enumerate(ranks):
+            assert line.startswith(f"begins {number % 2} rank {number} of 6: experiments/")
+            assert script in line and "--workers" not in line
+            assert "--videos 0 " in line or script == "hidden_shapes.py"
+
+
+def test_as_many_ranks_on_a_gpu_as_are_asked_for(tmp_path, programs, monkeypatch):
+    monkeypatch.setenv("RANKS", "1")
+    assert start(tmp_path, programs, "hidden_shapes").returncode == 0
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
 
 
 def test_a_host_without_gpus_is_refused(tmp_path, programs):

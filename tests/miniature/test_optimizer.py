@@ -95,15 +95,16 @@ def test_compiled_layers_skip_what_the_mask_hides():
     assert torch.equal(create_mask(rule, None, None, *dense.shape, device="cpu")[0, 0], dense)
 
 
-def test_start_from_is_of_two_stages_and_needs_weights(tmp_path):
+def test_start_from_is_of_three_stages_and_needs_weights(tmp_path):
     from experiments import train_mini
 
     for stage, folder in (
-        ("causal", "checkpoints/wan-mini"),
+        ("few_step", "checkpoints/wan-mini"),
+        ("causal", str(tmp_path)),
         ("base", str(tmp_path)),
         ("vae", str(tmp_path)),
     ):
-        with pytest.raises(ConfigError, match="--start_from is of the stages vae and base"):
+        with pytest.raises(ConfigError, match="--start_from is of the stages vae, base, causal, and names"):
             train_mini.run(["--stage", stage, "--start_from", folder, "--output_dir", str(tmp_path)])
 
 

@@ -15,6 +15,8 @@ from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIP
 from experiments.miniature.training import Schedule, Trainer
 from experiments.miniature.vae_training import SHORT_SHARE, clip_length
 from experiments.running import cli
+from wan.checkpoint import file_sha256
+from wan.checkpoint_layouts import read_self_forcing_state
 
 SMALL = ["--batch", "1", "--clips", "2", "--device", "cpu", "--no-compile"]
 STAGES = {"vae": "2", "base": "2", "causal": "3", "few_step": "2"}
@@ -111,6 +113,20 @@ def test_a_killed_training_goes_on_from_the_state_of_the_last_minute(undisturbed
             train(tmp_path, "causal")
     train(tmp_path, "causal", "--resume")
     assert (tmp_path / WEIGHTS["causal"]).read_bytes() == (undisturbed / WEIGHTS["causal"]).read_bytes()
+
+
+def test_the_causal_stage_goes_on_from_few_step_weights(undisturbed, tmp_path):
+    for name in RECIPES["causal"].needs:
+        (tmp_path / name).symlink_to(undisturbed / name)
+    train(tmp_path, "causal", "--start_from", str(undisturbed), "--steps", "1", "--lr", "1e-12")
+    found, started = (
+        read_self_forcing_state(path)
+        for path in (tmp_path / WEIGHTS["causal"], undisturbed / WEIGHTS["few_step"])
+    )
+    for name, weight in started.items():
+        assert torch.equal(found[name], weight.to(found[name].dtype)), name
+    log = json.loads((tmp_path / "training.json").read_text())["causal"]
+    assert log["start_from"] == file_sha256(undisturbed / WEIGHTS["few_step"])
 
 
 def test_other_seeds_give_other_weights(undisturbed, tmp_path):

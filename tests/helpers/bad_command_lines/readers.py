@@ -72,6 +72,7 @@ CASES: dict[str, list[list[str]]] = {
         ["--stage", "none"],
         ["--stage", "base", "--output_dir", "{}/folder"],
         ["--stage", "base", "--start_from", "{}/folder"],
+        ["--stage", "causal", "--start_from", "{}/folder"],
         ["--stage", "few_step", "--output_dir", "{}/folder"],
         ["--stage", "vae", "--minutes", "x"],
         ["--stage", "vae", "--device", "abacus"],
