@@ -19,7 +19,7 @@ from torch import Tensor
 from experiments.miniature.checkpoint_files import CAUSAL, TEACHER, kept_steps
 from experiments.miniature.latent_clips import LatentClips, encode_text
 from experiments.miniature.recipe import GUIDANCE, MODEL, SAMPLER_STEPS, SHIFT, TEACHER_STEPS, StageRun
-from experiments.miniature.stages import TeacherForcing, compile_blocks, train_rollouts
+from experiments.miniature.stages import TeacherForcing, masked_attention, train_rollouts
 from wan.checkpoint_layouts import read_self_forcing_state
 from wan.modules.causal_model import CausalWanModel
 
@@ -36,14 +36,18 @@ def teacher_sigmas() -> Tensor:
 
 
 class Teacher:
-    """The causal stage's weights: guided paths from noise to clean blocks, each block after the clip's
-    own."""
+    """The causal stage's weights: guided paths from noise to clean blocks, each block after the clip's own.
+
+    Keys and values of the clean blocks are the same at every step, and stay in a KV cache.
+    """
 
     def __init__(self, run: StageRun, clips: LatentClips):
         model = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
         model.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
         self.forcing, self.clips = TeacherForcing(run, model, clips), clips
-        compile_blocks(model, run.compile)
+        tokens = MODEL.tokens_per_frame(*clips.latents.shape[3:])
+        self.clean = masked_attention(self.forcing.blocks, tokens, run, "clean")
+        self.noisy = masked_attention(self.forcing.blocks, tokens, run, "noisy")
 
     @torch.no_grad()
     def path(self, some: Tensor, seed: int) -> list[Tensor]:
@@ -59,12 +63,16 @@ class Teacher:
         text = model.text_keys_values(
             encode_text(self.forcing.encoder, self.clips.ids[rows], self.clips.mask[rows])
         )
-        sigmas = teacher_sigmas().to(x.device)
-        points, twice = [x], past.repeat(2, 1, 1, 1, 1)
+        sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
+        cache = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
+        cache.advance(frames, text)
+        model(past.repeat(2, 1, 1, 1, 1), torch.zeros_like(sigmas[0]), text, cache, mask=self.clean)
+        cache.advance(frames, text)  # the same frames again, noisy
+        points = [x]
         for step, (now, after) in enumerate(pairwise(sigmas)):
-            t = (1000 * now).expand(2 * len(x), x.shape[1])
             both = x.to(past.dtype).repeat(2, 1, 1, 1, 1)
-            guided, free = self.forcing.predict(twice, both, t, text).float().chunk(2)
+            flow = model(both, 1000 * now, text, cache, mask=self.noisy)
+            guided, free = flow.float().chunk(2)
             x = x + (after - now) * (free + GUIDANCE * (guided - free))
             if (step + 1) % EVERY == 0:
                 points.append(x)

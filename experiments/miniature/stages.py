@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ OWN_PAST_AFTER = 1 / 3  # of the causal stage; from then on every other past is 
 
 
 def compile_blocks(model: WanModel, wanted: bool) -> None:
-    """Fuse each transformer layer; all layers share one compiled graph for each size of a batch."""
+    """Fuse each transformer layer; all layers share one compiled graph."""
     for block in model.blocks if wanted else ():
         block.compile(dynamic=False)
 
@@ -74,20 +75,29 @@ def train_base(run: StageRun) -> dict:
     return trainer.numbers()
 
 
-def masked_attention(blocks: Sequence[range], tokens: int, run: StageRun) -> Tensor | MaskedAttention:
-    """The mask of teacher forcing; where layers are compiled, attention that skips what the mask hides."""
-    block_of_frame = torch.tensor([i for i, block in enumerate(blocks) for _ in block])
-    if not run.compile:
-        return teacher_forcing_mask(block_of_frame.tolist(), tokens).to(run.device)
-    length, block_length = tokens * len(block_of_frame), tokens * len(blocks[0])
+def masked_attention(
+    blocks: Sequence[range], tokens: int, run: StageRun, queries: Literal["all", "clean", "noisy"] = "all"
+) -> Tensor | MaskedAttention:
+    """The mask of teacher forcing; where a stage is compiled, attention that skips what the mask hides.
 
-    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    Of the clean queries alone, over the clean keys, or of the noisy ones, it is for layers that are not
+    compiled themselves.
+    """
+    block_of_frame = torch.tensor([i for i, block in enumerate(blocks) for _ in block])
+    length, block_length = tokens * len(block_of_frame), tokens * len(blocks[0])
+    first, last = length * (queries == "noisy"), length * (1 if queries == "clean" else 2)
+    if not run.compile:
+        return teacher_forcing_mask(block_of_frame.tolist(), tokens)[first:last, :last].to(run.device)
+
+    def attends(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        query = row + first
         query_block, key_block = query % length // block_length, key % length // block_length
         own = (query_block == key_block) & ((query < length) == (key < length))
         return own | ((key < length) & (key_block < query_block))
 
-    mask = create_block_mask(attends, None, None, 2 * length, 2 * length, device=run.device)
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
+    mask = create_block_mask(attends, None, None, last - first, last, device=run.device)
+    attend = flex_attention if queries == "all" else torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: attend(q, k, v, block_mask=mask)
 
 
 class TeacherForcing:

@@ -1,5 +1,6 @@
 """Muon against PyTorch's own, ranks against one process, attention that knows its mask."""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,12 +87,14 @@ def test_two_ranks_take_the_step_of_one_with_both_batches(tmp_path):
             torch.testing.assert_close(ours, alone, atol=1e-6, rtol=0)
 
 
-def test_compiled_layers_skip_what_the_mask_hides():
+@pytest.mark.parametrize("queries", ["all", "clean", "noisy"])
+def test_what_is_compiled_skips_what_the_mask_hides(queries):
     run = StageRun("causal", RECIPES["causal"], Path(), torch.device("cpu"), torch.float32, compile=True)
     blocks = block_ranges(block_sizes(21))
-    attend = stages.masked_attention(blocks, 16, run)
-    dense = stages.masked_attention(blocks, 16, replace(run, compile=False))
-    rule = attend.__closure__[0].cell_contents.mask_mod
+    attend = stages.masked_attention(blocks, 16, run, queries)
+    dense = stages.masked_attention(blocks, 16, replace(run, compile=False), queries)
+    assert dense.shape == {"all": (672, 672), "clean": (336, 336), "noisy": (336, 672)}[queries]
+    rule = inspect.getclosurevars(attend).nonlocals["mask"].mask_mod
     assert torch.equal(create_mask(rule, None, None, *dense.shape, device="cpu")[0, 0], dense)
 
 
