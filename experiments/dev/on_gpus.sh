@@ -3,8 +3,8 @@
 #
 #     bash experiments/dev/on_gpus.sh OUT_DIR PART...
 #
-# PART: vae, base, causal, few_step (the miniature), evaluation (of it), numbers (the benchmarks), findings, siblings,
-# seeds (the causal stage twice more), parallel, parallel_long. Training, findings and parallel take all GPUs, and their
+# PART: vae, base, causal, few_step (the miniature), causal_again, evaluation (of it), numbers (the benchmarks),
+# findings, siblings, seeds (the causal stage twice more), parallel, parallel_long. Training, findings and parallel take all GPUs, and their
 # ranks share the cores; they wait for what was named before them. Of the other parts each job takes the GPU that is free
 # first; a job's own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
 # (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
@@ -82,8 +82,12 @@ causal() {
     train all causal 1800 --minutes "$(shared 29)" --training_checkpoints "$MINIATURE/steps"
 }
 
+causal_again() { # from the few-step weights in $MINIATURE, where causal.pt is not at hand
+    train all causal 900 --minutes "$(shared 8)" --start_from "$MINIATURE"
+}
+
 few_step() {
-    train all few_step 1200 --minutes "$(shared 24)" --training_checkpoints "$MINIATURE/steps"
+    train all few_step 1200 --minutes "$(shared 18)" --training_checkpoints "$MINIATURE/steps"
 }
 
 parallel() {
@@ -185,8 +189,8 @@ variants() { # one after the other: they write one log; as many clips as the fir
 
 for part in "${@:2}"; do
     case $part in
-        vae | base | causal | few_step | evaluation | numbers | findings | siblings | seeds | parallel | parallel_long) ;;
-        evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention) ;;
+        vae | base | causal | causal_again | few_step | evaluation | numbers | findings | siblings | seeds) ;;
+        parallel | parallel_long | evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention) ;;
         hidden_shapes | policies_compared | variants | sweep | gpu_tests) ;;
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
@@ -200,7 +204,8 @@ for part in "${@:2}"; do
         siblings) jobs+=(variants models) ;;
         numbers) jobs+=(policies capture maps mass gpu_tests interventions) ;;
         seeds) jobs+=("seed 1" "seed 2") ;;
-        vae | base | causal | few_step | parallel | parallel_long | findings | policies_compared | hidden_shapes)
+        vae | base | causal | causal_again | few_step | parallel | parallel_long | findings | policies_compared | \
+            hidden_shapes)
             one_each "${jobs[@]}"
             jobs=()
             "$part"

@@ -13,6 +13,7 @@ PARTS = {
     "vae": 1,
     "base": 1,
     "causal": 1,
+    "causal_again": 1,
     "few_step": 1,
     "evaluation": 2,
     "seeds": 4,
