@@ -1,13 +1,14 @@
 """CUDA graphs of what stands around self-attention in every layer, put on a model from outside.
 
-A GPU that has a share of a layer may compute it sooner than Python launches its thirty kernels. Two graphs
-launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
-whoever looks at them run as without graphs, in between.
+A GPU that has a share of a layer may compute it sooner than Python launches its thirty kernels. Graphs launch
+most of them: the projections, and all that follows attention. Attention itself, the KV cache and whoever
+looks at them run as without graphs, in between.
 
-Graphs read and write at fixed addresses, and no activations are copied there. On one GPU keys and values are
-computed between the graphs, which lets them come to where the cache has them, and so is the product behind
-attention. On several the first graph ends with what Exchange.send() of wan/parallel.py does, so all processes
-record and replay alike; an exchange has fixed addresses of its own.
+Graphs read and write at fixed addresses, and no activations are copied there. On one GPU one graph holds all
+from a layer's attention to the next layer's; keys and values are computed behind it, which lets them come to
+where the cache has them, and so is the product behind attention. On several a layer has two graphs, of which
+the first ends with what Exchange.send() of wan/parallel.py does, so all processes record and replay alike; an
+exchange has fixed addresses of its own.
 
     model = build_model(...)
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
@@ -26,6 +27,7 @@ from torch import Tensor
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.kernels import fused_kernels
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
 from wan.modules.layers import Block, Modulation, Rope, SelfAttention, multiply
@@ -33,13 +35,17 @@ from wan.modules.per_head_cache import PerHeadCache
 
 Cache = KVCache | PerHeadCache
 Replay = Callable[[], None]
+Rows = tuple[Modulation, Modulation]  # of self-attention and of the FFN
+Following = tuple[Block, Modulation] | None  # the next layer, with those of its self-attention
 
 
 def apply_cuda_graphs(model: CausalWanModel) -> None:
     """Replay the layers of a model's rollouts. Under gradients, edits or captured text they run as before."""
     recorder, inputs = Recorder(model.device), dict[Hashable, Inputs]()
-    for block in model.blocks:
-        vars(block)["forward"] = ReplayedBlock(block, recorder, inputs)
+    replayed = [ReplayedBlock(block, recorder, inputs) for block in model.blocks]
+    for one, following in zip(replayed, [*replayed[1:], None], strict=True):
+        one.following = following
+        vars(one.block)["forward"] = one
 
 
 def remove_cuda_graphs(model: CausalWanModel) -> None:
@@ -81,6 +87,7 @@ class Inputs(ABC):
         self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
         self.time = torch.empty_like(time)
         self.rope = Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
+        self._projected: tuple[Block, int] | None = None  # whose projections are there already, and of what x
         self._taken: tuple[Tensor, Rope] | None = None
 
     def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
@@ -92,17 +99,29 @@ class Inputs(ABC):
             copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
             self._taken = time, rope  # also so that nothing else can be the same object
 
+    def say_projected(self, block: Block | None) -> None:
+        """Whose project() came with the graph that was replayed last."""
+        self._projected = None if block is None or self.x.is_inference() else (block, self.x._version)
+
+    def has_projected(self, block: Block, x: Tensor) -> bool:
+        """Whether that is so, and nobody (a hook, say) changed x since: replays leave its version alone."""
+        return x is self.x and self._projected is not None and self._projected == (block, x._version)
+
+    @abstractmethod
+    def rehearse(self, finish: Callable[[], None]) -> None:
+        """Have the kernels of finish() compiled, which cannot be done while they are recorded."""
+
     @abstractmethod
     def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
-        """The end of the first graph. The first of these calls is not recorded."""
+        """What stands before attention and is recorded, from x on. The first call is not recorded."""
 
     @abstractmethod
     def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
-        """What is done between the graphs."""
+        """What is not recorded."""
 
     @abstractmethod
-    def seen(self, attn: SelfAttention) -> Tensor:
-        """What self-attention gave, [B, L, dim]: the beginning of the second graph."""
+    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+        """What stands behind it, to x, and where a layer follows in the same graph, its project()."""
 
 
 class OnOneGPU(Inputs):
@@ -115,10 +134,17 @@ class OnOneGPU(Inputs):
         self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
 
     def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
-        attn = block.self_attn
-        normed = block.norm1(self.x, attend.scale, attend.shift, self.normed)
-        attn.norm_q(attn.q(normed), self.rope.queries, self.queries)
-        multiply(attn.k, normed, self.keys)
+        block.norm1(self.x, attend.scale, attend.shift, self.normed)
+        self._multiply(block.self_attn)
+
+    def rehearse(self, finish: Callable[[], None]) -> None:
+        x, normed = self.x.clone(), self.normed.clone()
+        finish()
+        copy_all([self.x, self.normed], [x, normed])
+
+    def _multiply(self, attn: SelfAttention) -> None:
+        attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
+        multiply(attn.k, self.normed, self.keys)
 
     def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
         of_k, of_v = attn.places(kv_cache, self.x.shape) or (None, None)
@@ -126,8 +152,18 @@ class OnOneGPU(Inputs):
         k, v = attn.norm_k(self.keys, self.rope.keys, of_k), attn.values(self.normed, of_v)
         attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
 
-    def seen(self, attn: SelfAttention) -> Tensor:
-        return self.normed
+    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+        x, fed = block.feed(self.x, self.normed, *rows, text)
+        if following is None:
+            block.gate2(x, fed, rows[1].gate, self.x)
+            return
+        then, attend = following
+        if kernels := fused_kernels(x):  # the sum and the next layer's norm at once
+            places = self.x, self.normed
+            kernels.add_norm(x, fed, rows[1].gate, attend.scale, attend.shift, then.norm1.eps, places=places)
+        else:
+            then.norm1(block.gate2(x, fed, rows[1].gate, self.x), attend.scale, attend.shift, self.normed)
+        self._multiply(then.self_attn)
 
 
 class OnSeveralGPUs(Inputs):
@@ -149,9 +185,13 @@ class OnSeveralGPUs(Inputs):
         self.heads = heads if self.heads is None else self.heads
         copy_all([self.heads], [heads])
 
-    def seen(self, attn: SelfAttention) -> Tensor:
-        assert self.heads is not None
-        return attn.merge(self.heads)
+    def rehearse(self, finish: Callable[[], None]) -> None:
+        """They are those of layers without graphs."""
+
+    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+        assert self.heads is not None and following is None
+        x, fed = block.feed(self.x, block.self_attn.merge(self.heads), *rows, text)
+        block.gate2(x, fed, rows[1].gate, self.x)
 
 
 class TextInputs:
@@ -169,14 +209,15 @@ class TextInputs:
 
 
 class ReplayedBlock:
-    """The forward of a layer, from two graphs and what stands between them."""
+    """The forward of a layer, from graphs and what stands between them."""
 
     def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, Inputs]):
         self.block, self.recorder, self.inputs = block, recorder, inputs
         self.eager = block.forward
         self.before: dict[Hashable, Replay] = {}
         self.after: dict[Hashable, Replay] = {}
-        self.rows: dict[Hashable, tuple[Modulation, Modulation]] = {}  # from the first graph to the second
+        self.rows: dict[Hashable, Rows] = {}  # from one graph to the next
+        self.following: ReplayedBlock | None = None
         self.texts: dict[Hashable, TextInputs] = {}
         self.warm: set[Hashable] = set()
 
@@ -200,13 +241,16 @@ class ReplayedBlock:
             return self.eager(x, time, rope, text, kv_cache)
 
         inputs, own_text = self._inputs(key, x, time, rope), self._text(text)
-        if key not in self.before:
-            self.before[key] = self._record_before(key, inputs, with_raw)
-        self.before[key]()
+        if not inputs.has_projected(self.block, x):
+            if key not in self.before:
+                self.before[key] = self._record_before(key, inputs, with_raw)
+            self.before[key]()
         inputs.attend(self.block.self_attn, kv_cache)
+        following = None if shard is not None else self.following
         if key not in self.after:
-            self.after[key] = self._record_after(key, inputs, own_text)
+            self.after[key] = self._record_after(key, inputs, own_text, following)
         self.after[key]()
+        inputs.say_projected(None if following is None else following.block)
         return inputs.x
 
     def _may_replay(self) -> bool:
@@ -236,12 +280,21 @@ class ReplayedBlock:
         project()  # kernels that no layer without graphs called are compiled, and places found
         return self.recorder.record(project)
 
-    def _record_after(self, key: Hashable, inputs: Inputs, text: tuple[Tensor, Tensor]) -> Replay:
-        block = self.block
-
+    def _record_after(
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        text: tuple[Tensor, Tensor],
+        following: "ReplayedBlock | None",
+    ) -> Replay:
         def finish() -> None:
-            block.finish(inputs.x, inputs.seen(block.self_attn), *self.rows[key], text, inputs.x)
+            then = None
+            if following is not None:
+                following.rows[key] = following.block.modulations(inputs.time)
+                then = following.block, following.rows[key][0]
+            inputs.finish(self.block, self.rows[key], text, then)
 
+        inputs.rehearse(finish)
         return self.recorder.record(finish)
 
 

@@ -80,7 +80,7 @@ def test_the_same_bits(policy, dtype, replays):
     captured = [roll_out(of, policy, 3, [FRAMES], batch=2) for of in (model, eager)]
     assert_equal(*captured)
     shapes = 4  # two batch sizes, blocks of 1 and of 3 frames
-    assert replays[0] == 2 * shapes * len(model.blocks)
+    assert replays[0] == shapes * (len(model.blocks) + 1)
     assert replays[1] > replays[0]
 
 
@@ -150,6 +150,23 @@ def test_activations_are_not_copied():
     assert counts[1] - counts[0] <= 6 * len(forwards) + 2 * len(model.blocks)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_hooks_between_layers_are_heard(in_place, replays):
+    """What the next layer projects came before the hook."""
+    eager, model = golden_model().to(DEVICE), golden_model().to(DEVICE)
+    apply_cuda_graphs(model)
+
+    def steer(block, given, x):
+        return x.add_(1.0) if in_place else x + 1.0
+
+    for each in (eager, model):
+        each.blocks[1].register_forward_hook(steer)
+        each.blocks[3].register_forward_pre_hook(lambda block, given: (given[0] * 2, *given[1:]))
+    for seed in (1, 2):
+        assert_equal(roll_out(model, seed=seed), roll_out(eager, seed=seed))
+    assert replays[1] > replays[0] > 0
+
+
 def test_who_sees_the_text_or_edits_runs_without(replays):
     eager, model = golden_model(), golden_model()
     apply_cuda_graphs(model)
@@ -157,7 +174,10 @@ def test_who_sees_the_text_or_edits_runs_without(replays):
     with intervene(Knockout(frames="first", heads=[1], passes="all")):
         assert_equal(roll_out(model), roll_out(eager))
     assert replays == [0, 0]
-    assert_equal(roll_out(model), roll_out(eager))
+    for _ in range(2):
+        assert_equal(roll_out(model), roll_out(eager))
+    one = CaptureRequest(granularity="frame", kinds=("self", "cross"), layers=[2])
+    assert_equal(roll_out(model, requests=[one]), roll_out(eager, requests=[one]))
     before = list(replays)
     x, text = torch.zeros(1, 3, 16, 4, 6), model.text_keys_values(torch.zeros(1, 3, 64))
     assert torch.equal(model(x, torch.ones(1), text), eager(x, torch.ones(1), text))  # no cache: training's

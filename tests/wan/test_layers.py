@@ -71,6 +71,27 @@ def test_gated_add(batch, frames, tokens, heads, head_dim, rows, dtype, device):
 
 @DTYPES
 @SHAPES
+@torch.no_grad()
+def test_a_norm_behind_a_sum_has_the_bits_of_both_apart(
+    batch, frames, tokens, heads, head_dim, rows, dtype, device
+):
+    """With graphs a layer's last sum and the next one's norm are one kernel, without they are two."""
+    if device.type != "cuda":
+        pytest.skip("it is a kernel of GPUs, which test_kernels.py interprets")
+    from wan.modules import fused
+
+    dim = heads * head_dim
+    x, y = inputs(dtype, device, (batch, frames * tokens, dim), (batch, frames * tokens, dim))
+    (e,) = inputs(torch.float32, device, (batch, rows, 6, dim))
+    shift, scale, *_, gate = e.unbind(2)
+    total = GatedAdd()(x, y, gate)
+    expected, place = ModulatedNorm(dim, 1e-6)(total, scale, shift), torch.empty_like(x)
+    fused.add_norm(x, y, gate, scale, shift, 1e-6, places=(x, place))
+    assert torch.equal(x, total) and torch.equal(place, expected)
+
+
+@DTYPES
+@SHAPES
 @pytest.mark.parametrize("turned", [True, False])
 @torch.no_grad()
 def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dtype, device):

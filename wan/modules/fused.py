@@ -171,8 +171,19 @@ def modulated_norm(
     x, grid, dim, block = _tokens(x)
     out = torch.empty_like(x) if place is None else place
     (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
+    tokens = x.shape[1] // scale.shape[1]
     _modulated_norm_kernel[grid](
-        x, scale, shift, out, eps, dim, x.shape[1] // scale.shape[1], stride_scale, stride_shift, BLOCK=block
+        x,
+        scale,
+        shift,
+        out,
+        eps,
+        dim,
+        tokens,
+        stride_scale,
+        stride_shift,
+        BLOCK=block,
+        num_warps=_warps_of_norm(block),
     )
     return out
 
@@ -191,14 +202,22 @@ def gated_add(x: Tensor, y: Tensor, gate: Tensor, place: Tensor | None = None) -
 
 
 def add_norm(
-    x: Tensor, y: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float, affine: bool = False
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    affine: bool = False,
+    places: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + gate * y (gate None: x + y), and the LayerNorm of that * (1 + scale) + shift; affine: * scale.
 
-    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim].
+    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim]. Both come to
+    contiguous places [B, L, dim], where they are given, and the sum's may be x.
     """
     x, grid, dim, block = _tokens(x)
-    total, out = torch.empty_like(x), torch.empty_like(x)
+    total, out = places or (torch.empty_like(x), torch.empty_like(x))
     length, tokens = x.shape[1], grid[0]
     if affine:
         stride_scale = stride_shift = 0
@@ -223,7 +242,7 @@ def add_norm(
         GATED=gate is not None,
         AFFINE=affine,
         BLOCK=block,
-        num_warps=2 * max(1, block // 2048),
+        num_warps=_warps_of_norm(block),
     )
     return total, out
 
@@ -281,6 +300,11 @@ def _tokens(x: Tensor) -> tuple[Tensor, tuple[int], int, int]:
     """x [B, L, dim] with tokens in a row, one program for each, dim, and the power of two that holds it."""
     batch, length, dim = x.shape
     return x.contiguous(), (batch * length,), dim, power_of_2(dim)
+
+
+def _warps_of_norm(block: int) -> int:
+    """The same for every norm: it decides in what order a token's numbers are summed."""
+    return 2 * max(1, block // 2048)
 
 
 def _rows(table: Tensor) -> tuple[Tensor, int]:

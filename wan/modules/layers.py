@@ -253,28 +253,26 @@ class Block(nn.Module):
         return Modulation(*rows[:3]), Modulation(*rows[3:])
 
     def finish(
-        self,
-        x: Tensor,
-        seen: Tensor,
-        attend: Modulation,
-        feed: Modulation,
-        text: tuple[Tensor, Tensor],
-        place: Tensor | None = None,
+        self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """The layer's output from its input and what self-attention gave, [B, L, dim] each.
+        """The layer's output from its input and what self-attention gave, [B, L, dim] each."""
+        x, fed = self.feed(x, seen, attend, feed, text)
+        return self.gate2(x, fed, feed.gate)
 
-        In a place that is given, which may be x.
-        """
+    def feed(
+        self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """finish() but for its last sum: what is added to, and what the FFN gave, [B, L, dim] each."""
         if kernels := fused_kernels(x):  # a sum and the norm behind it at once
             norm = self.norm3
             x, normed = kernels.add_norm(x, seen, attend.gate, norm.weight, norm.bias, norm.eps, affine=True)
             x, normed = kernels.add_norm(
                 x, self.cross_attn(normed, text), None, feed.scale, feed.shift, self.norm2.eps
             )
-            return self.gate2(x, self.ffn(normed), feed.gate, place)
+            return x, self.ffn(normed)
         x = self.gate1(x, seen, attend.gate)
         x = x + self.cross_attn(self.norm3(x), text)
-        return self.gate2(x, self.ffn(self.norm2(x, feed.scale, feed.shift)), feed.gate, place)
+        return x, self.ffn(self.norm2(x, feed.scale, feed.shift))
 
 
 class Head(nn.Module):
