@@ -30,7 +30,7 @@ from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.kernels import fused_kernels
 from wan.modules.key_layout import KeyLayout
 from wan.modules.kv_cache import KVCache
-from wan.modules.layers import Block, Modulation, Rope, SelfAttention, multiply
+from wan.modules.layers import Block, Modulation, Rope, SelfAttention, modulations_in, multiply
 from wan.modules.per_head_cache import PerHeadCache
 
 Cache = KVCache | PerHeadCache
@@ -216,7 +216,7 @@ class ReplayedBlock:
         self.eager = block.forward
         self.before: dict[Hashable, Replay] = {}
         self.after: dict[Hashable, Replay] = {}
-        self.rows: dict[Hashable, Rows] = {}  # from one graph to the next
+        self.tables: dict[Hashable, Tensor] = {}  # modulations, from whichever graph projects to the next one
         self.following: ReplayedBlock | None = None
         self.texts: dict[Hashable, TextInputs] = {}
         self.warm: set[Hashable] = set()
@@ -272,10 +272,17 @@ class ReplayedBlock:
         self.texts[text[0].shape].take(text)
         return self.texts[text[0].shape].own
 
+    def table(self, key: Hashable, inputs: Inputs) -> Tensor:
+        """The place of this layer's modulations."""
+        if key not in self.tables:
+            self.tables[key] = torch.empty_like(inputs.time)
+        return self.tables[key]
+
     def _record_before(self, key: Hashable, inputs: Inputs, with_raw: bool) -> Replay:
+        table = self.table(key, inputs)
+
         def project() -> None:
-            self.rows[key] = attend, _ = self.block.modulations(inputs.time)
-            inputs.project(self.block, attend, with_raw)
+            inputs.project(self.block, self.block.modulations(inputs.time, table)[0], with_raw)
 
         project()  # kernels that no layer without graphs called are compiled, and places found
         return self.recorder.record(project)
@@ -287,12 +294,14 @@ class ReplayedBlock:
         text: tuple[Tensor, Tensor],
         following: "ReplayedBlock | None",
     ) -> Replay:
+        rows = modulations_in(self.table(key, inputs))
+        next_table = None if following is None else following.table(key, inputs)
+
         def finish() -> None:
             then = None
             if following is not None:
-                following.rows[key] = following.block.modulations(inputs.time)
-                then = following.block, following.rows[key][0]
-            inputs.finish(self.block, self.rows[key], text, then)
+                then = following.block, following.block.modulations(inputs.time, next_table)[0]
+            inputs.finish(self.block, rows, text, then)
 
         inputs.rehearse(finish)
         return self.recorder.record(finish)

@@ -39,6 +39,12 @@ class Modulation(NamedTuple):
     gate: Tensor
 
 
+def modulations_in(table: Tensor) -> tuple[Modulation, Modulation]:
+    """Those of self-attention and of the FFN, views of a layer's table [B, F or 1, 6, dim]."""
+    rows = table.unbind(2)
+    return Modulation(*rows[:3]), Modulation(*rows[3:])
+
+
 def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
     """concat(cos, sin) of t·10000^(−i/(freq_dim/2)), in float64: [...] -> [..., freq_dim]."""
     half = freq_dim // 2
@@ -247,10 +253,9 @@ class Block(nn.Module):
         seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
         return self.finish(x, seen, attend, feed, text)
 
-    def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
-        """Those of self-attention and of the FFN."""
-        rows = (self.modulation + time).unbind(2)  # 6 x [B, F or 1, dim], float32 as time is
-        return Modulation(*rows[:3]), Modulation(*rows[3:])
+    def modulations(self, time: Tensor, place: Tensor | None = None) -> tuple[Modulation, Modulation]:
+        """Those of self-attention and of the FFN; in a place like time that is given."""
+        return modulations_in(torch.add(self.modulation, time, out=place))  # float32 as time is
 
     def finish(
         self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
