@@ -4,8 +4,8 @@
 
 Queries are a block's, bfloat16; the kernels are those of wan/modules/attention_backend.py that are installed,
 with their log-sum-exp. They run in turn in one process; times are medians of those turns with 95 % intervals,
-errors are of the first and the last head. Then the FFN's first product with its GELU
-(wan/modules/gelu_linear.py), in the same way.
+errors are of the first and the last head. Then a block's products in the same way, by cuBLAS and by the
+kernel of wan/modules/gelu_linear.py with several tiles.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+# Rows, columns, whether in turns. A block has 37 x 128 rows, an H200 132 multiprocessors: of 1536 columns
+# 128 x 224 makes two full waves.
+TILES = ((128, 160, True), (128, 192, True), (128, 224, False), (128, 256, False), (256, 128, False))
+
+
 def table(report: dict) -> str:
     """A row a number of keys: milliseconds of every kernel, and its errors."""
     kernels = report["kernels"]
@@ -39,13 +44,26 @@ def table(report: dict) -> str:
     ]
     below = "{queries} queries, {heads} heads of {head_dim}; {repeats} turns of {calls_a_turn} calls"
     measured = measured_on(report["environment"], "bfloat16")
-    said = f"{markdown(header, rows)}\n\n{below.format(**report)}; {measured}"
-    if products := report.get("products"):
-        shown = (
-            f"{name} {milliseconds_said(x)} (error {x['errors'][0]:.2%})" for name, x in products.items()
+    tables = [markdown(header, rows), *map(table_of_products, filter(None, [report.get("products")]))]
+    return "\n\n".join([*tables, f"{below.format(**report)}; {measured}"])
+
+
+def table_of_products(products: list[dict]) -> str:
+    """A row a product, a column a kernel."""
+    names = list(dict.fromkeys(name for product in products for name in product["kernels"]))
+    rows = [
+        (
+            product["product"],
+            *(
+                f"{milliseconds_said(x)}, error {x['errors'][0]:.2%}"
+                if (x := product["kernels"].get(name))
+                else ""
+                for name in names
+            ),
         )
-        said += f"\nThe FFN's first product with its GELU, {report['product']}: {', '.join(shown)}.\n"
-    return said
+        for product in products
+    ]
+    return markdown(["product", *names], rows)
 
 
 def run(argv=None):
@@ -74,7 +92,7 @@ def measure(args: argparse.Namespace) -> None:
     for keys in args.keys or sorted([256, 512, 1024, 2048, *frames]):
         report["rows"].append({"keys": keys, "kernels": row_of(found, keys, args.repeats, device)})
         save_report(report, args.output_path)
-    report |= products(args.repeats, device)
+    report["products"] = products(args.repeats, device)
     save_report(report, args.output_path)
     print(table(report))
 
@@ -112,32 +130,44 @@ def row_of(found: dict[str, Kernel], keys: int, repeats: int, device: torch.devi
     }
 
 
-def products(repeats: int, device: torch.device) -> dict:
-    """The FFN's first product of a block with its GELU, by each kernel."""
+def products(repeats: int, device: torch.device) -> list[dict]:
+    """A block's products by each kernel: the FFN's first with its GELU, its second, a projection."""
+    from experiments.dev.measure_kernels import MODEL
+
+    dim, wide = MODEL.dim, MODEL.ffn_dim
+    return [
+        product_of(*sizes, repeats, device)
+        for sizes in ((dim, wide, True), (wide, dim, False), (dim, dim, False))
+    ]
+
+
+def product_of(inner: int, columns: int, has_gelu: bool, repeats: int, device: torch.device) -> dict:
+    """One product in turn by cuBLAS and, where it is there, quack's kernel with several tiles."""
     import torch
     import torch.nn.functional as F
 
-    from experiments.dev.measure_kernels import MODEL, QUERIES, in_turn
+    from experiments.dev.measure_kernels import QUERIES, in_turn
     from wan.modules import gelu_linear
 
     generator, kind = torch.Generator(device).manual_seed(0), torch.bfloat16
     x, weight, bias = (
         (torch.randn(shape, generator=generator, device=device) * size).to(kind)
-        for shape, size in (
-            ((QUERIES, MODEL.dim), 1.0),
-            ((MODEL.ffn_dim, MODEL.dim), MODEL.dim**-0.5),
-            (MODEL.ffn_dim, 1.0),
-        )
+        for shape, size in (((QUERIES, inner), 1.0), ((columns, inner), inner**-0.5), (columns, 1.0))
     )
-    calls = {"cuBLAS": lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)}
+    exact, activation = F.linear(x.double(), weight.double(), bias.double()), None
+    calls: dict[str, Callable[[], Tensor]] = {"cuBLAS": lambda: F.linear(x, weight, bias)}
+    if has_gelu:
+        exact, activation = F.gelu(exact, approximate="tanh"), "gelu_tanh_approx"
+        calls["cuBLAS"] = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
     if gelu_linear.takes(x, weight):
-        calls["quack"] = lambda: gelu_linear.gelu_linear(x, weight, bias)
-    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+        for tile in map(gelu_linear.Tile._make, TILES):
+            name = f"quack, {tile.rows} x {tile.columns}{' in turns' * tile.in_turns}"
+            calls[name] = partial(gelu_linear.by_quack(activation, tile), x, weight, bias)
     errors = {name: [((call() - exact).norm() / exact.norm()).item()] for name, call in calls.items()}
     times = in_turn(calls, repeats)
     return {
-        "product": f"{QUERIES} x {MODEL.dim} by {MODEL.ffn_dim}",
-        "products": {name: {"milliseconds": times[name], "errors": errors[name]} for name in calls},
+        "product": f"{QUERIES} x {inner} by {columns}{', GELU' * has_gelu}",
+        "kernels": {name: {"milliseconds": times[name], "errors": errors[name]} for name in calls},
     }
 
 

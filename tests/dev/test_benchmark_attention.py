@@ -38,9 +38,15 @@ def test_its_table_has_a_row_a_number_of_keys():
     lines = benchmark_attention.table(report).splitlines()
     assert lines[0] == "| keys | cuDNN | error of cuDNN, output; log-sum-exp |"
     assert lines[2] == "| 512 | 0.200 ms (0.100-0.900) | 0.22%; 1.0e-06 |"
-    products = {"cuBLAS": {"milliseconds": [0.2, 0.1, 0.9], "errors": [0.0017]}}
-    said = benchmark_attention.table(report | {"product": "4680 x 1536 by 8960", "products": products})
-    assert said.endswith("4680 x 1536 by 8960: cuBLAS 0.200 ms (0.100-0.900) (error 0.17%).\n")
+    measured = {"milliseconds": [0.2, 0.1, 0.9], "errors": [0.0017]}
+    products = [
+        {"product": "4680 x 1536 by 8960, GELU", "kernels": {"cuBLAS": measured, "quack": measured}},
+        {"product": "4680 x 1536 by 1536", "kernels": {"cuBLAS": measured}},
+    ]
+    below = benchmark_attention.table(report | {"products": products}).splitlines()[4:8]
+    assert below[0] == "| product | cuBLAS | quack |"
+    assert below[2].endswith("| 0.200 ms (0.100-0.900), error 0.17% | 0.200 ms (0.100-0.900), error 0.17% |")
+    assert below[3] == "| 4680 x 1536 by 1536 | 0.200 ms (0.100-0.900), error 0.17% |  |"
 
 
 def test_every_kernel_runs_over_every_number_of_keys(tmp_path, monkeypatch, capsys):
@@ -60,6 +66,9 @@ def test_every_kernel_runs_over_every_number_of_keys(tmp_path, monkeypatch, caps
         right, wrong = (row["kernels"][name] for name in found)
         assert right["milliseconds"] == [2, 2, 2] and right["errors"][0] < 0.01 and right["errors"][1] < 1e-3
         assert wrong["errors"] == pytest.approx([1, 0.5], abs=0.02)
-    assert report["products"]["cuBLAS"]["milliseconds"] == [8, 8, 8]
-    assert report["products"]["cuBLAS"]["errors"][0] < 0.01
+    sizes = ["8 x 1536 by 8960, GELU", "8 x 8960 by 1536", "8 x 1536 by 1536"]
+    assert [product["product"] for product in report["products"]] == sizes
+    for product in report["products"]:
+        assert product["kernels"]["cuBLAS"]["milliseconds"] == [8, 8, 8]
+        assert product["kernels"]["cuBLAS"]["errors"][0] < 0.01
     assert benchmark_attention.table(report) in capsys.readouterr().out

@@ -162,13 +162,13 @@ def test_who_applies_gelu_to_the_ffns_first_product(
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
     monkeypatch.setitem(sys.modules, "quack.gemm_config", configs)
     monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: x @ weight + bias)
-    gelu_linear._quack.cache_clear()
+    gelu_linear.by_quack.cache_clear()
     with FakeTensorMode():
         x, weight, bias = (
             torch.empty(shape, dtype=dtype, device=GPU) for shape in ((rows, 1536), (columns, 1536), columns)
         )
         assert gelu_linear.gelu_linear(x, weight, bias).shape == (rows, columns)
-    gelu_linear._quack.cache_clear()
+    gelu_linear.by_quack.cache_clear()
     assert asked == ([("gelu_tanh_approx", False, False, 128, 160)] if expected == "quack" else [])
 
 

@@ -8,7 +8,7 @@ launched (attention_backend.py). A layer's other products are cuBLAS's.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,24 @@ from torch import Tensor
 from wan.modules import attention_backend
 
 FEWEST_ROWS, FEWEST_COLUMNS = 1024, 1024  # of a product that fills a GPU; below, cuBLAS
-# The tile that was fastest on an H200, of thirteen at 4680 x 8960 x 1536; how many share what they read.
-TILE_M, TILE_N, CLUSTER_N = 128, 160, 2
+
+
+class Tile(NamedTuple):
+    """What a program of quack's kernel computes at once."""
+
+    rows: int
+    columns: int
+    in_turns: bool  # two groups of warps, of which one stores while the other multiplies
+
+
+# Fastest on an H200 for 4680 x 8960 x 1536, of thirteen.
+TILE = Tile(128, 160, True)
 
 
 def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """GELU (tanh) of x wᵀ + b on a GPU, in half precision: x [L, in], weight [out, in] -> [L, out]."""
     if takes(x, weight):
-        return _quack()(x, weight.t(), bias)
+        return by_quack("gelu_tanh_approx", TILE)(x, weight, bias)
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
 
@@ -35,20 +45,21 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 @cache
-def _quack() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def by_quack(activation: str | None, tile: Tile) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """x wᵀ + b, and its activation, of x [L, in], weight [out, in] and bias [out]."""
     gemm = attention_backend.imported("quack.gemm_interface")
-    tile = attention_backend.imported("quack.gemm_config").GemmConfig(
-        tile_m=TILE_M,
-        tile_n=TILE_N,
+    config = attention_backend.imported("quack.gemm_config").GemmConfig(
+        tile_m=tile.rows,
+        tile_n=tile.columns,
         cluster_m=1,
-        cluster_n=CLUSTER_N,
-        pingpong=True,
+        cluster_n=2,  # that share what they read
+        pingpong=tile.in_turns,
         is_dynamic_persistent=False,
     )
     options: dict[str, Any] = {
-        "activation": "gelu_tanh_approx",
+        "activation": activation,
         "store_preact": False,
         "tuned": False,
-        "config": tile,
+        "config": config,
     }
-    return lambda x, weight, bias: gemm.gemm_act(x, weight, bias=bias, **options)[1]
+    return lambda x, weight, bias: gemm.gemm_act(x, weight.t(), bias=bias, **options)[1]
