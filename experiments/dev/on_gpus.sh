@@ -164,7 +164,7 @@ mass() { # with FlashAttention-4 too, where FA4 names its environment
 
 attention() { # FA4 names a virtual environment that has flash-attn-4, where python3 has not
     local PATH=${FA4:+$FA4/bin:}$PATH
-    on "$SLOT" attention 150 python3 experiments/dev/benchmark_attention.py --output_path "$OUT/attention_$GPU.json"
+    on "$SLOT" attention 300 python3 experiments/dev/benchmark_attention.py --output_path "$OUT/attention_$GPU.json"
     for kernel in cudnn fa4; do
         WAN_ATTENTION=$kernel on "$SLOT" "capture_$kernel" 120 python3 experiments/dev/benchmark_capture.py \
             --random_weights --device cuda --repeats 3 --output_path "$OUT/capture_${kernel}_$GPU.json"
