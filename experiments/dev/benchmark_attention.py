@@ -44,7 +44,9 @@ def table(report: dict) -> str:
     ]
     below = "{queries} queries, {heads} heads of {head_dim}; {repeats} turns of {calls_a_turn} calls"
     measured = measured_on(report["environment"], "bfloat16")
-    tables = [markdown(header, rows), *map(table_of_products, filter(None, [report.get("products")]))]
+    tables = [markdown(header, rows)]
+    if products := report.get("products"):
+        tables.append(table_of_products(products))
     return "\n\n".join([*tables, f"{below.format(**report)}; {measured}"])
 
 

@@ -4,9 +4,9 @@
 #     bash experiments/dev/on_gpus.sh OUT_DIR PART...
 #
 # PART: vae, base, causal, few_step (the miniature), causal_again, evaluation (of it), numbers (the benchmarks),
-# findings, siblings, seeds (the causal stage twice more), parallel, parallel_long. Training, findings and parallel take all GPUs, and their
-# ranks share the cores; they wait for what was named before them. Of the other parts each job takes the GPU that is free
-# first; a job's own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
+# findings, siblings, seeds (the causal stage twice more), parallel, parallel_long. Training, findings and parallel take
+# all GPUs, and their ranks share the cores; they wait for what was named before them. Of the other parts each job takes
+# the GPU that is free first; a job's own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
 # (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
 # others: its log says why.
 # GPUS=2,3 names some GPUs of more. RANKS=1 lets a finding have one rank on a GPU in place of three: the miniature leaves
@@ -190,8 +190,8 @@ variants() { # one after the other: they write one log; as many clips as the fir
 for part in "${@:2}"; do
     case $part in
         vae | base | causal | causal_again | few_step | evaluation | numbers | findings | siblings | seeds) ;;
-        parallel | parallel_long | evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention) ;;
-        hidden_shapes | policies_compared | variants | sweep | gpu_tests) ;;
+        evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention) ;;
+        parallel | parallel_long | hidden_shapes | policies_compared | variants | sweep | gpu_tests) ;;
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import UMT5EncoderModel
 
 from experiments.miniature.checkpoint_files import CAUSAL, TEACHER, kept_steps
 from experiments.miniature.latent_clips import LatentClips, encode_text
@@ -41,13 +42,13 @@ class Teacher:
     Keys and values of the clean blocks are the same at every step, and stay in a KV cache.
     """
 
-    def __init__(self, run: StageRun, clips: LatentClips):
+    def __init__(self, run: StageRun, clips: LatentClips, encoder: UMT5EncoderModel, blocks: list[range]):
         model = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
         model.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
-        self.forcing, self.clips = TeacherForcing(run, model, clips), clips
+        self.model, self.clips, self.encoder = model, clips, encoder
         tokens = MODEL.tokens_per_frame(*clips.latents.shape[3:])
-        self.clean = masked_attention(self.forcing.blocks, tokens, run, "clean")
-        self.noisy = masked_attention(self.forcing.blocks, tokens, run, "noisy")
+        self.clean = masked_attention(blocks, tokens, run, "clean")
+        self.noisy = masked_attention(blocks, tokens, run, "noisy")
 
     @torch.no_grad()
     def path(self, some: Tensor, seed: int) -> list[Tensor]:
@@ -59,10 +60,8 @@ class Teacher:
     def _path(self, past: Tensor, x: Tensor, some: Tensor) -> list[Tensor]:
         """Euler steps from noise x [B, F, C, h, w]; every EVERY-th point."""
         rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
-        model = self.forcing.model
-        text = model.text_keys_values(
-            encode_text(self.forcing.encoder, self.clips.ids[rows], self.clips.mask[rows])
-        )
+        model = self.model
+        text = model.text_keys_values(encode_text(self.encoder, self.clips.ids[rows], self.clips.mask[rows]))
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
         cache = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
         cache.advance(frames, text)
@@ -87,7 +86,8 @@ class FewStep(TeacherForcing):
 
     def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
         super().__init__(run, model, clips)
-        self.teacher, self.ranks, self.seed = Teacher(run, clips), run.ranks, run.ranks.seed(run.seed)
+        self.teacher = Teacher(run, clips, self.encoder, self.blocks)
+        self.ranks, self.seed = run.ranks, run.ranks.seed(run.seed)
         self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
         latents = clips.latents
         self.paths = latents.new_empty(

@@ -33,7 +33,7 @@ OWN_PAST_AFTER = 1 / 3  # of the causal stage; from then on every other past is 
 def compile_blocks(model: WanModel, wanted: bool) -> None:
     """Fuse each transformer layer; all layers share one compiled graph."""
     for block in model.blocks if wanted else ():
-        block.compile(dynamic=False)
+        block.compile()
 
 
 def layer_matrices(run: StageRun) -> Callable[[str, Tensor], bool]:

@@ -89,20 +89,17 @@ def test_findings_take_all_gpus_one_after_the_other(tmp_path, programs):
     (programs / "python3").write_text(
         "#!/usr/bin/env bash\n"
         'echo "begins $CUDA_VISIBLE_DEVICES rank $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*" >> "$CALLS"\n'
-        'sleep 0.5; echo ends >> "$CALLS"\n'
+        'sleep 0.2; echo ends >> "$CALLS"\n'
     )
     assert start(tmp_path, programs, "models", "findings").returncode == 0
     lines = (tmp_path / "calls").read_text().splitlines()
-    assert ["".join(line[:6].split()) for line in lines] == [
-        *("begins", "ends"),
-        *6 * ["begins"],
-        *6 * ["ends"],
-        *("begins", "ends"),
-        *6 * ["begins"],
-        *6 * ["ends"],
+    assert len(lines) == 28
+    jobs = [lines[:2], lines[2:14], lines[14:16], lines[16:]]  # each begins when the one before has ended
+    begun = [
+        sorted((line for line in job if line != "ends"), key=lambda line: line.split()[3]) for job in jobs
     ]
-    for first, script in ((2, "compare_policies.py"), (16, "hidden_shapes.py")):
-        ranks = sorted(lines[first : first + 6], key=lambda line: line.split()[3])
+    assert [len(job) for job in begun] == [1, 6, 1, 6] and lines.count("ends") == 14
+    for ranks, script in ((begun[1], "compare_policies.py"), (begun[3], "hidden_shapes.py")):
         for number, line in enumerate(ranks):
             assert line.startswith(f"begins {number % 2} rank {number} of 6: experiments/")
             assert script in line and "--workers" not in line

@@ -1,7 +1,7 @@
 """The few-step stage: where the teacher's paths lead, and that its loss is the distance from their ends."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +9,13 @@ import torch
 from conftest import ROOT
 
 from experiments.miniature import few_step
-from experiments.miniature.few_step import FewStep, Teacher, teacher_sigmas
+from experiments.miniature.few_step import FewStep, teacher_sigmas
 from experiments.miniature.latent_clips import encode_text
 from experiments.miniature.ranks import Ranks
-from experiments.miniature.recipe import GUIDANCE, RECIPES, SAMPLER_STEPS, SHIFT, StageRun
+from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, SAMPLER_STEPS, SHIFT, StageRun
 from experiments.miniature.tokenizer import build_tokenizer
+from wan.checkpoint_layouts import read_self_forcing_state
+from wan.modules.causal_model import CausalWanModel
 from wan.scheduler import FlowSchedule
 
 MINI = ROOT / "checkpoints" / "wan-mini"
@@ -47,6 +49,13 @@ def clips():
     )
 
 
+def loss_of(run, clips) -> FewStep:
+    """The stage's, of the weights that it starts from."""
+    model = CausalWanModel(**asdict(MODEL)).requires_grad_(False)
+    model.load_state_dict(read_self_forcing_state(run.output_dir / "causal.pt"))
+    return FewStep(run, model, clips)
+
+
 def test_the_samplers_noise_levels_are_on_the_teachers_way():
     samplers = FlowSchedule(SHIFT).warp(SAMPLER_STEPS) / 1000
     torch.testing.assert_close(teacher_sigmas()[:: few_step.EVERY], torch.cat([samplers, torch.zeros(1)]))
@@ -55,11 +64,11 @@ def test_the_samplers_noise_levels_are_on_the_teachers_way():
 @torch.no_grad()
 def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, clips):
     """All blocks at once under the mask of teacher forcing, and one by one with a cache."""
-    teacher = Teacher(run, clips)
-    paths, model = torch.stack(teacher.path(torch.arange(2), seed=0), 1), teacher.forcing.model
+    teacher = loss_of(run, clips).teacher
+    paths, model = torch.stack(teacher.path(torch.arange(2), seed=0), 1), teacher.model
     sigmas = teacher_sigmas()
     clip, rows = clips.latents[1:].transpose(1, 2), torch.tensor([2, 0])  # its caption, and the empty one
-    text = model.text_keys_values(encode_text(teacher.forcing.encoder, clips.ids[rows], clips.mask[rows]))
+    text = model.text_keys_values(encode_text(teacher.encoder, clips.ids[rows], clips.mask[rows]))
     cache = model.new_kv_cache(2, 6, 8, 8)
     for frames in (range(3), range(3, 6)):
         cache.advance(frames, text)
@@ -78,8 +87,7 @@ def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, cli
 def test_paths_are_made_anew_clip_by_clip_and_follow_from_the_step_alone(run, clips, monkeypatch):
     """Two clips, each a turn of its own; a step draws two paths, so one of them is new every other step."""
     monkeypatch.setattr(few_step, "TEACHER_BATCH", 1)
-    model = Teacher(run, clips).forcing.model
-    loss, later = FewStep(run, model, clips), FewStep(run, model, clips)
+    loss, later = loss_of(run, clips), loss_of(run, clips)
     first = loss.paths.clone()
     loss.before(1)
     assert torch.equal(loss.paths, first)
@@ -95,9 +103,7 @@ def test_paths_are_made_anew_clip_by_clip_and_follow_from_the_step_alone(run, cl
 
 @pytest.mark.parametrize("own_past", [False, True])
 def test_the_loss_is_the_distance_of_jumps_from_the_ends(run, clips, own_past, monkeypatch):
-    teacher = Teacher(run, clips)
-    loss = FewStep(run, teacher.forcing.model, clips)
-    off = 0.3
+    loss, off = loss_of(run, clips), 0.3
 
     def jumps(past, x, t, text):
         """Flow of a model that lands `off` beside the end of the path from wherever it is."""
@@ -110,7 +116,7 @@ def test_the_loss_is_the_distance_of_jumps_from_the_ends(run, clips, own_past, m
 def test_all_paths_are_counted(run, clips, monkeypatch):
     """Two clips are a turn that is not full, in each of two processes; after eight steps it is the third."""
     run = replace(run, ranks=Ranks(0, 2), recipe=replace(run.recipe, batch=4))
-    loss = FewStep(run, Teacher(run, clips).forcing.model, clips)
+    loss = loss_of(run, clips)
     assert loss.numbers() == {"paths": 4}
     loss.before(8)
     assert loss.numbers() == {"paths": 12}

@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from helpers.kernels import drawn
 from helpers.rollouts import rollout, tiny_pipeline
 
 from wan.modules import late_logits, reductions
@@ -15,10 +16,6 @@ from wan.modules.key_layout import KeyLayout, Slot
 S, AT = 5, Pass(query_frames=(2, 3))
 KINDS = pytest.mark.parametrize("of_rollout", [True, False], ids=["of a rollout", "of nobody's rollout"])
 LOGITS, MASS = (CaptureRequest(granularity="frame", mass=mass) for mass in (False, True))
-
-
-def drawn(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def layout_of(frames: int, version: int = 0, rollout: object = None) -> KeyLayout:
@@ -44,7 +41,7 @@ def assert_logits(calls, expected):
 
 @KINDS
 def test_calls_of_several_sizes_are_complete_when_their_pass_ends(of_rollout):
-    one, other = (layout_of(n, rollout=object()) if of_rollout else None for n in (4, 4))
+    one, other = (layout_of(4, rollout=object()) if of_rollout else None for _ in range(2))
     sizes = [{"layout": one}, {"batch": 2, "layout": one}, {"heads": 1, "layout": one}, {"key_frames": 7}]
     sizes += [{"layout": one}, {"batch": 2, "layout": one}, {"layout": other}]
     with ATTENTION_WEIGHT_CAPTURE.capture(MASS) as calls:

@@ -15,7 +15,7 @@ class Call(NamedTuple):
     """One call of self-attention: q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
 
     tails [2, B, H, slots, Lq] are what the attention kernel itself knows of the mass. exchanged: q came from
-    other processes, into memory that the next layer's takes too.
+    other processes, into memory that the next layer takes too.
     """
 
     q: Tensor

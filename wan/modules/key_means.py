@@ -31,7 +31,7 @@ class KeyMeans:
         """Mean key of each segment of keys k [B, Lk, H, D] -> float32 [B, segments, H, D].
 
         0 where a segment has no token. Valid until the next call for this layer. Keys of several layers,
-        without chosen tokens, stand side by side: their name is then of all together, and H of them all.
+        without chosen tokens, stand side by side: layer names them together, H counts the heads of all.
         """
         known = self._known(layer, layout, *keys)
         _fill(known, keys)
