@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.extraction import causal
 from experiments.miniature import evaluation
@@ -81,10 +82,28 @@ def test_its_vae_is_sharp_and_does_not_drift_in_what_the_model_makes(measured):
     assert vae["psnr"] > 27 and vae["psnr_first_second"] - vae["psnr_last_second"] < 1.5
 
 
+class Convolutions(TorchDispatchMode):
+    """Counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.convolution.default
+        return function(*args, **kwargs or {})
+
+
 @pytest.mark.beside
-def test_decoding_is_cheaper_than_frame_by_frame(measured):
-    vae = measured["vae"]
-    assert vae["decode_seconds_per_latent_frame"] < 0.7 * vae["diffusers_seconds_per_latent_frame"]
+@torch.no_grad()
+def test_decoding_takes_many_frames_at_once(vae):
+    """Frame by frame each call costs more to begin: docs/benchmarks/decoding_mini.json has the seconds."""
+    latents = torch.randn(1, 21, 16, 8, 8)
+    with Convolutions() as ours:
+        vae.decode(latents)
+    with Convolutions() as diffusers:
+        vae.vae.decode(latents.transpose(1, 2))
+    assert 0 < ours.count < diffusers.count / 5
 
 
 @pytest.mark.beside
