@@ -83,7 +83,8 @@ def training() -> Figure:
     if again:
         later = [*again["psnr_curve"][1:], vae_end(again)]  # its beginning is the first one's end
         psnr += [[first["steps"] + step, *values] for step, *values in later]
-    losses = {label: log[stage]["loss_curve"] for stage, label in names.items() if stage in log}
+    runs = {stage: [log[name] for name in (f"{stage}_first", stage) if name in log] for stage in names}
+    losses = {names[stage]: [run["loss_curve"] for run in each] for stage, each in runs.items() if each}
     return training_curves(losses, psnr, resumed=first["steps"] if again else None)
 
 

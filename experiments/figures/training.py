@@ -17,18 +17,21 @@ STRIP_FRAMES = 7  # shown of 81, evenly
 
 @styled
 def training_curves(
-    losses: Mapping[str, Sequence], psnr: Sequence[Sequence[float]], resumed: int | None
+    losses: Mapping[str, Sequence[Sequence]], psnr: Sequence[Sequence[float]], resumed: int | None
 ) -> Figure:
-    """Losses of stages [step, seconds, loss] by name, and PSNR of the VAE on held-out clips [step, all,
-    first, last second]; resumed is the step at which the VAE's second run begins."""
+    """Losses of each run of a stage, [step, seconds, loss], by the stage's name, the runs before the last one
+    dashed; and PSNR of the VAE on held-out clips [step, all, first, last second]. resumed is the step at which
+    the VAE's second run begins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
-    for (name, curve), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
-        _, seconds, loss = np.array(curve).T
-        share = seconds / seconds[-1]
-        left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
-        smooth = np.exp(np.convolve(np.log(loss), np.ones(7) / 7, "valid"))
-        left.plot(share[3:-3], smooth, color=color, label=name)
-    left.set(yscale="log", xlabel="Share of the stage's time", ylabel="Loss", title="Loss of each stage")
+    for (name, runs), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
+        for curve in runs:
+            _, seconds, loss = np.array(curve).T
+            share, last = seconds / seconds[-1], curve is runs[-1]
+            smooth = np.exp(np.convolve(np.log(loss), np.ones(7) / 7, "valid"))
+            left.plot(share[3:-3], smooth, "-" if last else "--", color=color, label=name if last else None)
+            if last:
+                left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
+    left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
     left.legend(loc="upper right", ncols=2)
     steps, *curves = np.array(psnr).T
     for values, color, name in zip(
