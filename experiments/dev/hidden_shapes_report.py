@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from experiments.analysis import knockout_curves
 from experiments.analysis.effects import bootstrap
 from experiments.analysis.knockout_curves import BACK, ORDERS, knockouts_of, rounded
-from experiments.dev.tables import markdown, measured_on
+from experiments.dev.tables import markdown, measured_on, of_weights
 from experiments.figures.effects import effect_against
 from experiments.figures.knockouts import knockout_curves as draw_curves
 from experiments.studies.hidden_shapes import QUESTIONS, Condition, HiddenShapes
@@ -118,7 +118,8 @@ def _of_knockouts(report: Mapping[str, Any]) -> str:
         + f"{_interval(base)} with the whole past, {_interval(none)} where no head sees the past. "
         + f"Largest single effects on the selection captions: {best}. {found['captions']} captions, others "
         + f"than the {found['selection']} that ranked the heads, {found['seeds']} seeds each; intervals "
-        + f"resample captions. {measured_on(report['environment'], report['dtype'])}"
+        + f"resample captions; {of_weights(report['weights_sha256'])}; "
+        + measured_on(report["environment"], report["dtype"])
     )
 
 

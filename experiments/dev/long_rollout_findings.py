@@ -9,7 +9,7 @@ Writes docs/long_rollouts.json; docs/long_rollouts.md, the notebook and the READ
 import json
 
 from experiments.caches.atomic_files import replacing
-from experiments.dev.tables import markdown, measured_on
+from experiments.dev.tables import markdown, measured_on, of_weights
 from experiments.running.cli import Parser, main
 from wan.text_files import read_json
 
@@ -41,6 +41,7 @@ def table(report: dict) -> str:
     header = ("paired difference", "pairs", "right", "motion")
     n, what = report["prompts"], f"{report['num_frames']} latent frames, {report['seeds']} seeds"
     under = f"{n} held-out prompts, {what}; 95 % intervals over prompts; motion in sides per second"
+    under = f"{under}; {of_weights(report['weights_sha256'])}"
     return f"{markdown(HEADER, rows)}\n\n{markdown(header, asked)}\n\n{under}; {measured_on(report['made'])}"
 
 

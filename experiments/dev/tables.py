@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+EVALUATION = Path(__file__).parents[2] / "checkpoints/wan-mini/evaluation.json"
+
 
 def line(text: str) -> None:
     """A line of a benchmark under way, which a kill does not lose."""
@@ -36,6 +38,12 @@ def measured_on(env: dict[str, Any], dtype: str | None = None) -> str:
     """Device, versions, date, commit and command, as the last line of a table."""
     parts = [env["device"], f"torch {env['torch']}", dtype, env["date"], f"`{env['git'][:9]}`"]
     return f"{', '.join(part for part in parts if part)}: `{env['command']}`\n"
+
+
+def of_weights(sha256: str) -> str:
+    """Which weights of the miniature were measured, and whether they are those that it has now."""
+    now = json.loads(EVALUATION.read_text(encoding="utf-8"))["weights"]["self_forcing_mini.pt"]
+    return f"weights `{sha256[:9]}`" + (f", before the present `{now[:9]}`" if sha256 != now else "")
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:

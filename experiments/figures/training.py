@@ -19,9 +19,9 @@ STRIP_FRAMES = 7  # shown of 81, evenly
 def training_curves(
     losses: Mapping[str, Sequence[Sequence]], psnr: Sequence[Sequence[float]], resumed: int | None
 ) -> Figure:
-    """Losses of each run of a stage, [step, seconds, loss], by the stage's name, the runs before the last one
-    dashed; and PSNR of the VAE on held-out clips [step, all, first, last second]. resumed is the step at which
-    the VAE's second run begins."""
+    """Losses of each run of a stage, [step, seconds, loss], by the stage's name, dashed but for the last run;
+    and PSNR of the VAE on held-out clips [step, all, first, last second]. resumed is the step at which the
+    VAE's second run begins."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
     for (name, runs), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
         for curve in runs:
