@@ -18,6 +18,7 @@ import numpy as np
 from experiments.caches.atomic_files import replacing
 from experiments.running.cli import Parser, main
 from wan.errors import ConfigError
+from wan.text_files import read_json
 
 if TYPE_CHECKING:  # the rest is imported after the flags: --help needs no torch
     from matplotlib.figure import Figure
@@ -94,10 +95,24 @@ def table(report: dict[str, Any]) -> str:
             f"| {step} | {name} | {of('effect_mean', '.2f')} | {of('effect_median', '.2f')} | {counts} | "
             f"{of('contrast_0', '.2f')} |"
         )
-    env = report["environment"]
-    where = f"{env['date']}, `{env['git'][:9]}`: `{env['command']}`"
+    made = [report["environment"], *report.get("earlier", ())]
+    where = "; earlier rows: ".join(f"{env['date']}, `{env['git'][:9]}`: `{env['command']}`" for env in made)
     several = f"; seeds {', '.join(map(str, seeds))} of the training side by side" if len(seeds) > 1 else ""
     return "\n".join(lines) + f"\n\nOne caption and seed, logits{several}; {where}\n"
+
+
+def extended(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """A report with the rows that an earlier one has of other seeds, steps and passes, and how it was made."""
+
+    def key(row: dict[str, Any]) -> tuple[int, int, int]:
+        return row["seed"], row["step"], ENDS.index(row["pass"])
+
+    try:
+        rows = {key(row): row for row in [*earlier["checkpoints"], *report["checkpoints"]]}
+        made = [earlier["environment"], *earlier.get("earlier", ())]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--extend: the report is not what this script writes ({error!r})") from None
+    return {**report, "earlier": made, "checkpoints": [rows[k] for k in sorted(rows)]}
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> "Figure":
@@ -123,6 +138,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> "Figure":
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", type=Path, nargs="*", default=[ATLASES], help="of atlases, one a seed")
+    parser.add_argument("--extend", action="store_true", help="keep what OUTPUT_PATH has of other atlases")
     parser.add_argument("--output_path", type=Path, default=OUTPUT)
     parser.add_argument("--figure", type=Path, default=FIGURE, help="SVG")
     args = parser.parse_args(argv)
@@ -135,8 +151,10 @@ def run(argv=None):
 
     for path in (args.output_path, args.figure):
         require_writable(path)
-    rows = checkpoints(args.folders)
-    report = {"environment": environment(torch.device("cpu")), "checkpoints": rows}
+    earlier = read_json(args.output_path) if args.extend and args.output_path.exists() else None
+    report = {"environment": environment(torch.device("cpu")), "checkpoints": checkpoints(args.folders)}
+    report = report if earlier is None else extended(earlier, report)
+    rows = report["checkpoints"]
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
     print(args.output_path)

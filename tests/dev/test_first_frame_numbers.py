@@ -65,3 +65,21 @@ def test_seeds_stand_side_by_side(monkeypatch, tmp_path, capsys):
     assert {"first pass, seed 0", "clean pass, seed 1"} <= set(words(figure))
     with pytest.raises(ConfigError, match="has no step_"):
         first_frame_training.checkpoints([tmp_path / "none"])
+
+
+def test_a_report_keeps_the_rows_of_atlases_that_are_gone(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    for step in ("00000", "00500"):
+        (tmp_path / step).mkdir()
+        atlas = f"step_{step}.pt"
+        (tmp_path / step / atlas).symlink_to(ROOT / first_frame_training.ATLASES / atlas)
+    output = tmp_path / "out.json"
+    flags = ["--extend", "--output_path", str(output), "--figure", str(tmp_path / "out.svg")]
+    for step in ("00500", "00000"):
+        first_frame_training.run([str(tmp_path / step), *flags])
+    report = json.loads(output.read_text())
+    assert [row["step"] for row in report["checkpoints"]] == [0, 0, 500, 500]
+    assert first_frame_training.table(report).count("earlier rows: ") == 1
+    output.write_text("{}")
+    with pytest.raises(ConfigError, match="not what this script writes"):
+        first_frame_training.run([str(tmp_path / "00000"), *flags])

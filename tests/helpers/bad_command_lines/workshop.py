@@ -117,6 +117,7 @@ CASES: dict[str, list[list[str]]] = {
         ["{}/folder"],
         ["--output_path", f"{NO_DISK}/out.json"],
         ["--figure", f"{NO_DISK}/out.svg"],
+        ["--extend", "--output_path", "{}/text.txt", "--figure", "{}/out.svg"],
     ],
     "hidden_shapes": [
         ["--no_such_flag"],
