@@ -102,7 +102,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def extended(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """A report with the rows that an earlier one has of other seeds, steps and passes, and how it was made."""
+    """A report with an earlier one's rows of other seeds, steps and passes, and how those were made."""
 
     def key(row: dict[str, Any]) -> tuple[int, int, int]:
         return row["seed"], row["step"], ENDS.index(row["pass"])
