@@ -1,9 +1,9 @@
 """Train the miniature of checkpoints/wan-mini in four stages, each from the files of the one before.
 
-    python experiments/train_mini.py --stage vae --minutes 10       # AutoencoderKLWan, videos of 64 x 64
-    python experiments/train_mini.py --stage base --minutes 15      # bidirectional WanModel and its umT5
-    python experiments/train_mini.py --stage causal --minutes 20 --training_checkpoints outputs/training
-    python experiments/train_mini.py --stage few_step --minutes 15 --training_checkpoints outputs/training
+    python experiments/train_mini.py --stage vae --minutes 8        # AutoencoderKLWan, videos of 64 x 64
+    python experiments/train_mini.py --stage base --minutes 14      # bidirectional WanModel and its umT5
+    python experiments/train_mini.py --stage causal --minutes 17 --training_checkpoints outputs/training
+    python experiments/train_mini.py --stage few_step --minutes 12 --training_checkpoints outputs/training
     python experiments/train_mini.py --stage lora --minutes 1            # LoRA of a window of 9 frames
     python experiments/train_mini.py --stage framewise --minutes 1       # LoRA of blocks of one frame
 
