@@ -102,14 +102,18 @@ def table(report: dict[str, Any]) -> str:
 
 
 def extended(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """A report with an earlier one's rows of other seeds, steps and passes, and how those were made."""
+    """A report with an earlier one's rows of other seeds, steps and passes, and how those were made: each
+    names its commit."""
 
     def key(row: dict[str, Any]) -> tuple[int, int, int]:
         return row["seed"], row["step"], ENDS.index(row["pass"])
 
     try:
-        rows = {key(row): row for row in [*earlier["checkpoints"], *report["checkpoints"]]}
+        before = [{"git": earlier["environment"]["git"][:9]} | row for row in earlier["checkpoints"]]
+        rows = {key(row): row for row in [*before, *report["checkpoints"]]}
+        commits = {row.get("git") for row in rows.values()}
         made = [earlier["environment"], *earlier.get("earlier", ())]
+        made = [env for env in made if env["git"][:9] in commits]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--extend: the report is not what this script writes ({error!r})") from None
     return {**report, "earlier": made, "checkpoints": [rows[k] for k in sorted(rows)]}

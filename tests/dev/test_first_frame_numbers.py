@@ -79,7 +79,12 @@ def test_a_report_keeps_the_rows_of_atlases_that_are_gone(monkeypatch, tmp_path)
         first_frame_training.run([str(tmp_path / step), *flags])
     report = json.loads(output.read_text())
     assert [row["step"] for row in report["checkpoints"]] == [0, 0, 500, 500]
+    assert [row.get("git") is None for row in report["checkpoints"]] == [True, True, False, False]
     assert first_frame_training.table(report).count("earlier rows: ") == 1
+    again = first_frame_training.extended(
+        report, report | {"checkpoints": first_frame_training.checkpoints()}
+    )
+    assert again["earlier"] == [] and "earlier rows" not in first_frame_training.table(again)
     output.write_text("{}")
     with pytest.raises(ConfigError, match="not what this script writes"):
         first_frame_training.run([str(tmp_path / "00000"), *flags])

@@ -1,10 +1,12 @@
 """The README's tables are those of the benchmarks' JSON, and its commands and links lead somewhere."""
 
+import json
 import re
 
 import pytest
 from conftest import ROOT
 
+from experiments.dev import tables
 from experiments.dev.readme_tables import BENCHMARKS, MARKED, benchmark_of, documents, fill
 
 README = (ROOT / "README.md").read_text()
@@ -34,3 +36,9 @@ def test_every_script_and_file_named_is_there():
     named = re.findall(r"(?:bash|python) ((?:experiments|tests)/\S+\.(?:sh|py))", README)
     named += re.findall(r"\]\((?!http)([^)]+)\)", README)
     assert len(named) > 12 and not [name for name in named if not (ROOT / MOVED.get(name, name)).exists()]
+
+
+def test_a_finding_says_whether_the_miniature_still_has_its_weights():
+    now = json.loads(tables.EVALUATION.read_text())["weights"]["self_forcing_mini.pt"]
+    assert tables.of_weights(now) == f"weights `{now[:9]}`"
+    assert tables.of_weights("0" * 64) == f"weights `000000000`, before the present `{now[:9]}`"
