@@ -3,14 +3,15 @@
 #
 #     bash experiments/dev/on_gpus.sh OUT_DIR PART...
 #
-# PART: vae, base, causal, few_step (the miniature), causal_again, evaluation (of it), numbers (the benchmarks),
-# findings, siblings, seeds (the causal stage twice more), parallel, parallel_long. Training, findings and parallel take
-# all GPUs, and their ranks share the cores; they wait for what was named before them. Of the other parts each job takes
-# the GPU that is free first; a job's own name is a part too. JSON goes to OUT_DIR; weights grow and logs lie in $MINIATURE
-# (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that fails does not stop the
-# others: its log says why.
+# PART: vae, base, causal, few_step (the miniature), causal_again, evaluation (of it), numbers (the benchmarks), limit
+# (those of FlashAttention-4), findings, siblings, seeds (the causal stage twice more), parallel, parallel_long. Training,
+# findings and parallel take all GPUs, and their ranks share the cores; they wait for what was named before them. Of the
+# other parts each job takes the GPU that is free first; a job's own name is a part too. JSON goes to OUT_DIR; weights grow
+# and logs lie in $MINIATURE (outputs/gpu-miniature), which holds the files of the stages that are left out. A command that
+# fails does not stop the others: its log says why.
 # GPUS=2,3 names some GPUs of more. RANKS=1 lets a finding have one rank on a GPU in place of three: the miniature leaves
-# a GPU waiting for Python.
+# a GPU waiting for Python. FA4 names a virtual environment that has flash-attn-4, where python3 has not; CHECKOUT is a
+# clone of Self-Forcing's repository.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../running/usage.sh" 2 30 "$@"
 export OUT=$1 MINIATURE=${MINIATURE:-outputs/gpu-miniature}
@@ -157,21 +158,29 @@ models() {
     on "$SLOT" models 280 python3 experiments/dev/benchmark_models.py --device cuda --output_path "$OUT/models_$GPU.json"
 }
 
-mass() { # with FlashAttention-4 too, where FA4 names its environment
+mass() {
     local PATH=${FA4:+$FA4/bin:}$PATH
     on "$SLOT" mass 90 python3 experiments/dev/benchmark_mass.py --output_path "$OUT/mass_$GPU.json"
 }
 
-attention() { # FA4 names a virtual environment that has flash-attn-4, where python3 has not
+attention() {
     local PATH=${FA4:+$FA4/bin:}$PATH
     on "$SLOT" attention 300 python3 experiments/dev/benchmark_attention.py --output_path "$OUT/attention_$GPU.json"
-    for kernel in cudnn fa4; do
-        WAN_ATTENTION=$kernel on "$SLOT" "capture_$kernel" 120 python3 experiments/dev/benchmark_capture.py \
-            --random_weights --device cuda --repeats 3 --output_path "$OUT/capture_${kernel}_$GPU.json"
-    done
 }
 
-gpu_tests() { # with FlashAttention-4 too, where FA4 names its environment
+capture_fa4() { # capture_fa4 [--graphs]
+    local PATH=${FA4:+$FA4/bin:}$PATH name=capture_fa4${1:+_graphs}
+    WAN_ATTENTION=fa4 on "$SLOT" "$name" 200 python3 experiments/dev/benchmark_capture.py --random_weights \
+        --device cuda --repeats 9 --output_path "$OUT/${name}_$GPU.json" "$@"
+}
+
+public() {
+    local PATH=${FA4:+$FA4/bin:}$PATH
+    on "$SLOT" public 200 python3 experiments/dev/benchmark_public.py "${CHECKOUT:-../Self-Forcing}" \
+        --random_weights --device cuda --repeats 7 --output_path "$OUT/public_$GPU.json"
+}
+
+gpu_tests() {
     local PATH=${FA4:+$FA4/bin:}$PATH
     on "$SLOT" gpu_tests 200 python3 -m pytest -q -p no:cacheprovider tests/wan/test_capture_policies.py \
         tests/wan/test_capture.py tests/wan/test_reductions.py tests/wan/test_attention_rows.py \
@@ -191,17 +200,19 @@ for part in "${@:2}"; do
     case $part in
         vae | base | causal | causal_again | few_step | evaluation | numbers | findings | siblings | seeds) ;;
         evaluate | checkpoints | policies | capture | maps | interventions | models | mass | attention) ;;
+        limit | capture_fa4 | public) ;;
         parallel | parallel_long | hidden_shapes | policies_compared | variants | sweep | gpu_tests) ;;
         *) echo "on_gpus.sh: no part '$part'; see --help" >&2; exit 2 ;;
     esac
 done
 export -f on as_ranks train benchmark evaluate checkpoints seed mass policies capture maps interventions attention gpu_tests
-export -f models variants sweep
+export -f models variants sweep capture_fa4 public
 jobs=()
 for part in "${@:2}"; do
     case $part in
         evaluation) jobs+=(evaluate checkpoints) ;;
         siblings) jobs+=(variants models) ;;
+        limit) jobs+=(capture_fa4 attention "capture_fa4 --graphs" public gpu_tests) ;;
         numbers) jobs+=(policies capture maps mass gpu_tests interventions) ;;
         seeds) jobs+=("seed 1" "seed 2") ;;
         vae | base | causal | causal_again | few_step | parallel | parallel_long | findings | policies_compared | \

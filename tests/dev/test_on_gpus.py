@@ -22,7 +22,8 @@ PARTS = {
     "siblings": 3,
     "parallel": 1,
     "parallel_long": 1,
-    "attention": 3,
+    "attention": 1,
+    "limit": 5,
     "sweep": 2,
 }
 

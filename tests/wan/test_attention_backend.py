@@ -81,6 +81,22 @@ def machine(monkeypatch):
         function.cache_clear()
 
 
+@pytest.fixture
+def quack_with(monkeypatch):
+    """A function that puts a gemm_act in the place of quack's."""
+
+    def prepare(gemm_act):
+        interface, configs = ModuleType("quack.gemm_interface"), ModuleType("quack.gemm_config")
+        interface.gemm_act, configs.GemmConfig = gemm_act, SimpleNamespace
+        monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+        monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+        monkeypatch.setitem(sys.modules, "quack.gemm_config", configs)
+        gelu_linear.by_quack.cache_clear()
+
+    yield prepare
+    gelu_linear.by_quack.cache_clear()
+
+
 def fake_call(keys: int, dtype=torch.bfloat16, head_dim: int = 128, trains: bool = False):
     """Queries, keys and values [B, H, L, D] of a call on a GPU."""
     q = torch.empty(1, 2, 48, head_dim, dtype=dtype, device=GPU, requires_grad=trains)
@@ -146,7 +162,7 @@ def test_the_rule(machine, monkeypatch, found, capability, wanted, expected):
     ],
 )
 def test_who_applies_gelu_to_the_ffns_first_product(
-    machine, monkeypatch, found, quack, rows, columns, dtype, expected
+    machine, quack_with, monkeypatch, found, quack, rows, columns, dtype, expected
 ):
     machine(found)
     monkeypatch.setattr(attention_backend, "installed_version", lambda name: quack)
@@ -156,19 +172,13 @@ def test_who_applies_gelu_to_the_ffns_first_product(
         asked.append((activation, store_preact, tuned, config.tile_m, config.tile_n))
         return None, x @ weight + bias
 
-    interface, configs = ModuleType("quack.gemm_interface"), ModuleType("quack.gemm_config")
-    interface.gemm_act, configs.GemmConfig = gemm_act, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
-    monkeypatch.setitem(sys.modules, "quack.gemm_config", configs)
+    quack_with(gemm_act)
     monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: x @ weight + bias)
-    gelu_linear.by_quack.cache_clear()
     with FakeTensorMode():
         x, weight, bias = (
             torch.empty(shape, dtype=dtype, device=GPU) for shape in ((rows, 1536), (columns, 1536), columns)
         )
         assert gelu_linear.gelu_linear(x, weight, bias).shape == (rows, columns)
-    gelu_linear.by_quack.cache_clear()
     assert asked == ([("gelu_tanh_approx", False, False, 128, 160)] if expected == "quack" else [])
 
 
@@ -278,6 +288,18 @@ def test_asked_for_where_it_cannot_be(machine, found, capability, said):
     machine(found, capability, "fa4")
     with pytest.raises(ConfigError, match=said):
         attention_backend.kernel_name(GPU, torch.bfloat16)
+
+
+def test_a_kernel_that_cannot_be_built(quack_with):
+    """quack refuses what lies outside a folder site-packages, as pip install --target leaves it."""
+
+    def gemm_act(x, weight, **options):
+        raise TypeError("epilogue fn depends on <ContextVar>\nwhich has no key")
+
+    quack_with(gemm_act)
+    x = torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match=r"quack-kernels cannot build .*site-packages.*WAN_ATTENTION=cudnn"):
+        gelu_linear.by_quack(None, gelu_linear.TILE)(x, x, x[0])
 
 
 def test_an_installation_that_does_not_import(machine, monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wan.errors import ConfigError, one_line
 from wan.modules import attention_backend
 
 FEWEST_ROWS, FEWEST_COLUMNS = 1024, 1024  # of a product that fills a GPU; below, cuBLAS
@@ -46,7 +47,10 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def by_quack(activation: str | None, tile: Tile) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """x wᵀ + b, and its activation, of x [L, in], weight [out, in] and bias [out]."""
+    """x wᵀ + b, and its activation, of x [L, in], weight [out, in] and bias [out].
+
+    The first call builds the kernel. ConfigError where quack's package, or what it needs, cannot do that.
+    """
     gemm = attention_backend.imported("quack.gemm_interface")
     config = attention_backend.imported("quack.gemm_config").GemmConfig(
         tile_m=tile.rows,
@@ -62,4 +66,14 @@ def by_quack(activation: str | None, tile: Tile) -> Callable[[Tensor, Tensor, Te
         "tuned": False,
         "config": config,
     }
-    return lambda x, weight, bias: gemm.gemm_act(x, weight.t(), bias=bias, **options)[1]
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        try:
+            return gemm.gemm_act(x, weight.t(), bias=bias, **options)[1]
+        except TypeError as error:  # it names a kernel by what is called there; packages' code has a name
+            raise ConfigError(
+                f"quack-kernels cannot build its kernel ({one_line(error)}); install it with all it needs "
+                f"in a virtual environment's site-packages, or set {attention_backend.VARIABLE}=cudnn"
+            ) from error
+
+    return multiply
