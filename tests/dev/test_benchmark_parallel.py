@@ -50,6 +50,7 @@ def test_two_processes(tmp_path):
     for row in rows.values():
         assert set(row) == {"alone", "together", "graphs"}
         assert all(0 < row[way]["host_seconds"] <= row[way]["median_seconds"] for way in ("alone", "graphs"))
+        assert row["alone"]["median_seconds"] <= row["alone"]["other_way_seconds"]
     assert "| 1 GPU | 2 GPUs | ratio |" in done.stdout and "Sweep of 2 captured rollouts" in done.stdout
 
 
