@@ -34,6 +34,19 @@ def make_all(folder: Path, rank: Rank, seconds: float = 0.02, stuck: str = "") -
             os.replace(folder / f"{name}.making", folder / name)
 
 
+def make_all_beside(folder: Path, rank: Rank) -> None:
+    """make_all of a process that goes on from its first item when every other one has one too."""
+    with Claims(folder / "items", rank, LEASE) as claims:
+        for name in claims.to_make(NAMES, lambda name: (folder / name).exists()):
+            (folder / f"begun.{rank.number}").touch()
+            begin = time.monotonic()
+            while len(list(folder.glob("begun.*"))) < rank.count:
+                assert time.monotonic() - begin < 60
+                time.sleep(0.01)
+            with open(folder / name, "a", encoding="utf-8") as file:
+                file.write(f"{rank.number}\n")
+
+
 def in_child(function) -> int:
     child = os.fork()
     if child == 0:
@@ -42,7 +55,7 @@ def in_child(function) -> int:
 
 
 def test_three_processes_make_every_item_once(tmp_path):
-    children = [in_child(lambda n=n: make_all(tmp_path, Rank(n, 3, n))) for n in range(3)]
+    children = [in_child(lambda n=n: make_all_beside(tmp_path, Rank(n, 3, n))) for n in range(3)]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
     makers = [(tmp_path / name).read_text().split() for name in NAMES]
     assert all(len(maker) == 1 for maker in makers) and {n for (n,) in makers} == {"0", "1", "2"}
