@@ -92,6 +92,7 @@ def measure(args: argparse.Namespace) -> None:
     from experiments.extraction.provenance import environment
     from experiments.running.jobs import end_at_once
     from experiments.running.ranks import this_rank
+    from wan import process_group
     from wan.errors import ConfigError
 
     rank = this_rank()
@@ -115,7 +116,7 @@ def measure(args: argparse.Namespace) -> None:
             save_report(report, args.output_path)  # what there is, should the next part fail
     if rank.is_first:
         print(table(report))
-    measure_parallel.finish()
+    process_group.leave()
     end_at_once()
 
 

@@ -29,7 +29,7 @@ from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.capture import CaptureRequest
 from wan.parallel import apply_head_parallel, check_size, shard_of
 from wan.pipeline import CausalInferencePipeline
-from wan.process_group import join, leave, wait_for_all
+from wan.process_group import join, wait_for_all
 
 GB = 1e9
 EVERYTHING = CaptureRequest(granularity="frame")
@@ -94,10 +94,6 @@ def start(args: argparse.Namespace, rank: Rank) -> Bench:
     return Bench(rank, join(device), device, devices.choose_dtype(args.dtype, device))
 
 
-def finish() -> None:
-    leave()
-
-
 def nccl_version(device: torch.device) -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
 
@@ -155,21 +151,16 @@ def measure_rollouts(
 
 
 def timed_alone(bench: Bench, inputs: Inputs, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Of each row on one GPU the faster way, with the other's seconds: one that waits for its host is no
-    measure of two.
-    """
+    """Of each row on one GPU the faster way: one that waits for its host is no measure of two."""
     rows = timed_rows(bench, inputs, args.repeats)
     if "graphs" not in args.ways:
         return rows
     apply_cuda_graphs(inputs.pipeline.model)
     replayed = timed_rows(bench, inputs, args.repeats)
     remove_cuda_graphs(inputs.pipeline.model)
-    found = {}
-    for name, row in rows.items():
-        both = (row | {"graphs": False}, replayed[name] | {"graphs": True})
-        faster, slower = sorted(both, key=lambda each: each["median_seconds"])
-        found[name] = faster | {"other_way_seconds": slower["median_seconds"]}
-    return found
+    ways = {name: (row | {"graphs": False}, replayed[name] | {"graphs": True}) for name, row in rows.items()}
+    both = {name: sorted(of_row, key=lambda row: row["median_seconds"]) for name, of_row in ways.items()}
+    return {name: x | {"other_way_seconds": y["median_seconds"]} for name, (x, y) in both.items()}
 
 
 def weights_gb(inputs: Inputs) -> float:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,8 +48,9 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         watch.print(
             "writes " + ", ".join(f"{amount(size)} to {path}" for path, size in sizes.items() if size)
         )
+        _remove(place.attention.glob(".block_*.pt.*.part"))  # half written when a run was killed
         if args.overwrite:
-            _remove(place)
+            _remove([place.path, place.latents, *place.attention.glob("block_*.pt")])
         if place.path.exists() and not place.latents.exists():
             raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
         latents = LatentFile(
@@ -84,7 +86,7 @@ def _made_of(config: RunConfig, session: causal.Session) -> str:
     return item_name(json.dumps(said, sort_keys=True, default=str), *run)
 
 
-def _remove(place: LongVideo) -> None:
-    """Take away what an earlier run wrote, and nothing else."""
-    for path in (place.path, place.latents, *place.attention.glob("block_*.pt")):
+def _remove(paths: Iterable[Path]) -> None:
+    """Take away what an earlier run wrote."""
+    for path in paths:
         path.unlink(missing_ok=True)

@@ -313,6 +313,7 @@ def test_killed_at_any_moment_it_plays_and_goes_on(tmp_path, monkeypatch):
         if path.exists() and path.stat().st_size:
             assert len(iio.imread(path)) in (57, 69)  # a piece of five blocks, or all of it
     assert killed.code in (0, -9)
+    (tmp_path / "parts.attention/.block_00001.pt.9-0a.part").write_bytes(b"half")
     assert forked(rolling("parts.mp4")).code == 0
     for suffix in (".mp4", ".latents.safetensors"):
         one, other = (tmp_path / name for name in ("parts.mp4", "whole.mp4"))
