@@ -1,7 +1,7 @@
 """Muon for the matrices of a network's layers, AdamW for every other parameter.
- torch.optim.Muon takes its
-learning rate from the host and works matrix by matrix; here a tensor gives it and matrices of one shape are
-one batch, so that an update can be a CUDA graph.
+
+torch.optim.Muon takes its learning rate from the host and works matrix by matrix, in bfloat16 on a CPU too;
+here a tensor gives it and matrices of one shape are one batch, so that an update can be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -60,12 +60,17 @@ def of_wide(x: Tensor, like: Tensor) -> Tensor:
 def orthogonal(x: Tensor) -> Tensor:
     """Matrices [n, rows, columns], rows <= columns, with all singular values brought near 1; float32."""
     a, b, c = NEWTON_SCHULZ
-    x = x.bfloat16()
+    x = x.to(fast_dtype(x.device))
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.float()
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """In which products are fast. bfloat16 is exact enough here, and slow on most CPUs."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 class Optimizer:

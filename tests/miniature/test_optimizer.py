@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from experiments.miniature import stages
+from experiments.miniature import optimizer, stages
 from experiments.miniature.optimizer import Muon, orthogonal
 from experiments.miniature.ranks import Ranks
 from experiments.miniature.recipe import RECIPES, StageRun
@@ -19,7 +19,8 @@ from wan.errors import ConfigError
 LR = 1e-3
 
 
-def test_muon_is_pytorchs_muon_matrix_by_matrix():
+def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
+    monkeypatch.setattr(optimizer, "fast_dtype", lambda device: torch.bfloat16)  # as PyTorch's, everywhere
     torch.manual_seed(0)
     shapes = [(8, 8), (8, 24), (24, 8), (8, 8)]
     ours = [torch.randn(shape) for shape in shapes]
@@ -48,8 +49,15 @@ def test_a_kernel_is_a_matrix_of_its_outputs():
 
 def test_singular_values_come_near_one():
     torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonal(torch.randn(3, 16, 40)))
+    x = torch.randn(3, 16, 40)
+    found = orthogonal(x)
+    values = torch.linalg.svdvals(found)
     assert values.min() > 0.6 and values.max() < 1.3
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(5):  # the same polynomial of singular values alone
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(found.double(), u * s[:, None] @ v, atol=1e-4, rtol=0)
 
 
 def test_ranks_share_clips_and_say_what_cannot_be_shared():
