@@ -142,7 +142,7 @@ seed() { # seed N: the causal stage from the same base, in a folder of its own
 }
 
 policies() { benchmark policies 280 --num_frames 240 --blocks 4 --repeats 1; }
-capture() { benchmark capture 100 --repeats 3; }
+capture() { WAN_ATTENTION=cudnn benchmark capture 100 --repeats 3; }
 maps() { benchmark maps 180 --repeats 2; }
 interventions() { benchmark interventions 300 --repeats 2 --sweep_seconds 60 --folder outputs/sweep; }
 

@@ -3,14 +3,13 @@
 import argparse
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from experiments.caches.atomic_files import require_writable
 from experiments.caches.errors import CacheError
 from experiments.extraction import causal
-from experiments.extraction.block_capture import BlockCapture
+from experiments.extraction.block_capture import BlockCapture, path_of
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.edit_files import edits_of
 from experiments.extraction.interventions import edited
@@ -20,7 +19,7 @@ from experiments.extraction.memory_estimate import amount
 from experiments.extraction.video import check_video
 from experiments.running.claims import item_name
 from experiments.running.jobs import deterministic
-from experiments.running.output_locks import claimed, require_space
+from experiments.running.output_locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.sweep_state import NOT_SETTINGS
 from wan import checkpoint
@@ -48,9 +47,10 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         watch.print(
             "writes " + ", ".join(f"{amount(size)} to {path}" for path, size in sizes.items() if size)
         )
-        _remove(place.attention.glob(".block_*.pt.*.part"))  # half written when a run was killed
+        for block in capture.blocks(len(config.block_sizes)):
+            remove_leftovers(path_of(place.attention, block))
         if args.overwrite:
-            _remove([place.path, place.latents, *place.attention.glob("block_*.pt")])
+            _remove(place)
         if place.path.exists() and not place.latents.exists():
             raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
         latents = LatentFile(
@@ -86,7 +86,7 @@ def _made_of(config: RunConfig, session: causal.Session) -> str:
     return item_name(json.dumps(said, sort_keys=True, default=str), *run)
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    """Take away what an earlier run wrote."""
-    for path in paths:
+def _remove(place: LongVideo) -> None:
+    """Take away what an earlier run wrote, and nothing else."""
+    for path in (place.path, place.latents, *place.attention.glob("block_*.pt")):
         path.unlink(missing_ok=True)
