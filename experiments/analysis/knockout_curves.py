@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.effects import Interval, bootstrap, head_correlation, holm, sign_flip_p
+from experiments.analysis.effects import DRAWS, Interval, bootstrap, head_correlation
 from experiments.analysis.head_taxonomy import KINDS, Thresholds, kinds
 
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
@@ -21,7 +21,6 @@ ORDERS = {  # of heads -> in words
     "s": "by s",
     "mass on the past": "by mass on the past",
 }
-Curves = Mapping[str, np.ndarray]  # by order [counts, captions]
 
 
 def rounded(interval: Interval, digits: int = 3) -> list[float]:
@@ -33,30 +32,55 @@ def curve(answers: np.ndarray) -> list[list[float]]:
     return [rounded(bootstrap(row)) for row in answers]
 
 
-def random_curve(draws: np.ndarray) -> list[list[float]]:
-    """Of draws [draws, counts, captions]: share, its interval over captions, lowest and highest draw."""
-    of_draws = draws.mean(2)  # [draws, counts]
-    return [
-        [*one, round(float(low), 3), round(float(high), 3)]
-        for one, low, high in zip(curve(draws.mean(0)), of_draws.min(0), of_draws.max(0), strict=True)
+def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> list[list[float]]:
+    """Of draws [draws, counts, captions]: share, its interval, lowest and highest draw, for each count.
+
+    The interval resamples random orders and captions: both are samples of what might have been drawn.
+    """
+    generator = np.random.default_rng(seed)
+    orders, _, captions = draws.shape
+    drawn = [
+        draws[generator.integers(orders, size=orders)]
+        .mean(0)[:, generator.integers(captions, size=captions)]
+        .mean(1)
+        for _ in range(resamples)
     ]
-
-
-def against_random(orders: Curves, draws: np.ndarray) -> dict[str, list[list[float]]]:
-    """Order minus the mean random order, for each count: difference, its interval, p after Holm over all."""
-    mean = draws.mean(0)
-    differences = {name: answers - mean for name, answers in orders.items()}
-    adjusted = iter(holm([sign_flip_p(row) for rows in differences.values() for row in rows]))
-    return {
-        name: [[*rounded(bootstrap(row)), round(float(next(adjusted)), 4)] for row in rows]
-        for name, rows in differences.items()
-    }
+    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
+    of_draws = draws.mean(2)  # [draws, counts]
+    columns = (of_draws.mean(0), low, high, of_draws.min(0), of_draws.max(0))
+    return [[round(float(value), 3) for value in row] for row in zip(*columns, strict=True)]
 
 
 def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float, none: float) -> int | None:
     """The fewest heads after which half of what the past gives is lost; None where no count does that."""
-    half = (whole + none) / 2
+    half = (whole + none) / 2 + 1e-9  # shares are multiples of 1 / (captions x seeds): no rounding decides
     return next((count for count, share in zip(counts, shares, strict=True) if share <= half), None)
+
+
+def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Every order's curve and heads_for_half, from the seeds that come back in each condition and caption."""
+
+    def answers(name: str) -> np.ndarray:
+        digits = found["seeds_that_come_back"][name]
+        return np.array([int(digit) for digit in digits]) / found["seeds"]
+
+    def by_count(name: str) -> np.ndarray:
+        return np.stack([answers(f"{name}: {count}") for count in found["counts"]])
+
+    orders = {name: by_count(name) for name in ORDERS}
+    random = np.stack([by_count(f"random {draw}") for draw in range(found["draws"])])
+    means = {name: values.mean(1) for name, values in orders.items()} | {"random": random.mean((0, 2))}
+    whole, none = (float(answers(name).mean()) for name in ("base", "all"))
+    return {
+        "curves": {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)},
+        "more_than_by_effect": {  # paired by caption
+            name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"
+        },
+        "heads_for_half": {
+            name: heads_for_half(shares.tolist(), found["counts"], whole, none)
+            for name, shares in means.items()
+        },
+    }
 
 
 class Knockouts(NamedTuple):

@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 4 experiments/dev/hidden_shapes.py --device cuda
 
 Writes docs/hidden_shapes.json, from which readme_tables.py fills docs/interventions.md, and two figures.
-Pieces are kept in --folder: the same command goes on where it stopped. --draw draws the figures again.
+Pieces are kept in --folder: the same command goes on where it stopped. --draw computes the curves
+of that file again, and draws the figures.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def parser() -> Parser:
     add("--folder", type=Path, default=Path("cache/hidden_shapes"), help="where pieces are kept")
     add("--output_path", type=Path, default=OUTPUT)
     add("--figures", type=Path, default=FIGURES, help="folder of the two SVGs")
-    add("--draw", action="store_true", help="only draw the figures of --output_path")
+    add("--draw", action="store_true", help="only the curves and figures of --output_path, again")
     return flags
 
 
@@ -55,11 +56,8 @@ def run(argv=None):
 
     from experiments.caches.atomic_files import replacing, require_writable  # no torch for --help
 
-    if args.draw:
-        draw_figures(args.output_path, args.figures)
-        return
     require_writable(args.output_path)
-    report = measure(args)
+    report = drawn_again(args.output_path) if args.draw else measure(args)
     if report is None:
         return
     with replacing(args.output_path) as file:
@@ -78,6 +76,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     from experiments.studies.hidden_shapes import WAITING, Design
     from wan.config import load_config
 
+    if args.seeds > 9:
+        raise ConfigError(f"--seeds {args.seeds}: at most 9, the report has a digit for each caption")
     paths = {}
     if args.ckpt_dir:
         paths = {"ckpt_dir": args.ckpt_dir, "checkpoint_path": f"{args.ckpt_dir}/self_forcing_mini.pt"}
@@ -155,6 +155,17 @@ def compact(report: dict[str, Any]) -> str:
     """JSON with a line for each innermost list."""
     text = json.dumps(report, indent=1, ensure_ascii=False)
     return re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def drawn_again(path: Path) -> dict[str, Any]:
+    """The report of a file, with its curves computed again."""
+    from experiments.dev.hidden_shapes_report import with_curves
+
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        return report | {"knockouts": with_curves(report["knockouts"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not what this script writes: {error}") from None
 
 
 def draw_figures(path: Path, folder: Path) -> None:

@@ -14,45 +14,41 @@ from experiments.figures.effects import effect_against
 from experiments.figures.knockouts import knockout_curves as draw_curves
 from experiments.studies.hidden_shapes import QUESTIONS, Condition, HiddenShapes
 
+OTHERS = tuple(question for question in QUESTIONS if question != BACK)
 SHOWN = 12  # heads of the ranking in the report
 
 
 def knockouts(study: HiddenShapes) -> dict[str, Any]:
     """Of a study that is done: shares of captions whose shape comes back, by order and number of heads."""
     made = {one.name: one for one in study.conditions()}
-    counts, draws = study.design.counts, range(study.design.draws)
+    counts = study.design.counts
 
-    def answers(name: str, question: str = BACK) -> np.ndarray:
+    def answers(name: str, question: str) -> np.ndarray:
         return np.stack([study.answers(made[f"{name}: {count}"], question).numpy() for count in counts])
 
-    orders = {name: answers(name) for name in ORDERS}
-    random = np.stack([answers(f"random {draw}") for draw in draws])
-    ends = {name: study.answers(made[name]).numpy() for name in ("base", "all")}
-    whole, none = (float(ends[name].mean()) for name in ("base", "all"))
-    curves = {name: knockout_curves.curve(values) for name, values in orders.items()}
-    curves["random"] = knockout_curves.random_curve(random)
-    return {
-        "captions": len(ends["base"]),
-        "selection": study.design.selection,
-        "seeds": study.design.seeds,
-        "draws": study.design.draws,
-        "counts": list(counts),
-        "heads": len(study.heads),
-        "base": _shares(study, made["base"]),
-        "all": _shares(study, made["all"]),
-        "curves": curves,
-        "against_random": knockout_curves.against_random(orders, random),
-        "heads_for_half": {
-            name: knockout_curves.heads_for_half([row[0] for row in rows], counts, whole, none)
-            for name, rows in curves.items()
-        },
-        "other_answers": {
-            name: {q: [round(float(x), 3) for x in answers(name, q).mean(1)] for q in QUESTIONS if q != BACK}
-            for name in ORDERS
-        },
-        "ranking": _ranking(study),
-        "seeds_that_come_back": _digits(study, made),
-    }
+    return with_curves(
+        {
+            "captions": study.design.captions,
+            "selection": study.design.selection,
+            "seeds": study.design.seeds,
+            "draws": study.design.draws,
+            "counts": list(counts),
+            "heads": len(study.heads),
+            "base": _shares(study, made["base"]),
+            "all": _shares(study, made["all"]),
+            "other_answers": {
+                name: {q: [round(float(x), 3) for x in answers(name, q).mean(1)] for q in OTHERS}
+                for name in ORDERS
+            },
+            "ranking": _ranking(study),
+            "seeds_that_come_back": _digits(study, made),
+        }
+    )
+
+
+def with_curves(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a study found, with its curves computed (again) from the seeds that come back."""
+    return {**found, **knockout_curves.curves_of(found)}
 
 
 def _shares(study: HiddenShapes, condition: Condition) -> dict[str, list[float]]:
@@ -88,17 +84,18 @@ def _of_first_frame(found: Mapping[str, Any]) -> str:
         (name, *(_interval(values[kind]) for kind in ("rho", "partial_rho", "partial_rho_beyond_control")))
         for name, values in found["correlations"].items()
     ]
-    heads = np.size(found["heads"]["effect"])
+    effect, control = (np.array(found["heads"][name]) for name in ("effect", "control"))
     kinds = ", ".join(
         f"{name} {_interval(of['effect'], 3)} ({of['heads']} heads)" for name, of in found["kinds"].items()
     )
     return (
         markdown(("measure of a head", "ρ", "partial ρ", "partial ρ, beyond the control"), rows)
         + "\n\nDirect effect of removing frame 0 from one head's view, in distances between seeds, mean over "
-        + f"{heads} heads: {_interval(found['mean_effect'], 3)}; of removing a random earlier frame: "
+        + f"{effect.size} heads: {_interval(found['mean_effect'], 3)}; of removing a random earlier frame: "
         + f"{_interval(found['mean_control'], 3)}; floor {found['floor']:.1g}. Frame 0 matters more than "
-        + f"the random frame in {found['heads_above_control']} heads (interval above 0). By kind: {kinds}. "
-        + f"{found['prompts']} captions; intervals resample captions and layers.\n"
+        + f"the random frame in {(effect > control).sum()} heads, in {found['heads_above_control']} with an "
+        + f"interval above 0, of each head alone, not adjusted for {effect.size} of them. By kind: {kinds}. "
+        + f"{found['prompts']} captions; intervals of ρ resample captions and layers, the others captions.\n"
     )
 
 
@@ -112,13 +109,23 @@ def _of_knockouts(report: Mapping[str, Any]) -> str:
     ]
     base, none = found["base"][BACK], found["all"][BACK]
     best = ", ".join(f"L{one['layer']}H{one['head']} ({one['effect']:.2f})" for one in found["ranking"][:5])
+    half = found["heads_for_half"]["effect"]
+    compared = [] if half is None else [i for i, count in enumerate(counts) if count >= half][:2]
+    differences = "; ".join(
+        f"without {counts[i]} heads "
+        + ", ".join(
+            f"{_interval(rows[i])} {ORDERS[name]}" for name, rows in found["more_than_by_effect"].items()
+        )
+        for i in compared
+    )
     return (
         markdown(("heads without a past", *map(str, counts), "half is lost at"), rows)
         + "\n\nShare of captions whose shape comes back in colour and shape: "
         + f"{_interval(base)} with the whole past, {_interval(none)} where no head sees the past. "
+        + f"More than by single effect, paired by caption: {differences or 'not compared'}. "
         + f"Largest single effects on the selection captions: {best}. {found['captions']} captions, others "
         + f"than the {found['selection']} that ranked the heads, {found['seeds']} seeds each; intervals "
-        + f"resample captions; {of_weights(report['weights_sha256'])}; "
+        + f"resample captions, of random orders the orders too; {of_weights(report['weights_sha256'])}; "
         + measured_on(report["environment"], report["dtype"])
     )
 

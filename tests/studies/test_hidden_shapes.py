@@ -204,13 +204,30 @@ def test_curves_come_back_from_planted_answers():
     assert knockout_curves.curve(orders["good"])[1] == [0, 0, 0]
     share, low, high = knockout_curves.curve(orders["good"])[0]
     assert share == 0.375 and low < 0.375 < high
-    assert [row[0] for row in knockout_curves.random_curve(draws)] == [0.5, 0.375]
-    assert [row[3:] for row in knockout_curves.random_curve(draws)] == [[0.375, 0.625], [0.375, 0.375]]
-    against = knockout_curves.against_random(orders, draws)
-    assert against["good"][1][0] == -0.375 and against["good"][1][3] < 0.01
-    assert against["same"][1] == [0, 0, 0, 1]
+    rows = knockout_curves.random_curve(draws)
+    assert [row[0] for row in rows] == [0.5, 0.375]
+    assert [row[3:] for row in rows] == [[0.375, 0.625], [0.375, 0.375]]
     assert knockout_curves.heads_for_half([0.9, 0.5, 0.1], [1, 2, 4], 1.0, 0.0) == 2
     assert knockout_curves.heads_for_half([0.9, 0.8, 0.7], [1, 2, 4], 1.0, 0.0) is None
+    exactly_half = 171 / 288  # of 247 and 95: no rounding may decide
+    assert knockout_curves.heads_for_half([exactly_half], [4], 247 / 288, 95 / 288) == 4
+
+
+def test_the_interval_of_random_orders_resamples_orders_too():
+    """Two orders that differ by 0.5 in every caption: no number of captions makes their mean certain."""
+    draws = np.stack([np.zeros((1, 500)), np.full((1, 500), 0.5)])
+    share, low, high, *_ = knockout_curves.random_curve(draws)[0]
+    assert (share, low, high) == (0.25, 0, 0.5)
+
+
+def test_curves_are_computed_from_the_seeds_that_come_back():
+    digits = {f"{name}: 1": "30" for name in knockout_curves.ORDERS} | {"random 0: 1": "33"}
+    found = {"seeds": 3, "draws": 1, "counts": [1]}
+    found["seeds_that_come_back"] = digits | {"base": "33", "all": "00"}
+    curves = knockout_curves.curves_of(found)
+    assert curves["curves"]["s"] == [[0.5, 0, 1]] and curves["curves"]["random"] == [[1, 1, 1, 1, 1]]
+    assert curves["more_than_by_effect"]["s"] == [[0, 0, 0]]
+    assert curves["heads_for_half"] == dict.fromkeys(knockout_curves.ORDERS, 1) | {"random": None}
 
 
 def test_a_planted_dependence_on_frame_0_is_found(monkeypatch):

@@ -123,6 +123,7 @@ CASES: dict[str, list[list[str]]] = {
         ["--no_such_flag"],
         ["--captions", "0"],
         ["--seeds", "x"],
+        ["--seeds", "10"],
         ["--workers", "0"],
         ["--workers", "1025"],
         ["--config_path", "{}/none.yaml"],
