@@ -13,12 +13,14 @@ exchange has fixed addresses of its own.
     model = build_model(...)
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
 
-The first call of a shape runs without graphs, so that its kernels are chosen and compiled; the second one
-records. Weights may change in place afterwards, but not be replaced. On a CPU a replay computes again.
+The first calls of a shape run without graphs, so that its kernels are chosen and compiled; the next one
+records. Weights may change in place afterwards; before they are moved or replaced, forget_cuda_graphs(model).
+Hooks inside a layer are not heard while it is replayed. On a CPU a replay computes again.
 """
 
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -39,10 +41,13 @@ Rows = tuple[Modulation, Modulation]  # of self-attention and of the FFN
 Following = tuple[Block, Modulation] | None  # the next layer, with those of its self-attention
 
 
-def apply_cuda_graphs(model: CausalWanModel) -> None:
-    """Replay the layers of a model's rollouts. Under gradients, edits or captured text they run as before."""
+def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
+    """Replay layers in rollouts, when a shape was called so often: recording costs some tenths of a video.
+
+    Under gradients, edits or captured text they run as before.
+    """
     recorder, inputs = Recorder(model.device), dict[Hashable, Inputs]()
-    replayed = [ReplayedBlock(block, recorder, inputs) for block in model.blocks]
+    replayed = [ReplayedBlock(block, recorder, inputs, after) for block in model.blocks]
     for one, following in zip(replayed, [*replayed[1:], None], strict=True):
         one.following = following
         vars(one.block)["forward"] = one
@@ -52,6 +57,13 @@ def remove_cuda_graphs(model: CausalWanModel) -> None:
     """Let layers run as before apply_cuda_graphs(), whose memory is free then."""
     for block in model.blocks:
         vars(block).pop("forward", None)
+
+
+def forget_cuda_graphs(model: CausalWanModel) -> None:
+    """Free what was recorded, which is recorded again when it is needed: before weights are moved."""
+    for block in model.blocks:
+        if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
+            replayed.forget()
 
 
 class Recorder:
@@ -69,7 +81,7 @@ class Recorder:
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream):
-            # NCCL's watchdog asks for its events in a thread of its own, which "global" forbids.
+            # "global" forbids what NCCL's watchdog does in its own thread
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             call()
             graph.capture_end()
@@ -211,15 +223,15 @@ class TextInputs:
 class ReplayedBlock:
     """The forward of a layer, from graphs and what stands between them."""
 
-    def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, Inputs]):
-        self.block, self.recorder, self.inputs = block, recorder, inputs
+    def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, Inputs], after: int):
+        self.block, self.recorder, self.inputs, self.after_calls = block, recorder, inputs, after
         self.eager = block.forward
         self.before: dict[Hashable, Replay] = {}
         self.after: dict[Hashable, Replay] = {}
         self.tables: dict[Hashable, Tensor] = {}  # modulations, from whichever graph projects to the next one
         self.following: ReplayedBlock | None = None
         self.texts: dict[Hashable, TextInputs] = {}
-        self.warm: set[Hashable] = set()
+        self.calls: Counter[Hashable] = Counter()  # without graphs
 
     def __call__(
         self,
@@ -236,8 +248,8 @@ class ReplayedBlock:
         shard = self.block.self_attn.site.shard
         with_raw = shard is not None and kv_cache.stores_raw  # on one GPU they come between the graphs
         key = with_raw, x.shape, time.shape, rope.keys[0].shape, text[0].shape
-        if key not in self.warm:
-            self.warm.add(key)
+        if self.calls[key] < self.after_calls:
+            self.calls[key] += 1
             return self.eager(x, time, rope, text, kv_cache)
 
         inputs, own_text = self._inputs(key, x, time, rope), self._text(text)
@@ -252,6 +264,11 @@ class ReplayedBlock:
         self.after[key]()
         inputs.say_projected(None if following is None else following.block)
         return inputs.x
+
+    def forget(self) -> None:
+        """Free all that was recorded, and its inputs."""
+        for kept in (self.before, self.after, self.tables, self.texts, self.inputs):
+            kept.clear()
 
     def _may_replay(self) -> bool:
         """Whether nobody wants what only the call itself can give."""

@@ -3,9 +3,8 @@
 The scripts are faces of this file and of cache_builders.py, which turns the result into a cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,27 +20,23 @@ from experiments.extraction.devices import choose_device, choose_dtype, threads_
 from experiments.extraction.edit_files import edits_of, record_of
 from experiments.extraction.interventions import edited
 from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
+from experiments.extraction.model_placement import model_aside, replay_layers, share
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import (
     PromptStates,
     PromptTexts,
     encode_prompts,
-    encoding_device,
     needs_encoder,
 )
 from experiments.extraction.provenance import provenance
 from experiments.extraction.result import Extraction
 from experiments.extraction.rollout import out_of_memory, roll_out
-from wan import checkpoint, process_group
+from wan import checkpoint
 from wan.config import ModelConfig, RunConfig
-from wan.cuda_graphs import apply_cuda_graphs
-from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
-from wan.modules.offload import StreamedBlocks
 from wan.noise import SeededNoise
-from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 from wan.rolling_forcing import RollingForcingPipeline
@@ -103,10 +98,12 @@ def prepare(
     requests: Sequence[CaptureRequest],
     prompts: Sequence[str] | None = None,
     observer: RunObserver | None = None,
+    replays: bool = False,
 ) -> Session:
     """Load what rollouts of a config need, for its prompt or for several. ConfigError for bad input.
 
-    What that takes is said before anything is loaded, and refused where it does not fit.
+    What that takes is said before anything is loaded, and refused where it does not fit. replays: rollouts
+    are many or long, and nobody changes or hooks into the model, so that a GPU replays layers from graphs.
     """
     later = [str(switch.prompt) for switch in config.switches]
     prompts = list(dict.fromkeys([*(prompts or [config.prompt]), *later]))
@@ -117,7 +114,7 @@ def prepare(
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     check_requests(config, model_config, requests)
     encodes = needs_encoder(config, prompts, model_config, dtype, device)
-    memory = Memory(config, model_config, requests, dtype, device, encodes)
+    memory = Memory(config, model_config, requests, dtype, device, encodes, replays=replays)
     check_memory(memory, quiet=observer is None or observer.quiet)
     common = common_fields(config, model_config, weights_file, dtype, device)
     sha256 = run_in_background(checkpoint.file_sha256, weights_file)
@@ -131,26 +128,12 @@ def prepare(
     texts[prompts[0]]  # the first ones before the model is there: the encoder needs as much memory again
     with out_of_memory("loading the model"):
         pipeline = load_pipeline(config, model_config, dtype, device)
+    if replays and config.gpus == 1:  # several replay anyway
+        replay_layers(pipeline.model, after=len(config.block_sizes) * config.num_passes)
     loaded.append(pipeline)
     if observer and not observer.quiet:
         print(pipeline.weights)
     return Session(model_config, pipeline, texts, common, sha256, device, dtype)
-
-
-@contextmanager
-def model_aside(
-    loaded: Sequence[CausalInferencePipeline], device: torch.device, config: RunConfig
-) -> Iterator[None]:
-    """Move a model that is loaded to the host while the encoder takes its place on the GPU."""
-    if not loaded or device.type == "cpu" or encoding_device(config, device).type == "cpu":
-        yield
-        return
-    model = loaded[0].model
-    model.to("cpu")
-    try:
-        yield
-    finally:
-        model.to(device)
 
 
 def extract_next(
@@ -260,25 +243,6 @@ def load_pipeline(
     pipeline = pipeline_of(model, config)
     pipeline.weights = str(report)
     return pipeline
-
-
-def share(model: CausalWanModel, gpus: int) -> None:
-    """Let the processes that were started for it make each call of a model together, where gpus says so.
-
-    On GPUs its layers are replayed from graphs, unless they are streamed: then they wait for weights, not for
-    Python.
-    """
-    if gpus == 1:
-        return
-    group = process_group.joined()
-    if group is None or group.size() != gpus:
-        raise ConfigError(
-            f"gpus is {gpus}, which the scripts run_extraction*.py know; elsewhere start {gpus} processes by "
-            "torchrun, and let each call wan.process_group.join()"
-        )
-    apply_head_parallel(model, group)
-    if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):
-        apply_cuda_graphs(model)
 
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:

@@ -52,6 +52,7 @@ class Memory:
     device: torch.device
     encodes: bool  # whether umT5 is to be loaded
     bidirectional: bool = False  # the base model's sampling: no KV cache, the texts of both branches
+    replays: bool = False  # layers from graphs on one GPU too
 
     @property
     def on_gpu(self) -> bool:
@@ -82,7 +83,8 @@ class Memory:
         tokens = memory_parts.captured(c, m, [r for r in self.requests if r.granularity == "token"])
         kept = memory_parts.captured(c, m, [r for r in self.requests if r.granularity != "token"])
         cache = 0 if self.bidirectional else memory_parts.kv_cache(c, m, dtype)
-        replayed = self.on_gpu and c.gpus > 1 and not c.offload  # graphs keep the text at places of their own
+        replays = self.replays or c.gpus > 1
+        replayed = self.on_gpu and replays and not c.offload  # graphs keep the text at places of their own
         device = {
             "weights": weights,
             "KV cache": cache // c.gpus,  # each process keeps its share of the heads

@@ -43,7 +43,7 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
     ):
         check_video(config)
         sizes = _sizes(config, place, capture)
-        session = causal.prepare(config, [], observer=watch)
+        session = causal.prepare(config, [], observer=watch, replays=True)
         watch.print(
             "writes " + ", ".join(f"{amount(size)} to {path}" for path, size in sizes.items() if size)
         )

@@ -147,6 +147,6 @@ class Making:
                 r for p in self.waiting if (r := self.sweep.runs[p]).checkpoint_path == run.checkpoint_path
             ]
             prompts = list(dict.fromkeys(r.prompt for r in mine))
-            self.session = causal.prepare(run, self.requests, prompts, self.watch)
+            self.session = causal.prepare(run, self.requests, prompts, self.watch, replays=True)
             self.loaded = run.checkpoint_path
         return self.session

@@ -6,7 +6,6 @@ Every value of the hand-made calls says where it belongs, so a value in a wrong 
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from experiments.caches.errors import RunError
 from experiments.extraction import cache_builders, causal, result
 from wan.blocks import block_frames, later_block, visible_frames
 from wan.config import RunConfig, load_config
-from wan.errors import ConfigError
 from wan.modules.captured_call import CapturedCall, Pass, Site
 from wan.modules.key_layout import KeyLayout
-from wan.modules.offload import StreamedBlocks
 from wan.modules.older_capture import OlderCapture, call_index
 
 S, H, LAYERS, TIMESTEPS = 4, 3, 3, [1000.0, 625.0, 0.0]
@@ -302,27 +299,3 @@ def test_caches_hold_declared_fields_only():
 def test_what_was_not_captured_is_an_error():
     with pytest.raises(RunError, match="layer 7, step 1: no frame_logits was captured"):
         cache_builders.layer_cache(hand_made(WHOLE), 7)
-
-
-@pytest.mark.parametrize(
-    ("device", "is_streamed", "done"),
-    [("cpu", False, ["parallel"]), ("cuda", False, ["parallel", "graphs"]), ("cuda", True, ["parallel"])],
-)
-def test_gpus_that_share_a_model_replay_its_layers(device, is_streamed, done, monkeypatch):
-    blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-    if is_streamed:
-        blocks = StreamedBlocks(blocks, torch.float32, "cpu")
-    model, group = (
-        SimpleNamespace(device=torch.device(device), blocks=blocks),
-        SimpleNamespace(size=lambda: 2),
-    )
-    found = []
-    monkeypatch.setattr(causal.process_group, "joined", lambda: group)
-    monkeypatch.setattr(causal, "apply_head_parallel", lambda *given: found.append("parallel"))
-    monkeypatch.setattr(causal, "apply_cuda_graphs", lambda model: found.append("graphs"))
-    causal.share(model, 1)
-    assert not found
-    causal.share(model, 2)
-    assert found == done
-    with pytest.raises(ConfigError, match="gpus is 3"):
-        causal.share(model, 3)
