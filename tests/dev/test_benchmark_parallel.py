@@ -54,7 +54,7 @@ def test_two_processes(tmp_path):
     assert "| 1 GPU | 2 GPUs | ratio |" in done.stdout and "Sweep of 2 captured rollouts" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["capture_h200", "capture_fa4_h200"])
+@pytest.mark.parametrize("name", ["capture_h200", "capture_fa4_graphs_h200"])
 def test_the_computed_cost_follows_from_the_measured_rollout(name):
     report = json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text())
     seconds = report["rows"]["mean logits + mass"]["median_seconds"]
