@@ -3,7 +3,7 @@
 cuBLAS multiplies and then stores, tile by tile. On Hopper quack's kernel has two groups of warps take turns:
 one stores, with the GELU, while the other multiplies, which is faster for a block of the 1.3B
 (docs/benchmarks/attention_h200.json). quack-kernels comes with flash-attn-4 and is taken where that is
-launched (attention_backend.py). A layer's other products are cuBLAS's: quack's kernel is slower for them (there).
+launched (attention_backend.py). For a layer's other products cuBLAS is faster, and they are its own.
 """
 
 from collections.abc import Callable
