@@ -14,6 +14,7 @@ from wan.modules.cache_policies import CachePolicy, of_window
 from wan.modules.captured_call import Pass
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
+from wan.modules.model import check_batch
 from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
 from wan.noise import Noise, TensorNoise
 from wan.pass_plan import PassPlan
@@ -220,6 +221,8 @@ class Rollout:
         self.pipeline, self.model, self.noise, self.on_pass = pipeline, pipeline.model, noise, on_pass
         batch, _, _, height, width = noise.shape
         self.text = self.model.text_keys_values(prompt_embeds)
+        for embeds in (prompt_embeds, *(switch.prompt_embeds for switch in prompt_schedule)):
+            check_batch(batch if embeds is None else len(embeds), batch)
         self.kv_cache = self.model.new_kv_cache(
             batch, num_frames, height, width, pipeline.cache_policy, pipeline.num_frame_per_block
         )

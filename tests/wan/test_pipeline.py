@@ -7,6 +7,7 @@ from conftest import golden_arrays, golden_model
 from wan.errors import ConfigError
 from wan.modules.causal_model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
+from wan.prompt_schedule import PromptSwitch
 
 ARRAYS = golden_arrays("causal")
 NOISE, EMBEDS = ARRAYS["blocks9/noise"], ARRAYS["blocks9/prompt_embeds"]
@@ -92,6 +93,18 @@ def test_prompts_and_batch_must_agree():
         pipeline(text_encoder=lambda prompts: EMBEDS).inference(
             NOISE.repeat(2, 1, 1, 1, 1), text_prompts=["one"]
         )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_prompt_embeddings_of_another_batch_are_refused(batch):
+    """The attention op takes them without an error, and reads memory that is not theirs."""
+    noise, fitting, other = NOISE.repeat(2, 1, 1, 1, 1), EMBEDS.repeat(2, 1, 1), EMBEDS.repeat(batch, 1, 1)
+    message = f"prompt embeddings of batch {batch} for latents of batch 2; give each video its own"
+    for embeds, schedule in ((other, []), (fitting, [PromptSwitch(3, prompt_embeds=other)])):
+        with pytest.raises(ConfigError, match=message):
+            pipeline().inference(
+                noise, prompt_embeds=embeds, prompt_schedule=schedule, on_pass=lambda: pytest.fail("too late")
+            )
 
 
 def test_a_window_too_small_for_the_blocks_is_refused_when_built():

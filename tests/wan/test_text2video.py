@@ -108,6 +108,9 @@ def test_what_cannot_be():
             TextToVideoPipeline(model, **wrong)
     with pytest.raises(ConfigError, match=r"is not \[B, F, C, h, w\]"):
         TextToVideoPipeline(model).inference(torch.zeros(16, 2, 4, 6), *inputs()[1:])
+    noise, prompt, negative = inputs()
+    with pytest.raises(ConfigError, match="prompt embeddings of batch 1 for latents of batch 2"):
+        TextToVideoPipeline(model).inference(noise.repeat(2, 1, 1, 1, 1), prompt.repeat(2, 1, 1), negative)
     with (
         pytest.raises(ValueError, match=r"layer 5 is not in 0..4"),
         ATTENTION_WEIGHT_CAPTURE.capture(layers=[5]),

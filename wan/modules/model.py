@@ -74,6 +74,7 @@ class WanModel(nn.Module):
             raise ConfigError(
                 f"latents of shape {tuple(x.shape)} are not [B, {config.in_dim} channels, F, h, w]"
             )
+        check_batch(text[0][0].shape[0], x.shape[0])
         config.tokens_per_frame(*x.shape[3:])
 
         dtype = self.patch_embedding.weight.dtype
@@ -129,3 +130,11 @@ class WanModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.patch_embedding.weight.device
+
+
+def check_batch(texts: int, videos: int) -> None:
+    """Raise ConfigError where each video has no text of its own: attention would read memory of others."""
+    if texts != videos:
+        raise ConfigError(
+            f"prompt embeddings of batch {texts} for latents of batch {videos}; give each video its own"
+        )
