@@ -26,19 +26,23 @@ def edited(session: "Session", config: RunConfig, edits: Sequence[Edit]) -> Iter
         yield None
         return
     session.pipeline.plan(config.num_frames).check(edits)
-    check_sources(edits)
+    check_sources(edits, config)
     with ExitStack() as stack:
         data = dict(_data_of(session, config, edits, stack))
         yield stack.enter_context(intervene(*edits, data=data))
 
 
-def check_sources(edits: Sequence[Edit]) -> None:
-    """Raise ConfigError, with the command that makes it, where a file that an edit needs is not there."""
+def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
+    """Raise ConfigError, with the command that makes it, where a file that an edit needs is not there,
+    and where a run in step would take the edited run's streamed layers from it.
+    """
     for edit in edits:
         source = edit.source if isinstance(edit, (Ablate, Patch)) else None
         if isinstance(source, str):
             require_means(source)
         weights = source.weights if isinstance(source, Source) else None
+        if config.offload and isinstance(source, Source) and weights is None:
+            raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {edit}")
         if weights not in (None, "base") and not Path(str(weights)).is_file():
             raise ConfigError(
                 f"source: weights {weights} not found; bash experiments/download_weights.sh gets the "

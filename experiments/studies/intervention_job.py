@@ -46,10 +46,10 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     ):
         if not args.dry_run:
             require_ffmpeg()
+        check_sources(edits, config)
         session = causal.prepare(base_config, [], observer=watch)
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)
-        check_sources(edits)
         for edit in edits:
             watch.print(f"{edit}: {plan.in_words(edit)}")
         if args.dry_run:

@@ -87,6 +87,9 @@ def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tm
     lost = Patch("z", Source(weights="no/weights.pt"), passes="denoise")
     with pytest.raises(ConfigError, match=r"no/weights.pt not found; bash experiments/download_weights.sh"):
         causal.extract_next(session, replace(few, interventions=[lost.to_dict()]), [])
+    streamed = replace(few, offload=True, interventions=[Patch("z", Source(seed=3), passes="all").to_dict()])
+    with pytest.raises(ConfigError, match=r"cannot serve two runs in step; leave offload out for "):
+        causal.extract_next(session, streamed, [])
     gone = Ablate("mean", "no/means.pt", passes="denoise")
     with pytest.raises(ConfigError, match=r"no/means.pt not found; leave source out"):
         causal.extract_next(session, replace(few, interventions=[gone.to_dict()]), [])

@@ -6,11 +6,13 @@ import pytest
 import torch
 from helpers.rollouts import TINY, tiny_pipeline
 
+from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.edit_fields import InterventionError
 from wan.modules.edits import ACTIVE_EDITS, intervene
 from wan.modules.head_outputs import record_head_outputs
 from wan.modules.interventions import Ablate, Patch, Source
+from wan.modules.offload import StreamedBlocks
 from wan.modules.run_in_step import RunInStep
 
 CHOSEN = {"layers": [1], "heads": [2], "blocks": [1], "steps": [1], "passes": "denoise"}
@@ -135,3 +137,21 @@ def test_an_error_in_the_source_reaches_whoever_waits_for_it():
 
     with pytest.raises(ValueError, match="no weights"):
         patched(Patch("z", OTHER, **CHOSEN), of_seed(tiny_pipeline(), 1), source)
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 3], None])
+def test_streamed_layers_are_not_shared_by_two_runs(layers):
+    """Each would compute with weights that the other one fetched; a source of its own weights may."""
+    resident, pipeline, of_source = tiny_pipeline(), tiny_pipeline(), tiny_pipeline(seed=5)
+    expected = of_source_in(resident, tiny_pipeline(seed=5), layers)
+    for one in (pipeline, of_source):
+        one.model.blocks = StreamedBlocks(one.model.blocks, torch.float32, "cpu")
+    with pytest.raises(ConfigError, match="cannot serve two runs in step; leave offload out"):
+        of_source_in(pipeline, pipeline, layers)
+    assert torch.equal(of_source_in(pipeline, of_source, layers), expected)
+
+
+def of_source_in(pipeline, other, layers) -> torch.Tensor:
+    edit = Patch("z", OTHER, layers=layers, heads=[0], passes="all")
+    with RunInStep(of_seed(other, 2)) as source, intervene(edit, data={edit: source}):
+        return of_seed(pipeline, 1)()

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from wan.errors import ConfigError
+
 ALIGNMENT = 512  # bytes, that of torch's CUDA allocator: products choose their kernels by it
 PIECE = 1 << 20  # bytes; a layer is rounded up to it
 
@@ -14,7 +16,8 @@ class StreamedBlocks(nn.ModuleList):
 
     To iterate is to compute in order: each layer has its own weights from when it is yielded until the next
     one is asked for, and then those of its neighbour. Bits and alignment are those of a resident model, so
-    results are equal bit for bit.
+    results are equal bit for bit. Raises ConfigError where another iteration began in between: it took the
+    room.
     """
 
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype, device: torch.device | str):
@@ -23,6 +26,7 @@ class StreamedBlocks(nn.ModuleList):
         nbytes = streamed_bytes(blocks[0], dtype)
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._on_host: list[list[Tensor]] = []  # per layer, page-locked pieces
+        self._running = object()  # the iteration that has the room
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         layer_bytes = torch.empty(nbytes, dtype=torch.uint8)
         for layer, block in enumerate(blocks):
@@ -33,6 +37,7 @@ class StreamedBlocks(nn.ModuleList):
             block.load_state_dict(_places(block, self._slots[layer % 2], dtype), assign=True)
 
     def __iter__(self) -> Iterator[nn.Module]:
+        self._running = own = object()
         self._fetch(0)
         for layer, block in enumerate(super().__iter__()):
             if self._copies:
@@ -40,6 +45,8 @@ class StreamedBlocks(nn.ModuleList):
             if layer + 1 < len(self):
                 self._fetch(layer + 1)
             yield block
+            if self._running is not own:
+                raise ConfigError("streamed layers cannot serve two runs in step; leave offload out")
 
     def _fetch(self, layer: int) -> None:
         """Start to copy a layer's weights over those of the layer before the last one."""
