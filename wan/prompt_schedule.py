@@ -72,6 +72,12 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
                 f"prompt_schedule: a cut needs a policy whose keys stand at 0..n-1, such as relative, "
                 f"not {policy.name}; use flush"
             )
+        sink = getattr(policy, "sink", 0)
+        if switch.how == "cut" and policy.source == "longlive_infinity" and switch.frame < sink:
+            raise ConfigError(
+                f"prompt_schedule: longlive_infinity keeps no un-rotated keys of a sink deeper than a block, "
+                f"which a cut at frame {switch.frame} would turn; cut after its {sink} frames, or use flush"
+            )
     frames = [switch.frame for switch in schedule]
     if len(set(frames)) < len(frames):
         raise ConfigError(f"prompt_schedule: two prompts begin at frame {max(frames, key=frames.count)}")

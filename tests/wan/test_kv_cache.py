@@ -134,3 +134,21 @@ def test_places_are_of_whole_blocks_alone():
     assert keys.shape == values.shape == (1, 4, HEADS, DIM) and keys.data_ptr() == cache.keys[1].data_ptr()
     assert cache.places(1, torch.Size([1, 2, HEADS * DIM])) is None
     assert cache.places(1, torch.Size([2, 4, HEADS * DIM])) is None
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_whoever_asks_for_places_leaves_a_block_its_first_pass(batch):
+    """As LongLive releases it, that pass alone writes the sink; memory that nobody wrote would stay there."""
+    policy = make_policy("window", window=12, sink=6, released="longlive")
+    cache = KVCache([HEADS] * LAYERS, batch, DIM, 2, 9, policy)
+    cache.advance(range(3))
+    cache.advance(range(3, 6))
+    for first in (True, False):
+        for layer in range(LAYERS):
+            k, v = torch.randn(2, batch, 6, HEADS, DIM)
+            places = cache.places(layer, torch.Size([batch, 6, HEADS * DIM]))
+            assert (places is not None) == (first and batch == 1)
+            if places:
+                k, v = places[0].copy_(k), places[1].copy_(v)
+            keys, values = cache.write(layer, k, k, v)
+            assert torch.equal(keys[:, 6:], k) == torch.equal(values[:, 6:], v) == first

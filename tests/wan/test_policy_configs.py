@@ -56,6 +56,17 @@ def test_a_schedule_that_does_not_fit_is_refused(switch, message):
         RunConfig(prompt_schedule=[switch])
 
 
+def test_a_cut_within_a_sink_without_raw_keys_is_refused():
+    """As longlive_infinity is released, the clean pass writes nothing to the sink slots of a later block."""
+    policy = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_infinity"}
+    switch = {"frame": 6, "prompt": "a", "how": "cut"}
+    assert RunConfig(cache_policy=policy, prompt_schedule=[switch])
+    with pytest.raises(
+        ConfigError, match="a cut at frame 3 would turn; cut after its 6 frames, or use flush"
+    ):
+        RunConfig(cache_policy=policy, prompt_schedule=[switch | {"frame": 3}])
+
+
 FIELDS = {
     "full": {},
     "window": {"window": 9, "sink": 3},

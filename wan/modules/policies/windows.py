@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from wan.errors import ConfigError
 from wan.modules.key_layout import Slot
 from wan.modules.policies.base import CachePolicy, WindowedPolicy
@@ -45,10 +47,13 @@ class LongLiveSink:
             cache.append_empty(self.sink - len(cache.slots))
 
     def unwritten(self, cache: "KVCache", layer: int) -> int:
-        first_pass, self._written[layer] = not self._written[layer], True
-        if first_pass or self.source not in LONGLIVE or cache.newest.start == 0:
+        if not self._written[layer] or self.source not in LONGLIVE or cache.newest.start == 0:
             return 0
         return min(max(0, self.sink - cache.own.start), len(cache.own))
+
+    def written(self, cache: "KVCache", layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        self._written[layer] = True
+        return super().written(cache, layer, q)  # type: ignore[misc]
 
 
 @dataclass
