@@ -16,6 +16,7 @@ class Noise(Protocol):
     """What a rollout asks for. Frames are global latent indices."""
 
     shape: tuple[int, ...]  # (B, F, C, h, w) of the frames that are there
+    start: int  # the first of them
     is_repeatable: bool  # whether the same frames have the same noise when they are asked for again
 
     def first(self, frames: range) -> Tensor:
@@ -23,6 +24,16 @@ class Noise(Protocol):
 
     def fresh(self, step: int, frames: range) -> Tensor:
         """What is added to the prediction of a denoising step on the way to the next."""
+
+
+def check_frames(noise: Noise, frames: range) -> None:
+    """Raise ConfigError where a noise is not of all these frames."""
+    there = range(noise.start, noise.start + noise.shape[1])
+    if frames.start < there.start or frames.stop > there.stop:
+        raise ConfigError(
+            f"noise of frames {there.start}..{there.stop - 1} is not that of frames {frames.start}.."
+            f"{frames.stop - 1}; draw more frames, or begin it at another start"
+        )
 
 
 class TensorNoise:
@@ -71,10 +82,14 @@ class SeededNoise:
         num_steps: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        start: int = 0,
     ):
-        """frame_shape is (C, h, w). Raises ConfigError where torch could not draw a frame for itself."""
+        """frame_shape is (C, h, w), start the first frame, behind those that are given.
+
+        Raises ConfigError where torch could not draw a frame for itself.
+        """
         self.shape: tuple[int, ...] = (len(seeds), num_frames, *frame_shape)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.start = device, dtype, start
         values = frame_shape[0] * frame_shape[1] * frame_shape[2]
         if values % DRAWN_TOGETHER:
             raise ConfigError(
@@ -90,8 +105,9 @@ class SeededNoise:
         return self._draw(1 + step, frames)
 
     def _draw(self, index: int, frames: range) -> Tensor:
+        check_frames(self, frames)  # the next one's would follow in the generator
         shape = (len(frames), *self.shape[2:])
-        drawn = [segments[index].draw(frames.start, shape) for segments in self._segments]
+        drawn = [segments[index].draw(frames.start - self.start, shape) for segments in self._segments]
         return torch.stack(drawn).to(self.device, self.dtype)
 
 

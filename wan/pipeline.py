@@ -16,7 +16,7 @@ from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import check_batch
 from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
-from wan.noise import Noise, TensorNoise
+from wan.noise import Noise, TensorNoise, check_frames
 from wan.pass_plan import PassPlan
 from wan.prompt_schedule import PromptSwitch, check_recompute, check_schedule
 from wan.scheduler import add_noise, flow_to_x0
@@ -134,6 +134,7 @@ class CausalInferencePipeline:
         """
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks = self._blocks(num_given, num_frames)
+        check_frames(noise, range(num_given, num_given + num_frames))
         check_schedule(prompt_schedule, blocks, self.cache_policy)
         self._check_probe(probe, noise)
         self._check_observers(num_frames, num_given, len(blocks))

@@ -20,7 +20,7 @@ from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import TextKeysValues
 from wan.modules.rolling_cache import RollingCache
 from wan.modules.rope import RotaryTable
-from wan.noise import Noise
+from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe
 from wan.prompt_schedule import PromptSwitch
 from wan.scheduler import add_noise, flow_to_x0
@@ -66,6 +66,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
             )
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks = self._blocks(0, num_frames)
+        check_frames(noise, range(num_frames))
         self._check_observers(num_frames, 0, len(blocks))
         text = self.model.text_keys_values(prompt_embeds)
         cache, levels = self._new_cache(noise), len(self.timesteps)
