@@ -208,13 +208,14 @@ class RunConfig:
             )
         if self.sampler == "rolling_forcing":
             self._check_rolling()
-        if self.cache_policy is None and not self.prompt_schedule:
+        if self.cache_policy is None and not self.prompt_schedule and not self.recompute_context:
             return  # a config must not wait for torch
-        from wan.prompt_schedule import check_schedule
+        from wan.prompt_schedule import check_recompute, check_schedule
 
         policy = self.policy
         policy.check(self.block_sizes)
         check_schedule(self.switches, block_ranges(self.block_sizes), policy)
+        check_recompute(self.recompute_context, policy, self.num_frame_per_block)
 
     def _check_rolling(self) -> None:
         rolling_attention_size(self.local_attn_size, len(self.denoising_step_list), self.num_frame_per_block)

@@ -56,6 +56,23 @@ def test_a_schedule_that_does_not_fit_is_refused(switch, message):
         RunConfig(prompt_schedule=[switch])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recompute_context": -5}, "must be 0 or more frames, not -5"),
+        (
+            {"recompute_context": 6, "local_attn_size": 6},
+            "do not fit the window of 6 frames; take a window of 9",
+        ),
+        ({"recompute_context": 30, "cache_policy": {"name": "window", "window": 9}}, "take a window of 33"),
+        ({"recompute_context": 6, "cache_policy": {"name": "rolling_sink"}}, "take window or relative"),
+    ],
+)
+def test_frames_that_cannot_be_computed_again_are_refused_before_weights_are_read(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**settings)
+
+
 def test_a_cut_within_a_sink_without_raw_keys_is_refused():
     """As longlive_infinity is released, the clean pass writes nothing to the sink slots of a later block."""
     policy = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_infinity"}
