@@ -219,6 +219,8 @@ class RunConfig:
 
     def _check_rolling(self) -> None:
         rolling_attention_size(self.local_attn_size, len(self.denoising_step_list), self.num_frame_per_block)
+        if self.gpus > 1:
+            raise ConfigError(f"sampler rolling_forcing runs on one GPU, not {self.gpus}; leave gpus out")
         names = ("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame")
         for name in (*names, "recompute_context", "interventions"):
             if getattr(self, name):

@@ -230,6 +230,7 @@ def test_views_say_which_frames_are_noise_and_at_which_level(atlas):
 def test_a_config_with_what_the_window_does_not_know_is_refused():
     for more, message in (
         ({"num_frame_per_block": 5, "local_attn_size": 12}, "must be at least 20"),
+        ({"gpus": 3}, "rolling_forcing runs on one GPU, not 3; leave gpus out"),
         ({"first_block_steps": [1000]}, "knows no first_block_steps"),
         ({"cache_policy": {"name": "full"}}, "knows no cache_policy"),
     ):
