@@ -192,9 +192,11 @@ class CausalInferencePipeline:
         blocks = block_ranges(sizes)
         ends = [0, *(frames.stop for frames in blocks)]
         if num_given not in ends:
+            near = sorted(ends[:-1], key=lambda end: abs(end - num_given))[:2]
+            pairs = " or ".join(f"{end} and {ends[-1] - end}" for end in near)
             raise ConfigError(
-                f"initial_latent of {num_given} frames does not fill whole blocks {sizes}; "
-                f"it may have {ends[:-1]} frames"
+                f"{num_given} given and {num_frames} generated frames do not each fill whole blocks of "
+                f"{self.num_frame_per_block}; {pairs} would"
             )
         return blocks
 

@@ -75,7 +75,11 @@ def test_a_batch_is_its_videos_one_by_one():
         ({"noise": NOISE}, "give prompt_embeds, or text_prompts and a text_encoder"),
         (
             {"noise": NOISE[:, :8], "prompt_embeds": EMBEDS, "initial_latent": NOISE[:, :1]},
-            "of 1 frames does not fill whole",
+            "1 given and 8 generated frames do not each fill whole blocks of 3; 0 and 9 or 3 and 6 would",
+        ),
+        (
+            {"noise": NOISE[:, :4], "prompt_embeds": EMBEDS, "initial_latent": NOISE[:, :2]},
+            "2 given and 4 generated frames .* blocks of 3; 3 and 3 or 0 and 6 would",
         ),
         (
             {"noise": NOISE[:, :6], "prompt_embeds": EMBEDS, "initial_latent": NOISE[:, :3, :8]},
