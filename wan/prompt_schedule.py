@@ -67,6 +67,8 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
                 f"prompt_schedule: cache_policy {policy.name} cannot compute its cache again; use keep or "
                 "flush"
             )
+        if switch.how in ("flush", "cut"):
+            policy.check_flush()
         if switch.how == "cut" and not policy.stands_by_slot:
             raise ConfigError(
                 f"prompt_schedule: a cut needs a policy whose keys stand at 0..n-1, such as relative, "

@@ -9,12 +9,14 @@ from conftest import golden_model
 from helpers.policy_inputs import policy_inputs
 from helpers.rollouts import TWO_STEPS
 
+from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.modules import layers
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
 from wan.pipeline import CausalInferencePipeline
+from wan.prompt_schedule import PromptSwitch
 
 HEADS, LAYERS, S = 12, 5, 6
 LABELS = [["far" if (layer + head) % 3 else "near" for head in range(HEADS)] for layer in range(LAYERS)]
@@ -179,3 +181,24 @@ def test_labels_of_another_model_are_refused(tmp_path):
     policy = make_policy("per_head", file=file, policies={"a": {"name": "full"}})
     with pytest.raises(ConfigError, match="2 layers x 4 heads, the model 5 x 12"):
         roll_out(policy)
+
+
+def by_slot(tmp_path, sink):
+    near = {"name": "two_memories", "window": 9, "sink": sink}
+    policies = {"far": {"name": "relative", "window": 9, "sink": 1}, "near": near}
+    return {"name": "per_head", "file": write_labels(tmp_path / "labels.csv"), "policies": policies}
+
+
+@pytest.mark.parametrize("how", ["flush", "cut"])
+def test_a_flush_that_parts_the_queries_of_classes_is_refused_before_the_rollout(how, tmp_path):
+    with pytest.raises(ConfigError, match=r"sinks of 1, 3 frames .*; use keep, or one sink"):
+        RunConfig(
+            cache_policy=by_slot(tmp_path, 3), prompt_schedule=[{"frame": 12, "prompt": "a", "how": how}]
+        )
+
+
+def test_classes_of_one_sink_go_on_behind_a_flush(tmp_path):
+    inputs, policy = policy_inputs(1, 4, 18), make_policy(**by_slot(tmp_path, 1))
+    schedule = [PromptSwitch(12, how="flush", prompt_embeds=inputs["prompt_embeds"])]
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS)
+    assert pipeline.inference(**inputs, prompt_schedule=schedule)[1].isfinite().all()

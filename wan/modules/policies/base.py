@@ -74,6 +74,9 @@ class CachePolicy:
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"name": self.name, **chosen}
 
+    def check_flush(self) -> None:
+        """Raise ConfigError where a flush would leave what cannot go on."""
+
     # -- memory ----------------------------------------------------------------------------------------------
 
     def capacity(self, num_frames: int, block_size: int) -> int:

@@ -67,6 +67,15 @@ class PerHead(CachePolicy):
         for policy in self.classes.values():
             policy.check(block_sizes)
 
+    def check_flush(self) -> None:
+        sinks = {getattr(one, "sink", 0) for one in self.classes.values() if one.stands_by_slot}
+        if len(sinks) > 1:
+            raise ConfigError(
+                "cache_policy per_head: a flush leaves the sink and two frames, and queries behind sinks of "
+                f"{', '.join(map(str, sorted(sinks)))} frames would stand at different positions; use keep, "
+                "or one sink"
+            )
+
     def check_model(self, num_layers: int, num_heads: int) -> None:
         """Raise ConfigError where the labels are not of this model."""
         shape = (len(self.labels), len(self.labels[0]))
