@@ -116,4 +116,4 @@ def edited_runs(model, folder):
             data = {frame_mean: outputs, mean: means, swap: other}
             with intervene(*edits, data={edit: data[edit] for edit in edits if edit in data}):
                 found[name] = stripped(roll_out(model, policy, frames, num_frames=9))
-    return found, outputs.norm_per_head()
+    return found, torch.cat([norms.flatten() for norms in outputs.norms.values()])

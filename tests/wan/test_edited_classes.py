@@ -77,7 +77,7 @@ def test_means_are_those_of_the_heads_of_a_class(pipelines):
         own = Ablate("frame_mean", heads=[0, 1], passes="denoise")
         found.append(
             [
-                outputs.norm_per_head(),
+                torch.cat([norms.flatten() for norms in outputs.norms.values()]),
                 run(pipeline, edit, {edit: ReferenceMeans.over([outputs])})[0],
                 run(pipeline, own, {own: outputs})[0],
             ]

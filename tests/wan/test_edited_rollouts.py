@@ -226,7 +226,8 @@ def test_means_of_the_same_run_are_recorded_without_changing_a_bit():
     plain = rollout(pipeline, FRAMES)
     with record_head_outputs() as outputs:
         assert torch.equal(rollout(pipeline, FRAMES), plain)
-    assert outputs.norm_per_head().shape == (MODEL_LAYERS, 3)
+    assert {norms.shape for norms in outputs.norms.values()} == {(1, 3, 3)}  # [B, Fq, H]
+    assert {key[1] for key, _ in outputs.norms} == set(range(MODEL_LAYERS))
     chosen = {"layers": [1], "heads": [2], "passes": "denoise", "blocks": [1], "steps": [0]}
     by_frame, by_reference = Ablate("frame_mean", **chosen), Ablate("mean", **chosen)
     where = (("self", 1, 0, "cond"), 1)

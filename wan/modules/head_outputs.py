@@ -56,18 +56,6 @@ class HeadOutputs:
                 "record_head_outputs() must have seen a run of the same blocks and steps"
             ) from None
 
-    def norm_per_head(self, kind: str = "self") -> Tensor:
-        """Mean ‖z‖ over all recorded calls of each layer, float32 [layers, H]."""
-        layers = sorted({key[1] for key, _ in self.norms if key[0] == kind})
-        return torch.stack(
-            [
-                torch.cat(
-                    [x.flatten(0, 1) for (key, _), x in self.norms.items() if key[:2] == (kind, layer)]
-                ).mean(0)
-                for layer in layers
-            ]
-        )
-
     def _keep(self, call: EditedCall, z: Tensor) -> Tensor:
         frames = z.unflatten(1, (len(call.at.query_frames), -1))  # [B, Fq, S, H, D]
         where = key_of(call.site, call.at), call.at.block
