@@ -47,8 +47,7 @@ class LongVideo:
 
 def can_be_given(config: RunConfig) -> bool:
     """Whether clean passes alone bring back the cache: no choice by noisy queries, no quirk, no edit."""
-    policies = getattr(config.policy, "classes", {"": config.policy}).values()  # of per_head several
-    return not config.interventions and not any(one.chooses_by_layer or one.source for one in policies)
+    return not (config.interventions or config.policy.chooses_by_layer or config.policy.source)
 
 
 def make_long_video(

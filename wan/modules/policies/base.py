@@ -30,7 +30,6 @@ class CachePolicy:
     releases: ClassVar[tuple[str, ...]] = ()
     block_bound: ClassVar[tuple[str, ...]] = ()  # releases that only know blocks of 3 frames
     stands_by_slot: ClassVar[bool] = False  # keys stand at 0..n-1, whatever their frames
-    chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
     can_recache: ClassVar[bool] = True
     keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own, so that frames say it all
 
@@ -48,6 +47,11 @@ class CachePolicy:
     def source(self) -> str:
         """The release whose numbers are wanted, or nothing."""
         return self.releases[0] if self.released is True else str(self.released or "")
+
+    @property
+    def chooses_by_layer(self) -> bool:
+        """Whether layers, and batch items, may keep different frames."""
+        return False
 
     @property
     def num_frames(self) -> int | None:

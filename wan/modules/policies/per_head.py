@@ -90,6 +90,10 @@ class PerHead(CachePolicy):
         return [[head for head, other in enumerate(row) if other == label] for row in self.labels]
 
     @property
+    def chooses_by_layer(self) -> bool:
+        return any(policy.chooses_by_layer for policy in self.classes.values())
+
+    @property
     def num_frames(self) -> int | None:
         seen = [policy.num_frames for policy in self.classes.values()]
         return None if None in seen else max(size for size in seen if size is not None)
