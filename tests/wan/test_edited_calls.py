@@ -1,5 +1,7 @@
 """Single attention calls under edit, against float64 softmax and RoPE written out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -296,3 +298,18 @@ def test_prompt_tokens_are_knocked_out_of_cross_attention():
     mass = calls[0]["cross_mass"].double()
     torch.testing.assert_close(mass, p.unflatten(2, (-1, S)).mean(3), atol=1e-6, rtol=0)
     assert (mass[:, 1, :, [0, 3]] == 0).all() and not calls[0]["attended"][:, 1, :, [0, 3]].any()
+
+
+def test_a_slot_with_another_frame_for_each_item_is_edited_where_all_items_agree():
+    """Item 0 holds frame 4 in slot 2, item 1 frame 3: there a number, or a position, is of one item alone."""
+    slots = [Slot(4, 4, items=(4, 3)) if slot.frame == 4 else slot for slot in LAYOUT.slots]
+    layout = replace(LAYOUT, slots=tuple(slots))
+    numbers = [Knockout(frames=frame, passes="all") for frame in (3, 4)]
+    for edit in (*numbers, Move("past", position=0, passes="all"), Jitter()):
+        message = pytest.raises(InterventionError, match="slot 2 holds another frame for each batch item")
+        with message, intervene(edit), ATTENTION_WEIGHT_CAPTURE.during(HERE):
+            attention(*inputs(), SITE, layout=layout)
+    for edit in (Knockout(frames=[0, 5], passes="all"), Move("past", offset=2, passes="all")):
+        with intervene(edit), ATTENTION_WEIGHT_CAPTURE.during(HERE):
+            out = attention(*inputs(), SITE, layout=layout)
+        assert torch.equal(out, run(edit)[0])

@@ -3,7 +3,7 @@
 q [B, Lq, H, D] and z, like it; k, v [B, Lk, H, D], which are views of the KV cache and are never written to.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,13 +82,20 @@ class EditedCall:
         """Slots of the keys that frames name: of earlier blocks, unless they are own."""
         own, sink, found = set(self.known.own), set(self.known.sink), []
         for index, slot in enumerate(self.known.slots):
-            if any(_names(name, slot.frame, index in own, index in sink) for name in frames):
+            where = index in own, index in sink
+            if any(_names(name, frame, *where) for name in frames for frame in slot.by_item):
                 found.append(index)
-                if len(set(slot.items)) > 1 and set(frames) - {"past", "sink"}:
-                    raise InterventionError(
-                        f"slot {index} holds another frame for each batch item: edit them one by one"
-                    )
+                if set(frames) - {"past", "sink"}:
+                    self.check_items([index])
         return found
+
+    def check_items(self, slots: Iterable[int]) -> None:
+        """InterventionError where one of the slots holds another frame for each batch item."""
+        for index in slots:
+            if len(set(self.known.slots[index].by_item)) > 1:
+                raise InterventionError(
+                    f"slot {index} holds another frame for each batch item: edit them one by one"
+                )
 
     def tokens(self, slots: Sequence[int]) -> slice | Tensor:
         """The tokens of slots among the keys, as an index."""
@@ -235,6 +242,8 @@ def _move(edit: Move, call: EditedCall) -> bool:
     slots = call.slots(edit.frames)
     if not slots:
         return False
+    if edit.offset is None:
+        call.check_items(slots)
     heads, turns = call.heads(edit), []
     for slot in (call.known.slots[n] for n in slots):
         stands = slot.position if slot.is_rotated else 0
@@ -255,6 +264,7 @@ def _jitter(edit: Jitter, call: EditedCall) -> bool:
         raise InterventionError(
             "Jitter needs the position of every key: this cache policy has keys without one"
         )
+    call.check_items(range(len(layout.slots)))
     bases = jittered_bases(edit, call.site.layer, call.shard.total)[call.heads_in_model(edit)]
     share = time_frequencies(head_dim, bases)
     drift = share - time_frequencies(head_dim)  # [heads, pairs]

@@ -29,6 +29,11 @@ class Slot:
         int, ...
     ] = ()  # the frame of each batch item where a choice is made; frame is that of the first
 
+    @property
+    def by_item(self) -> tuple[int, ...]:
+        """The frame of each batch item, or of all of them."""
+        return self.items or (self.frame,)
+
 
 @dataclass(frozen=True, eq=False)
 class ChosenTokens:
