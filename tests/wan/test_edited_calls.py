@@ -160,6 +160,7 @@ class Source:
 
     q, k, v = (x.flip(0) + 0.5 for x in inputs())
     z = torch.full_like(q, 7.0)
+    layout = LAYOUT
 
     def call(self, site, at, of_heads=None):
         return self
@@ -188,6 +189,18 @@ def test_patched_heads_against_float64(name):
     torch.testing.assert_close(call["frame_mass"].double(), mass, atol=1e-5, rtol=0)
     edit = Patch("z", {"seed": 1}, heads=[1], passes="all")
     assert (run(edit, data={edit: source})[0][:, :, 1] == 7).all()
+
+
+def test_kv_of_a_slot_is_taken_where_the_source_holds_the_same_frame():
+    slots = [Slot(3, 3) if slot.frame == 4 else slot for slot in LAYOUT.slots]  # a bank chose frame 3 there
+    source = Source()
+    source.layout = replace(LAYOUT, slots=tuple(slots))
+    for frames in (4, "past"):
+        edit = Patch("kv", {"seed": 1}, frames=frames, passes="all")
+        with pytest.raises(InterventionError, match="the source chose other keys for slot 2"):
+            run(edit, data={edit: source})
+    edit = Patch("kv", {"seed": 1}, frames=[0, 5], passes="all")
+    assert torch.equal(run(edit, data={edit: source})[0], run(edit, data={edit: Source()})[0])
 
 
 def rope_by_hand(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,14 @@ from helpers.rollouts import TINY, tiny_pipeline
 
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.modules.cache_policies import make_policy
 from wan.modules.edit_fields import InterventionError
 from wan.modules.edits import ACTIVE_EDITS, intervene
 from wan.modules.head_outputs import record_head_outputs
 from wan.modules.interventions import Ablate, Patch, Source
 from wan.modules.offload import StreamedBlocks
 from wan.modules.run_in_step import RunInStep
+from wan.pipeline import CausalInferencePipeline
 
 CHOSEN = {"layers": [1], "heads": [2], "blocks": [1], "steps": [1], "passes": "denoise"}
 CALL = {"layers": [1], "blocks": [1], "steps": [1]}
@@ -129,6 +131,28 @@ def test_a_source_of_other_shapes_is_an_error(source, message):
     for what in ("z", "qk", "kv"):
         with pytest.raises(InterventionError, match=message):
             patched(Patch(what, OTHER, **CHOSEN), of_seed(pipeline, 1), of_seed(pipeline, 2, **source))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        make_policy("participative", window=9, sink=1, budget=8, recent=3),
+        make_policy("memory_bank", window=6, sink=1, bank=2, interval=1),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_kv_that_the_source_chose_otherwise_is_an_error(policy):
+    pipeline = CausalInferencePipeline(tiny_pipeline().model, cache_policy=policy)
+    mine, edit = of_seed(pipeline, 1, frames=21), Patch("kv", OTHER, passes="all")
+    with RunInStep(of_seed(pipeline, 1, frames=21)) as same, intervene(edit, data={edit: same}):
+        edited = mine()
+    assert torch.equal(edited, mine())
+    with (
+        pytest.raises(InterventionError, match="the source chose other keys for slot 1"),
+        RunInStep(of_seed(pipeline, 2, frames=21)) as other,
+        intervene(edit, data={edit: other}),
+    ):
+        mine()
 
 
 def test_an_error_in_the_source_reaches_whoever_waits_for_it():

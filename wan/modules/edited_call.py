@@ -135,6 +135,7 @@ class SourceCall:
     k: Tensor
     v: Tensor
     z: Tensor
+    layout: KeyLayout | None = None
 
 
 def edit_call(edit: Edit, call: EditedCall, data: Any = None) -> bool:
@@ -223,6 +224,7 @@ def _patch(edit: Patch, call: EditedCall, data: Any) -> bool:
         call.replace_keys("q", EVERY, heads, picked(source.q, heads, 2))
         call.replace_keys("k", EVERY, heads, picked(source.k, heads, 2))
         return True
+    _check_same_keys(call, source.layout or call.known, slots)
     tokens = call.tokens(slots)
     for name in ("k", "v"):
         call.replace_keys(name, tokens, heads, picked(getattr(source, name)[:, tokens], heads, 2))
@@ -236,6 +238,21 @@ def _source(call: EditedCall, data: Any) -> SourceCall:
     if theirs != mine:
         raise InterventionError(f"the source's call is of another shape: {theirs}, not {mine}")
     return source
+
+
+def _check_same_keys(call: EditedCall, theirs: KeyLayout, slots: Sequence[int]) -> None:
+    """InterventionError where the source's policy chose other keys for one of the slots."""
+    mine = call.known
+    others = [n for n in slots if mine.slots[n].by_item != theirs.slots[n].by_item]
+    if mine.chosen and theirs.chosen and {*mine.chosen.slots} & {*slots}:
+        one, other = mine.chosen.on_host, theirs.chosen.on_host
+        if not (torch.equal(one.frames, other.frames) and torch.equal(one.indices, other.indices)):
+            others += mine.chosen.slots
+    if others:
+        raise InterventionError(
+            f"layer {call.site.layer}, block {call.at.block}: the source chose other keys for slot "
+            f"{others[0]}; patch kv of frames that are not chosen, or under a policy such as window"
+        )
 
 
 def _move(edit: Move, call: EditedCall) -> bool:

@@ -81,7 +81,7 @@ class RunInStep:
         """Whether the shapes are the same shows when they meet."""
 
     def _stop(self, place: Place, call: EditedCall, z: Tensor) -> Tensor:
-        self._found = place, SourceCall(call.q, call.k, call.v, z)
+        self._found = place, SourceCall(call.q, call.k, call.v, z, call.layout)
         self._mine.release()
         self._theirs.acquire()
         if self._cancelled:
