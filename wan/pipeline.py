@@ -15,6 +15,7 @@ from wan.modules.captured_call import Pass
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import check_batch
+from wan.modules.policies.base import FLUSH_KEEPS
 from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.pass_plan import PassPlan
@@ -48,7 +49,8 @@ class CausalInferencePipeline:
         cache_policy says what a block may look at (wan/modules/cache_policies.py). Without one it is the
         window that the model's local_attn_size and sink_size describe, or the whole past. first_block_steps
         are block 0's in place of denoising_step_list. With recompute_context n the keys of the last n frames
-        are computed again before each block. weights says in words what the model was loaded from.
+        are computed again before each block; all other frames leave, the sink included (window's global_sink
+        stays). weights says in words what the model was loaded from.
         """
         self.weights = ""
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
@@ -165,7 +167,15 @@ class CausalInferencePipeline:
         sink = max([getattr(one, "sink", 0) for one in getattr(policy, "classes", {"": policy}).values()])
         seen = blocks_of_window(sizes, window, sink, given)
         blocks = tuple(replace(keys, steps=self.passes.of_block(b)) for b, keys in enumerate(seen))
-        return RolloutPlan(config.num_layers, config.num_heads, len(self.timesteps), blocks, config.text_len)
+        kept = not self.recompute_context or policy.lasting_sink > 0
+        return RolloutPlan(
+            config.num_layers,
+            config.num_heads,
+            len(self.timesteps),
+            blocks,
+            config.text_len,
+            keeps_clean_keys=kept,
+        )
 
     def _check_observers(self, num_frames: int, given: int, num_blocks: int) -> None:
         """Refuse captures and edits that this rollout cannot serve."""
@@ -241,6 +251,8 @@ class Rollout:
             self.text = self.model.text_keys_values(self._embeds(switch))
             if switch.how in ("flush", "cut"):
                 self.kv_cache.flush()
+                kept = self.kv_cache.policy.lasting_sink + FLUSH_KEEPS
+                del self.past[:-kept]  # what was forgotten is not computed again
         if switch and switch.how == "recache":
             self._recache(block, self.past)
         elif self.context and self.past:

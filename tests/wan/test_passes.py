@@ -8,7 +8,7 @@ import torch
 from experiments.caches.schema import check
 from experiments.caches.view import open_passes, open_profiles
 from experiments.extraction import cache_builders, causal, memory_estimate
-from tests.helpers.rollouts import TINY, tiny_pipeline
+from tests.helpers.rollouts import TINY, TWO_STEPS, tiny_pipeline
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
@@ -16,9 +16,10 @@ from wan.modules.cache_policies import make_policy
 from wan.modules.capture import CaptureRequest
 from wan.modules.edit_fields import InterventionError
 from wan.modules.edits import intervene
-from wan.modules.interventions import Ablate, Knockout
+from wan.modules.interventions import Ablate, Jitter, Knockout
 from wan.pass_plan import PassPlan
 from wan.pipeline import RECACHE, CausalInferencePipeline
+from wan.prompt_schedule import PromptSwitch
 from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
 
 TWO_STEP = {"denoising_step_list": [1000, 500], "first_block_steps": [1000, 750, 500, 250]}
@@ -96,6 +97,53 @@ def test_context_is_computed_again_before_every_block(context):
     late = calls[-1]
     assert late["key_frames"] == list(range(9 - context, 12))
     assert late["slot_position"] == list(range(context + 3))
+
+
+def with_context(**policy):
+    """Two steps a block, and the six frames before it computed again."""
+    policy = make_policy(**{"window": 9, "sink": 1} | policy)
+    model = tiny_pipeline().model
+    return CausalInferencePipeline(model, cache_policy=policy, recompute_context=6, **TWO_STEPS)
+
+
+@pytest.mark.parametrize(
+    "how, policy",
+    [
+        ("flush", {"name": "window"}),
+        ("flush", {"name": "relative"}),
+        ("cut", {"name": "relative"}),
+        ("flush", {"name": "window", "sink": 3, "global_sink": True}),
+    ],
+    ids=str,
+)
+def test_context_that_a_switch_forgot_is_not_computed_again(how, policy):
+    noise, renoise, embeds = inputs(18)
+    switch = PromptSwitch(12, prompt_embeds=embeds, how=how)
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], granularity="frame", steps=[0]) as calls:
+        with_context(**policy).inference(
+            noise, prompt_embeds=embeds, renoise=renoise, prompt_schedule=[switch]
+        )
+    seen = [c["key_frames"] for c in calls]
+    sink = [0, 1, 2] if "sink" in policy else []  # which window's global_sink keeps
+    assert seen[3] == [*(sink or [3, 4, 5]), *range(6, 12)]
+    assert seen[4] == [*sink, *range(10, 15)]
+    assert seen[5] == [*sink, *range(12 if sink else 10, 18)]
+
+
+def test_edits_of_keys_that_are_computed_again_are_refused_and_jitter_is_of_every_forward(monkeypatch):
+    noise, renoise, embeds = inputs(12)
+    run, forwards = with_context(name="relative"), []
+    with intervene(Jitter(layers=[0])) as session:
+        run.inference(
+            noise, prompt_embeds=embeds, renoise=renoise, on_pass=lambda: forwards.append(session.changed[0])
+        )
+    assert forwards == list(range(1, 4 * 3 + 3 + 1))
+    edit = Ablate("zero", passes="clean")
+    sunk = with_context(name="window", global_sink=True)  # its sink's keys are those of clean passes
+    sunk.plan(12).check([edit])
+    monkeypatch.setattr(run.model, "flow", None)  # nothing may run
+    with pytest.raises(InterventionError, match="recompute_context computes"), intervene(edit):
+        run.inference(noise, prompt_embeds=embeds, renoise=renoise)
 
 
 def test_what_context_cannot_be_computed_again_is_refused():

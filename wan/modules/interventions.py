@@ -97,7 +97,7 @@ class Selection(ABC):
         return "self"
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
-        """Whether a pass of a block is chosen; step -1, a cache computed again, never is."""
+        """Whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
         if step < 0 or is_clean_pass:
             return is_clean_pass and step >= 0 and self.passes != "denoise"
         return self.passes != "clean" and (self.steps is None or step in self.steps)
@@ -308,6 +308,9 @@ class Jitter(Selection):
             raise InterventionError(f"seed {self.seed!r} is not a whole number from 0")
         if (self.blocks, self.steps, self.passes, self.branch) != (None, None, "all", None):
             raise InterventionError("Jitter is of a whole rollout: it takes layers and heads alone")
+
+    def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
+        return True
 
     @property
     def deed(self) -> str:

@@ -47,6 +47,7 @@ class RolloutPlan:
     text_len: int
     has_clean_pass: bool = True
     branches: tuple[str, ...] = ("cond",)
+    keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
 
     def passes(self, edit: Edit, block: int) -> list[int]:
         """The steps of a block that an edit selects."""
@@ -136,6 +137,11 @@ class RolloutPlan:
                 raise InterventionError(f"step {step} is not in 0..{self.num_steps - 1}: {edit}")
         if edit.passes == "clean" and not self.has_clean_pass:
             raise InterventionError("the base model has no clean pass: passes are denoise or all")
+        if edit.passes == "clean" and not self.keeps_clean_keys:
+            raise InterventionError(
+                "recompute_context computes the keys of clean passes again: no later block would see an edit "
+                "of passes='clean'; take denoise or all, or leave recompute_context out"
+            )
         if edit.branch is not None and edit.branch not in self.branches:
             raise InterventionError(f"branch {edit.branch} is not there: this rollout has no guidance")
 

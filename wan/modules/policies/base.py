@@ -58,6 +58,11 @@ class CachePolicy:
         """Frames that a call sees at most; None without a limit."""
         return None
 
+    @property
+    def lasting_sink(self) -> int:
+        """Frames of the sink that stay where the rest of the cache is computed again."""
+        return 0
+
     # -- checks ----------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
@@ -170,8 +175,7 @@ class CachePolicy:
 
     def recache(self, cache: "KVCache", frames: range) -> None:
         """Make the slots of frames, whose keys one forward is about to compute, the whole cache."""
-        sink = getattr(self, "sink", 0) if getattr(self, "global_sink", False) else 0
-        kept = min(sink, len(cache.slots))
+        kept = min(self.lasting_sink, len(cache.slots))
         self.start(cache)
         del cache.slots[kept:]
         cache.append(frames, own=len(frames) - kept)

@@ -74,6 +74,10 @@ class Window(LongLiveSink, WindowedPolicy):
     releases = ("self_forcing", "longlive")
     block_bound = ("longlive",)
 
+    @property
+    def lasting_sink(self) -> int:
+        return self.sink if self.global_sink else 0
+
     def validate(self) -> None:
         super().validate()
         if self.stride < 1:
