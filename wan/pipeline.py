@@ -15,11 +15,10 @@ from wan.modules.captured_call import Pass
 from wan.modules.causal_model import CausalWanModel
 from wan.modules.edits import ACTIVE_EDITS
 from wan.modules.model import check_batch
-from wan.modules.policies.base import FLUSH_KEEPS
-from wan.modules.rollout_plan import RolloutPlan, blocks_of_window
+from wan.modules.rollout_plan import RolloutPlan, blocks_of_policy
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.pass_plan import PassPlan
-from wan.prompt_schedule import PromptSwitch, check_recompute, check_schedule
+from wan.prompt_schedule import PromptSwitch, check_recompute, check_schedule, forget
 from wan.scheduler import add_noise, flow_to_x0
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
@@ -139,7 +138,7 @@ class CausalInferencePipeline:
         check_frames(noise, range(num_given, num_given + num_frames))
         check_schedule(prompt_schedule, blocks, self.cache_policy)
         self._check_probe(probe, noise)
-        self._check_observers(num_frames, num_given, len(blocks))
+        self._check_observers(num_frames, num_given, len(blocks), prompt_schedule)
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 
         for block, frames in enumerate(blocks):
@@ -158,14 +157,13 @@ class CausalInferencePipeline:
             video.remember(block, frames, x0)
             yield frames, x0
 
-    def plan(self, num_frames: int, given: int = 0) -> RolloutPlan:
+    def plan(
+        self, num_frames: int, given: int = 0, prompt_schedule: Sequence[PromptSwitch] = ()
+    ) -> RolloutPlan:
         """What a rollout of num_frames frames after given ones is going to do."""
         config, policy = self.model.config, self.cache_policy
         sizes = block_sizes(given + num_frames, self.num_frame_per_block, self.independent_first_frame)
-        whole_frames = policy.name in ("window", "relative", "deep_sink")  # of others: all that may be there
-        window = getattr(policy, "window", -1) if whole_frames else -1
-        sink = max([getattr(one, "sink", 0) for one in getattr(policy, "classes", {"": policy}).values()])
-        seen = blocks_of_window(sizes, window, sink, given)
+        seen = blocks_of_policy(policy, block_ranges(sizes), given, prompt_schedule, self.recompute_context)
         blocks = tuple(replace(keys, steps=self.passes.of_block(b)) for b, keys in enumerate(seen))
         kept = not self.recompute_context or policy.lasting_sink > 0
         return RolloutPlan(
@@ -177,12 +175,14 @@ class CausalInferencePipeline:
             keeps_clean_keys=kept,
         )
 
-    def _check_observers(self, num_frames: int, given: int, num_blocks: int) -> None:
+    def _check_observers(
+        self, num_frames: int, given: int, num_blocks: int, prompt_schedule: Sequence[PromptSwitch] = ()
+    ) -> None:
         """Refuse captures and edits that this rollout cannot serve."""
         layers, passes = self.model.config.num_layers, len(self.pass_timesteps)
         ATTENTION_WEIGHT_CAPTURE.check_model(layers, num_blocks, passes)
         if ACTIVE_EDITS.active:
-            ACTIVE_EDITS.check(self.plan(num_frames, given))
+            ACTIVE_EDITS.check(self.plan(num_frames, given, prompt_schedule))
 
     def _check_probe(self, probe: Probe | None, noise: Noise) -> None:
         """A block can be denoised twice where its noise is given and its passes leave the past as it is."""
@@ -249,16 +249,12 @@ class Rollout:
         switch = self.switches.get(frames.start)
         if switch:
             self.text = self.model.text_keys_values(self._embeds(switch))
-            if switch.how in ("flush", "cut"):
-                self.kv_cache.flush()
-                kept = self.kv_cache.policy.lasting_sink + FLUSH_KEEPS
-                del self.past[:-kept]  # what was forgotten is not computed again
-        if switch and switch.how == "recache":
-            self._recache(block, self.past)
-        elif self.context and self.past:
-            self._recache(block, self.past[-self.context :])
-        text = self.model.head_shard.of_text(self.text)
-        self.kv_cache.advance(frames, text, cut=switch is not None and switch.how == "cut")
+        how = switch.how if switch else "keep"
+        remembered, again = forget(self.kv_cache, how, len(self.past), self.context)
+        del self.past[: len(self.past) - remembered]
+        if again:
+            self._recache(block, self.past[-again:])
+        self.kv_cache.advance(frames, self.model.head_shard.of_text(self.text), cut=how == "cut")
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
         """Predict the clean block, then go back to the next, lower noise level -> x0 [B, n, C, h, w]."""
@@ -301,7 +297,7 @@ class Rollout:
         """Compute the keys of the newest frames again, under the prompt of the block that follows them."""
         stop = self.kv_cache.newest.stop
         frames = range(stop - len(past), stop)
-        self.kv_cache.recache(frames, self.model.head_shard.of_text(self.text))
+        self.kv_cache.recache(frames, self.model.head_shard.of_text(self.text), lasts=not self.context)
         self.predict_flow(torch.cat(list(past), 1), block, frames, RECACHE)
 
 

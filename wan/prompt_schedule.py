@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
 from wan.errors import ConfigError, quoted
 from wan.limits import MAX_TEXT
-from wan.modules.policies.base import CachePolicy
+from wan.modules.policies.base import FLUSH_KEEPS, CachePolicy
 from wan.validation import check_texts
+
+if TYPE_CHECKING:
+    from wan.modules.kv_cache import KVCache
+    from wan.modules.per_head_cache import PerHeadCache
 
 How = Literal["keep", "recache", "flush", "cut"]
 
@@ -83,6 +87,18 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
     frames = [switch.frame for switch in schedule]
     if len(set(frames)) < len(frames):
         raise ConfigError(f"prompt_schedule: two prompts begin at frame {max(frames, key=frames.count)}")
+
+
+def forget(cache: "KVCache | PerHeadCache", how: How, past: int, context: int) -> tuple[int, int]:
+    """Let a cache forget what a switch wants before a block, of past frames whose latents are remembered.
+
+    context is recompute_context. Returns how many of them are remembered still, and how many, the newest, are
+    now to be computed again.
+    """
+    if how in ("flush", "cut"):
+        cache.flush()
+        past = min(past, cache.policy.lasting_sink + FLUSH_KEEPS)  # what is forgotten is not computed again
+    return past, past if how == "recache" else min(past, context)
 
 
 def check_recompute(context: int, policy: CachePolicy, block_size: int) -> None:

@@ -25,7 +25,7 @@ def edited(session: "Session", config: RunConfig, edits: Sequence[Edit]) -> Iter
     if not edits:
         yield None
         return
-    session.pipeline.plan(config.num_frames).check(edits)
+    session.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
     check_sources(edits, config)
     with ExitStack() as stack:
         data = dict(_data_of(session, config, edits, stack))

@@ -55,6 +55,7 @@ class KVCache:
         self.text: Sequence[tuple[Tensor, Tensor]] = ()  # the prompt's keys and values per layer
         self.shard = shard or HeadShard.whole(max(num_heads, default=0))
         self.policy = copy(policy)  # state belongs to one video
+        self.sink: int = getattr(policy, "sink", 0)  # the first slots, which are never let go
 
         def buffers(slots: int) -> list[Tensor]:
             shapes = [(batch, slots * tokens_per_frame, heads, head_dim) for heads in num_heads]
@@ -112,9 +113,13 @@ class KVCache:
         self._drop_empty()
         self.policy.flush(self)
 
-    def recache(self, frames: range, text: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make room for a forward over clean frames of the past, whose keys become the cache."""
+    def recache(self, frames: range, text: Sequence[tuple[Tensor, Tensor]], lasts: bool = True) -> None:
+        """Make room for a forward over clean frames of the past, whose keys become the cache.
+
+        Where it lasts for one block alone, none of them becomes the sink.
+        """
         self.text = text
+        self.sink = self.sink if lasts else self.policy.lasting_sink
         self._drop_empty()
         self.policy.recache(self, frames)
         self.begin_pass(is_clean=True)
@@ -261,7 +266,7 @@ class KVCache:
             version=before.version + 1,
             unchanged=same.index(False) if False in same else len(same),
             chosen=chosen,
-            sink=range(min(getattr(self.policy, "sink", 0), self.own.start)),
+            sink=range(min(self.sink, self.own.start)),
         )
 
 

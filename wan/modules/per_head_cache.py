@@ -85,7 +85,7 @@ class PerHeadCache:
         for cache in self.caches:
             cache.flush()
 
-    def recache(self, frames: range, text: Text) -> None:
+    def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
         raise ConfigError("cache_policy per_head cannot compute its cache again; use keep or flush")
 
     def begin_pass(self, is_clean: bool) -> None:

@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from wan.blocks import block_ranges, visible_frames
+import torch
+
 from wan.modules.edit_fields import Frames, InterventionError, numbered
 from wan.modules.interventions import Edit, KeySelection, Knockout, Move, Patch
+from wan.modules.key_layout import EMPTY
+from wan.modules.kv_cache import KVCache
+from wan.modules.policies.base import CachePolicy
+from wan.prompt_schedule import PromptSwitch, forget
 
 
 @dataclass(frozen=True)
@@ -17,8 +22,9 @@ class BlockKeys:
     past: tuple[int, ...] = ()
     sink: tuple[int, ...] = ()
     is_given: bool = False  # no denoising, a clean pass alone
-    sees_past: bool = False  # also where its past has no frame numbers
+    sees_more: bool = False  # whether keys of its past may have no frame number
     steps: tuple[int, ...] | None = None  # its denoising steps; None: every one of the rollout's
+    is_recomputed: bool = False  # whether a forward of step -1 makes the keys of its past again
 
     def named(self, frames: Frames) -> set[int]:
         """The frames among the keys that these name; -1 stands for a past without numbers."""
@@ -30,7 +36,7 @@ class BlockKeys:
                 found |= {name} & set(self.past)
             elif name in ("past", "sink"):
                 found |= set(self.past if name == "past" else self.sink)
-                found |= {-1} if name == "past" and self.sees_past else set()
+                found |= {-1} if name == "past" and self.sees_more else set()
             else:
                 found |= set(self.own) if name == "own" else {int(name[4:])} & set(self.own)
         return found
@@ -55,7 +61,8 @@ class RolloutPlan:
         first = self.num_steps if self.blocks[block].is_given else 0
         own = self.blocks[block].steps
         steps = range(first, self.num_steps + self.has_clean_pass)
-        there = [step for step in steps if own is None or step in own or step == last]
+        again = [-1] * self.blocks[block].is_recomputed
+        there = again + [step for step in steps if own is None or step in own or step == last]
         return [step for step in there if edit.selects_pass(step, step == last)]
 
     def calls(self, edit: Edit) -> list[tuple[int, int]]:
@@ -117,7 +124,7 @@ class RolloutPlan:
         keys = self.blocks[block]
         frames = set().union(*(keys.named(edit.frames) for edit in knockouts if edit.frames is not None))
         tokens = set().union(*(edit.tokens for edit in knockouts if edit.tokens is not None))
-        everything = set(keys.own) | set(keys.past) | ({-1} if keys.sees_past else set())
+        everything = set(keys.own) | set(keys.past) | ({-1} if keys.sees_more else set())
         return frames >= everything or len(tokens) >= self.text_len
 
     def _check_indices(self, edit: Edit) -> None:
@@ -155,20 +162,58 @@ class RolloutPlan:
         return f"earlier blocks hold {there}; own keys are {numbered('frame', own)}, named by own or own:N"
 
 
-def blocks_of_window(
-    sizes: Sequence[int], local_attn_size: int, sink_size: int, given: int = 0
+def blocks_of_policy(
+    policy: CachePolicy,
+    blocks: Sequence[range],
+    given: int = 0,
+    prompt_schedule: Sequence[PromptSwitch] = (),
+    context: int = 0,
 ) -> tuple[BlockKeys, ...]:
-    """Blocks of a causal rollout that keeps its whole past (local_attn_size -1) or a window of it.
+    """Blocks of a causal rollout, and what some head of theirs sees; context is recompute_context.
 
-    Of other cache policies the whole past is what their blocks may see.
+    Of policies that average or choose, the whole past is what their blocks may see.
     """
-    blocks = []
-    for block, frames in enumerate(block_ranges(list(sizes))):
-        visible = visible_frames(sizes, block, local_attn_size, sink_size)
-        past = tuple(frame for frame in visible if frame not in frames)
-        sink = tuple(frame for frame in past if frame < sink_size)
-        blocks.append(BlockKeys(tuple(frames), past, sink, frames.start < given, bool(past)))
-    return tuple(blocks)
+    classes = getattr(policy, "classes", {"": policy}).values()  # of per_head several
+    seen = [_slots_of_blocks(one, blocks, prompt_schedule, context) for one in classes]
+    whole = all(one.keeps_whole_frames for one in classes)
+    found, again = [], {switch.frame for switch in prompt_schedule if switch.how == "recache"}
+    for frames, each in zip(blocks, zip(*seen, strict=True), strict=True):
+        past, sink = (tuple(sorted(set().union(*kind))) for kind in zip(*each, strict=True))
+        keys = BlockKeys(
+            tuple(frames),
+            past,
+            sink,
+            is_given=frames.start < given,
+            sees_more=bool(past) and not whole,
+            is_recomputed=frames.start in again or bool(context and past),
+        )
+        found.append(keys)
+    return tuple(found)
+
+
+def _slots_of_blocks(
+    policy: CachePolicy, blocks: Sequence[range], prompt_schedule: Sequence[PromptSwitch], context: int
+) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+    """Past frames and sink of each block, by the policy's own rules in a cache without heads."""
+    if not policy.keeps_whole_frames:
+        sink = getattr(policy, "sink", 0)
+        return [(range(block.start), range(min(sink, block.start))) for block in blocks]
+    nothing = torch.zeros(())
+    size = max(map(len, blocks))
+    cache = KVCache([0], 1, 2, 1, blocks[-1].stop, policy, size, rope=lambda _: (nothing, nothing))
+    switches = {switch.frame: switch.how for switch in prompt_schedule}
+    found, past = [], 0
+    for block in blocks:
+        how = switches.get(block.start, "keep")
+        past, again = forget(cache, how, past, context)
+        if again:
+            cache.recache(range(cache.newest.stop - again, cache.newest.stop), (), lasts=not context)
+        cache.advance(block, cut=how == "cut")
+        past = min(past + len(block), policy.num_frames or block.stop)
+        earlier = [frame for index, frame in enumerate(cache.frames) if index not in cache.own]
+        frames = [frame for frame in earlier if frame != EMPTY]
+        found.append((frames, frames[: len(cache.layouts[0].sink)]))
+    return found
 
 
 def keys_of(edit: Edit) -> Frames | None:
