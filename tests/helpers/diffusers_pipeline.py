@@ -30,7 +30,7 @@ def small_wan_pipeline() -> WanPipeline:
 
 
 def sample(pipeline: WanPipeline, **more) -> torch.Tensor:
-    """Latents [1, C, 3, 8, 8] of three steps."""
+    """Latents [1, C, 3, 8, 8] of three steps, unless more says otherwise."""
     sizes = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 3, "max_sequence_length": 16}
     generator = torch.Generator().manual_seed(1)
-    return pipeline("a circle", output_type="latent", generator=generator, **sizes, **more).frames
+    return pipeline("a circle", output_type="latent", generator=generator, **sizes | more).frames

@@ -41,6 +41,22 @@ def test_calls_name_step_branch_and_frames(pipeline):
         torch.testing.assert_close(call.values["frame_mass"].sum(-1), torch.ones(1, 3, 3))
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_video_after_another_begins_with_its_own_first_call(pipeline, steps):
+    def fail(*_):
+        raise RuntimeError("stopped in its first step")
+
+    with capture_diffusers(pipeline.transformer, layers=[0], granularity="frame") as calls:
+        sample(pipeline, num_inference_steps=steps)
+        hook = pipeline.transformer.blocks[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="stopped"):
+            sample(pipeline, num_inference_steps=steps)
+        hook.remove()
+        sample(pipeline, num_inference_steps=steps)
+    guided = [(step, branch) for step in range(steps) for branch in ("cond", "uncond")]
+    assert [(call.at.step, call.at.branch) for call in calls] == [*guided, (0, "cond"), *guided]
+
+
 def test_token_logits_give_the_attention_of_the_module(pipeline):
     """The captured logits, through softmax and v, are what diffusers' own processor returns."""
     attn = pipeline.transformer.blocks[0].attn1

@@ -5,6 +5,7 @@
 
 The transformer attends to all frames at once: its calls are of block 0, the step counts the sampler's
 timesteps, and the branch is "uncond" where guidance calls the transformer a second time at one timestep.
+A third call there is of the next step, or of the next video where it is the first step.
 """
 
 from collections.abc import Iterator
@@ -98,19 +99,27 @@ class _Announcer:
 
     def __init__(self, frames_per_patch: int):
         self.frames_per_patch = frames_per_patch
-        self.step, self.timestep = -1, float("inf")
         self._during = ExitStack()
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the next forward for the first one of a video."""
+        self.step, self.timestep, self.branch = -1, float("inf"), "uncond"
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs
         timestep = float(given["timestep"].flatten()[0])
-        second = timestep == self.timestep
-        if not second:  # timesteps fall; where one rises another video begins
-            self.step, self.timestep = (0 if timestep > self.timestep else self.step + 1), timestep
+        same = timestep == self.timestep
+        self.branch = "uncond" if same and self.branch == "cond" else "cond"
+        if self.branch == "cond":  # timesteps fall: one that rises, or the first again, is of another video
+            anew = timestep > self.timestep or (same and self.step == 0)
+            self.step, self.timestep = (0 if anew else self.step + 1), timestep
         frames = tuple(range(given["hidden_states"].shape[2] // self.frames_per_patch))
-        branch = "uncond" if second else "cond"
-        at = Pass(query_frames=frames, step=self.step, timestep=timestep, branch=branch)
+        at = Pass(query_frames=frames, step=self.step, timestep=timestep, branch=self.branch)
         self._during.enter_context(ATTENTION_WEIGHT_CAPTURE.during(at))
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *hook: Any) -> None:
+        """After a forward: the module, its arguments and its output, which is None where it failed."""
         self._during.close()
+        if hook and hook[-1] is None:
+            self.forget()
