@@ -202,6 +202,8 @@ def test_classes_of_one_sink_go_on_behind_a_flush(tmp_path):
     schedule = [PromptSwitch(12, how="flush", prompt_embeds=inputs["prompt_embeds"])]
     pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS)
     assert pipeline.inference(**inputs, prompt_schedule=schedule)[1].isfinite().all()
+
+
 @pytest.mark.parametrize("chooses", [{"name": "participative", "window": 9, "sink": 2, "budget": 8}, None])
 def test_a_probe_is_refused_where_a_class_changes_its_cache_in_a_first_pass(chooses, tmp_path):
     """It would make that class's choice by the probe's queries, and the block would keep it."""
