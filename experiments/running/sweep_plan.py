@@ -5,7 +5,7 @@ is needed.
 import argparse
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,15 +97,20 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
-    """Prompt -> name for files; where two would share one, or it is cut, a few digits of a hash tell them
-    apart.
+    """Prompt -> name for files: its words in lower case, told apart."""
+    words = {prompt: re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") for prompt in prompts}
+    return told_apart({prompt: slug or "prompt" for prompt, slug in words.items()}, SLUG_LENGTH)
+
+
+def told_apart(names: Mapping[str, str], most: int) -> dict[str, str]:
+    """Prompt -> name for files; where two would share one, or it is cut to so many bytes, a few digits of a
+    hash tell them apart.
     """
     slugs: dict[str, str] = {}
     taken: set[str] = set()
-    for prompt in prompts:
-        slug = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") or "prompt"
-        if len(slug.encode()) > SLUG_LENGTH or slug in taken:
-            cut = slug.encode()[:SLUG_LENGTH].decode(errors="ignore").rstrip("-")
+    for prompt, slug in names.items():
+        if len(slug.encode()) > most or slug in taken:
+            cut = slug.encode()[:most].decode(errors="ignore").rstrip("-")
             digits = hashlib.sha256(prompt.encode()).hexdigest()
             slug = next(name for n in range(8, 65) if (name := f"{cut}-{digits[:n]}") not in taken)
         slugs[prompt] = slug

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.running.claims import item_name
+from experiments.running.sweep_plan import told_apart
 from experiments.running.sweep_state import NOT_SETTINGS
 from experiments.studies.policy_grid import CONTROLS, FULL
 from experiments.studies.video_measures import measure
@@ -36,6 +38,7 @@ from wan.config import RunConfig
 from wan.modules.captured_call import CapturedCall
 from wan.modules.vae import VAE
 
+PROMPT_BYTES = 180  # of a prompt that names a file
 Block = tuple[range, torch.Tensor]  # frames, latents [B, n, C, h, w]
 
 
@@ -100,16 +103,31 @@ class Comparison:
 
     def mp4s(self, item: Item) -> list[tuple[Path, int]]:
         """Where an item's video is written, and how many pixels its shorter side has there at least."""
-        prompts = list(dict.fromkeys(run.prompt for run in self.runs))
-        seeds = [run.seed for run in self.runs if run.prompt == item.config.prompt]
-        number, index = prompts.index(item.config.prompt), seeds.index(item.config.seed)
+        number, index = self._places[item.config.prompt, item.config.seed]
         label, found = item.label.replace("/", "_"), []
         if number < self.videos and index == 0:
             found.append((self.folder / "videos" / f"{label}_{number}.mp4", 256))
         if self.vbench is not None:
-            prompt = item.config.prompt.replace("/", " ")[:180]
-            found.append((self.vbench / label / f"{prompt}-{index}.mp4", 1))
+            name = self._vbench_names[item.config.prompt]
+            found.append((self.vbench / label / f"{name}-{index}.mp4", 1))
         return found
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Prompt and seed -> the number of the prompt, and of the seed among those of the prompt."""
+        seeds: dict[str, list[int]] = {}
+        for run in self.runs:
+            seeds.setdefault(run.prompt, []).append(run.seed)
+        return {
+            (prompt, seed): (number, index)
+            for number, (prompt, mine) in enumerate(seeds.items())
+            for index, seed in enumerate(mine)
+        }
+
+    @cached_property
+    def _vbench_names(self) -> dict[str, str]:
+        """Prompt -> its name in files, where VBench reads it; disks take names of 255 bytes."""
+        return told_apart({run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES)
 
     def _name(self, settings: Mapping[str, Any], run: RunConfig) -> str:
         config = {name: value for name, value in asdict(run).items() if name not in NOT_SETTINGS}

@@ -4,10 +4,11 @@ import argparse
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -51,13 +52,14 @@ def held_out(count: int) -> dict[str, Scene]:
 def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
     """Make what is not done yet, and the table of what is. Raises StoppedError after Ctrl-C."""
     rank = this_rank()
-    first = _checked(args, on_own_device(runs[0], rank))
+    first = on_own_device(runs[0], rank)
+    planned = _checked(args, runs, scenes)
     args.quiet |= not rank.is_first
     args.log_file = args.log_file if rank.is_first else None
     with Progress(args.quiet, args.log_file) as watch, stopping_when_asked(watch, "policy"):
         start = time.monotonic()
         session = causal.prepare(first, [], list(dict.fromkeys(run.prompt for run in runs)), watch)
-        comparison = _comparison(args, session, runs, scenes)
+        comparison = _comparison(args, session, planned)
         watch.log("rollout", videos=len(comparison.items()))
         vae = VAE.from_pretrained(first.ckpt_dir, getattr(torch, args.vae_dtype), session.device)
         _make(comparison, session, vae, args.workers, rank, watch)
@@ -73,34 +75,47 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
             watch.print(f"{comparison.folder / TABLE}: {said}")
 
 
-def _checked(args: argparse.Namespace, first: RunConfig) -> RunConfig:
-    """The first run's config. Raises ConfigError or CacheError for what cannot be compared or written."""
+def _checked(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> Comparison:
+    """What the flags ask for, before a model is there.
+
+    Raises ConfigError or CacheError for what cannot be compared or written.
+    """
+    first, policies = runs[0], read_policies(args.policies)
     if first.prompt_schedule or first.interventions:
         raise ConfigError("policies are compared on one prompt each, without interventions")
-    for settings in read_policies(args.policies).values():
+    for settings in policies.values():
         read_policy(settings).check(first.block_sizes)
-    BlockCapture.read(args.capture, first.step)
-    for place in (args.output_dir, *([args.vbench_dir] if args.vbench_dir else [])):
-        require_writable(Path(place) / TABLE)
-    return first
-
-
-def _comparison(
-    args: argparse.Namespace, session: causal.Session, runs: Sequence[RunConfig], scenes: dict[str, Scene]
-) -> Comparison:
-    """What the flags ask for."""
-    return Comparison(
+    planned = Comparison(
         Path(args.output_dir),
-        read_policies(args.policies),
+        policies,
         runs,
         scenes,
-        session.sha256.result(),
-        f"{session.dtype} {args.vae_dtype}",
-        args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
-        Path(args.vbench_dir) if args.vbench_dir else None,
-        args.videos,
-        args.controls,
-        BlockCapture.read(args.capture, runs[0].step),
+        weights_sha256="",
+        dtype="",
+        batch=1,
+        vbench=Path(args.vbench_dir) if args.vbench_dir else None,
+        videos=args.videos,
+        controls=args.controls,
+        capture=BlockCapture.read(args.capture, first.step),
+    )
+    for place in (args.output_dir, *([args.vbench_dir] if args.vbench_dir else [])):
+        require_writable(Path(place) / TABLE)
+    videos = [path for item in planned.items() for path, _ in planned.mp4s(item)]
+    if twins := [path for path, count in Counter(videos).items() if count > 1]:
+        raise ConfigError(f"two of --policies would write {twins[0]}; rename a file of one")
+    longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}
+    for path in longest.values():
+        require_writable(path)
+    return planned
+
+
+def _comparison(args: argparse.Namespace, session: causal.Session, planned: Comparison) -> Comparison:
+    """What was planned, with the weights that a session has."""
+    return replace(
+        planned,
+        weights_sha256=session.sha256.result(),
+        dtype=f"{session.dtype} {args.vae_dtype}",
+        batch=args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
     )
 
 

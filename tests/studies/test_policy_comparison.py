@@ -3,15 +3,18 @@
 import json
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.rollouts import TWO_STEPS
 
+from experiments.caches.errors import CacheError
 from experiments.extraction.block_capture import read_blocks
 from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels
 from experiments.studies import policy_comparison, policy_comparison_job, policy_grid
+from experiments.studies.policy_comparison import Comparison
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.modules.vae import VAE, StreamedDecoder
@@ -97,6 +100,42 @@ def test_files_for_eyes_and_for_vbench(two_prompts):
     )
     names = {path.name for path in (folder / "vbench/full").iterdir()}
     assert names == {f"{prompt}-{index}.mp4" for prompt in table["prompts"] for index in (0, 1)}
+
+
+@pytest.fixture
+def alike():
+    """A comparison of prompts that begin alike, in letters of one byte and of three."""
+    config = load_config("configs/wan_mini.yaml", {"device": "cpu"})
+    long, prompts = "a red ball " * 20, ("short", "a/b", "a b", "红" * 120)
+    runs = [
+        replace(config, prompt=prompt, seed=seed)
+        for prompt in (*prompts, long + "one", long + "two")
+        for seed in (7, 8)
+    ]
+    return Comparison(Path("out"), {"full": {"name": "full"}}, runs, {}, "", "", 1, Path("vbench"))
+
+
+def test_every_prompt_has_a_file_of_its_own_for_vbench(alike):
+    names = [path.name for item in alike.items() for path, _ in alike.mp4s(item)]
+    assert len(set(names)) == len(names) == 12 and max(len(name.encode()) for name in names) < 200
+    assert {"short-0.mp4", "short-1.mp4", "a b-0.mp4"} < set(names)
+    for item, name in zip(alike.items(), names, strict=True):
+        assert name.startswith(item.config.prompt.replace("/", " ")[: 180 // 3].strip())
+
+
+def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_comparison_job.causal, "prepare", lambda *given: pytest.fail("was loaded"))
+    folder = tmp_path / ("x" * 200)
+    folder.mkdir()
+    for name in ("a/b", "a_b", "c" * 60):
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("name: full\n")
+    twins = [str(folder / "a/b.yaml"), str(folder / "a_b.yaml")]
+    with pytest.raises(ConfigError, match=r"two of --policies would write .*rename a file"):
+        compare(tmp_path / "out", policies=twins, videos=1)
+    with pytest.raises(CacheError, match="cannot be written: File name too long"):
+        compare(tmp_path / "out", policies=[str(folder / f"{'c' * 60}.yaml")], videos=1)
 
 
 def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, monkeypatch):
