@@ -10,6 +10,7 @@ from pathlib import Path
 
 from experiments.running.cli import Parser, main
 from experiments.running.notebook_table import NOTEBOOKS
+from wan.errors import ConfigError
 
 FOLDER = Path("notebooks")
 
@@ -28,7 +29,15 @@ def run(argv=None):
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {args.jobs}")
-    run_notebook(Path(args.notebook).name, args.cache, args.layers, args.output_dir, args.jobs)
+    run_notebook(name_of(Path(args.notebook)), args.cache, args.layers, args.output_dir, args.jobs)
+
+
+def name_of(notebook: Path) -> str:
+    """The name of a notebook of the table. Raises ConfigError for the path of another file."""
+    mine, is_path = FOLDER / notebook.name, notebook.is_file() or notebook.name != str(notebook)
+    if notebook.name in NOTEBOOKS and is_path and notebook.resolve() != mine.resolve():
+        raise ConfigError(f"{notebook} is not {mine}, which this script executes; give {notebook.name}")
+    return notebook.name
 
 
 def run_notebook(name: str, cache: Path, words: list[str], output_dir: Path | None, jobs: int) -> None:

@@ -16,6 +16,7 @@ from experiments.analysis import head_measures
 from experiments.caches import load_cache
 from experiments.caches.atomic_files import replacing
 from experiments.caches.errors import CacheError
+from experiments.caches.layer_folder import open_layers
 from experiments.caches.view import Profiles, open_passes
 from experiments.figures.page_data import QUANTITIES, Passes, fit, size_of, to_json
 from experiments.figures.page_keys import keys_of
@@ -47,11 +48,7 @@ def open_passes_of(path: str | Path) -> tuple[Passes, list[int]]:
     Raises CacheError where there are none, and where the files are not of one rollout.
     """
     path = Path(path)
-    caches = [load_cache(file) for file in (_layer_files(path) if path.is_dir() else [path])]
-    if not caches:
-        raise CacheError(
-            f"{path} holds no layerN.pt; run: bash experiments/extract_all_layers.sh CONFIG {path}"
-        )
+    caches = list(open_layers(path).values()) if path.is_dir() else [load_cache(path)]
     passes: Passes = []
     for quantity in QUANTITIES:
         for cache in caches:
@@ -62,8 +59,6 @@ def open_passes_of(path: str | Path) -> tuple[Passes, list[int]]:
                 passes[p].setdefault(quantity, {}).update(dict.fromkeys(one.layers, one))
     if not passes:
         raise CacheError(f"{path} holds neither mean logits nor mass per frame")
-    views = list(next(iter(passes[0].values())).values())
-    _require_one_rollout(path, views)
     return passes, sorted(next(iter(passes[0].values())))
 
 
@@ -95,26 +90,6 @@ def save_page(
     with replacing(path) as file:
         file.write(page.replace("DATA_GOES_HERE", to_json(data), 1).encode())
     return Path(path)
-
-
-def _layer_files(folder: Path) -> list[Path]:
-    return sorted(
-        folder.glob("layer*.pt"), key=lambda file: int("0" + "".join(filter(str.isdigit, file.stem)))
-    )
-
-
-def _require_one_rollout(path: Path, views: Sequence[Profiles]) -> None:
-    first = views[0]
-    for view in views:
-        if (view.num_frames, view.num_heads, view.pass_label) != (
-            first.num_frames,
-            first.num_heads,
-            first.pass_label,
-        ):
-            raise CacheError(
-                f"{path}: layer {view.layers[0]} has {view.num_frames} frames, {view.num_heads} heads, "
-                f"{view.pass_label}; layer {first.layers[0]} has others. One page shows one rollout"
-            )
 
 
 def _video_frames(source: Path, video: str | Path | None, view: Profiles) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ from typing import Any
 from experiments.caches import load_cache, save_cache
 from experiments.caches.convert import layer_from_atlas, one_layer
 from experiments.caches.errors import CacheError
+from experiments.caches.layer_folder import open_layers
 from experiments.running.notebook_table import NOTEBOOKS, Cache
 
 MOST_DIGITS = 4  # of a layer's number
@@ -26,7 +27,8 @@ class LayerCaches:
         self.cache: Cache | None = None
         self.files: dict[int, Path] = {}
         if self.source.is_dir():
-            self.files = layer_files(self.source, self.notebook.formats)
+            opened = open_layers(self.source, self.notebook.formats)
+            self.files = {cache["layer_index"]: path for path, cache in opened.items()}
             self.layers = sorted(self.files)
         else:
             atlas = ("atlas",) if "layer" in self.notebook.formats else ()
@@ -58,15 +60,6 @@ class LayerCaches:
 
     def files_of(self, layer: int) -> list[Path]:
         return [self.files.get(layer, self.source)]
-
-
-def layer_files(folder: Path, formats: tuple[str, ...]) -> dict[int, Path]:
-    """Layer -> file, of the layerN.pt of a folder."""
-    paths = sorted(folder.glob("layer*.pt"))
-    if not paths:
-        command = f"bash experiments/extract_all_layers.sh CONFIG {folder}"
-        raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
-    return {load_cache(path, expect=formats)["layer_index"]: path for path in paths}
 
 
 def layer_range(word: str) -> range:

@@ -23,7 +23,8 @@ from experiments.caches.errors import RunError
 from experiments.running.layer_caches import LayerCaches
 from experiments.running.warm_kernel import WarmKernel
 
-CODE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+DRAWN_WITH = ("experiments/**/*.py", "wan/**/*.py", "configs/taxonomy.yaml", "cache/published/*.*")
 
 
 def sha256(path: Path) -> str:
@@ -31,8 +32,9 @@ def sha256(path: Path) -> str:
 
 
 def fingerprint(notebook: Path, files: Sequence[Path], layer: int) -> str:
-    """Changes with the notebook, with its caches and with the code that draws."""
-    state = [sha256(path) for path in (notebook, *sorted(CODE.rglob("*.py")))]
+    """Changes with the notebook, with its caches, and with the code and the published numbers it draws by."""
+    drawn_with = sorted(path for pattern in DRAWN_WITH for path in ROOT.glob(pattern))
+    state = [sha256(path) for path in (notebook, *drawn_with)]
     state += [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
     return hashlib.sha256(json.dumps([layer, state]).encode()).hexdigest()
 

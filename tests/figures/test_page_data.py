@@ -83,7 +83,13 @@ def test_a_folder_of_layers_and_its_mistakes(tmp_path):
         profile = open_profiles(load_cache(tmp_path / f"layer{N}.pt")).frame_profile(N)
         np.testing.assert_allclose(found[i], profile, atol=2e-4)
     save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(3, F=12))
-    with pytest.raises(CacheError, match=r"layer 3 has 12 frames, .* One page shows one rollout"):
+    with pytest.raises(CacheError, match=r"layer3.pt is of '12 frames', .*layer2.pt of '9 frames'; a folder"):
+        data_of(tmp_path)
+    save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(3) | {"model": "Wan2.1-T2V-1.3B"})
+    with pytest.raises(CacheError, match=r"layer3.pt is of 'Wan2.1-T2V.*layer2.pt of 'wan-mini"):
+        data_of(tmp_path)
+    save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(10))
+    with pytest.raises(CacheError, match=r"layer3.pt and .*layer10.pt both hold layer 10; .* move one"):
         data_of(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(

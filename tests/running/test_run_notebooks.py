@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -18,11 +19,12 @@ from experiments import contact_sheet, run_notebooks
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError
 from experiments.figures.contact_sheet import save_contact_sheet
-from experiments.running import cli
+from experiments.running import cli, notebook_runs
 from experiments.running.layer_caches import LayerCaches
 from experiments.running.notebook_runs import NotebookRuns, fingerprint
 from experiments.running.notebook_table import NOTEBOOKS
 from experiments.running.output_locks import claimed
+from wan.errors import ConfigError
 
 LAYERS = (0, 3, 4)
 
@@ -120,6 +122,38 @@ def test_what_counts_as_done(layer_folder, tmp_path):
     assert fingerprint(notebook, files, 0) != mark
     (tmp_path / "other.ipynb").write_text(notebook.read_text().replace("每个头", "每头"))
     assert fingerprint(tmp_path / "other.ipynb", [layer_folder / "layer3.pt"], 0) != mark
+
+
+@pytest.mark.parametrize(
+    "name", ["configs/taxonomy.yaml", "cache/published/labels.csv", "cache/published/a.pt", "wan/b/c.py"]
+)
+def test_figures_are_drawn_again_where_what_they_are_drawn_by_changes(
+    name, layer_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(notebook_runs, "ROOT", tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text("anchor_min: 0.84")
+    notebook, files = ROOT / "notebooks/extract_all_attention.ipynb", [layer_folder / "layer0.pt"]
+    mark = fingerprint(notebook, files, 0)
+    path.write_text("anchor_min: 0.30")
+    assert fingerprint(notebook, files, 0) != mark
+    assert all(any(ROOT.glob(pattern)) for pattern in notebook_runs.DRAWN_WITH)
+
+
+def test_the_path_of_another_notebook_is_refused(tmp_path):
+    for path in ("plt_fig4.ipynb", "notebooks/plt_fig4.ipynb", str(ROOT / "notebooks/plt_fig4.ipynb")):
+        assert run_notebooks.name_of(Path(path)) == "plt_fig4.ipynb"
+    (tmp_path / "plt_fig4.ipynb").write_text("{}")
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=r"is not notebooks/plt_fig4.ipynb, .*; give plt_fig4.ipynb"):
+            run_notebooks.run([str(folder / "plt_fig4.ipynb"), "cache", "all"])
+
+
+def test_a_layer_twice_in_a_folder_is_refused(layer_folder, tmp_path):
+    save_cache(layer_folder / "layer3_eagle.pt", synthetic_caches.layer(3))
+    with pytest.raises(CacheError, match=r"layer3.*pt and .*layer3.*pt both hold layer 3; .* move one"):
+        LayerCaches("extract_all_attention.ipynb", layer_folder, tmp_path)
 
 
 def test_what_is_missing_or_damaged_is_made_again(layer_folder, tmp_path):
