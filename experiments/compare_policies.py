@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from experiments.caches.mp4_files import require_ffmpeg
 from experiments.running import sweep_plan
-from experiments.running.cli import config_from, count, main, run_parser, whole_number
+from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
 from experiments.running.ranks import Rank
 from experiments.running.workers import workers_of
 from wan.config import DTYPES
@@ -30,7 +30,7 @@ def run(argv=None):
         help="NAME,FIELD=VALUE,..., a YAML, one of configs/policies, or the lists family and findings",
     )
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
-    flag("--controls", nargs="*", choices=CONTROLS, default=list(CONTROLS), help="beside held-out scenes")
+    flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
     flag(
         "--workers",
@@ -55,10 +55,8 @@ def run(argv=None):
         raise ConfigError(f"--videos {args.videos} is below 0")
     if args.videos or args.vbench_dir:
         require_ffmpeg("write none by --videos 0, without --vbench_dir")
-    if args.prompts and args.held_out:
-        raise ConfigError("--prompts and --held_out exclude each other")
-    if args.cache_policy:
-        raise ConfigError("the policies are named by --policies; leave --cache_policy out")
+    require_use(args)
+    args.controls = list(CONTROLS) if args.controls is None else args.controls
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
 
@@ -70,6 +68,19 @@ def run(argv=None):
     if scenes:
         runs = [replace(run, prompt=prompt) for prompt in scenes for run in runs]
     compare(args, runs, scenes)
+
+
+def require_use(args):
+    """Raise ConfigError for flags that a comparison would ignore."""
+    if args.prompts or args.prompt:
+        refuse(
+            args, "scenes and their controls stand in place of --prompts and --prompt", "held_out", "controls"
+        )
+    refuse(args, "the table is comparison.json of --output_dir", "output_path")
+    refuse(args, "--videos and --vbench_dir write the videos", "save_video")
+    refuse(args, "videos that are done are kept; make them anew in another --output_dir", "overwrite")
+    if args.cache_policy:
+        raise ConfigError("the policies are named by --policies; leave --cache_policy out")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ docs/interventions.md says what the numbers are.
 """
 
 from experiments.running import ranks, sweep_plan
-from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.cli import config_from, count, main, refuse, run_parser
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame")
@@ -22,6 +22,9 @@ def run(argv=None):
     parser.add_argument("--batch", type=count, default=8, help="runs that are made together")
     sweep_plan.add_arguments(parser)
     args = parser.parse_args(argv)
+    refuse(args, "the atlas is causal_atlas.pt of --output_dir", "output_path")
+    refuse(args, "an atlas is of every pass, and keeps no video", "step", "save_video")
+    refuse(args, "pieces that are done are kept; make an atlas anew in another --output_dir", "overwrite")
     args.output_dir = args.output_dir or "cache/causal_atlas"
     config = config_from(args)
     if config.interventions:

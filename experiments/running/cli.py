@@ -29,6 +29,7 @@ __all__ = [
     "count",
     "fail",
     "main",
+    "refuse",
     "run_parser",
 ]
 
@@ -214,6 +215,13 @@ def add_run_flags(parser: Parser) -> None:
     )
     flag("--quiet", action="store_true", help="say nothing but errors")
     flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")
+
+
+def refuse(args: argparse.Namespace, remedy: str, *names: str) -> None:
+    """Raise ConfigError for flags that were given to a script that has no use for them."""
+    for name in names:
+        if (value := getattr(args, name)) not in (None, []):
+            raise ConfigError(f"--{'no-' * (value is False)}{name} has no use here: {remedy}")
 
 
 def config_from(args: argparse.Namespace) -> RunConfig:

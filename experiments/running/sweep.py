@@ -57,7 +57,7 @@ def run_sweep(
         watch.prints_blocks = rank.count == 1
         require_writable(folder / "manifest.json")
         settings = {c: settings_of(replace(config, checkpoint_path=c), quantities) for c in checkpoints}
-        sweep = Sweep(folder, settings, runs)
+        sweep = Sweep(folder, settings, runs, args.save_video is not None)
         waiting = sweep.look(bool(args.overwrite))
         with Claims(sweep.items) as claims:
             claims.let_go_of(set(sweep.names.values()) - {sweep.names[path] for path in waiting})

@@ -62,6 +62,7 @@ class Sweep:
     folder: Path
     settings: dict[str | None, dict[str, Any]]  # by checkpoint
     runs: dict[str, RunConfig]
+    with_videos: bool = False  # a run is done where its mp4 is there too
     states: dict[str, str] = field(default_factory=dict)
     written: float = -WRITE_SECONDS
 
@@ -90,14 +91,18 @@ class Sweep:
         if not overwrite:
             self._require_same_settings()
         for path, run in self.runs.items():
-            if overwrite:
+            lacks_video = self.with_videos and not Path(path).with_suffix(".mp4").is_file()
+            if overwrite or lacks_video:
                 self._record(path).unlink(missing_ok=True)
+            if overwrite:
                 self.states[path] = "waiting"
             elif self.is_recorded(path):
                 self.states[path] = "done"
             else:
                 self.states[path] = state_of(path, self.fingerprints[path], run)
-                if self.states[path] == "done":
+                if self.states[path] == "done" and lacks_video:
+                    self.states[path] = "waiting"
+                elif self.states[path] == "done":
                     self.finish(path)
         return [path for path, state in self.states.items() if state != "done"]
 
@@ -137,10 +142,11 @@ class Sweep:
         return next(iter(each.values())) if len(self.settings) == 1 else {"checkpoints": each}
 
     def _require_same_settings(self) -> None:
-        try:
-            manifest = read_json(self.manifest, CacheError)
-        except CacheError:  # none yet, or not ours: the caches decide
+        if not self.manifest.exists():  # the caches decide
             return
+        manifest = read_json(self.manifest, CacheError)
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("runs"), list):
+            raise CacheError(f"{self.manifest} is of no sweep, and this one would replace it; {OTHERWISE}")
         mine = self._content
         pairs = [(manifest, mine)] if "settings" in mine else []
         before = manifest.get("checkpoints")

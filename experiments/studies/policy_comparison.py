@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from experiments.caches.atomic_files import replacing
-from experiments.extraction.block_capture import BlockCapture
+from experiments.extraction.block_capture import BlockCapture, path_of
 from experiments.extraction.causal import Session, pipeline_of, seeded_noise
 from experiments.extraction.devices import threads_for
 from experiments.extraction.memory_parts import kv_cache
@@ -101,6 +101,21 @@ class Comparison:
             return None
         return found if isinstance(found, dict) and "seconds" in found else None
 
+    def is_done(self, item: Item) -> bool:
+        """Whether an item's numbers are there, with the videos and the attention that are asked for."""
+        found = self.read(item)
+        if found is None or not all(path.is_file() for path, _ in self.mp4s(item)):
+            return False
+        asked = asdict(self.capture)
+        if self.capture.kind == "none" or "control" in item.settings:
+            return True
+        blocks = self.capture.blocks(len(item.config.block_sizes))
+        kept = all(path_of(self.attention(item), block).is_file() for block in blocks)
+        return kept and found.get("capture", asked) == asked  # older items do not say
+
+    def attention(self, item: Item) -> Path:
+        return self.folder / "attention" / item.name
+
     def mp4s(self, item: Item) -> list[tuple[Path, int]]:
         """Where an item's video is written, and how many pixels its shorter side has there at least."""
         number, index = self._places[item.config.prompt, item.config.seed]
@@ -157,7 +172,7 @@ class Maker:
         pixels, cost = self._rolled_out(items) if control is None else (self._control(control, items), {})
         made = time.monotonic() - start
         for item, video in zip(items, pixels, strict=True):
-            if self.comparison.read(item) is not None:
+            if self.comparison.is_done(item):
                 continue
             about = {
                 "label": item.label,
@@ -165,6 +180,7 @@ class Maker:
                 "prompt": item.config.prompt,
                 "seed": item.config.seed,
                 "cost": cost,
+                "capture": asdict(self.comparison.capture),
             }
             scene = self.comparison.scenes.get(item.config.prompt)
             arguments = (video, scene, about, self.comparison.path(item), self.comparison.mp4s(item))
@@ -213,8 +229,7 @@ class Maker:
         for number, (_, latents) in enumerate(rollout):
             if calls:
                 for row, item in enumerate(items):
-                    folder = self.comparison.folder / "attention" / item.name
-                    self.comparison.capture.save(folder, number, calls, row)
+                    self.comparison.capture.save(self.comparison.attention(item), number, calls, row)
                 calls.clear()
             yield latents
 
@@ -294,7 +309,7 @@ def merged(comparison: Comparison) -> dict[str, Any]:
     rows = [found for item in comparison.items() if (found := comparison.read(item)) is not None]
     costs: dict[str, Any] = {}
     for row in rows:
-        cost = row.pop("cost")
+        cost, _ = row.pop("cost"), row.pop("capture", None)
         if cost:
             costs.setdefault(row["label"], cost)
     prompts = list(dict.fromkeys(run.prompt for run in comparison.runs))

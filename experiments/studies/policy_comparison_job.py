@@ -132,7 +132,7 @@ def _make(
     torch.backends.cudnn.benchmark = on_gpu  # the decoder's convolutions, always of one size
 
     def is_done(name: str) -> bool:
-        return all(comparison.read(item) is not None for item in groups[name])
+        return all(comparison.is_done(item) for item in groups[name])
 
     behind = 1 + WAITING // min(map(len, groups.values()))  # groups that videos which wait belong to
     with _pool(workers, on_gpu, rank) as pool, Claims(comparison.folder / "claims", rank) as claims:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from helpers.forked import FULL, exit_code
 
-from experiments import run_extraction_all, run_extraction_each
+from experiments import run_extraction_all, run_extraction_each, run_extraction_maps
 from experiments.caches import load_cache
 from experiments.caches.errors import RunError
 from experiments.extraction import causal
@@ -71,6 +71,23 @@ def test_the_numbers_of_one_process(tmp_path):
     assert three["gpus"] == 3 and set(three) - set(one) == {"gpus"}
     for name in ("frame_logits", "frame_mass", "cross_mass"):
         torch.testing.assert_close(three[name], one[name], rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_maps_of_one_process(tmp_path):
+    flags = ["--quiet", "--query_patch", "3,2,1", "--words", "--heads", "0", "11"]
+    paths = [tmp_path / "one.pt", tmp_path / "two.pt"]
+
+    def mapping(path):
+        return lambda: cli.main(run_extraction_maps.run, [*MINI, "--output_path", str(path), *flags])
+
+    codes, said = ranks(2, mapping(paths[1]), tmp_path)
+    assert codes == [0, 0] and not said, said
+    mapping(paths[0])()
+    one, two = (load_cache(path) for path in paths)
+    assert two["gpus"] == 2 and set(two) - set(one) == {"gpus"}
+    for name in ("map_logits", "map_mass", "word_map"):
+        pair = [torch.cat([block[name].flatten() for block in cache["blocks"]]) for cache in (two, one)]
+        torch.testing.assert_close(*pair, rtol=2e-3, atol=2e-3, equal_nan=True)
 
 
 def test_one_process_fails(tmp_path):

@@ -108,6 +108,26 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     assert load_cache(path)["fingerprint"] == before
 
 
+def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, monkeypatch):
+    loads, original = [], causal.load_pipeline
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
+    for flags, count in (([], 1), (["--save_video"], 2), (["--save_video"], 2), ([], 2)):
+        sweeping(prompts, tmp_path, *flags, seeds=("0",))()
+        assert len(loads) == count
+        assert [run["state"] for run in json.loads((tmp_path / "manifest.json").read_text())["runs"]] == [
+            "done"
+        ] * 2
+    assert len(list(tmp_path.glob("*.mp4"))) == 2
+
+
+@pytest.mark.parametrize("content", ['{"name": "of another program"}', "[1, 2]", "no JSON"])
+def test_a_manifest_of_another_program_is_kept(tmp_path, prompts, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(CacheError, match=r"manifest.json"):
+        sweeping(prompts, tmp_path, "--no-overwrite")()
+    assert (tmp_path / "manifest.json").read_text() == content
+
+
 def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
     original = causal.extract_next
 

@@ -2,7 +2,7 @@
 
 import json
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from helpers.rollouts import TWO_STEPS
 
 from experiments.caches.errors import CacheError
-from experiments.extraction.block_capture import read_blocks
+from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
 from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels
 from experiments.studies import policy_comparison, policy_comparison_job, policy_grid
@@ -151,6 +151,36 @@ def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, monkeypatch):
     torn.write_text(torn.read_text()[:100])
     again = compare(folder, prompts=1)
     assert again["videos"] == table["videos"] and json.loads(torn.read_text())["seconds"] == before["seconds"]
+
+
+def test_files_that_are_asked_for_later_are_made(made, tmp_path):
+    folder, table = made
+    asked = {"prompts": 1, "videos": 1, "vbench_dir": str(tmp_path), "capture": "all", "policies": ["full"]}
+    again = compare(folder, **asked, controls=["rendered"])
+    assert [row["seconds"] for row in again["videos"]] == [
+        row["seconds"] for row in table["videos"] if row["label"] in ("full", "rendered")
+    ]
+    assert (folder / "videos/full_0.mp4").is_file() and len(list((tmp_path / "full").iterdir())) == 2
+    assert len(list(tmp_path.glob("rendered/*-?.mp4"))) == 2
+    kept = [row["name"] for row in again["videos"] if row["label"] == "full"]
+    assert all(len(read_blocks(folder / "attention" / name)) == 2 for name in kept)
+
+
+@pytest.mark.parametrize("before", ["none", "band:3"])
+def test_attention_of_another_capture_is_made_again(before, alike, tmp_path):
+    planned = replace(alike, folder=tmp_path, vbench=None, capture=BlockCapture.read("all", 0))
+    item = planned.items()[0]
+    planned.attention(item).mkdir(parents=True)
+    for block in range(7):
+        path_of(planned.attention(item), block).touch()
+    planned.path(item).parent.mkdir()
+    for capture, done in ((planned.capture, True), (BlockCapture.read(before, 0), False)):
+        planned.path(item).write_text(json.dumps({"seconds": {}, "capture": asdict(capture)}))
+        assert planned.is_done(item) == done
+    planned.path(item).write_text(json.dumps({"seconds": {}}))  # an older item
+    assert planned.is_done(item)
+    path_of(planned.attention(item), 3).unlink()
+    assert not planned.is_done(item)
 
 
 def test_another_batch_changes_rounding_alone(made, tmp_path):

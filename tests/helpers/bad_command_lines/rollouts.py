@@ -97,6 +97,7 @@ CASES["run_extraction_maps"] += [
         ["--blocks", "9"],
         ["--blocks", "0", "--query_patch", "18,0,0"],
         ["--steps", "7"],
+        ["--step", "3", "--steps", "0"],
         ["--cache_policy", "forcing_kv_heads"],
     )
 ]
@@ -124,6 +125,16 @@ CASES |= {
             [*MINI, "--edit", "{}/text.txt"],
             [*MINI, "--batch", "0"],
             [*MINI, "--output_dir", NO_DISK],
+            *(
+                [*MINI, "--output_dir", "{}/o", *f]
+                for f in (
+                    ["--output_path", "{}/x.pt"],
+                    ["--save_video"],
+                    ["--step", "3"],
+                    ["--overwrite"],
+                    ["--no-overwrite"],
+                )
+            ),
         ],
     }.items()
 }
@@ -156,6 +167,9 @@ CASES |= {
         ["--num_frames", "4"],
         ["--prompts", "{}/empty"],
         ["--prompts", "{}/text.txt", "--held_out", "3"],
+        ["--prompt", "a cat", "--held_out", "3"],
+        ["--prompt", "a cat", "--controls", "frozen"],
+        *(["--output_dir", "{}/o", *f] for f in (["--overwrite"], ["--save_video"], ["--output_path", "x"])),
         ["--held_out", "0"],
         ["--batch", "0"],
         ["--workers", "-1"],
