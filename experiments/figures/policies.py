@@ -7,7 +7,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from experiments.figures.style import GREY, ORANGE, PURPLE, STYLE
+from experiments.figures.style import GREY, ORANGE, PURPLE, in_style
 
 SPECIAL = {-1: ("average", ORANGE), -2: ("zeros", GREY), -3: ("chosen tokens", PURPLE)}
 NO_SLOT, MIXED = -9, -98
@@ -19,7 +19,7 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
     Averages, zeros and chosen tokens, which are of no single frame, have colours of their own.
     """
     blocks, slots = frames.shape
-    with plt.rc_context(STYLE):
+    with in_style():
         figure, ax = plt.subplots(figsize=(1.6 + 0.3 * slots, 1.1 + 0.26 * blocks))
         colours = plt.get_cmap("viridis")
         shade = Normalize(0, max(1, num_frames - 1))
@@ -64,7 +64,7 @@ def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.nda
         codes.get(int(f), f"f{f}") + ("" if p in (MIXED, NO_SLOT) else f"\n@{p}")
         for f, p in zip(frames, positions, strict=True)
     ]
-    with plt.rc_context(STYLE):
+    with in_style():
         figure, ax = plt.subplots(figsize=(1.8 + 0.34 * mass.shape[1], 1.3 + 0.18 * mass.shape[0]))
         image = ax.imshow(mass, aspect="auto", cmap="magma", vmin=0)
         ax.set(xlabel="Slot: frame @ temporal position", ylabel="Head", title=title)
@@ -77,7 +77,7 @@ def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.nda
 
 def survival_map(kept: np.ndarray, title: str) -> Figure:
     """kept [layers, F] -> how much of each frame the last block still sees, layer by layer."""
-    with plt.rc_context(STYLE):
+    with in_style():
         figure, ax = plt.subplots(figsize=(1.8 + 0.2 * kept.shape[1], 1.2 + 0.2 * kept.shape[0]))
         image = ax.imshow(kept, aspect="auto", cmap="viridis", vmin=0, vmax=1)
         ax.set(xlabel="Latent frame", ylabel="Layer", title=title)

@@ -5,14 +5,16 @@ Figure. They read no file and print nothing. NaN was not attended. Titles are si
 is centred right only then."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
 from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 from types import MappingProxyType
 from typing import Any
 
+import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import seaborn
@@ -88,12 +90,27 @@ def use_width(width: str | None) -> None:
     _width = WIDTHS[width] if width else None
 
 
+@contextmanager
+def in_style() -> Iterator[None]:
+    """Draw new figures in the style of this module; what is set beyond it stays as it was."""
+    _load_backend()
+    with plt.rc_context(STYLE):
+        yield
+
+
+@cache
+def _load_backend() -> None:
+    """Load pyplot's backend as the first figure would. A notebook's switches pyplot's display on when it
+    loads: inside rc_context, leaving would switch it off again."""
+    plt.switch_backend(matplotlib.get_backend())
+
+
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     """Draw in the style of this module, and keep the figure out of pyplot's list of open ones."""
 
     @wraps(draw)
     def wrapper(*args, **kwargs) -> Figure:
-        with plt.rc_context(STYLE):
+        with in_style():
             figure = draw(*args, **kwargs)
             if _width:
                 _fit(figure, _width)

@@ -1,12 +1,16 @@
 """Figures: what is drawn is what was given, absent stays absent, and the SVG is text and the same bytes every
 time."""
 
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from experiments.analysis import panels, reports
 from experiments.analysis.measures import head_statistics
@@ -157,3 +161,21 @@ def test_nothing_stays_open_and_nothing_leaks(tmp_path):
     assert heads.plt.rcParams == before
     with pytest.raises(OSError):
         style.save_svg(drawn["heat"], "/proc/f.svg")
+
+
+def test_a_notebooks_display_stays_on_after_the_first_figure():
+    code = """
+from IPython.core.interactiveshell import InteractiveShell
+InteractiveShell.instance()
+import numpy as np
+from experiments.figures import policies, style
+import matplotlib.pyplot as plt
+(FIGURE)
+print(plt.isinteractive())
+"""
+    bare, styled = 'policies.survival_map(np.ones((2, 3)), "x")', "style.styled(plt.figure)()"
+    for backend, figure, shown in (("inline", bare, True), ("inline", styled, True), ("agg", bare, False)):
+        command = [sys.executable, "-c", code.replace("(FIGURE)", figure)]
+        env = os.environ | {"MPLBACKEND": backend}
+        said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+        assert said.stdout.split() == [str(shown)], said.stderr
