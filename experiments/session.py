@@ -217,7 +217,7 @@ class Atlas(Mapping[str, Any]):
         """The names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
         table = AtlasCache.table().items()
         letters = {name.rstrip("?"): text for name, text in table if isinstance(text, str)}
-        lengths = {name: letters[name].partition("[")[2].rstrip("]").split(", ") for name in self.units}
+        lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:

@@ -64,6 +64,7 @@ def test_the_atlas_has_the_bytes_that_the_script_writes(elsewhere, pipe):
     with capture(pipe, key_curve=True, cross=True, rope_bands=True) as seen:
         first = pipe.generate("a red circle", seed=7)
     seen.atlas().save("ours/deep/atlas.pt")
+    assert "  key_curve [layers 8, passes 5, heads 12, key tokens 96]: q·k/√D of" in repr(seen.atlas())
     config = str(ROOT / "configs/wan_mini.yaml")
     flags = ["--ckpt_dir", str(ROOT / "checkpoints/wan-mini"), "--num_frames", "6", "--quiet", "--seed", "7"]
     flags += ["--checkpoint_path", str(ROOT / "checkpoints/wan-mini/self_forcing_mini.pt")]
