@@ -42,6 +42,7 @@ class Profiles:
     branch: str | None  # of a base model's guidance: cond or uncond; None where there is one alone
     source: str  # one line: model, weights, prompt, seed
     notes: tuple[str, ...]
+    settings: Mapping[str, Any]  # of the rollout, those that caches keep; {} where the file has none
     edits: str  # of an edited run what was done, in words; nothing otherwise
     rolling_timesteps: tuple[float, ...]  # of a rolling window's blocks; () of other samplers
     num_averages: int  # keys that are averages of frames that are gone; 0 but under some cache policies
@@ -199,6 +200,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         branch=cache.get("branch"),
         source=source_of(typed),
         notes=(*(typed.notes or ()), *_partial_note(typed)),
+        settings=typed.config or {},
         edits=edits_in_words(typed.interventions),
         rolling_timesteps=tuple(typed.rolling_timesteps or ()),
         num_averages=found.num_averages,

@@ -21,7 +21,7 @@ from experiments.caches.view import Profiles, open_passes
 from experiments.figures.page_data import QUANTITIES, Passes, fit, size_of, to_json
 from experiments.figures.page_keys import keys_of
 from experiments.figures.page_maps import maps_of
-from experiments.figures.thumbnails import ThumbnailError, thumbnails
+from experiments.figures.thumbnails import ThumbnailError, require_as_new, thumbnails
 
 PARTS = Path(__file__).with_name("page")
 
@@ -73,9 +73,9 @@ def save_page(
     """Write the page of a cache or folder, whole or not at all.
 
     layers None: all of them. max_mb bounds the file, in 10^6 bytes (see page_data.fit). video is an mp4 of
-    the same rollout; None takes the one beside the cache. maps is a maps cache of the rollout, which takes at
-    most half of the page. Raises CacheError where the profiles alone do not fit, for a video that cannot be
-    shown, and for maps of another rollout.
+    the same rollout; None takes the one beside the cache, unless it is older. maps is a maps cache of the
+    rollout, which takes at most half of the page. Raises CacheError where the profiles alone do not fit, for
+    a video that cannot be shown, and for maps of another rollout.
     """
     passes, there = open_passes_of(source)
     view = next(iter(next(iter(passes[0].values())).values()))
@@ -103,6 +103,8 @@ def _video_frames(source: Path, video: str | Path | None, view: Profiles) -> tup
     if len(beside) != 1 or not beside[0].is_file():
         return [], []
     try:
+        if not source.is_dir():
+            require_as_new(beside[0], source)
         return thumbnails(beside[0], view.num_frames), []
     except ThumbnailError as error:
         return [], [f"The video beside the cache is left out: {error}"]

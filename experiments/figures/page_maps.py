@@ -9,7 +9,7 @@ from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
 from experiments.caches.errors import CacheError
 from experiments.caches.maps_schema import MapsCache
-from experiments.caches.view import Profiles, source_of
+from experiments.caches.view import Profiles, edits_in_words, source_of
 from experiments.figures.page_data import code, size_of
 
 
@@ -23,6 +23,11 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     typed = MapsCache.from_dict(cache)
     if source_of(typed) != view.source or typed.num_frames != view.num_frames:
         raise CacheError(f"{path} is of another rollout ({source_of(typed)}) than the page ({view.source})")
+    if differing := _differing(typed, view):
+        raise CacheError(
+            f"{path} is of another rollout than the page: {', '.join(differing)} differ; make both with the "
+            "same settings"
+        )
     places = places_of(cache)
     if not places:
         raise CacheError(f"{path} holds no maps of queries, only words; run: {MAKE}")
@@ -48,6 +53,14 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         "grid": [typed.rows, typed.columns],
     }
     return data | _fitting(values, max_bytes - size_of(data) - 100, path)
+
+
+def _differing(maps: MapsCache, view: Profiles) -> list[str]:
+    """Settings in which the rollouts of maps and view differ, where both files say them."""
+    ours, theirs = maps.config or {}, view.settings
+    names = sorted({*ours, *theirs}) if ours and theirs else []
+    edits = ["interventions"] if edits_in_words(maps.interventions) != view.edits else []
+    return [name for name in names if ours.get(name) != theirs.get(name)] + edits
 
 
 def _fitting(values: np.ndarray, room: int, path: str | Path) -> dict[str, Any]:

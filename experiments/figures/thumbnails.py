@@ -11,6 +11,7 @@ from experiments.caches.errors import CacheError
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 
 HEIGHT = 60  # pixels
+COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
 
 
 class ThumbnailError(CacheError):
@@ -59,11 +60,23 @@ def video_frames(
 
 
 def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
-    """The video given, or the mp4 of the same name beside a cache. CacheError where there is none."""
+    """The video given, or the mp4 of the same name beside a cache. CacheError where there is none, or where
+    the one beside the cache is of an earlier run."""
     path = Path(video) if video is not None else Path(cache_path).with_suffix(".mp4")
     if not path.is_file():
         raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
+    if video is None:
+        require_as_new(path, cache_path)
     return path
+
+
+def require_as_new(video: Path, cache_path: str | Path) -> None:
+    """Raise ThumbnailError for a video that an earlier run left beside a cache: a run writes it last."""
+    if video.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:
+        raise ThumbnailError(
+            f"{video} is older than {cache_path}, so of an earlier run; make the cache again with "
+            "--save_video, or name the video where it is of the same rollout"
+        )
 
 
 def required_pictures(path: str | Path, num_frames: int, height: int, which: int) -> list[np.ndarray]:
@@ -88,6 +101,7 @@ def pictures_for(
     if not beside.is_file():
         return None, ""
     try:
+        require_as_new(beside, cache_path)
         return pictures(beside, num_frames), ""
     except ThumbnailError as error:
         return None, f"Note: the video beside the cache is left out: {error}"

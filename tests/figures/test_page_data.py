@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 
 import numpy as np
@@ -19,7 +20,7 @@ from experiments.caches.errors import CacheError
 from experiments.caches.view import open_profiles
 from experiments.figures import page_data
 from experiments.figures.html_page import MAX_MB, PARTS, SCRIPTS, STYLES, open_passes_of, save_page
-from experiments.figures.thumbnails import ThumbnailError, thumbnails
+from experiments.figures.thumbnails import ThumbnailError, pictures_for, thumbnails, video_of
 from experiments.running import cli
 
 PUBLISHED = ROOT / "cache" / "published"
@@ -217,8 +218,8 @@ def test_thumbnails(tmp_path):
 
     shades = np.arange(33, dtype=np.uint8)[:, None, None, None] * 7
     film = np.broadcast_to(shades, (33, 64, 96, 3)).copy()
-    iio.imwrite(tmp_path / "a.mp4", film, fps=16, codec="libx264", macro_block_size=8)
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())  # 9 latent frames are 33
+    iio.imwrite(tmp_path / "a.mp4", film, fps=16, codec="libx264", macro_block_size=8)
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert len(data["thumbnails"]) == 9
     for f, shown in zip((0, 3, 7, 31), [data["thumbnails"][k] for k in (0, 1, 2, 8)], strict=True):
@@ -227,6 +228,15 @@ def test_thumbnails(tmp_path):
         assert picture.shape == (60, 90, 3) and abs(picture.mean() - 7 * f) < 8
     with pytest.raises(ThumbnailError, match=r"a\.mp4 has 33 frames; 10 latent frames are 37"):
         thumbnails(tmp_path / "a.mp4", 10)
+    written = (tmp_path / "a.pt").stat().st_mtime
+    os.utime(tmp_path / "a.mp4", (written - 5, written - 5))  # of the run before this one
+    data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
+    assert data["thumbnails"] == [] and "a.mp4 is older than" in data["notes"][0]
+    assert pictures_for(tmp_path / "a.pt", None, 9)[0] is None
+    with pytest.raises(CacheError, match=r"a\.pt, so of an earlier run; make the cache again with"):
+        video_of(tmp_path / "a.pt", None)
+    named = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt", video=tmp_path / "a.mp4"))
+    assert len(named["thumbnails"]) == 9
     (tmp_path / "a.mp4").write_bytes(b"no video")
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert data["thumbnails"] == [] and data["notes"][0].startswith("The video beside the cache is left out")

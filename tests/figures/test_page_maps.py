@@ -100,6 +100,25 @@ def test_maps_of_another_rollout_are_refused(files, tmp_path):
     assert not (tmp_path / "p.html").exists()
 
 
+def test_maps_of_another_policy_or_edit_are_refused(tmp_path):
+    config = {"height": 8, "sink_size": 0}
+    sink = {"cache_policy": {"name": "deep_sink"}}
+    edit = {"edits": [], "words": "all heads of layer 3 off", "hash": "ab12"}
+    save_cache(tmp_path / "a.pt", synthetic_caches.atlas(F=F, H=H, S=S) | {"config": config | sink})
+    for name, changed in {
+        "same": {"config": config | sink},
+        "cache_policy": {"config": config},
+        "interventions": {"config": config | sink, "interventions": edit},
+        "cache_policy, interventions": {"config": config, "interventions": edit},
+    }.items():
+        save_cache(tmp_path / "maps.pt", maps(**changed))
+        if name == "same":
+            save_page(tmp_path / "p.html", tmp_path / "a.pt", maps=tmp_path / "maps.pt")
+            continue
+        with pytest.raises(CacheError, match=f"another rollout than the page: {name} differ; make both"):
+            save_page(tmp_path / "p.html", tmp_path / "a.pt", maps=tmp_path / "maps.pt")
+
+
 def test_maps_are_pooled_until_they_fit(files, tmp_path):
     large = files / "index.html"
     room = large.stat().st_size / 1e6
