@@ -10,7 +10,8 @@ The scripts go the same way: experiments/extraction/causal.py loads and generate
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,11 @@ from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.prompt_embeds import with_given_prompt
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import decode, save_video
+from experiments.running.policy_flags import FOLDER, policy_settings
 from experiments.running.progress import Progress
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
+from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
 from wan.modules.captured_call import CapturedCall
 
@@ -64,13 +67,29 @@ def load(
 ) -> "Pipe":
     """A pipeline that generates videos, from a config's name, its path, or a directory of weights.
 
-    device is auto, cpu, cuda or cuda:N; offload streams the layers' weights from the host. settings are
+    device is auto, cpu, cuda or cuda:N; offload streams the layers' weights from the host. cache_policy takes
+    the place of the config's: settings, a file, one of configs/policies or a policy by its name. settings are
     further fields of RunConfig, such as num_frames. Weights are read by the first video, after its prompt is
     encoded. Raises ConfigError for what is not there or does not fit.
     """
-    given = {"device": device, "dtype": dtype, "offload": offload, "cache_policy": cache_policy, **settings}
+    _check_names(settings)
+    given = {"device": device, "dtype": dtype, "offload": offload, **settings}
+    if cache_policy is not None:
+        if isinstance(cache_policy, str | Path):
+            cache_policy = policy_settings(str(cache_policy), project_files.HOME / FOLDER)
+        given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
     config = project_files.find_config(source, {k: v for k, v in given.items() if v is not None})
     return Pipe(config)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first name that is no field of RunConfig."""
+    known = [field.name for field in fields(RunConfig)]
+    for name in settings:
+        if name not in known:
+            nearest = get_close_matches(name, known, 1)
+            said = f"did you mean {nearest[0]}?" if nearest else f"known ones: {', '.join(sorted(known))}"
+            raise ConfigError(f"{name} is no setting of a run; {said}")
 
 
 class Pipe:

@@ -33,20 +33,20 @@ def policy_overrides(args: argparse.Namespace) -> dict[str, Any]:
     return chosen
 
 
-def policy_settings(name: str) -> dict[Any, Any]:
+def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
     """Settings of a policy from a YAML file, from configs/policies by its stem, or by the policy's name
-    alone.
+    alone. folder is configs/policies, where the working folder is not the project's.
     """
-    for path in (Path(name), FOLDER / f"{name}.yaml"):
+    for path in (Path(name), folder.parents[1] / name, folder / f"{name}.yaml"):
         if isfile(path):  # False for a name that is too long, where Path.is_file raises
             return read_yaml(path)
     from wan.modules.cache_policies import POLICIES  # here: a --help needs no torch
 
     if name in POLICIES:
         return {"name": name}
-    published = ", ".join(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+    published = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
     raise ConfigError(
-        f"cache_policy {quoted(name)} is no file, none of {FOLDER} ({published}) and no policy "
+        f"cache_policy {quoted(name)} is no file, none of {folder} ({published}) and no policy "
         f"({', '.join(POLICIES)})"
     )
 

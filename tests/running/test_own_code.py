@@ -16,6 +16,7 @@ from experiments.caches import load_cache
 from experiments.caches.errors import CacheError, RunError
 from experiments.running import cli
 from wan.errors import ConfigError
+from wan.text_files import read_yaml
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 SHOWN = re.compile(r"^(.+?)  # -> (.+)$")
@@ -113,11 +114,27 @@ def test_models_are_found_by_directory_and_path(elsewhere):
     assert by_name.config == by_path.config == by_folder.config
 
 
+def test_policies_are_given_by_name_file_or_settings(elsewhere):
+    published = ROOT / "configs/policies/deep_sink.yaml"
+    relative = "configs/policies/deep_sink.yaml"  # below the project, as a config's paths are
+    by_name, *others = (load("wan_mini", cache_policy=p) for p in ("deep_sink", relative, published))
+    assert by_name.config.cache_policy == read_yaml(published)
+    assert all(pipe.config == by_name.config for pipe in others)
+    windowed = load("wan_mini_lora", cache_policy={"name": "full"}).config  # that config has a window
+    assert windowed == load("wan_mini_lora", cache_policy="full").config
+    assert windowed.policy.name == "full"
+    with pytest.raises(ConfigError, match="leave them out where cache_policy is given"):
+        load("wan_mini", cache_policy="full", local_attn_size=9)
+
+
 @pytest.mark.parametrize(
     ("source", "settings", "message"),
     [
         ("wan_maxi", {}, "wan_maxi is no config, its path, or a directory of weights; configs: .*wan_mini"),
-        ("wan_mini", {"frames": 6}, "unknown key 'frames'|frames"),
+        ("wan_mini", {"frames": 6}, r"^frames is no setting of a run; did you mean num_frames\?"),
+        ("wan_mini", {"num_frame": 6}, r"^num_frame is no setting of a run; did you mean num_frames\?"),
+        ("wan_mini", {"xyz": 6}, "^xyz is no setting of a run; known ones: base, cache_policy, "),
+        ("wan_mini", {"cache_policy": "deep"}, r"^cache_policy 'deep' is no file, none of .*deep_sink"),
         ("wan_mini", {"num_frames": 7}, "7 frames do not fit blocks of 3"),
         ("wan_mini", {"device": "tpu"}, "device 'tpu' is not one of"),
     ],
