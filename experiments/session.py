@@ -98,7 +98,7 @@ class Pipe:
     def __init__(self, config: RunConfig):
         self.config, self.model_config = config, read_model_config(config.ckpt_dir)
         self._session: causal.Session | None = None
-        self._seen: list[Seen] = []
+        self._seen: Seen | None = None
 
     def generate(self, prompt: str | None = None, seed: int | None = None, quiet: bool = True) -> "Run":
         """Generate one video; prompt and seed are the config's where not given. Equal seeds give equal bits.
@@ -109,22 +109,26 @@ class Pipe:
             prompt = with_given_prompt(self.config, prompt)
         given: dict[str, Any] = {"prompt": prompt, "seed": seed}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
-        requests = self._seen[-1].requests if self._seen else []
+        requests = self._seen.requests if self._seen else []
         with Progress(quiet) as observer:
             if self._session is None:
                 self._session = causal.prepare(config, requests, observer=observer)
             run = Run(causal.extract_next(self._session, config, requests, observer))
-        for seen in self._seen[-1:]:
-            seen.runs.append(run)
+        if self._seen:
+            self._seen.runs.append(run)
         return run
 
     @contextmanager
     def _capturing(self, seen: "Seen") -> Iterator["Seen"]:
-        self._seen.append(seen)
+        if self._seen:
+            raise ConfigError(
+                "this pipe is captured already; ask one capture for all layers: capture(pipe, layers=[0, 1])"
+            )
+        self._seen = seen
         try:
             yield seen
         finally:
-            self._seen.remove(seen)
+            self._seen = None
 
     def __repr__(self) -> str:
         c, m = self.config, self.model_config
@@ -176,7 +180,7 @@ def capture(
 
     mass keeps the softmax mass beside the mean logits, key_curve the last block's curve over key tokens,
     cross the mass on every prompt token, rope_bands the mean logits by RoPE band. Raises ConfigError for a
-    layer that the model does not have.
+    layer that the model does not have, and inside another capture of the same pipe.
     """
     chosen = None if layers is None else sorted(set(layers))
     requests = atlas_requests(pipe.config, mass, key_curve, cross, rope_bands, chosen)

@@ -150,6 +150,14 @@ def test_a_layer_that_is_not_there_is_refused_before_anything_runs(pipe):
         pass
 
 
+def test_a_capture_inside_a_capture_is_refused(pipe):
+    said = "captured already; ask one capture for all"
+    with capture(pipe, [0]), pytest.raises(ConfigError, match=said), capture(pipe, [1]):
+        pass
+    with capture(pipe, [1]) as seen, capture(load("wan_mini", num_frames=6), [0]):
+        assert pipe._seen is seen  # one of another pipe is no matter; what was refused left nothing behind
+
+
 def test_importing_loads_no_model():
     heavy = ("torch", "diffusers", "matplotlib")
     code = f"import experiments, sys; print([name for name in {heavy} if name in sys.modules])"
