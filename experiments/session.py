@@ -157,7 +157,9 @@ class Run:
         return decode(self.extraction)
 
     def save_video(self, path: str | Path) -> None:
-        """Write an mp4 of 16 frames a second."""
+        """Write an mp4 of 16 frames a second. ConfigError for a name that does not end in .mp4."""
+        if Path(path).suffix != ".mp4":
+            raise ConfigError(f"save_video writes an mp4, and {path} does not end in .mp4")
         save_video(self.extraction, path)
 
     def __repr__(self) -> str:
@@ -169,7 +171,7 @@ class Run:
 @contextmanager
 def capture(
     pipe: Pipe,
-    layers: Collection[int] | None = None,
+    layers: int | Collection[int] | None = None,
     *,
     mass: bool = True,
     key_curve: bool = False,
@@ -182,7 +184,9 @@ def capture(
     cross the mass on every prompt token, rope_bands the mean logits by RoPE band. Raises ConfigError for a
     layer that the model does not have, and inside another capture of the same pipe.
     """
-    chosen = None if layers is None else sorted(set(layers))
+    chosen = None if layers is None else sorted({layers} if isinstance(layers, int) else set(layers))
+    if chosen == []:
+        raise ConfigError("layers is empty; name the layers to capture, or leave it out for every layer")
     requests = atlas_requests(pipe.config, mass, key_curve, cross, rope_bands, chosen)
     memory_estimate.check_requests(pipe.config, pipe.model_config, requests)
     with pipe._capturing(Seen(requests)) as seen:
@@ -268,6 +272,9 @@ class Atlas(Mapping[str, Any]):
         if name not in self._values:
             raise CacheError(f"{name} is not in this atlas; it has {', '.join(self.units)}")
         return self._values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
 
     def __contains__(self, name: object) -> bool:
         return name in self._values

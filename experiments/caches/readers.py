@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from experiments.caches import averages, frames
-from experiments.caches.common import Cache, PassTag, Tokens
+from experiments.caches.common import QUANTITIES, Cache, PassTag, Tokens
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import AtlasCache, Figure4Cache, InferenceCache, LayerCache
 from wan.blocks import block_frames, block_ranges
+from wan.errors import quoted
 from wan.safe_load import UnreadableError, verify
 
 
@@ -40,6 +41,8 @@ class PassReading:
 
 def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
     """One pass (None: the first) in a quantity. Raises CacheError for one that the cache does not hold."""
+    if quantity not in QUANTITIES:
+        raise CacheError(f"quantity {quoted(quantity)} is not one of {', '.join(QUANTITIES)}")
     at = _pick(cache.passes(), step)
     if isinstance(cache, Figure4Cache):
         return _figure4(cache, at, quantity)

@@ -86,6 +86,8 @@ def test_layer():
     assert view.key_curve(3) is None
     with pytest.raises(CacheError, match="holds no mass; it has mean_logit"):
         open_profiles(cache, quantity="mass")
+    with pytest.raises(CacheError, match="quantity 'logits' is not one of mean_logit, mass, mean_prob"):
+        open_profiles(cache, quantity="logits")
 
 
 def test_inference_window_and_passes():

@@ -93,10 +93,13 @@ def test_every_object_says_what_it_is(pipe):
     assert second.startswith("  frame_logits [layers 2, passes 5, heads 12, frames 6, frames 6]: mean q·k/√D")
     with pytest.raises(CacheError, match="frame_mass is not in this atlas; it has frame_logits"):
         atlas["frame_mass"]
+    assert atlas.get("frame_mass") is None and atlas.get("layers") == [1, 5] and atlas.get("x", 3) == 3
+    with pytest.raises(ConfigError, match=r"writes an mp4, and a\.gif does not end in \.mp4"):
+        run.save_video("a.gif")
 
 
 def test_an_atlas_opens_again_and_is_drawn(elsewhere, pipe):
-    with capture(pipe, layers=[2]) as seen:
+    with capture(pipe, layers=2) as seen:
         pipe.generate(seed=1)
     path = seen.atlas().save("a.pt")
     opened = Atlas.open(path)
@@ -147,6 +150,8 @@ def test_bad_input_is_refused_in_one_line(elsewhere, source, settings, message):
 
 def test_a_layer_that_is_not_there_is_refused_before_anything_runs(pipe):
     with pytest.raises(ConfigError, match=r"layer 8 is not in 0..7"), capture(pipe, layers=[8]):
+        pass
+    with pytest.raises(ConfigError, match="layers is empty; name the layers"), capture(pipe, layers=[]):
         pass
 
 
