@@ -1,5 +1,10 @@
 # Sourced by the two commands of the README: makes .venv at the root, once, and goes there.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+shared=$(cd .venv 2> /dev/null && pwd -P || true)  # -e . of the requirements would turn that one to this code
+if [ -n "$shared" ] && [ "${shared#"$(pwd -P)/"}" = "$shared" ]; then
+    echo "error: .venv leads out of this checkout, to $shared; remove the link (rm .venv), and one is made here" >&2
+    exit 2
+fi
 if [ ! -x .venv/bin/python ]; then
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: python3 must be 3.11 or newer" >&2; exit 2; }
     python3 -m venv .venv || exit 1

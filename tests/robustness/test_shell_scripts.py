@@ -1,5 +1,7 @@
 """Every shell script with too few or too many words: exit code 2 and one line; --help: 0."""
 
+import os
+import shutil
 import subprocess
 
 import pytest
@@ -49,6 +51,29 @@ def test_every_shell_script(tmp_path, capfd):
         capfd,
         f"{len(SHELL)} shell scripts: {tried} bad command lines, exit code 2 and one line each; --help 0",
     )
+
+
+def test_a_venv_of_another_checkout_is_refused_before_anything_is_installed(tmp_path):
+    (tmp_path / "ours/experiments/running").mkdir(parents=True)
+    script = shutil.copy(ROOT / "experiments/running/env.sh", tmp_path / "ours/experiments/running")
+    (tmp_path / "theirs/.venv/bin").mkdir(parents=True)
+    (tmp_path / "theirs/.venv/bin/python").write_text("#!/bin/sh\ntouch called\n")
+    (tmp_path / "theirs/.venv/bin/python").chmod(0o755)
+    (tmp_path / "theirs/.venv/bin/activate").write_text("exit 7\n")  # as far as a .venv of its own comes
+    (tmp_path / "ours/.venv").symlink_to(tmp_path / "theirs/.venv")
+    done = subprocess.run(["bash", "-eu", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: .venv leads out of this checkout, to ") and "rm .venv" in done.stderr
+    )
+    (tmp_path / "ours/.venv").unlink()
+    (tmp_path / "theirs/.venv").rename(tmp_path / "ours/.venv")
+    assert subprocess.run(["bash", "-eu", script], capture_output=True).returncode == 7
+    shutil.rmtree(tmp_path / "ours/.venv")
+    (tmp_path / "python3").symlink_to("/bin/false")
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-eu", script], capture_output=True, text=True, env=os.environ | path)
+    assert done.stderr == "error: python3 must be 3.11 or newer\n"  # one is made where there is none
 
 
 @pytest.mark.beside
