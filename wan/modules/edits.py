@@ -136,7 +136,8 @@ ACTIVE_EDITS = ActiveEdits()
 def intervene(*edits: Edit, data: Mapping[Edit, object] | None = None) -> Iterator[Edits]:
     """Edit attention calls while the context lasts; contexts nest, and apply from the outermost in.
 
-    data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of what has a source.
+    data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of what has a source;
+    experiments.load("wan_mini", interventions=[{"edit": "ablate", "how": "mean", ...}]) makes them itself.
     Yields the edits with the number of calls that each changed. Warns of one that changed none.
     """
     if not edits or not all(isinstance(edit, Edit) for edit in edits):
