@@ -114,7 +114,10 @@ class HeadStudy:
 def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> HeadStudy:
     """A causal atlas of heads, beside an attention atlas of the same model where one is there."""
     if not Path(causal_atlas).is_file():
-        return HeadStudy(f"{causal_atlas} not found; run: python experiments/run_causal_atlas.py")
+        return HeadStudy(
+            f"{causal_atlas} not found; run: python experiments/run_causal_atlas.py "
+            "(on a CPU add --config_path configs/wan_mini.yaml)"
+        )
     cache = load_cache(causal_atlas, expect=("causal_atlas",))
     if cache["each"] != "head" or len(cache["units"]) != cache["num_heads"]:
         return HeadStudy(f"{causal_atlas} is of each {cache['each']}; these figures are of every head")
