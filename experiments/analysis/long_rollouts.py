@@ -58,7 +58,7 @@ class LongRollouts:
         return _interval(self.findings["policies"][label]["measures"][measure])
 
     def intervals(self, measure: str = PRIMARY) -> dict[str, Interval]:
-        """Of the family and the controls, by short names."""
+        """Of the family, a user's own policies and the controls, by short names."""
         return {self.labels[label]: self.interval(label, measure) for label in [*self.family, *self.controls]}
 
     def curves(self, measure: str) -> dict[str, dict[str, np.ndarray]]:
@@ -99,7 +99,9 @@ class LongRollouts:
             right, motion = self.interval(label), self.interval(label, "motion")
             line = f"{self.labels[label]:>22}: right {right}, motion {motion}"
             if against := self.findings["against_full"].get(label):
-                line += f"; against full {_interval(against['difference'])}, p {against['p_holm']:.4f} (Holm)"
+                adjusted = against["p_holm"] is not None
+                p = f"{against['p_holm']:.4f} (Holm)" if adjusted else f"{against['p']:.4f} (not adjusted)"
+                line += f"; against full {_interval(against['difference'])}, p {p}"
             said.append(line)
         return "\n".join(said)
 

@@ -53,7 +53,7 @@ def _row(report: dict, label: str) -> tuple[str, ...]:
         of["name"],
         _said(measures["right"]),
         _said(against["difference"], sign=True) if against else "",
-        f"{against['p_holm']:.4f}" if against else "",
+        "" if not against or against["p_holm"] is None else f"{against['p_holm']:.4f}",
         _said(of["by_kind"]["wall"]) if "wall" in of["by_kind"] else "",
         _said(measures["hue_kept"]),
         _said(measures["motion"]),

@@ -3,7 +3,8 @@
 Fixed before anything was run: the primary measure is the share of the seconds 5 to 60 in which the tracker
 finds colour and shape right; all others are secondary. Seeds of a prompt are averaged first, the unit is the
 prompt. Policies of FAMILY are compared with full on the same prompts, seeds and noise: sign flips over
-prompts, Holm over the family. Intervals are percentiles of a bootstrap over prompts.
+prompts, Holm over the family; a user's own policies likewise, outside Holm. Intervals are percentiles of a
+bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.effects import bootstrap, holm, sign_flip_p
+from experiments.extraction.video import FPS
 from experiments.studies.policy_grid import (
     CONTROLS,
     DEEP_SINK,
     FAMILY,
     FULL,
+    NAMED,
     PARTICIPATIVE,
     SINKS,
     WINDOWS,
     short_label,
     spec,
 )
+from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.errors import ConfigError
 
 FROM, TO = 5, 60  # seconds that count: before, every policy sees all there is
 PRIMARY = "right"
 SHOWN = (*FAMILY[:2], "window,window=12,sink=3", DEEP_SINK, PARTICIPATIVE)  # beside full, as curves
+MOST_SHOWN = 7  # as many colours as figures of curves have
 CURVES = ("right", "hue_kept", "motion")
 DRAWS = 2000
 
@@ -72,6 +77,8 @@ class Table:
             for video in comparison["videos"]:
                 self.videos.setdefault((video["label"], video["prompt"]), []).append(video)
             self.labels = list(dict.fromkeys(video["label"] for video in comparison["videos"]))
+            pixels = 1 + VIDEO_FRAMES_PER_LATENT * (comparison["num_frames"] - 1)
+            self.end = min(TO, round(pixels / FPS))  # seconds
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"no comparison of compare_policies.py: {type(error).__name__} {error}"
@@ -84,6 +91,16 @@ class Table:
         chosen = self.prompts if prompts is None else prompts
         return np.array([np.mean([measure(v) for v in self.videos[label, prompt]]) for prompt in chosen])
 
+    def name(self, label: str) -> str:
+        """How figures name a policy: shortly, where no other is named so."""
+        short = [short_label(one) for one in self.labels]
+        return short_label(label) if short.count(short_label(label)) == 1 else label
+
+    @property
+    def own(self) -> list[str]:
+        """Policies that a user named beside those of the findings."""
+        return [label for label in self.labels if label not in (*NAMED["findings"], *CONTROLS)]
+
     def of_kind(self, kind: str) -> list[str]:
         return [prompt for prompt, one in zip(self.prompts, self.kinds, strict=True) if one == kind]
 
@@ -91,8 +108,9 @@ class Table:
 def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """All numbers of the findings, as JSON holds them."""
     table = Table(comparison)
+    seconds = f"{FROM} to {table.end}"
     return {
-        "primary": f"share of seconds {FROM} to {TO} in which the tracker finds colour and shape right",
+        "primary": f"share of seconds {seconds} in which the tracker finds colour and shape right",
         "prompts": len(table.prompts),
         "kinds": {kind: table.kinds.count(kind) for kind in dict.fromkeys(table.kinds)},
         "seeds": len(table.videos[FULL, table.prompts[0]]),
@@ -109,7 +127,7 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_policy(table: Table, label: str) -> dict[str, Any]:
     """Every measure with its interval; what hid; cost."""
-    found: dict[str, Any] = {"name": short_label(label)}
+    found: dict[str, Any] = {"name": table.name(label)}
     found["measures"] = {name: _interval(table.values(label, of)) for name, of in MEASURED.items()}
     found["by_kind"] = {
         kind: _interval(table.values(label, MEASURED[PRIMARY], table.of_kind(kind)))
@@ -124,15 +142,20 @@ def of_policy(table: Table, label: str) -> dict[str, Any]:
 
 
 def against_full(table: Table) -> dict[str, Any]:
-    """Paired differences to full of the primary measure, with Holm-adjusted p over the family."""
+    """Paired differences to full of the primary measure, with Holm-adjusted p over the family.
+
+    A user's own policies come last, and have no adjusted p.
+    """
     base = table.values(FULL, MEASURED[PRIMARY])
     there = [label for label in FAMILY if label in table.labels]
-    gains = {label: table.values(label, MEASURED[PRIMARY]) - base for label in there}
+    gains = {label: table.values(label, MEASURED[PRIMARY]) - base for label in (*there, *table.own)}
     p_values = [sign_flip_p(gain) for gain in gains.values()]
-    adjusted = holm(p_values)
+    adjusted = [round(float(q), 5) for q in holm(p_values[: len(there)])]
     return {
-        label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": round(float(q), 5)}
-        for (label, gain), p, q in zip(gains.items(), p_values, adjusted, strict=True)
+        label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": q}
+        for (label, gain), p, q in zip(
+            gains.items(), p_values, adjusted + [None] * len(table.own), strict=True
+        )
     }
 
 
@@ -207,8 +230,8 @@ def curves(table: Table, label: str) -> dict[str, Any]:
 
 
 def _shown(table: Table) -> list[str]:
-    wanted = (FULL, *SHOWN, *CONTROLS)
-    return [label for label in wanted if label in table.labels]
+    policies = [label for label in (FULL, *SHOWN, *table.own) if label in table.labels]
+    return policies[:MOST_SHOWN] + [label for label in CONTROLS if label in table.labels]
 
 
 def _interval(values: np.ndarray) -> list[float | None]:

@@ -3,8 +3,12 @@
 import pytest
 from helpers.long_findings import KINDS, comparison
 
+from experiments.analysis.long_rollouts import LongRollouts
+from experiments.dev.long_rollout_findings import table as table_of
 from experiments.studies import policy_findings
 from wan.errors import ConfigError
+
+MADE = {"device": "a GPU", "torch": "2", "date": "today", "git": "0" * 40, "command": "python x.py"}
 
 
 def test_findings_find_what_was_put_in():
@@ -30,6 +34,32 @@ def test_findings_find_what_was_put_in():
     assert full["cost"]["seconds"] == 1.0 and full["measures"]["non_repetition"] == [None, None, None]
     assert 0.3 < full["measures"]["right"][0] < 0.5 and set(full["by_kind"]) == set(KINDS)
     assert found["curves"]["frozen"]["motion"]["mean"] == [0.1] * 59
+
+
+def test_policies_of_ones_own_stand_beside_the_family_outside_holm():
+    sink, own, twin = "window,window=9,sink=3", "deep_sink", "window,window=9,sink=3,other=1"
+    gains = {"full": 0.0, sink: 0.3, "window,window=9,sink=6": 0.1}
+    plain = policy_findings.findings(comparison(gains))
+    found = policy_findings.findings(comparison(gains | {own: 0.2, twin: 0.3, "frozen": 0.6}))
+    assert list(found["against_full"]) == [sink, own, twin]  # what the map of sinks shows is no one's own
+    assert found["against_full"][sink] == plain["against_full"][sink]
+    assert found["against_full"][own]["p_holm"] is None and found["against_full"][own]["p"] < 0.05
+    assert list(found["curves"]) == ["full", sink, own, twin, "frozen"]
+    seen = LongRollouts(found)
+    assert [*seen.intervals()] == ["full", sink, own, twin, "frozen"]  # two are window 9/3: said in full
+    assert [*seen.costs()] == ["full", sink, own, twin]
+    assert f"{own}: right 0.6" in seen.lines() and "(not adjusted)" in seen.lines()
+    assert "| deep_sink | 0.6" in table_of(found | {"made": MADE})
+    alone = policy_findings.findings(comparison({"full": 0.0, own: 0.2}))["against_full"]
+    assert alone == {own: found["against_full"][own]}
+
+
+def test_a_short_video_says_where_its_seconds_end():
+    table = comparison({"full": 0.0}, seconds=8) | {"num_frames": 33}
+    assert policy_findings.findings(table)["primary"].startswith("share of seconds 5 to 8 in which")
+    assert policy_findings.findings(comparison({"full": 0.0}))["primary"].startswith(
+        "share of seconds 5 to 60"
+    )
 
 
 @pytest.mark.parametrize("content", [{}, {"videos": 3}, {"prompts": [], "kinds": [], "videos": [{}]}])
