@@ -9,7 +9,7 @@ import yaml
 
 from wan.errors import ConfigError
 from wan.modules.edit_dicts import edit_from_dict, fingerprint, in_words
-from wan.modules.interventions import Ablate, Edit
+from wan.modules.interventions import Ablate, Edit, Patch, Source
 
 MAX_BYTES = 1 << 20  # of a file of edits
 MAX_EDITS = 1000
@@ -49,6 +49,13 @@ def read_edits(path: str | Path) -> list[Edit]:
     if not edits:
         raise ConfigError(f"{path} holds no intervention; write - {{edit: knockout, frames: first, ...}}")
     return edits
+
+
+def sources_of(edits: Sequence[Edit]) -> list[str]:
+    """The files that edits take values from: means of head outputs, and weights of runs in step."""
+    sources = [edit.source for edit in edits if isinstance(edit, (Ablate, Patch))]
+    found = [source.weights if isinstance(source, Source) else source for source in sources]
+    return [str(file) for file in found if file not in (None, "base")]
 
 
 def to_yaml(edits: Sequence[Edit]) -> str:

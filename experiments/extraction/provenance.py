@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from experiments.extraction.edit_files import edits_of, sources_of
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.modules.attention_backend import kernel_name
@@ -70,6 +71,13 @@ def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     loras = [config.lora_path] if config.lora_path else []
     return checkpoint.describe_files([weights_file, *loras, *text_files])
+
+
+def named_files(config: RunConfig) -> list[str]:
+    """What a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
+    policy = config.cache_policy or {}
+    edits = edits_of(config.interventions, "config")
+    return [str(file) for file in (config.lora_path, policy.get("file"), *sources_of(edits)) if file]
 
 
 def versions() -> dict[str, str]:

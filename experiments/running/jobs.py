@@ -16,6 +16,7 @@ from experiments.extraction import causal
 from experiments.extraction.bidirectional import as_one_block, base_atlas_cache, base_layer_cache, sample
 from experiments.extraction.memory_estimate import estimate_bytes
 from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import named_files
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import check_video
 from experiments.running.cli import videos_of
@@ -140,13 +141,20 @@ def name_files(
     overlap.
     """
     files: RunFiles = args.files
-    files.reads("the model's", config.ckpt_dir)
-    files.reads("the checkpoint", config.checkpoint_path)
-    files.reads("the prompt's states", config.prompt_embeds)
+    name_inputs(args, config)
     for what, flag, paths in (("the cache", "output_path", outputs), ("the video", "save_video", videos)):
         for path in paths:
             files.writes(f"--{flag}" if path == getattr(args, flag, None) else what, path)
     files.writes("a partial cache", *map(partial_name, outputs))
+
+
+def name_inputs(args: argparse.Namespace, config: RunConfig) -> None:
+    """Tell args.files all that a run reads. Raises CacheError where it would write one of these."""
+    files: RunFiles = args.files
+    files.reads("the model's", config.ckpt_dir)
+    files.reads("the checkpoint", config.checkpoint_path)
+    files.reads("the prompt's states", config.prompt_embeds)
+    files.reads("the config's", *named_files(config))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from experiments.extraction.long_rollout import LongVideo, make_long_video
 from experiments.extraction.memory_estimate import amount
 from experiments.extraction.video import check_video
 from experiments.running.claims import item_name
-from experiments.running.jobs import deterministic
+from experiments.running.jobs import deterministic, name_inputs
 from experiments.running.output_locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.sweep_state import NOT_SETTINGS
@@ -34,7 +34,10 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
     if place.path.suffix != ".mp4":
         raise ConfigError(f"--output_path {place.path} does not end in .mp4")
     require_writable(place.latents)
-    args.files.writes("the latents", str(place.latents))
+    name_inputs(args, config)
+    attention = [path_of(place.attention, block) for block in capture.blocks(len(config.block_sizes))]
+    args.files.writes("the latents", place.latents)
+    args.files.writes("captured attention", *attention)
     with (
         Progress(args.quiet, args.log_file) as watch,
         claimed({str(place.path): 0}),
@@ -47,8 +50,8 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         watch.print(
             "writes " + ", ".join(f"{amount(size)} to {path}" for path, size in sizes.items() if size)
         )
-        for block in capture.blocks(len(config.block_sizes)):
-            remove_leftovers(path_of(place.attention, block))
+        for path in attention:
+            remove_leftovers(path)
         if args.overwrite:
             _remove(place)
         if place.path.exists() and not place.latents.exists():

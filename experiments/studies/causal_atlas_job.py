@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from experiments.caches import save_cache
@@ -10,7 +11,7 @@ from experiments.caches.atomic_files import require_writable
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
 from experiments.extraction.edit_files import read_edits, record_of
-from experiments.running.jobs import deterministic
+from experiments.running.jobs import deterministic, name_inputs
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas
@@ -38,6 +39,9 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
     whole and with the same bytes.
     """
     edit, folder = the_edit(args.edit), Path(args.output_dir)
+    name_inputs(args, replace(configs[0], interventions=[edit.to_dict()]))
+    args.files.writes("the atlas", folder / ATLAS)
+    args.files.writes("the index", folder / "index.json")
     with (
         Progress(args.quiet, args.log_file) as watch,
         stopping_when_asked(watch, "layer"),

@@ -20,7 +20,8 @@ from experiments.extraction import causal
 from experiments.extraction.edit_files import edits_of, record_of
 from experiments.extraction.interventions import check_sources, edited
 from experiments.miniature.captions import answers
-from experiments.running.jobs import deterministic
+from experiments.running.cli import videos_of
+from experiments.running.jobs import deterministic, name_files
 from experiments.running.output_locks import claimed
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.studies.direct_effects import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
@@ -36,7 +37,9 @@ VIDEO_FPS = 16
 
 def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     """Roll out with and without config's interventions -> an effects cache, and an mp4 beside it."""
-    video = args.save_video or str(Path(args.output_path).with_suffix(".mp4"))
+    args.save_video = args.save_video or ""  # an mp4 is always made
+    [video] = videos_of(args, [args.output_path])
+    name_files(args, config, [args.output_path], [video])
     edits, base_config = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
     with (
         Progress(args.quiet, args.log_file) as watch,
@@ -70,6 +73,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "ssim": torch.tensor(effects.ssim(*pixels)).float(),
             **tracked(config.prompt, pixels),
         }
+        args.files.unchanged()
         save_cache(args.output_path, cache)
         save_side_by_side(pixels, video)
         total = measured["total"] / measured["between_seeds"]

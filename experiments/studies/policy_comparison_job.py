@@ -23,6 +23,7 @@ from experiments.extraction.provenance import environment
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene
 from experiments.running.claims import Claims
+from experiments.running.jobs import name_inputs
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank, on_own_device, this_rank
 from experiments.running.workers import end_with, workers_of
@@ -85,6 +86,8 @@ def _checked(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[s
         raise ConfigError("policies are compared on one prompt each, without interventions")
     for settings in policies.values():
         read_policy(settings).check(first.block_sizes)
+        name_inputs(args, replace(first, cache_policy=dict(settings), local_attn_size=-1, sink_size=0))
+    args.files.writes("the table", Path(args.output_dir) / TABLE)
     planned = Comparison(
         Path(args.output_dir),
         policies,

@@ -15,14 +15,19 @@ from helpers import synthetic_caches
 from helpers.forked import exit_code, forked
 
 from experiments import (
+    compare_policies,
     contact_sheet,
     extract_attention_wan,
     layer_page,
     layers_from_atlas,
+    measure_checkpoints,
+    run_causal_atlas,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
     run_extraction_figure4,
+    run_intervention,
+    run_rollout,
 )
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import CacheError
@@ -89,6 +94,64 @@ def test_no_output_is_a_file_of_the_model(tmp_path):
     assert len(files) > 8
     for path in files[:6]:
         refused(run_extraction, ["--config_path", "configs/wan_mini.yaml", *SHORT, "--output_path", path])
+
+
+def test_what_a_config_names_is_read_by_every_script(inputs, tmp_path):
+    """The LoRA, the classes of heads, what edits take from: no output, of no script."""
+    named = [tmp_path / name for name in ("lora.pt", "heads.csv", "means.pt", "checkpoint.pt")]
+    shutil.copy("checkpoints/wan-mini/lora_window.pt", named[0])
+    named[1].write_text("\n".join([",".join(["a"] * 12)] * 8), encoding="utf-8")
+    named[2].write_bytes(b"means")
+    policy = f"{{name: per_head, file: {named[1]}, policies: {{a: {{name: full}}}}}}"
+    text = inputs["--config_path"].read_text().replace("checkpoints/wan-mini/self_forcing", "NONE")
+    text += f"lora_path: {named[0]}\nlora_rank: 16\nlora_alpha: 16\ncache_policy: {policy}\n"
+    inputs["--config_path"].write_text(text, encoding="utf-8")
+    (tmp_path / "policy.yaml").write_text(policy, encoding="utf-8")
+    edit = f"- {{edit: ablate, how: mean, source: {named[2]}, passes: denoise}}\n"
+    (tmp_path / "edit.yaml").write_text(edit, encoding="utf-8")
+    before = [path.read_bytes() for path in named]
+    base = ["--config_path", inputs["--config_path"], "--checkpoint_path", named[3], *SHORT]
+    edited = ["--interventions", tmp_path / "edit.yaml"]
+    for path in named:
+        for script in (run_extraction_all, run_intervention):
+            refused(script, [*base, *edited, "--output_path", path])
+        edits = ["--edit", tmp_path / "edit.yaml", "--output_dir", tmp_path / "o"]
+        refused(run_rollout, [*base, *edited, "--output_path", tmp_path / "o.mp4", "--log_file", hard(path)])
+        refused(run_causal_atlas, [*base, *edits, "--log_file", hard(path)])
+        if path != named[2]:  # policies are compared without edits
+            policies = ["--policies", tmp_path / "policy.yaml", "--output_dir", tmp_path / "o"]
+            refused(compare_policies, [*base, *policies, "--videos", "0", "--log_file", hard(path)])
+    vae = next(Path("checkpoints/wan-mini/vae").glob("*.json"))
+    refused(run_rollout, ["--config_path", "configs/wan_mini.yaml", *SHORT, "--log_file", vae])
+    assert [path.read_bytes() for path in named] == before and not (tmp_path / "o.mp4").exists()
+
+
+def hard(path: Path) -> Path:
+    """A name that a log may have; the file is the same."""
+    link = path.with_name(f"{path.name}.log")
+    if not link.exists():
+        os.link(path, link)
+    return link
+
+
+def test_the_atlas_of_a_checkpoint_is_not_the_checkpoint(tmp_path):
+    weights = tmp_path / "step_00500.pt"
+    shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", weights)
+    before = weights.read_bytes()
+    flags = [tmp_path, "--steps", "500", "--device", "cpu", "--output_path", tmp_path / "report.json"]
+    refused(measure_checkpoints, flags)
+    assert weights.read_bytes() == before and os.listdir(tmp_path) == [weights.name]
+
+
+def test_effects_and_their_video_are_two_files(tmp_path, capfd):
+    edit = tmp_path / "edits.txt"
+    edit.write_text("- {edit: ablate, how: zero, passes: denoise}\n", encoding="utf-8")
+    flags = ["--config_path", "configs/wan_mini.yaml", *SHORT, "--interventions", edit]
+    refused(run_intervention, [*flags, "--output_path", tmp_path / "eff.mp4"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_intervention.run, [str(word) for word in [*flags, "--save_video", tmp_path / "o.txt"]])
+    assert ended.value.code == 2 and "does not end in .mp4" in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["edits.txt"]
 
 
 def test_no_file_is_written_twice(tmp_path):

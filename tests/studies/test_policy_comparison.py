@@ -13,6 +13,7 @@ from experiments.caches.errors import CacheError
 from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
 from experiments.extraction.streaming import decoded_blocks
 from experiments.extraction.video import to_pixels
+from experiments.running import run_files
 from experiments.studies import policy_comparison, policy_comparison_job, policy_grid
 from experiments.studies.policy_comparison import Comparison
 from wan.config import load_config
@@ -37,6 +38,7 @@ def compare(folder, prompts=2, **flags):
         "workers": 0,
         "quiet": True,
         "log_file": None,
+        "files": run_files.RunFiles(),
     }
     config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"} | TWO_STEPS)
     scenes = policy_comparison_job.held_out(prompts)
