@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from experiments.extraction.edit_files import edits_of
 from experiments.extraction.reference_means import reference_means, require_means
 from wan.config import RunConfig
-from wan.errors import ConfigError
+from wan.errors import ConfigError, quoted
 from wan.modules.edits import Edits, intervene, needed_by
 from wan.modules.head_outputs import HeadOutputs, record_head_outputs
 from wan.modules.interventions import Ablate, Edit, Patch, Source
@@ -33,11 +33,12 @@ def edited(session: "Session", config: RunConfig, edits: Sequence[Edit]) -> Iter
 
 
 def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
-    """Raise ConfigError, with the command that makes it, where a file that an edit needs is not there,
-    and where a run in step would take the edited run's streamed layers from it.
+    """Raise ConfigError, with the command that makes it, where a file that an edit needs is not there, where
+    a run in step would take the edited run's streamed layers, and where --prompt_embeds lacks a prompt.
     """
     for edit in edits:
         source = edit.source if isinstance(edit, (Ablate, Patch)) else None
+        _check_prompt(edit, source, config)
         if isinstance(source, str):
             require_means(source)
         weights = source.weights if isinstance(source, Source) else None
@@ -48,6 +49,19 @@ def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
                 f"source: weights {weights} not found; bash experiments/download_weights.sh gets the "
                 "released ones, python experiments/train_mini.py --stage causal makes the miniature's"
             )
+
+
+def _check_prompt(edit: Edit, source: object, config: RunConfig) -> None:
+    """Raise ConfigError for an edit that needs a prompt which is not that of a config's prompt_embeds."""
+    if not config.prompt_embeds:
+        return
+    if isinstance(edit, Ablate) and edit.how == "mean" and source is None:
+        needed = "the reference prompts of a mean; name a file of means as its source"
+    elif isinstance(source, Source) and source.prompt not in (None, config.prompt):
+        needed = f"the source's {quoted(source.prompt)}; leave --prompt_embeds out"
+    else:
+        return
+    raise ConfigError(f"{config.prompt_embeds} holds the states of one prompt, and {edit} needs {needed}")
 
 
 def plain_edits_of(config: RunConfig) -> list[Edit]:

@@ -43,6 +43,11 @@ def encode_prompts(
             raise ConfigError(
                 f"{config.prompt_embeds} holds the states of one prompt, and this run needs {len(prompts)}"
             )
+        if prompts and prompts[0] != (own := with_given_prompt(config, None)):
+            raise ConfigError(
+                f"{config.prompt_embeds} holds the states of {quoted(own)}, and this run needs those of "
+                f"{quoted(prompts[0])}; leave --prompt_embeds out"
+            )
         states, tokens = read_states(config.prompt_embeds, model_config)
         return dict.fromkeys(prompts, (states.to(device, dtype), tokens))
     where = encoding_device(config, device)

@@ -52,6 +52,7 @@ def _name(session: "Session", config: RunConfig) -> str:
         "prompts": list(config.reference_prompts),
         "seeds": SEEDS,
         "config": session.common["config"],
+        "files": session.common["files"],  # also the LoRA and the text encoder
         "blocks": config.block_sizes,
     }
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]

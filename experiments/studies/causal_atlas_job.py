@@ -11,6 +11,7 @@ from experiments.caches.atomic_files import require_writable
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
 from experiments.extraction.edit_files import read_edits, record_of
+from experiments.extraction.interventions import check_sources
 from experiments.running.jobs import deterministic, name_inputs
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank
@@ -48,6 +49,7 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
         deterministic(args.deterministic),
     ):
         require_writable(folder / ATLAS)
+        check_sources([edit], configs[0])
         prompts = list(dict.fromkeys(config.prompt for config in configs))
         session = causal.prepare(configs[0], [], prompts, watch)
         study = causal_atlas.Study(

@@ -14,9 +14,12 @@ from transformers import UMT5EncoderModel
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.caches import load_cache
 from experiments.extraction import prompt_embeds
+from experiments.extraction.interventions import check_sources
 from experiments.running import cli
 from wan import checkpoint
 from wan.config import load_config
+from wan.errors import ConfigError
+from wan.modules.interventions import Ablate, Patch, Source
 from wan.modules.text_encoder import TextEncoder
 
 CPU = torch.device("cpu")
@@ -136,6 +139,25 @@ def test_a_file_takes_the_place_of_umt5(tmp_path, mini, monkeypatch):
         str(i) for i in range(len(own["cross_tokens"]))
     ]
     assert torch.equal(bare["cross_mass"], own["cross_mass"])
+
+
+def test_a_file_is_of_one_prompt(tmp_path):
+    """Another prompt's states are never those of the file, whoever asks for them."""
+    config = load_config(ROOT / "configs/wan_mini.yaml", {"prompt_embeds": str(tmp_path / "states.pt")})
+    sizes = checkpoint.read_model_config(ROOT / config.ckpt_dir)
+    states = {"prompt_embeds": torch.ones(1, 5, 64)}
+    for own, named in ("a cat", {"prompt": "a cat"}), (config.prompt, {}):
+        torch.save(states | named, config.prompt_embeds)
+        assert own in prompt_embeds.encode_prompts(config, [own], sizes, torch.float32, CPU)
+        with pytest.raises(ConfigError, match="and this run needs those of 'a dog'; leave --prompt_embeds"):
+            prompt_embeds.encode_prompts(config, ["a dog"], sizes, torch.float32, CPU)
+    for edit, message in (
+        (Ablate("mean", passes="denoise"), "needs the reference prompts of a mean; name a file of means"),
+        (Patch("z", Source("a dog"), passes="denoise"), "needs the source's 'a dog'; leave --prompt_embeds"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_sources([edit], config)
+    check_sources([Ablate("frame_mean", passes="denoise"), Patch("z", Source(seed=1), passes="all")], config)
 
 
 def load_cache_of(content: bytes, tmp_path) -> dict:

@@ -1,6 +1,7 @@
 """Edited runs end to end on the miniature: caches and subtitles say it, effects are what they are called."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from experiments.analysis import published
 from experiments.analysis.causal_reports import tracker_lines
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction import bidirectional, causal
+from experiments.extraction import bidirectional, causal, reference_means
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.edit_files import to_yaml
 from experiments.extraction.observer import RunObserver
@@ -93,6 +94,23 @@ def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tm
     gone = Ablate("mean", "no/means.pt", passes="denoise")
     with pytest.raises(ConfigError, match=r"no/means.pt not found; leave source out"):
         causal.extract_next(session, replace(few, interventions=[gone.to_dict()]), [])
+
+
+def test_means_are_kept_by_all_that_they_depend_on(session, config, tmp_path):
+    """Two LoRAs of one name and alpha, umT5 and a file in its place: each has means of its own."""
+    weights, sizes = Path(config.checkpoint_path), session.model_config
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for folder, content in (("a", b"one"), ("b", b"two")):
+        (tmp_path / folder / "lora.pt").write_bytes(content)
+    loras = [{"lora_path": str(tmp_path / name / "lora.pt"), "lora_alpha": 1} for name in "ab"]
+    names = set()
+    for more in ({}, *loras, {"prompt_embeds": str(tmp_path / "a/lora.pt")}):
+        common = causal.common_fields(
+            replace(config, **more), sizes, weights, session.dtype, session.device
+        )
+        names.add(reference_means._name(replace(session, common=common), config))
+    assert len(names) == 4
 
 
 def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, capsys):
