@@ -52,10 +52,10 @@ def read_edits(path: str | Path) -> list[Edit]:
 
 
 def sources_of(edits: Sequence[Edit]) -> list[str]:
-    """The files that edits take values from: means of head outputs, and weights of runs in step."""
+    """What edits take values from: files of means, and weights of runs in step, "base" among them."""
     sources = [edit.source for edit in edits if isinstance(edit, (Ablate, Patch))]
     found = [source.weights if isinstance(source, Source) else source for source in sources]
-    return [str(file) for file in found if file not in (None, "base")]
+    return [str(file) for file in found if file is not None]
 
 
 def to_yaml(edits: Sequence[Edit]) -> str:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from experiments.extraction.edit_files import edits_of, sources_of
+from experiments.extraction.interventions import check_sources
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.modules.attention_backend import kernel_name
 from wan.modules.text_encoder import encoder_files
+from wan.native import VAE_FILE
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 
@@ -67,17 +69,32 @@ def provenance(
 
 
 def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
-    """What a run reads: its weights, the text encoder and tokenizer or the file in their place."""
+    """What a run reads: its weights, the text encoder and tokenizer or the file in their place, named_files.
+
+    Raises ConfigError for one that is not there.
+    """
+    check_sources(edits_of(config.interventions, "config"), config)
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
-    loras = [config.lora_path] if config.lora_path else []
-    return checkpoint.describe_files([weights_file, *loras, *text_files])
+    return checkpoint.describe_files([weights_file, *named_files(config), *text_files])
 
 
 def named_files(config: RunConfig) -> list[str]:
     """What a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
-    policy = config.cache_policy or {}
-    edits = edits_of(config.interventions, "config")
-    return [str(file) for file in (config.lora_path, policy.get("file"), *sources_of(edits)) if file]
+    classes = (config.cache_policy or {}).get("file")
+    sources = [
+        str(checkpoint.transformer_file(config.ckpt_dir)) if file == "base" else file
+        for file in sources_of(edits_of(config.interventions, "config"))
+    ]
+    return [str(file) for file in (config.lora_path, classes, *sources) if file]
+
+
+def vae_files(config: RunConfig) -> list[dict[str, Any]]:
+    """What a video's pixels depend on beside its latents."""
+    folder = Path(config.ckpt_dir)
+    if checkpoint.is_native(folder):
+        return checkpoint.describe_files([folder / VAE_FILE])
+    names = ("config.json", "diffusion_pytorch_model.safetensors")
+    return checkpoint.describe_files(folder / "vae" / name for name in names)
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,7 @@ from experiments.extraction.interventions import edited
 from experiments.extraction.latent_file import LatentFile
 from experiments.extraction.long_rollout import LongVideo, make_long_video
 from experiments.extraction.memory_estimate import amount
+from experiments.extraction.provenance import vae_files
 from experiments.extraction.video import check_video
 from experiments.running.claims import item_name
 from experiments.running.jobs import deterministic, name_inputs
@@ -83,10 +84,11 @@ def _sizes(config: RunConfig, place: LongVideo, capture: BlockCapture) -> dict[s
 
 
 def _made_of(config: RunConfig, session: causal.Session) -> str:
-    """The name of a run, which is that of its files: another seed, length or device has another."""
+    """The name of a run, which is that of its files: another seed, device or file has another."""
     said = {name: value for name, value in asdict(config).items() if name not in NOT_SETTINGS}
     run = [config.prompt, config.seed, session.sha256.result(), str(session.dtype), session.device.type]
-    return item_name(json.dumps(said, sort_keys=True, default=str), *run)
+    files = [*session.common["files"], *vae_files(config)]
+    return item_name(json.dumps(said, sort_keys=True, default=str), *run, files)
 
 
 def _remove(place: LongVideo) -> None:

@@ -57,6 +57,7 @@ class Study:
     num_heads: int
     weights_sha256: str
     dtype: str
+    files: Sequence[Mapping[str, Any]] = ()  # what the runs read, by what they hold
 
     def __post_init__(self) -> None:
         if self.each not in EACH:
@@ -82,6 +83,7 @@ class Study:
             "edit": fingerprint([self.edit]),
             "each": self.each,
             "weights": self.weights_sha256,
+            "files": list(self.files),
             "run_dtype": self.dtype,
         }
         return json.dumps(config, sort_keys=True, default=str)

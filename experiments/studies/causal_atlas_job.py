@@ -11,11 +11,12 @@ from experiments.caches.atomic_files import require_writable
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
 from experiments.extraction.edit_files import read_edits, record_of
-from experiments.extraction.interventions import check_sources
+from experiments.extraction.provenance import files_of
 from experiments.running.jobs import deterministic, name_inputs
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas
+from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.modules.interventions import Ablate, Edit
@@ -40,7 +41,8 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
     whole and with the same bytes.
     """
     edit, folder = the_edit(args.edit), Path(args.output_dir)
-    name_inputs(args, replace(configs[0], interventions=[edit.to_dict()]))
+    with_edit = replace(configs[0], interventions=[edit.to_dict()])
+    name_inputs(args, with_edit)
     args.files.writes("the atlas", folder / ATLAS)
     args.files.writes("the index", folder / "index.json")
     with (
@@ -49,7 +51,7 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
         deterministic(args.deterministic),
     ):
         require_writable(folder / ATLAS)
-        check_sources([edit], configs[0])
+        files = files_of(with_edit, checkpoint.weights_file(with_edit.ckpt_dir, with_edit.checkpoint_path))
         prompts = list(dict.fromkeys(config.prompt for config in configs))
         session = causal.prepare(configs[0], [], prompts, watch)
         study = causal_atlas.Study(
@@ -61,6 +63,7 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
             session.model_config.num_heads,
             session.sha256.result(),
             str(session.dtype),
+            files,
         )
         start = time.monotonic()
         if not causal_atlas.run(study, session, args.batch, watch.print, lambda: watch.stopping, rank):

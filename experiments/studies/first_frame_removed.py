@@ -63,6 +63,7 @@ class FirstFrameRemoved:
             sizes.num_heads,
             self.session.sha256.result(),
             str(self.session.dtype),
+            self.session.common["files"],
         )
 
     def run(self, say: Callable[[str], None], stopping: Callable[[], bool], rank: Rank | None = None) -> bool:

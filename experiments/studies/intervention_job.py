@@ -94,7 +94,8 @@ def base_runs(path: str | None, session: causal.Session, config: RunConfig) -> t
     """Latents of the unedited run and of another seed, from a file where it has them,
     and into it otherwise.
     """
-    said = json.dumps([asdict(config), session.sha256.result(), str(session.dtype)], default=str)
+    run = [asdict(config), session.sha256.result(), session.common["files"], str(session.dtype)]
+    said = json.dumps(run, default=str)
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
     if path and Path(path).exists():
         try:

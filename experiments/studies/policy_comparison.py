@@ -34,6 +34,7 @@ from experiments.running.sweep_state import NOT_SETTINGS
 from experiments.studies.policy_grid import CONTROLS, FULL
 from experiments.studies.video_measures import measure
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
+from wan.checkpoint import describe_files
 from wan.config import RunConfig
 from wan.modules.captured_call import CapturedCall
 from wan.modules.vae import VAE
@@ -69,6 +70,7 @@ class Comparison:
     capture: BlockCapture = field(
         default_factory=BlockCapture
     )  # what is kept of attention: attention/NAME of each item
+    files: Sequence[Mapping[str, Any]] = ()  # what the runs read, by what they hold, and the VAE
 
     def items(self) -> list[Item]:
         controls = {label: {"control": label} for label in self.controls} if self.scenes else {}
@@ -149,7 +151,14 @@ class Comparison:
         del config["cache_policy"]
         scene = self.scenes.get(run.prompt)
         depends = [config, dict(settings), run.prompt, run.seed, self.weights_sha256, self.dtype]
-        return item_name(*depends, None if scene is None else asdict(scene))
+        files = [*self.files, *self._classes.get(settings.get("file"), ())]
+        return item_name(*depends, None if scene is None else asdict(scene), files)
+
+    @cached_property
+    def _classes(self) -> dict[Any, list[dict[str, Any]]]:
+        """By its path, what each CSV of head classes holds that a policy names."""
+        paths = {settings["file"] for settings in self.policies.values() if settings.get("file")}
+        return {path: describe_files([path]) for path in paths}
 
 
 @dataclass

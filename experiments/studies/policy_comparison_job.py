@@ -19,7 +19,7 @@ from experiments.caches.atomic_files import replacing, require_writable
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
 from experiments.extraction.block_capture import BlockCapture
-from experiments.extraction.provenance import environment
+from experiments.extraction.provenance import environment, vae_files
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene
 from experiments.running.claims import Claims
@@ -119,6 +119,7 @@ def _comparison(args: argparse.Namespace, session: causal.Session, planned: Comp
         weights_sha256=session.sha256.result(),
         dtype=f"{session.dtype} {args.vae_dtype}",
         batch=args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
+        files=[*session.common["files"], *vae_files(planned.runs[0])],
     )
 
 

@@ -1,5 +1,6 @@
 """Direct effects against whole edited rollouts; pieces that are resumed give the same atlas."""
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from helpers.rollouts import TWO_STEPS
 
 from experiments.caches import load_cache, save_cache
+from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
+from experiments.running import run_files
 from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas, direct_effects
-from experiments.studies.causal_atlas_job import atlas_cache
+from experiments.studies.causal_atlas_job import atlas_cache, make_atlas
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.modules.edits import intervene
@@ -107,6 +110,20 @@ def test_the_cache_keeps_to_its_schema(finished, session, tmp_path):
     cache = load_cache(tmp_path / "causal_atlas.pt", expect=("causal_atlas",))
     assert cache["interventions"]["words"] == str(EDIT) and cache["units"] == [0, 5]
     assert cache["prompts"] == list(PROMPTS) and cache["each"] == "head"
+
+
+def test_a_piece_is_named_by_what_its_files_hold(tmp_path, session, configs, monkeypatch):
+    means, names = tmp_path / "means.pt", []
+    (tmp_path / "edit.yaml").write_text(f"- {{edit: ablate, how: mean, source: {means}, passes: denoise}}")
+    given = {"edit": str(tmp_path / "edit.yaml"), "each": "layer", "output_dir": str(tmp_path), "batch": 1}
+    flags = {"quiet": True, "log_file": None, "deterministic": False, "files": run_files.RunFiles()}
+    monkeypatch.setattr(causal, "prepare", lambda *_: session)
+    monkeypatch.setattr(causal_atlas, "run", lambda one, *_: names.append(one.settings))
+    for content in (b"one", b"two"):
+        means.write_bytes(content)
+        with pytest.raises(StoppedError):
+            make_atlas(Namespace(**given, **flags), configs, Rank())
+    assert len(set(names)) == 2
 
 
 def test_what_has_no_direct_effect_is_refused(tmp_path, session, configs):

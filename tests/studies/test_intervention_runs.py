@@ -106,11 +106,19 @@ def test_means_are_kept_by_all_that_they_depend_on(session, config, tmp_path):
     loras = [{"lora_path": str(tmp_path / name / "lora.pt"), "lora_alpha": 1} for name in "ab"]
     names = set()
     for more in ({}, *loras, {"prompt_embeds": str(tmp_path / "a/lora.pt")}):
-        common = causal.common_fields(
-            replace(config, **more), sizes, weights, session.dtype, session.device
-        )
+        common = causal.common_fields(replace(config, **more), sizes, weights, session.dtype, session.device)
         names.add(reference_means._name(replace(session, common=common), config))
     assert len(names) == 4
+
+
+def test_a_kept_base_run_is_of_the_files_that_it_was_made_of(session, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(causal.Session, "rollout", lambda *_: torch.zeros(1, 9, 16, 8, 8))
+    kept = str(tmp_path / "base.pt")
+    for _ in range(2):
+        intervention_job.base_runs(kept, session, config)
+    other = replace(session, common=session.common | {"files": session.common["files"][1:]})
+    with pytest.raises(ConfigError, match=r"base.pt is of another run"):
+        intervention_job.base_runs(kept, other, config)
 
 
 def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, capsys):

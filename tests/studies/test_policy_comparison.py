@@ -3,6 +3,8 @@
 import json
 from argparse import Namespace
 from dataclasses import asdict, replace
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,37 @@ def test_blocks_decode_to_the_pixels_of_the_whole():
 def test_policies_that_are_none(words, message):
     with pytest.raises(ConfigError, match=message):
         policy_grid.read_policies(words)
+
+
+def test_an_item_is_named_by_what_its_files_hold(tmp_path):
+    folder, heads = tmp_path / "model", tmp_path / "heads.csv"
+    folder.mkdir()
+    for path in Path("checkpoints/wan-mini").resolve().iterdir():
+        if path.name != "vae":
+            (folder / path.name).symlink_to(path)
+    (folder / "vae").mkdir()
+    vae, names = folder / "vae/diffusion_pytorch_model.safetensors", []
+    (folder / "vae/config.json").write_text("{}")
+    settings = {"name": "per_head", "file": str(heads), "policies": {c: {"name": "full"} for c in "ab"}}
+    (tmp_path / "policy.yaml").write_text(json.dumps(settings))
+    flags = {"output_dir": str(tmp_path), "policies": ["full", str(tmp_path / "policy.yaml")], "videos": 0}
+    flags |= {"vbench_dir": None, "vae_dtype": "float32", "controls": [], "capture": "none", "batch": 1}
+    config = load_config("configs/wan_mini.yaml", {"ckpt_dir": str(folder)})
+    hashed: Future = Future()
+    hashed.set_result("of the weights")
+    for of_vae, of_heads, of_text in ((b"1", "a", 1), (b"2", "a", 1), (b"1", "b", 1), (b"1", "a", 2)):
+        vae.write_bytes(of_vae)
+        heads.write_text(of_heads)
+        session = Namespace(sha256=hashed, dtype="float32", device=torch.device("cpu"))
+        session.common = {"files": [of_text]}
+        items = policy_comparison_job._comparison(Namespace(**flags), session, [config], {}).items()
+        names.append([item.name for item in items])
+    (full, per_head), *changed = names
+    assert [(one == full, other == per_head) for one, other in changed] == [
+        (False, False),
+        (True, False),
+        (False, False),
+    ]
 
 
 def test_the_findings_grid_has_the_family_and_the_map_once():
