@@ -9,7 +9,6 @@ from experiments.caches.common import Cache, PassTag, Sampling
 from experiments.caches.errors import CacheError
 from experiments.caches.schema import AtlasCache, LayerCache
 from experiments.caches.view import open_profiles
-from wan.blocks import block_frames
 
 
 def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     view = open_profiles(atlas, step, "mean_logit")
     profile, matrix, _, averages = view.values(layer)
     one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
-    last = list(range(view.num_frames))[-3:] if one_block else block_frames(view.block_sizes, -1)
+    last = list(range(view.num_frames))[-3:] if one_block else list(view.query_frames)
     if matrix is None:
         matrix = torch.full((view.num_heads, view.num_frames, view.num_frames), torch.nan)
     elif one_block:

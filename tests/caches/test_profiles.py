@@ -8,6 +8,7 @@ import torch
 from helpers import synthetic_caches
 
 from experiments.caches import load_cache, save_cache
+from experiments.caches.convert import layer_from_atlas
 from experiments.caches.errors import CacheError
 from experiments.caches.view import open_call, open_profiles
 
@@ -139,6 +140,21 @@ def test_atlas():
     np.testing.assert_array_equal(noisy.profiles()[1], noisy.frame_profile(1))
     with pytest.raises(CacheError, match="layer 2 is not in this cache; it has 0, 1, 5"):
         noisy.frame_profile(2)
+
+
+def test_a_layer_of_an_atlas_names_the_frames_of_its_profile():
+    """Those of the last block that was done, or of the last one that has the pass."""
+    partial = synthetic_caches.atlas() | {"partial": True, "blocks_done": 2}
+    early = synthetic_caches.atlas()
+    for cache, block, step in ((partial, 2, 0), (early, 1, 4)):
+        for name in ("frame_logits", "frame_mass"):
+            cache[name][:, :, :, 3 * block :] = torch.nan
+        cache.pop("key_curve", None)
+        layer = open_profiles(layer_from_atlas(cache, 5, step))
+        view, last = open_profiles(cache, step), tuple(range(3 * block - 3, 3 * block))
+        assert layer.query_frames == view.query_frames == last
+        np.testing.assert_array_equal(layer.frame_profile(5), view.frame_profile(5))
+        np.testing.assert_allclose(layer.frame_profile(5), layer.frame_matrix(5)[:, last].mean(1), atol=1e-6)
 
 
 def test_atlas_of_published_profiles_alone(tmp_path):
