@@ -64,15 +64,42 @@ class BlockCapture:
             total += 2 * 4 * model.num_layers * model.num_heads * sizes[block] * keys
         return total
 
+    @property
+    def band(self) -> int:
+        """How many frames of keys are kept; 0 where all are."""
+        return self.count if self.kind == "band" else 0
+
+    def missing(self, folder: Path, num_blocks: int) -> list[int]:
+        """The wanted blocks that a folder does not have; what cannot be read is made again.
+
+        Raises CacheError where it has blocks of another pass, or with other keys.
+        """
+        wanted, kept = self.blocks(num_blocks), set()
+        for path in sorted(folder.glob("block_*.pt")) if wanted else ():
+            try:
+                block = load_tensors(path)
+                kept.add(block["block"])
+                fits = (block["step"], block["band"]) == (self.step, self.band)
+            except (UnreadableError, OSError):
+                continue
+            except (KeyError, TypeError):
+                fits = False
+            if not fits:
+                raise CacheError(
+                    f"{path} was captured in another pass or with other keys than --capture and --step say; "
+                    f"move {folder} away, or say what they said then"
+                )
+        return [block for block in wanted if block not in kept]
+
     def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], row: int = 0) -> None:
         """Write a block's calls: logits and mass [layers, H, n, keys], frame and position of each key.
 
         Of one video of a batch, by its row.
         """
-        values: dict[str, Any] = {"format": FORMAT, "block": block, "step": self.step}
+        values: dict[str, Any] = {"format": FORMAT, "block": block, "step": self.step, "band": self.band}
         values["query_frames"] = list(calls[0].at.query_frames) if calls[0].at else []
         values["timestep"] = calls[0].at.timestep if calls[0].at else 0.0
-        start = -self.count if self.kind == "band" else None
+        start = -self.band or None
         for name in ("logits", "mass"):
             of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
             values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])

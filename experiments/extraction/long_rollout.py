@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.caches.errors import CacheError, RunError, StoppedError
 from experiments.extraction import checks
-from experiments.extraction.block_capture import BlockCapture, path_of
+from experiments.extraction.block_capture import BlockCapture
 from experiments.extraction.causal import Session, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.growing_video import GrowingVideo
@@ -46,8 +46,11 @@ class LongVideo:
 
 
 def can_be_given(config: RunConfig) -> bool:
-    """Whether clean passes alone bring back the cache: no choice by noisy queries, no quirk, no edit."""
-    return not (config.interventions or config.policy.chooses_by_layer or config.policy.source)
+    """Whether clean passes alone bring back the cache: no choice by noisy queries, no quirk, no edit, and no
+    window of blocks that are denoised together.
+    """
+    plain = config.sampler == "blocks" and not config.interventions
+    return plain and not (config.policy.chooses_by_layer or config.policy.source)
 
 
 def make_long_video(
@@ -64,23 +67,27 @@ def make_long_video(
     """
     blocks = block_ranges(config.block_sizes)
     writer = VideoWriter(GrowingVideo(place.path), vae, latents, blocks, session.device)
-    if writer.video.is_finished:
+    if finished := writer.video.is_finished:
         if latents.frames < config.num_frames:
             raise CacheError(
                 f"{place.path} is finished and its latents are not; --overwrite makes both again"
             )
-        return
+        if not capture.missing(place.attention, len(blocks)):
+            return
     with (
         threads_for(torch.empty(1, *latents.shape), session.model_config),
         decoding_threads(session.device, *latents.shape[2:]),
     ):
-        writer.catch_up()
+        if not finished:
+            writer.catch_up()
         for block in new_blocks(session, config, place, latents, capture, watch):
-            writer.write()
+            if not finished:
+                writer.write()
             watch.block(block, blocks[block], len(blocks))
             if watch.stopping and block + 1 < len(blocks):
                 raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
-        writer.video.finish()
+        if not finished:
+            writer.video.finish()
 
 
 def new_blocks(
@@ -96,7 +103,7 @@ def new_blocks(
     done = max(end for end in ends if end <= latents.frames)
     first = ends.index(done)
     wanted = capture.blocks(len(config.block_sizes))
-    lost = [block for block in wanted if block < first and not path_of(place.attention, block).exists()]
+    lost = [block for block in capture.missing(place.attention, len(config.block_sizes)) if block < first]
     if lost:  # asked for after they were made
         first, done = lost[0], ends[lost[0]]
     given = done if can_be_given(config) else 0

@@ -34,6 +34,11 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
     place, capture = LongVideo(Path(args.output_path)), BlockCapture.read(args.capture, config.step)
     if place.path.suffix != ".mp4":
         raise ConfigError(f"--output_path {place.path} does not end in .mp4")
+    if config.sampler == "rolling_forcing" and capture.kind != "none":
+        raise ConfigError(
+            "--capture knows no rolling_forcing, which denoises several blocks at a time; "
+            "run_extraction_all.py captures it"
+        )
     require_writable(place.latents)
     name_inputs(args, config)
     attention = [path_of(place.attention, block) for block in capture.blocks(len(config.block_sizes))]

@@ -4,10 +4,21 @@ from argparse import Namespace
 from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
 import torch
+import yaml
+from helpers.rollouts import TWO_STEPS
+from helpers.stopping import stopping_after
 
+from experiments import run_rollout
+from experiments.caches.errors import CacheError, StoppedError
+from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
+from experiments.extraction.long_rollout import LongVideo
 from experiments.running import long_job
 from wan.config import load_config
+from wan.errors import ConfigError
+
+pytestmark = pytest.mark.slow
 
 
 def session_of(files: list) -> Namespace:
@@ -28,3 +39,55 @@ def test_a_run_is_named_by_what_its_files_hold(tmp_path):
         vae.write_bytes(of_vae)
         names.append(long_job._made_of(config, session_of([of_text])))
     assert len(set(names)) == 3
+
+
+def make(folder: Path, *flags: str) -> LongVideo:
+    """Six frames of the miniature in two steps, or in a rolling window, by the script."""
+    path = folder / "a.mp4"
+    words = ["--num_frames", "6", "--device", "cpu", "--quiet", "--output_path", str(path), *flags]
+    if "--config_path" not in flags:
+        words += ["--config_path", str(written(folder, TWO_STEPS))]
+    run_rollout.run(words)
+    return LongVideo(path)
+
+
+def written(folder: Path, settings: dict) -> Path:
+    """The miniature's config with other settings."""
+    config = yaml.safe_load(Path("configs/wan_mini.yaml").read_text()) | settings
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder / "config.yaml"
+
+
+def test_what_is_captured_later_is_captured_as_if_at_once(tmp_path):
+    """Also of a video that is finished, which stays as it is; other keys or passes are not mixed in."""
+    (tmp_path / "whole").mkdir()
+    whole = make(tmp_path / "whole", "--capture", "all")
+    place = make(tmp_path)
+    before = [path.read_bytes() for path in (place.path, place.latents)]
+    make(tmp_path, "--capture", "last:1")
+    assert [block["block"] for block in read_blocks(place.attention)] == [1]
+    make(tmp_path, "--capture", "all")
+    assert [path.read_bytes() for path in (place.path, place.latents)] == before
+    for one, other in zip(read_blocks(place.attention), read_blocks(whole.attention), strict=True):
+        assert torch.equal(one["logits"], other["logits"]) and one["block"] == other["block"]
+    with pytest.raises(CacheError, match="was captured in another pass or with other keys"):
+        make(tmp_path, "--capture", "band:3")
+    with pytest.raises(CacheError, match="was captured in another pass or with other keys"):
+        BlockCapture.read("last:1", 1).missing(place.attention, 2)
+    path_of(place.attention, 0).write_bytes(b"torn")
+    assert BlockCapture.read("all", 0).missing(place.attention, 2) == [0]
+
+
+def test_a_rolling_window_goes_on_with_the_same_bits_and_is_not_captured(tmp_path, monkeypatch):
+    rolling = {"sampler": "rolling_forcing", "denoising_step_list": [1000, 200]}
+    flags = ["--config_path", str(written(tmp_path, rolling))]
+    with pytest.raises(ConfigError, match=r"--capture knows no rolling_forcing.* run_extraction_all.py"):
+        make(tmp_path, *flags, "--capture", "last:2")
+    (tmp_path / "whole").mkdir()
+    whole = make(tmp_path / "whole", *flags)
+    stopping_after(monkeypatch, 0)
+    with pytest.raises(StoppedError, match="stopped after block 1 of 2"):
+        make(tmp_path, *flags)
+    monkeypatch.undo()
+    place = make(tmp_path, *flags)
+    assert place.latents.read_bytes() == whole.latents.read_bytes()
