@@ -17,6 +17,7 @@ import torch
 
 from experiments.caches.atomic_files import replacing
 from experiments.extraction.causal import Session
+from experiments.extraction.observer import RunObserver
 from experiments.running.claims import Claims, item_name
 from experiments.running.ranks import Rank
 from experiments.running.sweep_state import NOT_SETTINGS
@@ -146,8 +147,12 @@ def run(
     say: Callable[[str], None],
     stopping: Callable[[], bool],
     rank: Rank | None = None,
+    watch: RunObserver | None = None,
 ) -> bool:
-    """Make what is not done yet, up to batch runs at a time, and nobody else makes -> whether all is done."""
+    """Make what is not done yet, up to batch runs at a time, and nobody else makes -> whether all is done.
+
+    A watch that is asked to stop ends the wait for others too.
+    """
     (study.folder / "items").mkdir(parents=True, exist_ok=True)
     session.pipeline.plan(study.configs[0].num_frames).check([study.edit])
     pieces, done = pieces_of(study, batch), set()
@@ -164,7 +169,7 @@ def run(
     say_done()
     runs: direct_effects.Runs | None = None
     with Claims(study.folder / "items", rank) as claims:
-        for name in claims.to_make(list(pieces), is_done):
+        for name in claims.to_make(list(pieces), is_done, watch):
             piece = pieces[name]
             if runs is None or runs.configs is not piece.configs:
                 runs = None  # its tensors leave first
@@ -177,7 +182,7 @@ def run(
             if stopping():
                 return all(map(is_done, pieces))
     study.write_index()
-    return True
+    return all(map(is_done, pieces))
 
 
 def units(study: Study) -> list[int]:

@@ -66,7 +66,9 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
             files,
         )
         start = time.monotonic()
-        if not causal_atlas.run(study, session, args.batch, watch.print, lambda: watch.stopping, rank):
+        watch.log("rollout", items=sum(1 for _ in study.items()))  # from here on Ctrl-C ends a layer first
+        done = causal_atlas.run(study, session, args.batch, watch.print, lambda: watch.stopping, rank, watch)
+        if not done:
             raise StoppedError("stopped; what is done will not be made again: run the same command to go on")
         if not rank.is_first:
             return

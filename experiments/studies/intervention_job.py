@@ -23,7 +23,7 @@ from experiments.miniature.captions import answers
 from experiments.running.cli import videos_of
 from experiments.running.jobs import deterministic, name_files
 from experiments.running.output_locks import claimed
-from experiments.running.progress import Progress, stopping_when_asked
+from experiments.running.progress import Progress
 from experiments.studies.direct_effects import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
@@ -44,7 +44,6 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     with (
         Progress(args.quiet, args.log_file) as watch,
         claimed({args.output_path: 0, video: 0}, args.overwrite is not False),
-        stopping_when_asked(watch),
         deterministic(args.deterministic),
     ):
         if not args.dry_run:

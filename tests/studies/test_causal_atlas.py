@@ -1,7 +1,11 @@
 """Direct effects against whole edited rollouts; pieces that are resumed give the same atlas."""
 
+import os
+import signal
+import time
 from argparse import Namespace
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -10,7 +14,9 @@ from helpers.rollouts import TWO_STEPS
 from experiments.caches import load_cache, save_cache
 from experiments.caches.errors import StoppedError
 from experiments.extraction import causal
+from experiments.extraction.observer import RunObserver
 from experiments.running import run_files
+from experiments.running.claims import Claims
 from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.causal_atlas_job import atlas_cache, make_atlas
@@ -115,15 +121,47 @@ def test_the_cache_keeps_to_its_schema(finished, session, tmp_path):
 def test_a_piece_is_named_by_what_its_files_hold(tmp_path, session, configs, monkeypatch):
     means, names = tmp_path / "means.pt", []
     (tmp_path / "edit.yaml").write_text(f"- {{edit: ablate, how: mean, source: {means}, passes: denoise}}")
-    given = {"edit": str(tmp_path / "edit.yaml"), "each": "layer", "output_dir": str(tmp_path), "batch": 1}
-    flags = {"quiet": True, "log_file": None, "deterministic": False, "files": run_files.RunFiles()}
     monkeypatch.setattr(causal, "prepare", lambda *_: session)
     monkeypatch.setattr(causal_atlas, "run", lambda one, *_: names.append(one.settings))
     for content in (b"one", b"two"):
         means.write_bytes(content)
         with pytest.raises(StoppedError):
-            make_atlas(Namespace(**given, **flags), configs, Rank())
+            make_atlas(flags(tmp_path), configs, Rank())
     assert len(set(names)) == 2
+
+
+def flags(folder) -> Namespace:
+    """Of an atlas of layers, with edit.yaml of a folder."""
+    given = {"edit": str(folder / "edit.yaml"), "each": "layer", "output_dir": str(folder), "batch": 2}
+    run = {"quiet": True, "log_file": None, "deterministic": False, "files": run_files.RunFiles()}
+    return Namespace(**given, **run)
+
+
+def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, session, configs, monkeypatch, capfd):
+    (tmp_path / "edit.yaml").write_text("- {edit: ablate, how: zero, layers: [1, 3], passes: denoise}")
+    monkeypatch.setattr(causal, "prepare", lambda *_: session)
+    measured = direct_effects.measure
+
+    def while_measuring(runs, edits):
+        if ("effect", 0) in edits:  # not while it looks for the floor
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return measured(runs, edits)
+
+    monkeypatch.setattr(direct_effects, "measure", while_measuring)
+    with pytest.raises(StoppedError, match="what is done will not be made again"):
+        make_atlas(flags(tmp_path), configs, Rank())
+    assert "stopping after this layer" in capfd.readouterr().err
+    assert len(list((tmp_path / "items").glob("*.json"))) == 2  # two runs of one layer
+
+
+def test_a_rank_that_waits_for_others_stops_too(tmp_path, session, configs):
+    one = study(tmp_path, session, configs, replace(EDIT, layers=(1,)))
+    watch = RunObserver()
+    watch.stopping = True
+    with Claims(tmp_path / "items") as other:
+        assert list(islice(other.to_make(list(causal_atlas.pieces_of(one, 2)), lambda name: False), 1))
+        assert causal_atlas.run(one, session, 2, str, lambda: True, Rank(), watch) is False
 
 
 def test_what_has_no_direct_effect_is_refused(tmp_path, session, configs):

@@ -16,6 +16,7 @@ from experiments.extraction import bidirectional, causal, reference_means
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.edit_files import to_yaml
 from experiments.extraction.observer import RunObserver
+from experiments.running import cli
 from experiments.studies import intervention_job
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -145,6 +146,21 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, 
     assert (tmp_path / "base.pt").read_bytes() == base
     with pytest.raises(ConfigError, match=r"base.pt is of another run; choose another --save_base"):
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path, monkeypatch, capfd):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(causal, "prepare", interrupted)
+    (tmp_path / "edits.yaml").write_text(to_yaml([EDIT]))
+    flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--output_path"]
+    flags += [str(tmp_path / "e.pt"), "--interventions", str(tmp_path / "edits.yaml"), "--save_base"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_intervention.run, [*flags, str(tmp_path / "base.pt")])
+    said = capfd.readouterr().err
+    assert ended.value.code == 130 and said.startswith("error: stopped; effects are kept when they are all")
+    assert "base.pt at once: run the same command again" in said and said.count("\n") == 1
 
 
 def test_the_base_model_is_edited_by_its_config_too():
