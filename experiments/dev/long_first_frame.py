@@ -5,6 +5,7 @@
 Mean logits of pass 0 (t = 1000) of every layer and head of the miniature, for the config's reference prompts,
 each with a seed of its own.
 A length's effect is fitted to the cells of its first frames; placebos are the same fit for frames 1 to 14.
+They count by their size.
 """
 
 from typing import Any
@@ -45,7 +46,12 @@ def run(argv=None):
         for length in sorted(args.lengths):
             rows.append({"policy": short_label(label), "num_frames": length} | effects(matrix, length))
             print(rows[-1])
-    report = {"prompts": len(prompts), "environment": environment(session.device), "rows": rows}
+    report = {
+        "prompts": len(prompts),
+        "weights_sha256": session.sha256.result(),
+        "environment": environment(session.device),
+        "rows": rows,
+    }
     save_report(report, args.output_path)
 
 
@@ -80,7 +86,8 @@ def frame_logits(session: Any, config: Any, prompts: list[str]) -> Any:
 
 
 def effects(matrix: Any, length: int) -> dict[str, Any]:
-    """Mean over heads with its interval over prompts, and the largest mean placebo."""
+    """Mean over heads with its interval over prompts, the size of the largest mean placebo, and the share of
+    heads whose effect exceeds the size of every placebo."""
     import numpy as np
 
     from experiments.analysis.effects import bootstrap
@@ -90,14 +97,16 @@ def effects(matrix: Any, length: int) -> dict[str, Any]:
     effect = first_frame_effect(cut, sizes).effect  # [B, heads]
     placebos = placebo_effects(cut, sizes, PLACEBOS)  # [B, heads, placebos]
     known = ~np.isnan(placebos).any((0, 1))
-    exceeds = (
-        (effect[..., None] > placebos[..., known]).all(-1) if known.any() else np.zeros_like(effect, bool)
-    )
-    return {
+    found = {
         "effect": [round(float(x), 4) for x in bootstrap(effect.mean(1))],
-        "largest_placebo": round(float(placebos[..., known].mean((0, 1)).max()), 4) if known.any() else None,
-        "heads_above_placebos": round(float(exceeds.mean()), 3) if known.any() else None,
+        "largest_placebo": None,
+        "heads_above_placebos": None,
     }
+    if known.any():
+        exceeds = (effect[..., None] > np.abs(placebos[..., known])).all(-1)
+        found["largest_placebo"] = round(float(np.abs(placebos[..., known].mean((0, 1))).max()), 4)
+        found["heads_above_placebos"] = round(float(exceeds.mean()), 3)
+    return found
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.dev.tables import markdown, measured_on
+from experiments.dev.tables import markdown, measured_on, of_weights
 from experiments.running.cli import Parser, main
 
 NUM_FRAMES = 30
@@ -34,7 +34,8 @@ def table(report: dict[str, Any]) -> str:
     """A row for each release: its policy, sizes in frames, and how far it moves the latents."""
     rows = [(said(row["policy"]), f"{row['distance']:.3f}") for row in report["rows"]]
     shown = markdown(("policy, as released by", "distance"), rows)
-    return f"{shown}\n\n{report['model']}; {measured_on(report['environment'])}"
+    about = f"{report['model']}, {report['num_frames']} frames, {of_weights(report['weights_sha256'])}"
+    return f"{shown}\n\n{about}; {measured_on(report['environment'])}"
 
 
 def said(policy: dict[str, Any]) -> str:
@@ -73,18 +74,23 @@ def draw(config_path: str, folder: Path) -> None:
 
 def compare(config_path: str, path: Path) -> None:
     from experiments.dev.tables import save_report
-    from experiments.extraction.policy_atlas import policy_latents
+    from experiments.extraction.policy_atlas import policy_run
     from experiments.extraction.provenance import environment
 
     rows = []
     for settings in RELEASED:
         clean = {name: value for name, value in settings.items() if name != "released"}
-        here, there = (policy_latents(config_path, each, NUM_FRAMES) for each in (clean, settings))
+        runs = [policy_run(config_path, each, NUM_FRAMES) for each in (clean, settings)]
+        here, there = (run.latents for run in runs)
         distance = ((there - here).square().mean() / here.square().mean()).sqrt().item()
         rows.append({"policy": settings, "distance": round(distance, 3)})
         print(json.dumps(rows[-1]))
-    report = {"model": "wan-mini", "num_frames": NUM_FRAMES, "environment": environment(here.device)}
-    save_report(report | {"rows": rows}, path)
+    about = {
+        "model": "wan-mini",
+        "num_frames": NUM_FRAMES,
+        "weights_sha256": runs[0].common["weights_sha256"],
+    }
+    save_report(about | {"environment": environment(here.device), "rows": rows}, path)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import extract
+from experiments.extraction.result import Extraction
 from wan.config import RunConfig, load_config
 
 
@@ -19,9 +18,9 @@ def policy_atlas(config_path: str | Path, settings: Mapping[str, Any], num_frame
     return atlas_cache(extract(config, requests))
 
 
-def policy_latents(config_path: str | Path, settings: Mapping[str, Any], num_frames: int) -> Tensor:
-    """Latents [1, F, C, h, w] of num_frames frames under the policy of settings."""
-    return extract(_config(config_path, settings, num_frames), []).latents
+def policy_run(config_path: str | Path, settings: Mapping[str, Any], num_frames: int) -> Extraction:
+    """Latents of num_frames frames under the policy of settings, and what they depend on."""
+    return extract(_config(config_path, settings, num_frames), [])
 
 
 def _config(config_path: str | Path, settings: Mapping[str, Any], num_frames: int) -> RunConfig:
