@@ -41,6 +41,8 @@ def numbers(view: Profiles) -> dict[str, Any]:
     delta = measures.head_statistics(view.profiles()).delta
     s, mean = found.fit.effect, np.abs(found.placebos.mean((0, 1)))
     special = (found.placebos > measures.DELTA_THRESHOLD).sum((0, 1))
+    values = np.concatenate([s[..., None], found.placebos], -1)  # of frame 0 and of every placebo
+    is_largest = (values == np.abs(values).max(-1, keepdims=True)).sum((0, 1))
     contrasts = {first: key_frame_contrasts(matrices(view), view.block_sizes, first) for first in FIRST}
     return {
         "heads": s.size,
@@ -54,6 +56,8 @@ def numbers(view: Profiles) -> dict[str, Any]:
             "most_heads_above_2": int(special.max()),
             "that_frame": found.frames[int(special.argmax())],
             "heads_above_all": int((found.rank == 1).sum()),
+            "largest_in_most_heads": (0, *found.frames)[int(is_largest.argmax())],
+            "in_heads": int(is_largest.max()),
             "heads_above_all_to_24": int(found.above_placebos.sum()),
         },
         "contrasts": [_round(c) for c in contrasts[12].mean((0, 1))],
@@ -125,8 +129,7 @@ def table(report: dict[str, Any]) -> str:
         "|---" * 6 + "|",
     ]
     lines += [_row(name, one) for name, one in report["atlases"].items()]
-    r, env = report["correlation_of_s"], report["environment"]
-    first = [one["contrasts"][0] for one in report["atlases"].values()]
+    env = report["environment"]
     paper = "; ".join(
         f"{label} "
         + ", ".join(
@@ -135,11 +138,39 @@ def table(report: dict[str, Any]) -> str:
         for label, prompts in report["paper"].items()
     )
     return "\n".join(lines) + (
-        f"\n\nHeads prefer frame 0, and it alone, by {min(first):.2f} to {max(first):.2f} logits on average, "
-        f"whatever the prompt (r = {r['between prompts']:.2f} over heads) and the length "
-        f"(r = {r['between lengths']:.2f}). The paper's own curves, over context frames, in logits: {paper}. "
-        f"Pass 0 of the published atlases, {env['date']}, `{env['git'][:9]}`: `{env['command']}`\n"
+        f"\n\n{_contrast(report)} {_standing(report['atlases'])} The paper's own curves, over context "
+        f"frames, in logits: {paper}. Pass 0 of the published atlases, {env['date']}, `{env['git'][:9]}`: "
+        f"`{env['command']}`\n"
     )
+
+
+def _contrast(report: dict[str, Any]) -> str:
+    """By how much heads prefer frame 0 to a line through later frames, and whether the same ones do."""
+    first = [one["contrasts"][0] for one in report["atlases"].values()]
+    r = report["correlation_of_s"]
+    return (
+        f"The mean contrast c(0) is {min(first):.2f} to {max(first):.2f} logits, and the same heads have a "
+        f"high s for both prompts (r = {r['between prompts']:.2f}) and both lengths "
+        f"(r = {r['between lengths']:.2f})."
+    )
+
+
+def _standing(atlases: dict[str, dict[str, Any]]) -> str:
+    """Where frame 0 exceeds all other frames in most heads, and what does so more often where it does not."""
+    alone, said = [], []
+    for name, one in atlases.items():
+        of, called = one["placebos"], name.replace(", ", " at ")
+        if 2 * of["heads_above_all"] > one["heads"]:
+            alone.append(called)
+            continue
+        said.append(
+            f"In {called} no frame does: frame {of['largest_in_most_heads']} exceeds the others in "
+            f"{of['in_heads']} heads, frame 0 in {of['heads_above_all']}; the largest mean placebo is "
+            f"{of['largest_mean']:.2f}, the mean of s {one['effect']['mean']:.2f}."
+        )
+    if alone:
+        said.insert(0, f"Frame 0 exceeds every other frame in most heads of {' and '.join(alone)}.")
+    return " ".join(said)
 
 
 def _row(name: str, one: dict[str, Any]) -> str:
