@@ -9,7 +9,7 @@ a map of all heads, which on_the_video.ipynb shows too.
 import json
 from pathlib import Path
 
-from experiments.dev.tables import markdown, measured_on
+from experiments.dev.tables import markdown, measured_on, of_weights
 from experiments.running.cli import Parser, count, main
 
 OUTPUT = Path("docs/shape_attention.json")
@@ -26,7 +26,7 @@ def table(report: dict) -> str:
                 name,
                 "mean of all heads",
                 *(f"{x:.2f}" for x in of_pass["mean"]),
-                f"{of_pass['follow']} of {report['heads']}",
+                f"{of_pass['follow']} of {report['heads']}, {of_pass['surely']} adjusted for all (Holm)",
             )
         ]
         rows += [
@@ -41,7 +41,10 @@ def table(report: dict) -> str:
     titles = [report["masks"][name] for name in report["masks"]]
     shown = markdown(("", "", *titles, "heads that follow; moving − best control, 95 %"), rows)
     said = f"{report['captions']} held-out captions, half of them behind a wall"
-    return f"{shown}\n\n{report['model']}, {said}; {measured_on(report['environment'])}"
+    under = (
+        f"{report['model']}, {of_weights(report['weights_sha256'])}, {said}; intervals are of each head alone"
+    )
+    return f"{shown}\n\n{under}; {measured_on(report['environment'])}"
 
 
 def run(argv=None):
@@ -97,6 +100,7 @@ def report_of(found, model: str, device: str = "cpu") -> dict:
         passes[name] = {
             "mean": [round(float(x), 3) for x in np.nanmean(mean, (0, 2))],
             "follow": int(each.follows.sum()),
+            "surely": int(each.surely.sum()),
             "top": [
                 {
                     "layer": layer,
@@ -109,7 +113,8 @@ def report_of(found, model: str, device: str = "cpu") -> dict:
         }
     heads = found.lifts.shape[2] * found.lifts.shape[4]
     common = {"model": model, "captions": len(found.captions), "heads": heads, "masks": MASKS}
-    return common | {"environment": environment(choose_device(device)), "passes": passes}
+    common |= {"weights_sha256": found.weights_sha256, "environment": environment(choose_device(device))}
+    return common | {"passes": passes}
 
 
 def largest(values, count: int) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.analysis.effects import holm, sign_flip_p
 from experiments.analysis.panels import HeadMap
 from experiments.extraction import causal
 from experiments.extraction.video import decode
@@ -32,6 +33,7 @@ MASKS = {  # of the past, and how each is called in figures
     "wall": "the wall that hides it",
 }
 HIDDEN = 0.15  # of its first area, as the tracker judges
+LEVEL = 0.05  # of an adjusted p
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class ShapeAttention:
     captions: list[str]
     steps: list[int]
     lifts: np.ndarray
+    weights_sha256: str
 
     def comparable(self, step: int) -> np.ndarray:
         """Lifts [R', layers, 4, H] of moving and its controls, of captions that have all four everywhere.
@@ -166,25 +169,45 @@ def measure(
         cover = cover_of(video, scene, rows, columns)
         by_step = [[call for call in run.records if call["step"] == step] for step in steps]
         found.append(torch.stack([lifts_of(calls, cover, sizes.num_heads) for calls in by_step]))
-    return ShapeAttention([scene.caption for scene in scenes], list(steps), torch.stack(found).numpy())
+    captions, lifts = [scene.caption for scene in scenes], torch.stack(found).numpy()
+    return ShapeAttention(captions, list(steps), lifts, session.sha256.result())
 
 
 @dataclass(frozen=True)
 class Followers:
-    """What moving has over the best control, [layers, H] each: 95 % interval, and whether that is above 0."""
+    """What moving has over the best control, [layers, H] each: 95 % interval, and whether that is above 0.
+
+    Intervals are of each head alone; p is adjusted for all heads.
+    """
 
     low: np.ndarray
     high: np.ndarray
     follows: np.ndarray
+    p: np.ndarray  # of the control that is hardest to tell from moving
+
+    @property
+    def surely(self) -> np.ndarray:
+        """Heads that follow, adjusted for all of them [layers, H]."""
+        return self.follows & (self.p < LEVEL)
 
 
 def followers(found: ShapeAttention, step: int, draws: int = 1000) -> Followers:
-    """Heads that look at the moving shape more than at each control, by a bootstrap over captions."""
+    """Heads that look at the moving shape more than at each control: a bootstrap over captions, and sign
+    flips with Holm's correction over heads."""
     lifts = found.comparable(step)
     if not len(lifts):
         none = np.full((lifts.shape[1], lifts.shape[3]), np.nan)
-        return Followers(none, none, none > 0)
+        return Followers(none, none, none > 0, none)
     picks = np.random.default_rng(0).integers(0, len(lifts), (draws, len(lifts)))
     means = np.stack([lifts[pick].mean(0) for pick in picks])
     low, high = np.percentile(means[:, :, 0] - means[:, :, 1:].max(2), (2.5, 97.5), 0)
-    return Followers(low, high, (low > 0) & (lifts[:, :, 0].mean(0) > 1))
+    follows = (low > 0) & (lifts[:, :, 0].mean(0) > 1)
+    return Followers(low, high, follows, adjusted_p(lifts[:, :, :1] - lifts[:, :, 1:]))
+
+
+def adjusted_p(differences: np.ndarray) -> np.ndarray:
+    """p of each head [layers, H] for differences [R, layers, controls, H]: the largest over controls, by Holm
+    over heads."""
+    by_head = differences.transpose(1, 3, 2, 0).reshape(-1, *differences.shape[2::-2])
+    worst = [max(sign_flip_p(control) for control in head) for head in by_head]
+    return holm(worst).reshape(differences.shape[1], differences.shape[3])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from experiments.analysis.effects import sign_flip_p
 from experiments.dev.on_the_video_figure import chosen_heads
 from experiments.dev.shape_attention import report_of, table
 from experiments.miniature.frozen import SETS, held_out_scenes
@@ -74,11 +75,11 @@ def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     lifts[:, :, 1, 0, 2] = 5  # layer 1, head 2 follows; layer 2, head 3 stays where the query is
     lifts[:, :, 2, [0, 2], 3] = 4, 6
     lifts[4:, :, :, 4] = np.nan  # no wall
-    found = ShapeAttention([f"caption {n}" for n in range(8)], [0, 4], lifts)
+    found = ShapeAttention([f"caption {n}" for n in range(8)], [0, 4], lifts, "0")
     lifts[1:7, :, :, :4] = np.nan  # videos without a shape
     follows = followers(found, 0).follows
     assert follows[1, 2] and not follows[2, 3] and follows.sum() <= 2
-    assert not followers(ShapeAttention(found.captions, [0], lifts[1:4]), 0).follows.any()
+    assert not followers(ShapeAttention(found.captions, [0], lifts[1:4], "0"), 0).follows.any()
     assert found.maps(4)[0].values.shape == (3, 4) and "follows" in {m.name for m in found.maps(4)}
     report = report_of(found, "wan-mini")
     text = table(report)
@@ -92,6 +93,19 @@ def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(report))
     with pytest.raises(ConfigError, match=r"run: python experiments/dev/shape_attention\.py"):
         chosen_heads(tmp_path / "report.json")
+
+
+def test_heads_that_follow_are_adjusted_for_all_of_them():
+    """Of 40 heads that do not follow some do by their own intervals; adjusted for all of them none does."""
+    lifts = 2 + np.random.default_rng(1).standard_normal((24, 1, 10, 5, 4))
+    lifts[..., 2:4, :] = -9  # one control is left: many a head beats it by chance
+    lifts[:, :, 3, 0, 1] += 3
+    found = ShapeAttention([f"caption {n}" for n in range(24)], [0], lifts, "0")
+    each = followers(found, 0)
+    assert each.follows.sum() > 1 and each.surely.sum() == 1 and each.surely[3, 1]
+    assert each.p[3, 1] == pytest.approx(40 / 10_001, rel=0.5)
+    by_hand = [sign_flip_p(lifts[:, 0, 5, 0, 2] - lifts[:, 0, 5, control, 2]) for control in (1, 2, 3)]
+    assert max(by_hand) <= each.p[5, 2] <= 1
 
 
 @pytest.mark.slow
