@@ -34,11 +34,13 @@ def table(report: dict) -> str:
         (
             question,
             str(of["pairs"]),
-            *(_said(of[name]["difference"], sign=True) for name in ("right", "motion")),
+            _said(of["right"]["difference"], sign=True),
+            f"{of['right']['p']:.4f}",
+            _said(of["motion"]["difference"], sign=True),
         )
         for question, of in report["questions"].items()
     ]
-    header = ("paired difference", "pairs", "right", "motion")
+    header = ("paired difference", "pairs", "right", "p (not adjusted)", "motion")
     n, what = report["prompts"], f"{report['num_frames']} latent frames, {report['seeds']} seeds"
     under = f"{n} held-out prompts, {what}; 95 % intervals over prompts; motion in sides per second"
     under = f"{under}; {of_weights(report['weights_sha256'])}"

@@ -55,6 +55,9 @@ def test_the_table_of_documents_says_the_same(findings):
     said = table(findings)
     assert "| window 9/3 | 0.8" in said and "a GPU, torch 2, today, `000000000`: `python x.py`" in said
     assert len([line for line in said.splitlines() if line.startswith("| ")]) > 15
+    findings["questions"]["a sink of one block against none, window 9"]["right"]["p"] = 0.0499
+    (asked,) = (line for line in table(findings).splitlines() if line.startswith("| a sink of one block"))
+    assert asked.split(" | ")[3] == "0.0499" and "| p (not adjusted) |" in said
 
 
 def test_coherence_has_the_maxima_that_are_known():
