@@ -5,11 +5,11 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.effects import Interval
+from experiments.analysis.effects import ENOUGH_PROMPTS, Interval
 from experiments.caches.errors import CacheError
 
 MAKE = "python experiments/dev/long_rollout_findings.py outputs/policies/comparison.json"
@@ -114,35 +114,51 @@ class LongRollouts:
         )
 
 
-def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Frames of videos side by side, uint8 [side, n · side, 3] by the policy's name, and their seconds.
+class Strips(NamedTuple):
+    """Frames of videos side by side, uint8 [side, n · side, 3] by the policy's name."""
 
-    Raises CacheError for another file.
-    """
+    rows: dict[str, np.ndarray]
+    seconds: list[int]
+    subtitle: str
+
+
+def read_strips(path: str | Path) -> Strips:
+    """What long_rollout_strips.py kept of videos. Raises CacheError for another file."""
     from PIL import Image
 
     try:
         kept = json.loads(Path(path).read_text(encoding="utf-8"))
         pictures = {name: base64.b64decode(row) for name, row in kept["rows"].items()}
-        strips = {name: np.asarray(Image.open(io.BytesIO(x)).convert("RGB")) for name, x in pictures.items()}
-        return strips, [int(second) for second in kept["seconds"]]
+        rows = {name: np.asarray(Image.open(io.BytesIO(x)).convert("RGB")) for name, x in pictures.items()}
+        about = f"“{kept['prompt']}”\nwan-mini, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
+        return Strips(rows, [int(second) for second in kept["seconds"]], about)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         make = "python experiments/dev/long_rollout_strips.py outputs/policies/videos"
         raise CacheError(f"{path} holds no strips ({type(error).__name__}); run: {make}") from None
 
 
-def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict[int, float]]:
-    """First-frame effect by policy and length, and the largest placebo under the whole past by length.
+class EffectsByLength(NamedTuple):
+    """What long_first_frame.py found."""
 
-    Raises CacheError for another file.
-    """
+    effects: dict[str, dict[int, Interval]]  # first-frame effect by policy and length
+    placebos: dict[int, float]  # the size of the largest under the whole past, by length
+    subtitle: str
+
+
+def read_effects(path: str | Path) -> EffectsByLength:
+    """First-frame effect and placebos by length. Raises CacheError for another file."""
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows, prompts, weights = report["rows"], report["prompts"], report["weights_sha256"]
         effects: dict[str, dict[int, Interval]] = {}
         for row in rows:
             effects.setdefault(row["policy"], {})[row["num_frames"]] = _interval(row["effect"])
         placebos = {row["num_frames"]: row["largest_placebo"] for row in rows if row["policy"] == "full"}
-        return effects, {length: value for length, value in placebos.items() if value is not None}
+        subtitle = f"pass 0 (t = 1000), mean of all heads, weights {weights[:9]}, {prompts} prompts"
+        if prompts < ENOUGH_PROMPTS:
+            subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {ENOUGH_PROMPTS}"
+        known = {length: value for length, value in placebos.items() if value is not None}
+        return EffectsByLength(effects, known, subtitle)
     except (OSError, ValueError, KeyError, TypeError) as error:
         make = f"python experiments/dev/long_first_frame.py --output_path {path}"
         raise CacheError(f"{path} holds no effects ({type(error).__name__}); run: {make}") from None

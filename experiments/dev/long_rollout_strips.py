@@ -2,7 +2,8 @@
 
     python experiments/dev/long_rollout_strips.py outputs/policies/videos
 
-Takes the mp4s that compare_policies.py kept of one prompt. Writes docs/long_rollouts_strips.json, a PNG of
+Takes the mp4s that compare_policies.py kept of one prompt, and what comparison.json beside their folder says
+of them. Writes docs/long_rollouts_strips.json, a PNG of
 few colours a policy, which the notebook draws, and the README's strip of full against sinks, an SVG.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from experiments.running.cli import Parser, main, whole_number
 from wan.errors import ConfigError
+from wan.text_files import read_json
 
 SECONDS = (0, 2, 5, 10, 15, 20, 30, 40, 50, 59)
 ROWS = {  # label -> what the figure calls it
@@ -42,13 +44,24 @@ def run(argv=None):
     found = {name: path for name, path in found.items() if path.is_file()}
     if not found:
         raise ConfigError(f"{args.videos} holds no videos of compare_policies.py; run it with --videos 1")
+    about = of_videos(read_json(Path(args.videos).parent / "comparison.json"), args.number)
     for path in (args.output_path, args.figure):
         require_writable(path)
     require_ffmpeg()
     strips = {name: strip(path) for name, path in found.items()}
     rows = {name: base64.b64encode(content).decode() for name, content in strips.items()}
-    save_report({"seconds": list(SECONDS), "side": SIDE, "rows": rows}, args.output_path)
+    save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, args.output_path)
     print(draw(args.output_path, args.figure))
+
+
+def of_videos(comparison: dict, number: int) -> dict:
+    """Prompt, seed and weights of the videos that a comparison kept of a prompt: its first seed's."""
+    try:
+        prompt = comparison["prompts"][number]
+        seed = next(video["seed"] for video in comparison["videos"] if video["prompt"] == prompt)
+        return {"prompt": prompt, "seed": seed, "weights_sha256": comparison["weights_sha256"]}
+    except (KeyError, IndexError, StopIteration) as error:
+        raise ConfigError(f"comparison.json has no prompt {number} ({type(error).__name__})") from None
 
 
 def strip(path: Path) -> bytes:
@@ -71,9 +84,9 @@ def draw(strips: str, path: str) -> Path:
     from experiments import figures
     from experiments.analysis.long_rollouts import read_strips
 
-    videos, seconds = read_strips(strips)
+    videos, seconds, about = read_strips(strips)
     chosen = {name: videos[name] for name in README_ROWS if name in videos}
-    return figures.save_svg(figures.long_strips(chosen, seconds), path)
+    return figures.save_svg(figures.long_strips(chosen, seconds, about), path)
 
 
 if __name__ == "__main__":

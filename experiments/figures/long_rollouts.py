@@ -32,7 +32,7 @@ def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtit
     places = (np.arange(len(seconds)) + 0.5) * strip.shape[0]
     top = axes[0, 0]
     top.xaxis.tick_top()
-    top.set_xticks(places, [f"{s} s\nframe {(s * FPS + 3) // 4}" for s in seconds], fontsize=6)
+    top.set_xticks(places, [f"{s} s\nlatent {(s * FPS + 3) // 4}" for s in seconds], fontsize=6)
     figure.suptitle(subtitle)
     return figure
 

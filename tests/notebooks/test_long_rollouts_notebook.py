@@ -12,6 +12,7 @@ from PIL import Image
 from experiments.analysis import long_rollouts
 from experiments.analysis.long_rollouts import LongRollouts
 from experiments.caches.errors import CacheError
+from experiments.dev import long_rollout_strips
 from experiments.dev.long_rollout_findings import table
 from experiments.studies import policy_findings, policy_grid
 
@@ -29,10 +30,15 @@ def files(folder, findings):
     content = io.BytesIO()
     Image.fromarray(np.zeros((8, 16, 3), np.uint8)).save(content, "PNG")
     rows = dict.fromkeys(("full", "deep sink"), base64.b64encode(content.getvalue()).decode())
-    (folder / "strips.json").write_text(json.dumps({"seconds": [0, 5], "rows": rows}))
+    comparison = {"prompts": ["a", "a red circle"], "weights_sha256": "fedcba987654"}
+    comparison["videos"] = [{"prompt": "a red circle", "seed": 3}, {"prompt": "a red circle", "seed": 4}]
+    about = long_rollout_strips.of_videos(comparison, 1)
+    (folder / "strips.json").write_text(json.dumps(about | {"seconds": [0, 5], "rows": rows}))
     row = {"policy": "full", "effect": [0.6, 0.5, 0.7], "largest_placebo": 0.2}
     rows = [row | {"num_frames": length} for length in (21, 240)]
-    (folder / "effects.json").write_text(json.dumps({"rows": rows}))
+    (folder / "effects.json").write_text(
+        json.dumps({"prompts": 4, "weights_sha256": "0123456789ab", "rows": rows})
+    )
     names = {"FINDINGS": "findings", "STRIPS": "strips", "EFFECTS": "effects"}
     return {name: str(folder / f"{file}.json") for name, file in names.items()}
 
@@ -48,7 +54,11 @@ def test_the_notebook_runs(tmp_path, findings):
     drawn = executed.figures(tmp_path)
     assert set(drawn) == {f"{name}.svg" for name in names}
     assert "deep_sink 21/10" in executed.words(drawn["right.svg"])
-    assert "frame 20" in executed.words(drawn["strips.svg"]) and "201" in executed.words(drawn["rope.svg"])
+    by_length = executed.words(drawn["effect_by_length.svg"])
+    assert "weights 012345678, 4 prompts" in by_length and "a 95 % interval needs 16" in by_length
+    strips = executed.words(drawn["strips.svg"])
+    assert "latent 20" in strips and "“a red circle”" in strips and "weights fedcba987, seed 3" in strips
+    assert "201" in executed.words(drawn["rope.svg"])
 
 
 def test_the_table_of_documents_says_the_same(findings):
