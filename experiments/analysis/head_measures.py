@@ -159,13 +159,16 @@ def label_maps(
     reasons = (NO_LOGITS if logits is None else NO_CONTEXT, NO_MASS if mass is None else "too few frames")
     tables = ((head_taxonomy.KINDS, "Pyramid Forcing"), (head_taxonomy.LOCALITY, "Forcing-KV"))
     theirs = published or (None, None)
+    whole = ours[0] is not None and logits is not None and logits.frame_matrices() is not None
     found = []
-    for mine, other, reason, (names, source) in zip(ours, theirs, reasons, tables, strict=True):
+    for mine, other, reason, (names, source), queries in zip(
+        ours, theirs, reasons, tables, (ALL_QUERIES if whole else "", ""), strict=True
+    ):
         title, differs = " / ".join(names.values()), None
         if mine is not None and other is not None:
             title += f", {head_taxonomy.agreement(mine, other):.1%} agree"
             differs = np.not_equal(mine, other)
-        found.append(LabelMap(title, names, mine, "" if mine is not None else reason, differs))
+        found.append(LabelMap(title, names, mine, "" if mine is not None else reason, differs, queries))
         found.append(LabelMap(f"published, {source}", names, other, "" if published else OTHER_MODEL))
     return found
 

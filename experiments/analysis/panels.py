@@ -55,6 +55,7 @@ class LabelMap(NamedTuple):
     labels: np.ndarray | None
     missing_reason: str = ""
     differs: np.ndarray | None = None  # [N, H] bool: not the label it is compared with
+    queries: str = ""  # whose queries it is of, where they are not those of the figure's title
 
 
 class ProfileMap(NamedTuple):

@@ -47,7 +47,8 @@ def kinds_of_heads(view: Profiles) -> Figure:
     """Anchor, wave and veil by our rule beside the published labels."""
     thresholds = head_taxonomy.load_thresholds("configs/taxonomy.yaml")
     maps = head_measures.label_maps(view, None, thresholds, published.labels_for(view))[:2]
-    return atlas.label_maps(maps, view.layers, subtitle=view.caption.subtitle)
+    subtitle = f"Wan2.1-T2V-1.3B, Self-Forcing\neagle, 21 frames, {view.pass_label}"
+    return atlas.label_maps(maps, view.layers, subtitle=subtitle)
 
 
 def videos() -> Figure:

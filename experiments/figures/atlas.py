@@ -49,8 +49,7 @@ def head_maps(
     size = (3.1 * columns, 0.7 + rows * (_height(len(layers)) + 0.15))
     figure, axes = plt.subplots(rows, columns, squeeze=False, figsize=size)
     for axis, (panel, values) in zip(axes.flat, shown, strict=False):
-        axis.set_title(panel.title, pad=14 if any(m.queries for m in maps) else None)
-        axis.text(0.5, 1.01, panel.queries, transform=axis.transAxes, ha="center", va="bottom", fontsize=7)
+        _title(axis, panel.title, panel.queries, any(m.queries for m in maps))
         alike = [v for m, v in shown if (m.scale, m.unit) == (panel.scale, panel.unit) and m.unit in SHARED]
         cmap, low, high = _range(panel.scale, np.stack(alike) if alike else values)
         mesh = axis.pcolormesh(np.ma.masked_invalid(values), cmap=cmap, vmin=low, vmax=high)
@@ -72,7 +71,7 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
     figure, axes = plt.subplots(1, max(1, len(shown)), squeeze=False, figsize=size)
     legend: dict[str, Artist] = {}
     for axis, (panel, labels) in zip(axes.flat, shown, strict=False):
-        axis.set_title(panel.title, fontsize=9)
+        _title(axis, panel.title, panel.queries, any(m.queries for m in maps), fontsize=9)
         legend |= {name: Patch(facecolor=COLORS[name], label=name) for name in panel.names.values()}
         values = np.full(labels.shape, np.nan)
         for i, label in enumerate(panel.names):
@@ -152,6 +151,12 @@ def label_agreement(found: Sequence[LabelAgreement]) -> Figure:
 
 def _height(layers: int) -> float:
     return max(2.2, min(4.2, 1.0 + 0.105 * layers))
+
+
+def _title(axis: Axes, title: str, queries: str, room: bool, **font: Any) -> None:
+    """A panel's title, and under it whose queries it is of; room where another panel says so."""
+    axis.set_title(title, pad=14 if room else None, **font)
+    axis.text(0.5, 1.01, queries, transform=axis.transAxes, ha="center", va="bottom", fontsize=7)
 
 
 def _head_axes(axis: Axes, layers: Sequence[int], heads: int) -> None:

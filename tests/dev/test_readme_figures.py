@@ -26,4 +26,5 @@ def test_committed_figures_are_up_to_date(tmp_path, monkeypatch):
     text = " ".join(words(tmp_path / "figure4_published.svg"))
     agreement = [float(r) for r in re.findall(r"r = (\d\.\d{3})", text)]
     assert len(agreement) == 2 and min(agreement) >= 0.98
-    assert "90.0% agree" in " ".join(words(tmp_path / "kinds_of_heads_published.svg"))
+    kinds = " ".join(words(tmp_path / "kinds_of_heads_published.svg"))
+    assert "90.0% agree" in kinds and "all query frames" in kinds and "query frames 18" not in kinds
