@@ -1,4 +1,4 @@
-"""What an intervention did, in numbers: changes in units of the distance between seeds, correlations.
+"""What an intervention did, in numbers: changes of videos, correlations.
 
 The unit is the prompt. Seeds of a prompt are averaged first, bootstraps resample prompts, and where a number
 is over heads they resample layers too, whose heads belong together. NaN is what was not measured.
@@ -22,20 +22,6 @@ class Interval(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.estimate:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def frame_distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Root mean square difference of latents or videos [..., F, C, h, w] per frame -> [..., F]."""
-    difference = np.asarray(one, np.float64) - np.asarray(other, np.float64)
-    return np.sqrt((difference**2).mean((-3, -2, -1)))
-
-
-def relative_effect(base: np.ndarray, edited: np.ndarray, between_seeds: np.ndarray) -> np.ndarray:
-    """Change per frame in units of the distance between two seeds of the same prompt -> [..., F].
-
-    base and edited [..., F, C, h, w], between_seeds [F]. 1 is as far away as another seed.
-    """
-    return frame_distance(base, edited) / np.asarray(between_seeds, np.float64)
 
 
 def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -40,8 +40,9 @@ class FirstFrame(NamedTuple):
 
     @property
     def rank(self) -> np.ndarray:
-        """Place of a head's effect among its placebos' sizes, 1 the highest [layers, heads]."""
-        return 1 + (np.abs(self.placebos) >= self.fit.effect[..., None]).sum(-1)
+        """Place of an effect among its placebos' sizes, 1 the highest; NaN without one [layers, heads]."""
+        place = 1 + (np.abs(self.placebos) >= self.fit.effect[..., None]).sum(-1)
+        return np.where(np.isnan(self.fit.effect), np.nan, place)
 
     @property
     def num_placebos(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-EVALUATION = Path(__file__).parents[2] / "checkpoints/wan-mini/evaluation.json"
+ROOT = Path(__file__).parents[2]
+EVALUATION = ROOT / "checkpoints/wan-mini/evaluation.json"
 
 
 def line(text: str) -> None:
@@ -37,7 +38,14 @@ def milliseconds_said(row: dict[str, Any] | None) -> str:
 def measured_on(env: dict[str, Any], dtype: str | None = None) -> str:
     """Device, versions, date, commit and command, as the last line of a table."""
     parts = [env["device"], f"torch {env['torch']}", dtype, env["date"], f"`{env['git'][:9]}`"]
-    return f"{', '.join(part for part in parts if part)}: `{env['command']}`\n"
+    return f"{', '.join(part for part in parts if part)}: {command_said(env['command'])}\n"
+
+
+def command_said(command: str) -> str:
+    """A recorded command; of a script that is no longer there it says so, for history keeps its text."""
+    scripts = [word for word in command.split() if word.endswith(".py")]
+    moved = bool(scripts) and not (ROOT / scripts[0]).is_file()
+    return f"`{command}`" + (" (the script's place at that commit)" if moved else "")
 
 
 def of_weights(sha256: str) -> str:

@@ -11,14 +11,6 @@ def draw(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def test_an_edit_as_far_away_as_another_seed_has_effect_one():
-    base, other = draw(5, 16, 8, 8), draw(5, 16, 8, 8, seed=1)
-    seeds = effects.frame_distance(base, other)
-    assert np.allclose(seeds, [np.sqrt(((a - b) ** 2).mean()) for a, b in zip(base, other, strict=True)])
-    assert np.allclose(effects.relative_effect(base, other, seeds), 1)
-    assert np.allclose(effects.relative_effect(base, base + 0.25 * (other - base), seeds), 0.25)
-
-
 @pytest.mark.parametrize("decimals", [9, 0], ids=["no ties", "ties"])
 def test_spearman_is_pandas_own(decimals):
     x, y = draw(40).round(decimals), (draw(40) + draw(40, seed=1)).round(decimals)

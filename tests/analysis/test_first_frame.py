@@ -7,12 +7,14 @@ from conftest import ROOT
 
 from experiments.analysis import measures
 from experiments.analysis.first_frame import (
+    FirstFrameEffect,
     first_frame_effect,
     key_frame_contrasts,
     partial_r_squared,
     placebo_effects,
     placebo_frames,
 )
+from experiments.analysis.first_frame_findings import FirstFrame
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from wan.blocks import later_block
@@ -153,6 +155,14 @@ def test_partial_r_squared_is_the_share_of_what_is_left():
     A[..., 0] += 1.0
     np.testing.assert_allclose(partial_r_squared(A, sizes), 1, atol=1e-8)
     assert (partial_r_squared(heads(sizes, n=50, noise=1), sizes) < 0.2).all()
+
+
+def test_a_head_without_an_effect_has_no_rank():
+    effect = np.array([[1.0, 0.2, np.nan]])
+    fit = FirstFrameEffect(effect, effect, effect)
+    placebos = np.array([[[0.1, -0.3]] * 3])
+    rank = FirstFrame(fit, (1, 2), placebos, placebos, placebos, placebos).rank
+    np.testing.assert_array_equal(rank, [[1, 2, np.nan]])
 
 
 def test_placebo_frames_are_seen_by_a_sixth_of_all_frames():

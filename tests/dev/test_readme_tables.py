@@ -42,3 +42,13 @@ def test_a_finding_says_whether_the_miniature_still_has_its_weights():
     now = json.loads(tables.EVALUATION.read_text())["weights"]["self_forcing_mini.pt"]
     assert tables.of_weights(now) == f"weights `{now[:9]}`"
     assert tables.of_weights("0" * 64) == f"weights `000000000`, before the present `{now[:9]}`"
+
+
+def test_a_command_of_a_script_that_moved_says_so():
+    assert tables.command_said("python experiments/benchmark_reading.py --repeats 3").endswith(
+        "` (the script's place at that commit)"
+    )
+    for there in ("python experiments/dev/benchmark_reading.py", "bash .ci/run"):
+        assert tables.command_said(there) == f"`{there}`"
+    named = [path.name for path in documents() if "experiments/benchmark_re" in path.read_text()]
+    assert all("the script's place at that commit" in (ROOT / "docs" / name).read_text() for name in named)
