@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the rest is imported after the flags: --help needs no torch
 ATLASES = Path("cache/wan-mini-training")
 OUTPUT = Path("docs/checkpoints_first_frame.json")
 FIGURE = Path("notebooks/figures/first_frame_training.svg")
+LOG = Path(__file__).parents[2] / "checkpoints/wan-mini/training.json"
 ENDS = ("first pass", "clean pass")
 
 
@@ -73,13 +74,19 @@ def numbers(view: "Profiles") -> dict[str, Any]:
     }
 
 
+def few_step_from() -> int:
+    """The last step of the first causal stage, by the log of the shipped weights: few-step stages follow."""
+    log = read_json(LOG)
+    return log.get("causal_first", log["causal"])["steps"]
+
+
 def table(report: dict[str, Any]) -> str:
     """The rows of docs/first_frame.md: a step and a pass each, the seeds side by side."""
     rows = report["checkpoints"]
     seeds = sorted({row["seed"] for row in rows})
     lines = [
-        "| step of causal training | pass | s: mean | median | heads that prefer frame 0 to every placebo | "
-        "that avoid it more than any | c(0) |",
+        f"| training step (few-step stages from {few_step_from()} on) | pass | s: mean | median | "
+        "heads that prefer frame 0 to every placebo | that avoid it more than any | c(0) |",
         "|---" * 7 + "|",
     ]
     for step, end in sorted({(row["step"], ENDS.index(row["pass"])) for row in rows}):
@@ -136,7 +143,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> "Figure":
         "Heads that prefer frame 0 to every placebo": "heads_above_all_placebos",
         "Heads that avoid it more than any": "heads_below_all_placebos",
     }
-    return effect_by_step({title: {name: lines(key, name) for name in ENDS} for title, key in panels.items()})
+    drawn = {title: {name: lines(key, name) for name in ENDS} for title, key in panels.items()}
+    about = "wan-mini in training, one caption and seed of noise; seeds are of the training"
+    return effect_by_step(drawn, about, few_step_from())
 
 
 def run(argv=None):

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from experiments.analysis import curve_matching, head_choice, head_measures, head_taxonomy, published
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
+from experiments.dev.first_frame_training import few_step_from
 from experiments.figures import atlas, heads
 from experiments.figures import training as training_figures
 from experiments.figures.training import training_curves, video_strips
@@ -86,7 +87,8 @@ def training() -> Figure:
         psnr += [[first["steps"] + step, *values] for step, *values in later]
     runs = {stage: [log[name] for name in (f"{stage}_first", stage) if name in log] for stage in names}
     losses = {names[stage]: [run["loss_curve"] for run in each] for stage, each in runs.items() if each}
-    return training_curves(losses, psnr, resumed=first["steps"] if again else None)
+    subtitle = "wan-mini, the stages of the shipped weights"
+    return training_curves(losses, psnr, first["steps"] if again else None, subtitle)
 
 
 def vae_end(run: dict) -> list[float]:
@@ -101,8 +103,16 @@ def moments() -> Figure:
     captured = [int(path.stem.removeprefix("step_")) for path in sorted(MOMENTS.glob("step_*.pt"))]
     context = load_cache(MOMENTS / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
     measures = {
-        "Excess of frame 0 at equal distance": ("logits", 0, "equal_distance_excess"),
-        "Mass on frame 0, of the context's": ("share", 1 / sum(context), "first_context_mass"),
+        "Excess of frame 0 at equal distance\nall queries with context": (
+            "logits",
+            0,
+            "equal_distance_excess",
+        ),
+        "Mass on frame 0, of the context's\nlast block's queries": (
+            "share",
+            1 / sum(context),
+            "first_context_mass",
+        ),
     }
     first_pass = [moment["first pass"] for moment in report["training_checkpoints"]]
     values = {
@@ -110,5 +120,5 @@ def moments() -> Figure:
         for title, (unit, neutral, name) in measures.items()
     }
     steps, count = [moment["step"] for moment in report["training_checkpoints"]], len(report["captions"])
-    subtitle = f"wan-mini in causal training, pass t = 1000, last block's queries, mean over {count} captions"
-    return training_figures.training_checkpoints(steps, values, captured, subtitle)
+    subtitle = f"wan-mini in training, pass t = 1000, mean over {count} captions"
+    return training_figures.training_checkpoints(steps, values, captured, subtitle, few_step_from())

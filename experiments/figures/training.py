@@ -8,16 +8,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from experiments.figures.colors import color_bar
-from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, YELLOW, styled
 
 STRIP_FRAMES = 7  # shown of 81, evenly
+HEAD_COLORS = (RED, ORANGE, PURPLE, BLUE, YELLOW, GREEN)  # of heads that a figure names
 
 
 @styled
 def training_curves(
-    losses: Mapping[str, Sequence[Sequence]], psnr: Sequence[Sequence[float]], resumed: int | None
+    losses: Mapping[str, Sequence[Sequence]],
+    psnr: Sequence[Sequence[float]],
+    resumed: int | None,
+    subtitle: str = "",
 ) -> Figure:
     """Losses of each run of a stage, [step, seconds, loss], by the stage's name, dashed but for the last run;
     and PSNR of the VAE on held-out clips [step, all, first, last second]. resumed is the step at which the
@@ -32,7 +37,14 @@ def training_curves(
             if last:
                 left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
     left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
-    left.legend(loc="upper right", ncols=2)
+    drawn = [*left.get_legend_handles_labels()[0], Line2D([], [], color="0.3", label="mean of 7")]
+    drawn.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.35, label="each value"))
+    if any(len(runs) > 1 for runs in losses.values()):
+        drawn.append(Line2D([], [], color="0.3", linestyle="--", label="first of two runs"))
+    low, high = left.get_ylim()
+    left.set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
+    left.legend(handles=drawn, loc="upper right", ncols=2, fontsize=7)
+    figure.suptitle(subtitle)
     steps, *curves = np.array(psnr).T
     for values, color, name in zip(
         curves, (DARK, BLUE, ORANGE), ("81 frames", "first second", "last second"), strict=True
@@ -51,11 +63,14 @@ def training_checkpoints(
     measures: Mapping[str, tuple[str, float, np.ndarray]],
     shown: Sequence[int],
     subtitle: str,
+    few_step: int | None = None,
 ) -> Figure:
     """Measures [checkpoints, layers, heads] in training: every head over the steps beside maps of some steps.
 
-    measures: title -> (unit, value without a preference, values). The three heads that end highest are named.
+    measures: title -> (unit, value without a preference, values). The three heads that end highest are named,
+    each in one colour over all rows. few_step is the step from which on few-step stages follow.
     """
+    named: dict[int, str] = {}  # head -> colour
     figure, axes = plt.subplots(
         len(measures),
         1 + len(shown),
@@ -64,7 +79,8 @@ def training_checkpoints(
         width_ratios=[1.7, *[1] * len(shown)],
     )
     for row, (title, (unit, neutral, values)) in zip(axes, measures.items(), strict=True):
-        _heads_over_steps(row[0], steps, values, neutral)
+        _heads_over_steps(row[0], steps, values, neutral, named)
+        _steps_along(row[0], steps[-1], few_step)
         row[0].set(ylabel=unit, title=title)
         chosen = values[[steps.index(step) for step in shown]]
         limit = np.abs(chosen).max()
@@ -86,40 +102,53 @@ Lines = Sequence[tuple[Sequence[int], Sequence[float]]]  # of each seed: steps, 
 
 
 @styled
-def effect_by_step(panels: Mapping[str, Mapping[str, Lines]]) -> Figure:
+def effect_by_step(
+    panels: Mapping[str, Mapping[str, Lines]], subtitle: str = "", few_step: int | None = None
+) -> Figure:
     """Numbers over the steps of training: a panel for each title, in it a colour for each pass and a line for
-    each seed."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 2.8), squeeze=False)
+    each seed. few_step is the step from which on few-step stages follow."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.0), squeeze=False)
+    handles: list[Line2D] = []
     for axis, (title, passes) in zip(axes.flat, panels.items(), strict=True):
+        handles.clear()
         for (name, seeds), color in zip(passes.items(), (BLUE, ORANGE), strict=False):
             for seed, (steps, values) in enumerate(seeds):
                 style = ("-", "--", ":", "-.")[seed % 4]
                 label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-                axis.plot(steps, values, "o", color=color, linestyle=style, markersize=2.5, label=label)
+                axis.plot(steps, values, "o", color=color, linestyle=style, markersize=2.5)
+                handles.append(Line2D([], [], color=color, linestyle=style, label=label))
         axis.set_title(title)
-        _steps_along(axis, max(steps[-1] for seeds in passes.values() for steps, _ in seeds))
+        _steps_along(axis, max(steps[-1] for seeds in passes.values() for steps, _ in seeds), few_step)
     axes[0, 0].axhline(0, color="black", linestyle=":", linewidth=1)
-    axes[0, 0].legend(fontsize=7)
+    axes[0, 0].legend(handles=handles, fontsize=7, handlelength=4)
+    figure.suptitle(subtitle)
     return figure
 
 
-def _heads_over_steps(axis: Axes, steps: Sequence[int], values: np.ndarray, neutral: float) -> None:
-    """Every head of values [checkpoints, layers, heads] as a line over the steps, the last highest named."""
+def _heads_over_steps(
+    axis: Axes, steps: Sequence[int], values: np.ndarray, neutral: float, named: dict[int, str]
+) -> None:
+    """Every head of values [checkpoints, layers, heads] as a line over the steps, the last highest named.
+
+    named: the colours of heads that have one; others get the next."""
     flat, heads = values.reshape(len(steps), -1), values.shape[2]
     axis.plot(steps, flat, color="0.6", linewidth=0.5)
     axis.plot(steps, flat.mean(1), color=DARK, linewidth=1.8, label="mean of all heads")
-    for head, color in zip(np.argsort(-flat[-1])[:3], (RED, ORANGE, PURPLE), strict=True):
+    for head in np.argsort(-flat[-1])[:3].tolist():
+        color = named.setdefault(head, HEAD_COLORS[len(named) % len(HEAD_COLORS)])
         name = f"L{head // heads}H{head % heads}"
         axis.plot(steps, flat[:, head], "o-", markersize=2.5, color=color, label=name)
     axis.axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
-    axis.set_ylim(top=flat.max() + 0.4 * np.ptp(flat))  # room for the legend
-    _steps_along(axis, steps[-1])
+    axis.set_ylim(top=flat.max() + 0.5 * np.ptp(flat))  # room for the legend
     axis.legend(fontsize=7, loc="upper left", ncols=2)
 
 
-def _steps_along(axis: Axes, last: int) -> None:
-    """Steps from 0 to the last: even up to 100, then by their size."""
-    axis.set_xlabel("Step of causal training")
+def _steps_along(axis: Axes, last: int, few_step: int | None = None) -> None:
+    """Steps from 0 to the last: even up to 100, then by their size; a line where few-step stages begin."""
+    several = few_step is not None and few_step < last
+    axis.set_xlabel("Training step" + (f" (few-step stages from {few_step} on)" if several else ""))
+    if few_step is not None and several:
+        axis.axvline(few_step, color=GREEN, linestyle="--", linewidth=1)
     axis.set_xscale("symlog", linthresh=100)
     axis.set_xlim(-10, 1.2 * last)
     axis.set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= last)])

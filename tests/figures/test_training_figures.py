@@ -1,0 +1,53 @@
+"""Figures of a training: what lines, colours and steps mean is said in them."""
+
+import numpy as np
+from matplotlib.colors import to_hex
+
+from experiments.dev.first_frame_training import few_step_from
+from experiments.figures.training import effect_by_step, training_checkpoints, training_curves
+
+STEPS = [0, 100, 1000, 20000]
+
+
+def label_colors(axis):
+    return {line.get_label(): to_hex(line.get_color()) for line in axis.lines if line.get_label()[0] == "L"}
+
+
+def test_a_head_has_one_colour_in_every_row():
+    values = np.zeros((4, 2, 3))
+    values[-1] = [[5, 4, 0], [0, 0, 3]]
+    other = np.zeros((4, 2, 3))
+    other[-1] = [[4, 5, 0], [0, 2, 0]]
+    measures = {"logit\nall queries": ("logits", 0, values), "mass\nlast block": ("share", 0, other)}
+    figure = training_checkpoints(STEPS, measures, [0, 20000], "wan-mini", few_step=1000)
+    first, second = (label_colors(figure.axes[i]) for i in (0, 3))
+    assert set(first) == {"L0H0", "L0H1", "L1H2"} and set(second) == {"L0H0", "L0H1", "L1H1"}
+    assert first["L0H0"] == second["L0H0"] and first["L0H1"] == second["L0H1"]
+    assert len({*first.values(), *second.values()}) == 4
+    assert figure.axes[0].get_xlabel() == "Training step (few-step stages from 1000 on)"
+
+
+def test_seeds_are_told_apart_in_the_legend():
+    lines = [(STEPS, [1, 2, 3, 4]), (STEPS[:3], [1, 2, 3])]
+    figure = effect_by_step({"s": {"first pass": lines}}, "wan-mini", few_step=1000)
+    (axis,) = figure.axes
+    handles = axis.get_legend().get_lines()
+    assert [line.get_linestyle() for line in handles] == ["-", "--"]
+    assert not any(line.get_marker() not in ("None", "") for line in handles)
+    assert axis.get_legend().handlelength >= 3 and "few-step stages from 1000" in axis.get_xlabel()
+    short = effect_by_step({"s": {"first pass": lines[1:]}}, few_step=1000)  # ends where they begin
+    assert short.axes[0].get_xlabel() == "Training step"
+
+
+def test_thin_and_dashed_losses_are_in_the_legend():
+    curve = [[step, step + 1.0, 1 / (step + 1)] for step in range(20)]
+    psnr = [[0, 10, 10, 10], [5, 20, 20, 20]]
+    twice = training_curves({"causal": [list(curve), curve]}, psnr, None, "wan-mini")
+    said = [text.get_text() for text in twice.axes[0].get_legend().get_texts()]
+    assert said == ["causal", "mean of 7", "each value", "first of two runs"]
+    once = training_curves({"causal": [curve]}, psnr, None, "wan-mini")
+    assert len(once.axes[0].get_legend().get_texts()) == 3
+
+
+def test_few_step_stages_follow_the_first_causal_one():
+    assert few_step_from() == 30260
