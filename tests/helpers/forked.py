@@ -32,6 +32,7 @@ class Outcome:
     value: Any  # what the function returned; None where it did not come to that
     code: int  # of exit; -N where signal N ended it
     seconds: float
+    cpu_seconds: float  # its own, which a busy machine does not stretch
     more_bytes: int  # peak memory beyond what the parent held
     said: str = ""  # on stderr
 
@@ -63,6 +64,7 @@ def forked(function: Callable[[], Any], timeout: float = 60, kill_after: float |
         value,
         os.waitstatus_to_exitcode(status),
         time.monotonic() - start,
+        usage.ru_utime + usage.ru_stime,
         max(0, usage.ru_maxrss * 1024 - before),
         said,
     )

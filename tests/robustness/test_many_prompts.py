@@ -15,7 +15,7 @@ from experiments.running import cli, jobs, sweep  # noqa: F401  warmed for the f
 from experiments.running.sweep_plan import slugs_of
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "3", "--quiet"]
-SECONDS = 10.0  # until the first of many prompts is rolled out
+SECONDS = 10.0  # of CPU until the first of many prompts is rolled out
 
 
 class BeganError(Exception):
@@ -40,7 +40,7 @@ def test_ten_thousand_prompts_start_at_once(tmp_path, monkeypatch):
             run_extraction_all.run([*MINI, *flags])
 
     done = forked(start, timeout=60)
-    assert done.code == 0 and done.seconds < SECONDS, done
+    assert done.code == 0 and done.cpu_seconds < SECONDS, done
     assert sorted(os.listdir(tmp_path / "out")) == ["items", "manifest.json"]
 
 
@@ -61,7 +61,7 @@ def test_prompts_are_encoded_as_they_are_asked_for():
 
 def test_names_of_many_prompts_are_made_at_once():
     done = forked(lambda: len(set(slugs_of([f"{'x' * 80} {i}" for i in range(10_000)]).values())))
-    assert done.value == 10_000 and done.seconds < 5
+    assert done.value == 10_000 and done.cpu_seconds < 5
 
 
 def test_a_checkout_of_somebody_else(tmp_path):

@@ -64,7 +64,9 @@ def test_three_processes_make_every_item_once(tmp_path):
 
 def test_what_a_dead_process_had_claimed_is_made_by_another_that_joins(tmp_path):
     stuck = in_child(lambda: make_all(tmp_path, Rank(0, 2), stuck="item3"))
+    deadline = time.monotonic() + 60
     while not (tmp_path / "items/item3.claim").exists():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     other = in_child(lambda: make_all(tmp_path, Rank(1, 2)))
     time.sleep(1.5 * LEASE)
