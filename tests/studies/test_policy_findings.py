@@ -68,12 +68,32 @@ def test_another_table_is_refused(content):
         policy_findings.findings(content)
 
 
-def test_seconds_before_the_fifth_do_not_count():
-    table = comparison({"full": 0.0})
+def measures_of_full(table):
+    return policy_findings.of_policy(policy_findings.Table(table), "full")["measures"]
+
+
+@pytest.mark.parametrize("second, counts", [(4, False), (5, True), (59, True), (60, False), (69, False)])
+def test_the_seconds_from_5_to_60_count_and_no_others(second, counts):
+    """Before them every policy sees all there is; what is longer is compared up to there."""
+    table = comparison({"full": 0.0}, prompts=3, seconds=70)
+    before = measures_of_full(table)
     for video in table["videos"]:
-        video["tracker"]["right"][: policy_findings.FROM] = [1] * policy_findings.FROM
-    changed = policy_findings.findings(table)
-    assert (
-        changed["policies"]["full"]["measures"]["right"]
-        == policy_findings.findings(comparison({"full": 0.0}))["policies"]["full"]["measures"]["right"]
+        video["tracker"]["right"][second] ^= 1
+        video["seconds"]["motion"][second] = 9.0
+    after = measures_of_full(table)
+    assert {name for name in before if before[name] != after[name]} >= (
+        {"right", "motion"} if counts else set()
     )
+    assert counts or after == before
+
+
+def test_more_seeds_that_say_the_same_narrow_no_interval():
+    """Seeds of a prompt are averaged first, the unit is the prompt."""
+    sink, plain = "window,window=9,sink=3", "window,window=9"
+    table = comparison({"full": 0.0, sink: 0.1, plain: 0.05})
+    one = table | {"videos": [video for video in table["videos"] if video["seed"] == 0]}
+    thrice = table | {"videos": [video | {"seed": seed} for video in one["videos"] for seed in range(3)]}
+    one, thrice = policy_findings.findings(one), policy_findings.findings(thrice)
+    assert (one.pop("seeds"), thrice.pop("seeds")) == (1, 3) and thrice == one
+    low, high = one["against_full"][sink]["difference"][1:]
+    assert low < high and one["against_full"][sink]["p"] < 1
