@@ -1,0 +1,111 @@
+"""What is kept of a study is named by all that its numbers depend on: another input is another name."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experiments.extraction import reference_means
+from experiments.studies.causal_atlas import Study
+from experiments.studies.intervention_job import base_runs
+from experiments.studies.policy_comparison import Comparison
+from experiments.studies.policy_comparison_job import held_out
+from wan.config import load_config
+from wan.modules.interventions import Knockout
+
+EDIT = Knockout(frames="first", layers=[1], passes="denoise")
+OF_RUNS = {
+    "prompt": {"prompt": "a cyan square moving up"},
+    "seed": {"seed": 7},
+    "frames": {"num_frames": 9},
+    "prompts of means": {"reference_prompts": ["a"]},
+}
+OF_FILES = {"weights": {"weights": "1"}, "dtype": {"dtype": torch.bfloat16}}
+
+
+def session_of(config, weights="0", dtype=torch.float32):
+    """What names need of a session; its rollouts are asked for by prompt and seed, and make nothing."""
+    sha256, asked = Future(), []
+    sha256.set_result(weights)
+    return SimpleNamespace(
+        sha256=sha256,
+        dtype=dtype,
+        common={"config": {"height": config.height}},
+        asked=asked,
+        rollout=lambda one: asked.append((one.prompt, one.seed)) or torch.zeros(1),
+    )
+
+
+def of_atlas(session, config, tmp_path):
+    files = session.sha256.result(), str(session.dtype)
+    [item] = Study(tmp_path, EDIT, "head", [config], 8, 12, *files).items()
+    return item.name
+
+
+def of_comparison(session, config, tmp_path):
+    files = session.sha256.result(), str(session.dtype)
+    [item] = Comparison(tmp_path, {"full": {}}, [config], {}, *files, batch=1).items()
+    return item.name
+
+
+def of_base_runs(session, config, tmp_path):
+    (tmp_path / "base.pt").unlink(missing_ok=True)
+    base_runs(str(tmp_path / "base.pt"), session, config)
+    return torch.load(tmp_path / "base.pt")["made_of"]
+
+
+def of_means(session, config, tmp_path):
+    return reference_means._name(session, config)
+
+
+EVERYTHING = OF_RUNS | OF_FILES
+BUT_ITS_OWN = {name: EVERYTHING[name] for name in EVERYTHING if name not in ("prompt", "seed")}
+
+
+@pytest.fixture
+def config():
+    return load_config("configs/wan_mini.yaml", {"num_frames": 6})
+
+
+@pytest.mark.parametrize(
+    "name_of, inputs",
+    [
+        (of_atlas, EVERYTHING),
+        (of_comparison, EVERYTHING),
+        (of_base_runs, EVERYTHING),
+        (of_means, BUT_ITS_OWN),
+    ],
+    ids=["atlas", "comparison", "base runs", "means"],
+)
+def test_another_input_is_another_name(name_of, inputs, config, tmp_path):
+    names = {"as it is": name_of(session_of(config), config, tmp_path)}
+    for what, change in inputs.items():
+        other = replace(config, **change) if what in OF_RUNS else config
+        session = session_of(config, **(change if what in OF_FILES else {}))
+        names[what] = name_of(session, other, tmp_path)
+    assert len(set(names.values())) == len(names), names
+    assert name_of(session_of(config), config, tmp_path) == names["as it is"]
+
+
+def test_a_video_of_a_comparison_is_named_by_its_policy_and_its_scene_too(config, tmp_path):
+    [(prompt, scene), (_, another)] = held_out(2).items()
+    runs, policies = [replace(config, prompt=prompt)], {"full": {}, "window": {"name": "window", "window": 3}}
+    names = [
+        item.name
+        for scenes in ({}, {prompt: scene}, {prompt: another})
+        for item in Comparison(
+            tmp_path, policies, runs, scenes, "0", "float32", 1, controls=["frozen"]
+        ).items()
+    ]
+    assert len(names) == 8 == len(set(names))
+
+
+def test_a_reference_set_is_every_prompt_with_two_seeds(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_means, "FOLDER", tmp_path)
+    few, session = replace(config, reference_prompts=["a", "b"]), session_of(config)
+    reference_means.reference_means(session, few)
+    assert session.asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    reference_means.reference_means(session, few)
+    assert len(session.asked) == 4  # they are made once
