@@ -15,6 +15,7 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import bidirectional, causal, reference_means
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.edit_files import to_yaml
+from experiments.extraction.interventions import edited
 from experiments.extraction.observer import RunObserver
 from experiments.running import cli
 from experiments.studies import intervention_job
@@ -70,6 +71,44 @@ def test_effects_are_what_they_are_called(session, config):
     assert found["floor"].max() < 1e-3 * found["between_seeds"].min()
     source = Patch("z", Source(seed=9), layers=[1], passes="denoise")
     assert "direct" not in intervention_job.measure(session, config, [source], base, other)
+
+
+CAUSAL = "checkpoints/wan-mini/self_forcing_mini.pt"
+ANOTHER = "a cyan square moving up over a gray background"
+
+
+@pytest.mark.parametrize(
+    "source, loaded",
+    [
+        (Source(seed=9), []),
+        (Source(prompt=ANOTHER, seed=9), []),
+        (Source(weights="base"), [None]),
+        (Source(seed=9, weights=CAUSAL), [CAUSAL]),
+    ],
+    ids=["seed", "prompt and seed", "base weights", "seed and a file"],
+)
+def test_a_source_is_the_run_that_it_names(source, loaded, session, config, monkeypatch):
+    """Its weights are those of the session, the base ones, or a file's."""
+    config, ran, weights = replace(config, num_frames=3), [], []
+    rollout, with_weights = causal.Session.rollout, causal.Session.with_weights
+
+    def seen(self, one, **kwargs):
+        ran.append((one.prompt, one.seed, self.pipeline is session.pipeline))
+        return rollout(self, one, **kwargs)
+
+    def loads(self, one):
+        weights.append(one.checkpoint_path)
+        return with_weights(self, one)
+
+    monkeypatch.setattr(causal.Session, "rollout", seen)
+    monkeypatch.setattr(causal.Session, "with_weights", loads)
+    with edited(session, config, [Patch("z", source, layers=[1], steps=[0], passes="denoise")]):
+        latents = session.rollout(config)
+    prompt = source.prompt or config.prompt
+    seed = config.seed if source.seed is None else source.seed
+    assert ran == [(config.prompt, config.seed, True), (prompt, seed, source.weights is None)]
+    assert weights == loaded
+    assert not torch.equal(latents, rollout(session, config))
 
 
 def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tmp_path):
