@@ -28,6 +28,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.real_gpu  # what these run on a pretended one, the tests of kernels, bands and policies run there
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("request_name", EVERYTHING)
 def test_looking_changes_no_bit(request_name, dtype, device):

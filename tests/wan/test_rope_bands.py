@@ -107,7 +107,9 @@ def test_a_time_band_turns_with_distance():
     )  # scale 1/sqrt(16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.real_gpu)], ids=str
+)
 def test_looking_changes_no_bit(dtype, device):
     pipeline = tiny_pipeline(dtype, device)
     plain = rollout(pipeline)
