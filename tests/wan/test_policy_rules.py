@@ -1,8 +1,12 @@
 """Every call of a rollout against the rules of its policy in float64 (helpers/policy_oracle.py).
 
-Fields, block sizes, given frames and prompt switches are drawn at random, on another small model.
+Fields, block sizes, given frames and prompt switches are drawn at random, on another small model; every way
+to change the prompt is tried under every policy.
 """
 
+from functools import cache
+
+import pytest
 import torch
 from helpers.policy_oracle import Frame, LayerOracle
 from hypothesis import given, settings
@@ -32,6 +36,12 @@ def small_model() -> CausalWanModel:
 MODEL = small_model()
 
 
+def hows_of(policy) -> list[str]:
+    """The ways to change the prompt that a policy has."""
+    hows = ["keep", "flush", *(["cut"] if policy.stands_by_slot else [])]
+    return hows + (["recache"] if policy.can_recache else [])
+
+
 @st.composite
 def cases(draw):
     """Fields of a policy, options of a rollout, and where and how its prompt changes."""
@@ -58,9 +68,8 @@ def cases(draw):
     elif name == "two_memories":
         fields |= {"window": fields["window"] + 2, "alpha_long": 0.1, "alpha_short": 0.6}
     policy = make_policy(**fields)
-    hows = ["keep", "flush", *(["cut"] if policy.stands_by_slot else [])]
-    hows += ["recache"] if policy.can_recache else []
-    switch = (draw(st.integers(1, blocks - 1)), draw(st.sampled_from(hows))) if draw(st.booleans()) else None
+    hows = st.sampled_from(hows_of(policy))
+    switch = (draw(st.integers(1, blocks - 1)), draw(hows)) if draw(st.booleans()) else None
     options = {"num_frame_per_block": size, "independent_first_frame": first}
     return fields, options, batch, blocks, draw(st.integers(0, 2)), switch
 
@@ -150,8 +159,38 @@ def check_captured(call, name: str) -> None:
         assert all(len(set(row)) == len(row) for row in positions[..., 0].tolist())
 
 
+FIELDS = [  # with blocks of two frames all of them forget before the switch, and again after it
+    {"name": "full"},
+    {"name": "window", "window": 5, "sink": 1},
+    {"name": "relative", "window": 5, "sink": 1},
+    {"name": "deep_sink", "window": 6, "sink": 2},
+    {"name": "participative", "window": 7, "sink": 1, "budget": 5, "recent": 3},
+    {"name": "ema_sink", "window": 5, "sink": 1, "alpha": 0.5},
+    {"name": "two_memories", "window": 6, "sink": 1, "alpha_long": 0.1, "alpha_short": 0.6},
+    {"name": "rolling_sink", "window": 5},
+    {"name": "memory_bank", "window": 5, "sink": 1, "bank": 2, "interval": 1},
+]
+SWITCHES = [(fields, how) for fields in FIELDS for how in hows_of(make_policy(**fields))]
+OPTIONS = {"num_frame_per_block": 2, "independent_first_frame": False}
+SWITCH, BLOCKS, BATCH = 4, 8, 2  # the prompt changes before block 4
+
+
+@cache
+def unswitched(number: int) -> torch.Tensor:
+    return roll_out(FIELDS[number], OPTIONS, BATCH, BLOCKS, 0, None)
+
+
+@pytest.mark.parametrize("fields, how", SWITCHES, ids=[f"{fields['name']}-{how}" for fields, how in SWITCHES])
+def test_every_call_after_a_switch_sees_what_its_policy_says(fields, how):
+    with Watch(fields, 2, {SWITCH: how}) as watch:
+        switched = roll_out(fields, OPTIONS, BATCH, BLOCKS, 0, (SWITCH, how))
+    plain, at = unswitched(FIELDS.index(fields)), 2 * SWITCH
+    assert watch.calls >= 3 * BLOCKS * LAYERS and torch.equal(switched[:, :at], plain[:, :at])
+    assert not torch.equal(switched[:, at:], plain[:, at:])
+
+
 @given(case=cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_call_sees_what_its_policy_says(case):
     fields, options, *_, switch = case
     with Watch(fields, options["num_frame_per_block"], dict([switch]) if switch else {}) as watch:
