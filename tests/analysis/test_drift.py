@@ -24,6 +24,11 @@ def moving(speed: float = 0.0, color=(230, 40, 40), ground=(20, 30, 120)) -> np.
 FROZEN = moving(0.0)
 
 
+def of_grey(levels) -> np.ndarray:
+    """A video whose frames are each of one grey level."""
+    return np.tile(np.array(levels, np.uint8)[:, None, None, None], (1, 8, 8, 3))
+
+
 def test_a_frozen_video_is_perfect_by_all_but_motion_and_repetition():
     seconds, whole = drift.per_second(FROZEN), drift.summaries(FROZEN)
     assert set(seconds) == set(drift.MEASURES) and set(whole) == set(drift.SUMMARIES)
@@ -43,6 +48,8 @@ def test_hue_that_turns_is_lost_and_nothing_else():
     everything = drift.per_second(np.concatenate([FROZEN[: T // 2], moving(ground=(120, 20, 30))[T // 2 :]]))
     assert (everything["hue_kept"][2:] < kept[2:]).all()
     assert drift.hue_histogram(np.full((5, 3), 7, np.uint8))[-1] == 1  # no colour is a colour of its own
+    both = drift.hue_histogram(np.array([(200, 0, 0), (150, 200, 150)], np.uint8))
+    assert both[[0, 60]] == pytest.approx([0.8, 0.2])  # saturations 1 and 1/4
 
 
 def test_blur_is_less_sharp():
@@ -63,6 +70,16 @@ def test_a_checkerboard_has_the_laplacian_of_a_checkerboard():
     assert drift.clipped(video) == 1
 
 
+def test_clipped_is_what_is_a_level_from_the_ends_at_most():
+    assert drift.clipped(of_grey([0, 1, 2, 128, 253, 254, 255])).tolist() == [1, 1, 0, 0, 0, 1, 1]
+
+
+def test_the_ends_are_15_percent():
+    """10 of 64 frames, of which the last 6 are white."""
+    assert drift.summaries(of_grey([100] * 58 + [255] * 6))["clipped_change"] == pytest.approx(0.6)
+    assert drift.summaries(of_grey([255] * 10 + [100] * 54))["clipped_change"] == pytest.approx(-1)
+
+
 def test_clipping_and_flicker():
     video = FROZEN.copy()
     video[T // 2 :] = 255
@@ -79,6 +96,16 @@ def test_clipping_and_flicker():
 def test_motion_is_the_speed_of_what_moves(speed):
     expected = speed * drift.FPS / SIDE
     assert drift.motion(moving(speed)[: drift.FPS + 1]) == pytest.approx(expected, rel=0.25)
+
+
+def test_motion_is_that_of_the_fastest_twentieth(monkeypatch):
+    """Of 400 pixels that move by 0 to 399 the fastest 20 do by 389.5 on average."""
+    lengths = np.random.default_rng(0).permutation(400).reshape(20, 20)
+    monkeypatch.setattr(
+        drift, "flow", lambda one, _: np.tile((lengths[..., None] * [0.6, -0.8]), (len(one), 1, 1, 1))
+    )
+    found = drift.motion(np.zeros((drift.FPS + 1, 20, 20, 3), np.uint8))
+    assert found == pytest.approx(389.5 * drift.FPS / 20)
 
 
 def test_flow_of_a_shifted_texture_in_both_directions():
@@ -101,6 +128,18 @@ def test_distance_grows_with_what_changes_and_falls_when_the_first_frames_return
     assert drift.largest_drop(apart) == pytest.approx(apart[30])
     rising = np.linspace(0, 1, T)
     assert drift.largest_drop(rising) == 0
+
+
+def test_distance_is_the_mean_of_those_to_the_first_nine_frames():
+    """A ramp of 3 levels a frame: from frame 20 it is 12 to 20 frames, 16 on average."""
+    assert drift.distance(of_grey(3 * np.arange(64)))[20] == pytest.approx(48 / 255)
+
+
+@pytest.mark.parametrize("frames, drop", [(1, 0.8), (8, 0.8), (16, 0.8), (32, 0.4)])
+def test_a_drop_is_what_falls_within_a_second(frames, drop):
+    falling = np.linspace(1, 0.2, frames + 1)
+    distances = np.concatenate([np.full(10, 1.0), falling, np.full(20, 0.2)])
+    assert drift.largest_drop(distances) == pytest.approx(drop)
 
 
 def test_what_repeats_is_seen_to_repeat():
