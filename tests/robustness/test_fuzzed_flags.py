@@ -9,11 +9,11 @@ import contextlib
 import io
 import os
 import time
-from functools import cache
 from importlib import import_module
 
 import pytest
 from conftest import ROOT
+from helpers.flags import flags
 from helpers.forked import FULL, tell
 from helpers.judged import HUNG, record
 from hypothesis import HealthCheck, given, settings
@@ -50,27 +50,6 @@ class BeganError(Exception):
 
 def begins(*args, **more):
     raise BeganError
-
-
-@cache
-def actions(name: str) -> list[argparse.Action]:
-    """The flags of a script, from its own parser."""
-    found: list[argparse.Action] = []
-
-    class Seen(Exception):
-        pass
-
-    def parse_args(self, args=None, namespace=None):
-        found.extend(self._actions)
-        raise Seen
-
-    before, cli.Parser.parse_args = cli.Parser.parse_args, parse_args
-    try:
-        with contextlib.suppress(Seen):
-            import_module(f"experiments.{name}").run([])
-    finally:
-        cli.Parser.parse_args = before
-    return [action for action in found if action.option_strings and action.dest != "help"]
 
 
 NUMBERS = st.sampled_from(
@@ -120,7 +99,7 @@ WORDS = (
 @st.composite
 def command_line(draw, name: str) -> list[str]:
     words = list(START.get(name, ["--config_path", "configs/wan_mini.yaml"]))
-    for action in draw(st.lists(st.sampled_from(actions(name)), min_size=1, max_size=4)):
+    for action in draw(st.lists(st.sampled_from(flags(name)), min_size=1, max_size=4)):
         words.append(draw(st.sampled_from(action.option_strings)))
         if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
             continue
@@ -198,11 +177,11 @@ def test_flags(name, folder, capfd):
     assert {path.name for path in folder.iterdir()} == set(LINKED)
     assert not os.system(f"cd {ROOT} && git diff --quiet -- configs checkpoints cache README.md docs/page.md")
     tried = found["refused"] + found["began"]
-    flags = len({action.dest for action in actions(name)})
+    count = len({action.dest for action in flags(name)})
     row = {"tried": tried, "inside": tried, "seed": 0, "refused": found["refused"], "read": found["began"]}
     record(f"flags of {name}", **row, tracebacks=0, hangs=0, lost=0, slowest=round(found["slowest"], 2))
     tell(
         capfd,
-        f"{name}: {tried} command lines over {flags} flags: {found['refused']} refused, "
+        f"{name}: {tried} command lines over {count} flags: {found['refused']} refused, "
         f"{found['began']} began",
     )
