@@ -19,6 +19,7 @@ from experiments.extraction.interventions import edited
 from experiments.extraction.observer import RunObserver
 from experiments.running import cli
 from experiments.studies import intervention_job
+from experiments.studies.direct_effects import distance
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.modules.capture import CaptureRequest
@@ -69,8 +70,22 @@ def test_effects_are_what_they_are_called(session, config):
     assert not torch.isclose(direct[6:], total[6:]).any()
     assert torch.equal(own[3:6], total[3:6])  # a clean pass does not change its own block
     assert found["floor"].max() < 1e-3 * found["between_seeds"].min()
+    with intervene(replace(EDIT, blocks=(1,), passes="all")):
+        there = session.rollout(config)
+    assert torch.equal(own, distance(base, there)[0].float())  # its past is then edited, for good
+    some = intervention_job._own_block(session, config, [replace(EDIT, steps=(0,))], base)
+    assert torch.equal(some, own)
     source = Patch("z", Source(seed=9), layers=[1], passes="denoise")
     assert "direct" not in intervention_job.measure(session, config, [source], base, other)
+
+
+def test_the_floor_is_a_run_whose_noise_differs_by_a_millionth(session, config):
+    config = replace(config, num_frames=6)
+    noise, renoise = causal.draw_noise(config, session.model_config, session.dtype, session.device)
+    more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
+    text, _ = session.texts[config.prompt]
+    shaken = session.pipeline.inference(noise + 1e-6 * more, prompt_embeds=text, renoise=renoise)[1]
+    assert torch.equal(intervention_job._shaken(session, config), shaken)
 
 
 CAUSAL = "checkpoints/wan-mini/self_forcing_mini.pt"
