@@ -84,14 +84,19 @@ def test_kv_of_cached_frames_is_that_of_the_source_and_own_keys_stay():
     assert not torch.isclose(logits[:, 2, :, S : 3 * S], plain[:, 2, :, S : 3 * S]).any(-1).all()
 
 
-def test_a_run_patched_from_itself_keeps_its_bits_and_many_edits_share_a_source():
-    pipeline = tiny_pipeline()
-    mine = of_seed(pipeline, 1)
+@pytest.mark.parametrize(
+    "policy, frames",
+    [({"name": "full"}, 6), ({"name": "ema_sink", "window": 6, "sink": 1}, 15)],
+    ids=["full", "ema_sink, whose means the two must not share"],
+)
+def test_a_run_patched_from_itself_keeps_its_bits_and_many_edits_share_a_source(policy, frames):
+    pipeline = CausalInferencePipeline(tiny_pipeline().model, cache_policy=make_policy(**policy))
+    mine = of_seed(pipeline, 1, frames)
     plain = mine()
     everything = [Patch(what, OTHER, passes="all") for what in ("qk", "z")]
     cached = Patch("kv", OTHER, passes="all")
     with (
-        RunInStep(of_seed(pipeline, 1)) as other,
+        RunInStep(of_seed(pipeline, 1, frames)) as other,
         intervene(*everything, cached, data=dict.fromkeys([*everything, cached], other)),
     ):
         assert torch.equal(mine(), plain)
