@@ -2,9 +2,8 @@
 
 import json
 from argparse import Namespace
-from dataclasses import asdict, replace
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
