@@ -25,7 +25,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         raise CacheError(f"{path} is of another rollout ({source_of(typed)}) than the page ({view.source})")
     if differing := _differing(typed, view):
         raise CacheError(
-            f"{path} is of another rollout than the page: {', '.join(differing)} differ; make both with the "
+            f"{path} is of another rollout than the page, by its {', '.join(differing)}; make both with the "
             "same settings"
         )
     places = places_of(cache)

@@ -115,7 +115,7 @@ def test_maps_of_another_policy_or_edit_are_refused(tmp_path):
         if name == "same":
             save_page(tmp_path / "p.html", tmp_path / "a.pt", maps=tmp_path / "maps.pt")
             continue
-        with pytest.raises(CacheError, match=f"another rollout than the page: {name} differ; make both"):
+        with pytest.raises(CacheError, match=f"another rollout than the page, by its {name}; make both"):
             save_page(tmp_path / "p.html", tmp_path / "a.pt", maps=tmp_path / "maps.pt")
 
 
