@@ -37,8 +37,17 @@ def of_captions(captions: dict) -> str:
             sure = part.get("intervals", {}).get(source, {})  # older reports have none
             questions = ("color", "shape", "background", "direction", OWN_QUESTION[name])
             cells = [percent(part["shares"][source][q], sure.get(q)) for q in questions]
-            rows.append((f"{part['count']} captions, {name}: {words}", *cells))
-    return markdown(header, rows)
+            rows.append((f"{part['count']} videos, {name}: {words}", *cells))
+    return f"{markdown(header, rows)}\n\n{distinct(captions)}"
+
+
+def distinct(captions: dict) -> str:
+    """How many captions the videos of each set are of: some are drawn twice, with another seed."""
+    counts = [f"{len({one['caption'] for one in part['each']})} ({name})" for name, part in captions.items()]
+    return (
+        f"Distinct captions: {', '.join(counts)}. Intervals (95 %, Wilson) take videos of the same caption "
+        "as independent."
+    )
 
 
 def of_the_past(past: list[dict]) -> str:

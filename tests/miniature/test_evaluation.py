@@ -211,13 +211,21 @@ def test_tables_show_intervals_and_long_videos_where_there_are_any():
     report = {
         "environment": dict.fromkeys(("device", "torch", "date", "git", "command"), "x"),
         "vae": {"clips": 2, "psnr": 30.0, "psnr_first_second": 30.0, "psnr_last_second": 30.0},
-        "captions": {"two that cross": {"count": 4, "shares": {"causal": answers}}},
+        "captions": {
+            "two that cross": {
+                "count": 4,
+                "shares": {"causal": answers},
+                "each": [{"caption": caption} for caption in ("a", "b", "a", "c")],
+            }
+        },
         "past": [
             {"local_attn_size": -1, "sink_size": 0, "count": 4}
             | dict.fromkeys(("hides", "comes_back", "same_color", "same_shape", "same"), 0.5)
         ],
     }
-    assert "| 4 captions, two that cross: causal, 4 steps | 50% | 50% |" in miniature_tables.table(report)
+    table = miniature_tables.table(report)
+    assert "| 4 videos, two that cross: causal, 4 steps | 50% | 50% |" in table
+    assert "Distinct captions: 3 (two that cross)." in table
     report["captions"]["two that cross"]["intervals"] = {"causal": dict.fromkeys(answers, wilson(2, 4))}
     seconds = {"first_second": 34.84, "last_second": 34.61}
     report["long"] = {
