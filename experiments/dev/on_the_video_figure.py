@@ -17,6 +17,8 @@ from wan.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
+    from experiments.analysis.video_maps import VideoMap
+
 REPORT, OUTPUT = Path("docs/shape_attention.json"), Path("notebooks/figures/on_the_video_mini.svg")
 HEADS, HEIGHT = 3, 72  # rows; pixels of a picture
 TOP = 10  # of the scale, mass per token where 1 is even: newest frames alone have more
@@ -62,8 +64,14 @@ def draw(args: argparse.Namespace):
     cache = map_builders.maps_cache(causal.extract_next(session, config, asked), grid)
     maps = [open_map(cache, *head, STEP, place) for head in heads]
     pictures = [resized(pixels[max(0, 4 * frame - 1)].numpy()) for frame in range(config.num_frames)]
-    title = f"Three heads that follow the shape: “{config.prompt}”"
-    return map_strip(maps, pictures, range(0, FRAME, 2), title=title, top=TOP)
+    about = (config.model, config.prompt, config.seed)
+    return map_strip(maps, pictures, range(0, FRAME, 2), title=title_of(maps[0], *about), top=TOP)
+
+
+def title_of(seen: "VideoMap", model: str, prompt: str, seed: int) -> str:
+    """What is drawn, of which video, and whose attention it is: pass, query frame and patch."""
+    run = f"{model}, seed {seed}, {seen.pass_label}, query: {seen.query_label}"
+    return f"Three heads that follow the shape: “{prompt}”\n{run}"
 
 
 def chosen_heads(report: Path) -> list[tuple[int, int]]:

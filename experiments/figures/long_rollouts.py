@@ -33,7 +33,7 @@ def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtit
     top = axes[0, 0]
     top.xaxis.tick_top()
     top.set_xticks(places, [f"{s} s\nlatent {(s * FPS + 3) // 4}" for s in seconds], fontsize=6)
-    figure.suptitle(subtitle)
+    figure.suptitle(subtitle, fontsize=8)
     return figure
 
 

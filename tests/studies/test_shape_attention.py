@@ -8,7 +8,8 @@ import torch
 from conftest import ROOT
 
 from experiments.analysis.effects import sign_flip_p
-from experiments.dev.on_the_video_figure import chosen_heads
+from experiments.analysis.video_maps import VideoMap
+from experiments.dev.on_the_video_figure import chosen_heads, title_of
 from experiments.dev.shape_attention import report_of, table
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
@@ -106,6 +107,16 @@ def test_heads_that_follow_are_adjusted_for_all_of_them():
     assert each.p[3, 1] == pytest.approx(40 / 10_001, rel=0.5)
     by_hand = [sign_flip_p(lifts[:, 0, 5, 0, 2] - lifts[:, 0, 5, control, 2]) for control in (1, 2, 3)]
     assert max(by_hand) <= each.p[5, 2] <= 1
+
+
+def test_the_picture_says_which_run_pass_and_patch_it_is_of():
+    values = np.ones((21, 4, 4), np.float32)
+    about = ("clean pass (t = 0)", (18, 1, 2), (18, 19, 20), True, 9, 0.0, "wan-mini", "cache")
+    seen = VideoMap(values, "lift", 5, 0, *about)
+    title = title_of(seen, "wan-mini", "a red circle", 3)
+    for said in ("“a red circle”", "wan-mini, seed 3", "clean pass (t = 0)", "18"):
+        assert said in title
+    assert seen.query_label in title
 
 
 @pytest.mark.slow
