@@ -97,7 +97,7 @@ def effects(matrix: Any, length: int) -> dict[str, Any]:
     effect = first_frame_effect(cut, sizes).effect  # [B, heads]
     placebos = placebo_effects(cut, sizes, PLACEBOS)  # [B, heads, placebos]
     known = ~np.isnan(placebos).any((0, 1))
-    found = {
+    found: dict[str, Any] = {
         "effect": [round(float(x), 4) for x in bootstrap(effect.mean(1))],
         "largest_placebo": None,
         "heads_above_placebos": None,

@@ -3,6 +3,7 @@ out."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
+from typing import Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -98,6 +99,7 @@ def training_checkpoints(
     return figure
 
 
+STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")  # of seeds
 Lines = Sequence[tuple[Sequence[int], Sequence[float]]]  # of each seed: steps, values
 
 
@@ -113,7 +115,7 @@ def effect_by_step(
         handles.clear()
         for (name, seeds), color in zip(passes.items(), (BLUE, ORANGE), strict=False):
             for seed, (steps, values) in enumerate(seeds):
-                style = ("-", "--", ":", "-.")[seed % 4]
+                style = STYLES[seed % len(STYLES)]
                 label = name if len(seeds) == 1 else f"{name}, seed {seed}"
                 axis.plot(steps, values, "o", color=color, linestyle=style, markersize=2.5)
                 handles.append(Line2D([], [], color=color, linestyle=style, label=label))

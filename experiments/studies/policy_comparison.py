@@ -1,8 +1,7 @@
 """Policies x prompts x seeds: a long video each, measured per second, made in pieces by any rank.
 
 A work item is one video, named by the hash of all that its numbers depend on: items/NAME.json. Videos of one
-policy are rolled out together, as many as a batch holds; the noise of each is drawn by a generator of its
-own, so that the others of a batch change nothing but rounding.
+policy are rolled out together; each has noise of its own generator, so that others change only rounding.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ class Comparison:
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
     controls: Sequence[str] = tuple(CONTROLS)
-    capture: BlockCapture = field(
-        default_factory=BlockCapture
-    )  # what is kept of attention: attention/NAME of each item
+    capture: BlockCapture = field(default_factory=BlockCapture)  # of attention, in attention/NAME
     files: Sequence[Mapping[str, Any]] = ()  # what the runs read, by what they hold, and the VAE
 
     def items(self) -> list[Item]:
@@ -82,8 +79,7 @@ class Comparison:
 
     def groups(self) -> dict[str, list[Item]]:
         """Items of one policy that are made together, by the name of the group."""
-        found: dict[str, list[Item]] = {}
-        by_label: dict[str, list[Item]] = {}
+        found, by_label = dict[str, list[Item]](), dict[str, list[Item]]()
         for item in self.items():
             by_label.setdefault(item.label, []).append(item)
         for items in by_label.values():
@@ -108,10 +104,9 @@ class Comparison:
         found = self.read(item)
         if found is None or not all(path.is_file() for path, _ in self.mp4s(item)):
             return False
-        asked = asdict(self.capture)
         if self.capture.kind == "none" or "control" in item.settings:
             return True
-        blocks = self.capture.blocks(len(item.config.block_sizes))
+        asked, blocks = asdict(self.capture), self.capture.blocks(len(item.config.block_sizes))
         kept = all(path_of(self.attention(item), block).is_file() for block in blocks)
         return kept and found.get("capture", asked) == asked  # older items do not say
 
@@ -157,7 +152,7 @@ class Comparison:
     @cached_property
     def _classes(self) -> dict[Any, list[dict[str, Any]]]:
         """By its path, what each CSV of head classes holds that a policy names."""
-        paths = {settings["file"] for settings in self.policies.values() if settings.get("file")}
+        paths = {str(one["file"]) for one in self.policies.values() if one.get("file")}
         return {path: describe_files([path]) for path in paths}
 
 
