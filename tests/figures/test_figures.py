@@ -179,3 +179,9 @@ print(plt.isinteractive())
         env = os.environ | {"MPLBACKEND": backend}
         said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
         assert said.stdout.split() == [str(shown)], said.stderr
+
+
+def test_places_are_hundredths_of_a_point_and_words_stay_as_they_are():
+    drawn = b'<g>\n  <path d="M 1.23456 -0.5004 L 2 3.1" style="stroke-width: 0.8125"/>\n  <text>0.12345</text></g>'
+    kept = b'<g>\n<path d="M 1.23 -0.5 L 2 3.1" style="stroke-width: 0.8125"/>\n<text>0.12345</text></g>'
+    assert style.lean(drawn) == kept == style.lean(kept)
