@@ -153,12 +153,28 @@ def test_one_class_is_that_policy(tmp_path):
     torch.testing.assert_close(roll_out(per_head)[0], roll_out(make_policy(**settings))[0], atol=1e-6, rtol=0)
 
 
-def test_a_stride_keeps_every_other_frame_of_the_past():
+@pytest.mark.parametrize(
+    "window, sink, frames", [(7, 1, [0, 6, 8, 10, 12, 13, 14]), (9, 3, [0, 1, 2, 6, 8, 10, 12, 13, 14])]
+)
+def test_a_stride_keeps_every_other_frame_of_the_past_and_the_whole_sink(window, sink, frames):
     _, calls = roll_out(
-        make_policy("window", window=7, sink=1, stride=2),
+        make_policy("window", window=window, sink=sink, stride=2),
         CaptureRequest(granularity="frame", layers=[0], steps=[0]),
     )
-    assert [call["key_frames"] for call in calls][-1] == [0, 6, 8, 10, 12, 13, 14]
+    assert [call["key_frames"] for call in calls][-1] == frames
+
+
+def test_a_flush_is_one_of_all_classes(tmp_path):
+    """Each forgets all but its sink and the last two frames."""
+    policies = {"far": {"name": "full"}, "near": {"name": "window", "window": 6, "sink": 1}}
+    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
+    cache = golden_model().new_kv_cache(1, 15, 4, 6, policy)
+    for block in (range(3), range(3, 6), range(6, 9)):
+        cache.advance(block)
+    far, near = cache.caches
+    assert far.frames == [*range(9)] and near.frames == [0, 4, 5, 6, 7, 8]
+    cache.flush()
+    assert far.frames == [7, 8] and near.frames == [0, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +182,19 @@ def test_a_stride_keeps_every_other_frame_of_the_past():
     [
         ({"policies": {"far": {"name": "full"}}}, "class 'near' of .* has no policy"),
         ({"policies": {"far": {"name": "full"}, "near": {"name": "relative"}}}, "different positions"),
+        (
+            {
+                "policies": {
+                    "far": {"name": "relative", "window": 9},
+                    "near": {"name": "relative", "window": 6},
+                }
+            },
+            "different positions",
+        ),
+        (
+            {"policies": {"far": {"name": "full"}, "near": {"name": "window", "released": "longlive"}}},
+            "class 'near' is released; only clean rules go here",
+        ),
         ({"policies": {}}, "needs a file of head classes and policies"),
         ({"file": "nowhere.csv", "policies": {"a": {"name": "full"}}}, "nowhere.csv not found"),
     ],

@@ -9,6 +9,7 @@ from helpers.policy_inputs import policy_inputs
 from helpers.rollouts import TWO_STEPS
 
 from wan.errors import ConfigError
+from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.modules.cache_policies import make_policy
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
@@ -97,3 +98,31 @@ def test_a_flush_finds_nothing_to_forget_while_the_sink_is_all_there_is():
         for how in ("flush", "keep")
     )
     assert torch.equal(flushed, kept)
+
+
+def test_the_cache_that_is_computed_again_is_captured_where_it_is_asked_for():
+    embeds = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(9))
+    schedule = [PromptSwitch(6, how="recache", prompt_embeds=embeds)]
+    for chosen, steps in ({}, {0, 1, 2}), ({"steps": [-1]}, {-1}):
+        with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[0], **chosen) as calls:
+            roll_out(make_policy("window", window=6, sink=1), num_frames=9, schedule=schedule)
+        assert {call["step"] for call in calls} == steps
+
+
+@pytest.mark.parametrize(
+    "settings, left_out, message",
+    [
+        ({"name": "full"}, "renoise", "a probe needs renoise: fresh noise would change"),
+        (
+            {"name": "window", "window": 9, "sink": 6, "released": "longlive"},
+            None,
+            "window changes its cache",
+        ),
+        ({"name": "memory_bank", "window": 6, "sink": 1}, None, "memory_bank changes its cache"),
+    ],
+    ids=["no renoise", "released", "chooses"],
+)
+def test_a_probe_that_would_change_the_rollout_is_refused(settings, left_out, message):
+    inputs = {name: x for name, x in policy_inputs(2, 2, 9).items() if name != left_out}
+    with pytest.raises(ConfigError, match=message):
+        pipeline_of(make_policy(**settings)).inference(**inputs, probe=lambda block, denoise: denoise())
