@@ -8,6 +8,7 @@ docs/page.md says what the page does.
 from functools import partial
 from pathlib import Path
 
+from experiments.caches.errors import CacheError
 from experiments.running.cli import Parser, main
 
 
@@ -35,6 +36,8 @@ def run(argv=None):
 
     from experiments.figures.html_page import MAX_MB, save_page  # after the flags: a --help needs no torch
 
+    if not args.output_path and Path(args.cache).name in ("", ".."):
+        raise CacheError(f"a page of {args.cache} has no name; give it one by --output_path")
     path = args.output_path or Path(args.cache).with_suffix(".html")
     args.files.reads("the cache", args.cache)
     args.files.writes("the page", None if args.output_path else path)

@@ -77,17 +77,22 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
 
     Raises ConfigError for any other.
     """
+    content = load_yaml(path, "settings", CONFIG_BYTES)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a mapping of settings")
+    return content
+
+
+def load_yaml(path: str | Path, what: str, limit: int) -> Any:
+    """What a YAML file of at most limit bytes holds; what says what it is of. ConfigError for any other."""
     import yaml
 
-    text = read_text(path, CONFIG_BYTES)
+    text = read_text(path, limit)
     try:
-        content = yaml.load(text, Loader=_yaml_loader())
+        return yaml.load(text, Loader=_yaml_loader())
     except Exception as error:  # PyYAML's own error classes, and those of the values that it builds
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f" in line {mark.line + 1}" if mark else ""
         raise ConfigError(
-            f"{path}: not a YAML file of settings: {problem or reason_of(error)}{place}"
+            f"{path}: not a YAML file of {what}: {problem or reason_of(error)}{place}"
         ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: not a mapping of settings")
-    return content

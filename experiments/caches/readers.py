@@ -43,6 +43,11 @@ def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
     """One pass (None: the first) in a quantity. Raises CacheError for one that the cache does not hold."""
     if quantity not in QUANTITIES:
         raise CacheError(f"quantity {quoted(quantity)} is not one of {', '.join(QUANTITIES)}")
+    if not isinstance(cache, (Figure4Cache, LayerCache, InferenceCache, AtlasCache)):
+        raise CacheError(
+            f"a cache of format {cache.format} holds no values per frame; give one of figure4, inference, "
+            "layer or atlas"
+        )
     at = _pick(cache.passes(), step)
     if isinstance(cache, Figure4Cache):
         return _figure4(cache, at, quantity)
@@ -50,8 +55,6 @@ def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
         return _layer(cache, at, quantity)
     if isinstance(cache, InferenceCache):
         return _inference(cache, at, quantity)
-    if not isinstance(cache, AtlasCache):
-        raise CacheError(f"a cache of format {cache.format} holds no values per frame")
     return _atlas(cache, at, quantity)
 
 

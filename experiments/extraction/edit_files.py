@@ -1,6 +1,7 @@
 """Interventions by name: YAML and CSV files to edits and back. Imports no torch: flags are read with it."""
 
 import csv
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 from wan.errors import ConfigError
 from wan.modules.edit_dicts import edit_from_dict, fingerprint, in_words
 from wan.modules.interventions import Ablate, Edit, Patch, Source
+from wan.text_files import load_yaml, read_text
 
 MAX_BYTES = 1 << 20  # of a file of edits
 MAX_EDITS = 1000
@@ -35,12 +37,7 @@ def edits_of(values: Any, where: str) -> list[Edit]:
 
 def read_edits(path: str | Path) -> list[Edit]:
     """Edits from a YAML file: a list of them, or a mapping with the key interventions."""
-    try:
-        values = yaml.safe_load(_text(path))
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: not a YAML file of interventions: {' '.join(str(error).split())[:200]}"
-        ) from None
+    values = load_yaml(path, "interventions", MAX_BYTES)
     if isinstance(values, Mapping):
         if set(values) != {"interventions"}:
             raise ConfigError(f"{path}: it may hold the key interventions and nothing else")
@@ -60,9 +57,9 @@ def sources_of(edits: Sequence[Edit]) -> list[str]:
 
 def to_yaml(edits: Sequence[Edit]) -> str:
     """The text of a file that read_edits reads."""
-    return yaml.safe_dump(
-        {"interventions": [edit.to_dict() for edit in edits]}, sort_keys=False, allow_unicode=True
-    )
+    said = {"interventions": [edit.to_dict() for edit in edits]}
+    plain = json.loads(json.dumps(said))  # nothing stands in it twice, so that no alias is written
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def read_ablated_heads(
@@ -72,7 +69,11 @@ def read_ablated_heads(
 
     Raises ConfigError for another shape, naming the model's, and for other values.
     """
-    rows = [row for row in csv.reader(_text(path).splitlines()) if any(cell.strip() for cell in row)]
+    lines = read_text(path, MAX_BYTES).splitlines()
+    try:
+        rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise ConfigError(f"{path} is not a CSV of layers x heads: {error}") from None
     widths = sorted({len(row) for row in rows})
     if len(rows) != num_layers or widths != [num_heads]:
         shape = f"{len(rows)} x {' or '.join(map(str, widths[:3])) or 0}"
@@ -97,14 +98,3 @@ def record_of(edits: Sequence[Edit]) -> dict[str, Any]:
         "words": in_words(edits),
         "hash": fingerprint(edits),
     }
-
-
-def _text(path: str | Path) -> str:
-    try:
-        if (size := Path(path).stat().st_size) > MAX_BYTES:
-            raise ConfigError(f"{path} has {size} bytes; a file of interventions has at most {MAX_BYTES}")
-        return Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path} not found") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None

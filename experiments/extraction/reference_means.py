@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.atomic_files import replacing
-from wan.config import RunConfig
+from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.modules.head_outputs import Key, ReferenceMeans, record_head_outputs
 from wan.safe_load import UnreadableError, load_tensors
@@ -26,10 +26,10 @@ SEEDS = (0, 1)
 def reference_means(session: "Session", config: RunConfig, path: object = None) -> ReferenceMeans:
     """The means of a config's model over its reference_prompts and two seeds, or those of a named file."""
     if isinstance(path, (str, Path)):
-        return ReferenceMeans(_read(Path(path)))
+        return ReferenceMeans(_read(Path(path), session.model_config))
     kept = FOLDER / f"{_name(session, config)}.pt"
     if kept.is_file():
-        return ReferenceMeans(_read(kept))
+        return ReferenceMeans(_read(kept, session.model_config))
     runs = []
     for prompt in config.reference_prompts:
         for seed in SEEDS:
@@ -66,14 +66,26 @@ def require_means(path: str | Path) -> None:
         )
 
 
-def _read(path: Path) -> Mapping[Key, Tensor]:
+def _read(path: Path, sizes: ModelConfig) -> Mapping[Key, Tensor]:
     require_means(path)
     try:
         values = load_tensors(path, False)
         keys = {name: name.split("|") for name in values}
-        return {
+        means = {
             (kind, int(layer), int(step), branch): values[name]
             for name, (kind, layer, step, branch) in keys.items()
         }
-    except (OSError, UnreadableError, ValueError, AttributeError) as error:
+    except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
+    wanted = (sizes.num_heads, sizes.head_dim)
+    for values in means.values():
+        if not isinstance(values, Tensor) or not values.is_floating_point() or values.ndim != 3:
+            raise ConfigError(
+                f"{path} holds no means of head outputs; leave source out, or name another file"
+            )
+        if tuple(values.shape[1:]) != wanted:
+            raise ConfigError(
+                f"{path} has means of {values.shape[1]} heads of {values.shape[2]} numbers, this model has "
+                f"{wanted[0]} of {wanted[1]}; leave source out, or name a file of this model's"
+            )
+    return means

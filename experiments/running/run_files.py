@@ -142,6 +142,8 @@ def of_arguments(args: argparse.Namespace) -> RunFiles:
                     files.reads(f"--{name}" if value == path else name, path)
     for name, value in _texts(vars(args)):
         if name in OUTPUTS:
+            if not value and name != "save_video":  # which says by it: beside the cache
+                raise CacheError(f"--{name} is empty; name a file, or leave it out")
             files.writes(f"--{name}", value)
     return files
 

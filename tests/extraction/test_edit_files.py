@@ -1,5 +1,7 @@
 """Interventions in YAML and CSV, friendly and hostile; flags that name them."""
 
+import os
+
 import pytest
 
 from experiments.extraction.edit_files import read_ablated_heads, read_edits, record_of, to_yaml
@@ -40,10 +42,14 @@ HOSTILE = {
     "'x' is not an edit": "- x\n",
     "not a YAML file of interventions": "- {edit: [",
     "not a YAML file of interventions: could not determine": "- !!python/object/apply:os.system [echo]\n",
-    "cannot be read|not a YAML": b"\xff\xfe\x00\x01",
+    "not text in UTF-8": b"\xff\xfe\x00\x01",
+    "not a YAML file of interventions: string index": '- !!int ""\n',
+    "not a YAML file of interventions: .*NoneType|interventions: .* timestamp": "- !!timestamp x\n",
+    "not a YAML file of interventions: damaged .KeyError": "- !!bool x\n",
+    "the key 'layers' twice; keep one in line 1": "- {edit: ablate, how: zero, layers: 5, layers: 3}\n",
     "holds no intervention": "[]\n",
     "at most 1000 are read": "- a\n" * 1001,
-    "has 2097152 bytes": "#" * (2 << 20),
+    "is larger than 1048576 bytes": "#" * (2 << 20),
 }
 
 
@@ -66,11 +72,27 @@ def test_a_csv_of_heads_to_drop(tmp_path):
         "is 0 x 0; this model": "",
         "layer 1, head 2: '2' is not 0 or 1": "0,1,0\n0,0,2\n1,1,0\n0,0,0\n",
         "drops no head": "0,0,0\n" * 4,
+        "is not a CSV of layers x heads: field larger": "0" * 200_000,
     }.items():
         with pytest.raises(ConfigError, match=message):
             read_ablated_heads(written(tmp_path, text, "heads.csv"), 4, 3, "all")
-    with pytest.raises(ConfigError, match="not found"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_ablated_heads(tmp_path / "none.csv", 4, 3, "all")
+
+
+@pytest.mark.parametrize("read", [read_edits, lambda path: read_ablated_heads(path, 3, 3, "all")])
+def test_a_pipe_and_an_endless_file_are_refused(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a pipe; write its content to a file"):
+        read(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="/dev/zero is larger than 1048576 bytes"):
+        read("/dev/zero")
+
+
+def test_what_is_written_has_no_alias(tmp_path):
+    layers = (1, 2)
+    edits = [Ablate("zero", layers=layers, heads=layers, passes="all")] * 2
+    assert "*" not in to_yaml(edits) and read_edits(written(tmp_path, to_yaml(edits))) == edits
 
 
 def test_flags_name_edits_and_replace_those_of_the_config(tmp_path):

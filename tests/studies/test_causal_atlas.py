@@ -12,7 +12,8 @@ import torch
 from helpers.rollouts import TWO_STEPS
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import StoppedError
+from experiments.caches.errors import CacheError, StoppedError
+from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
 from experiments.running import run_files
@@ -116,6 +117,8 @@ def test_the_cache_keeps_to_its_schema(finished, session, tmp_path):
     cache = load_cache(tmp_path / "causal_atlas.pt", expect=("causal_atlas",))
     assert cache["interventions"]["words"] == str(EDIT) and cache["units"] == [0, 5]
     assert cache["prompts"] == list(PROMPTS) and cache["each"] == "head"
+    with pytest.raises(CacheError, match="causal_atlas holds no values per frame; give one of figure4"):
+        open_profiles(cache)
 
 
 def test_a_piece_is_named_by_what_its_files_hold(tmp_path, session, configs, monkeypatch):

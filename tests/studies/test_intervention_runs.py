@@ -166,6 +166,18 @@ def test_means_are_kept_by_all_that_they_depend_on(session, config, tmp_path):
     assert len(names) == 4
 
 
+def test_means_of_something_else_are_refused(session, config, tmp_path):
+    path = tmp_path / "means.pt"
+    for values, message in (
+        (torch.zeros(3, 4, 16), "has means of 4 heads of 16 numbers, this model has 12 of"),
+        (torch.zeros(3, 12, 16).int(), "holds no means of head outputs; leave source out"),
+        ([1], "holds no means of head outputs"),
+    ):
+        torch.save({"self|4|0|": values}, path)
+        with pytest.raises(ConfigError, match=message):
+            reference_means.reference_means(session, config, path)
+
+
 def test_a_kept_base_run_is_of_the_files_that_it_was_made_of(session, config, tmp_path, monkeypatch):
     monkeypatch.setattr(causal.Session, "rollout", lambda *_: torch.zeros(1, 9, 16, 8, 8))
     kept = str(tmp_path / "base.pt")

@@ -38,6 +38,8 @@ CASES: dict[str, list[list[str]]] = {
             for name in ("none.pt", "atlas.pt", "text.txt", "folder")
         ),
         ["{}/atlas.pt", "--output_path", "{}/folder"],
+        ["."],
+        ["/"],
     ],
     "contact_sheet": [
         ["--no_such_flag"],

@@ -40,6 +40,7 @@ CASES: dict[str, list[list[str]]] = {
         *rollout_cases(),
         [*MINI, "--output_path", f"{NO_DISK}/out.pt"],
         [*MINI, "--output_path", "{}/folder"],
+        [*MINI, "--output_path", "", "--save_video"],
     ]
     for name in EXTRACTIONS
 }
@@ -116,7 +117,11 @@ CASES |= {
         *more,
     ]
     for name, more in {
-        "run_intervention": [[*MINI], [*MINI, "--output_path", f"{NO_DISK}/out.pt"]],
+        "run_intervention": [
+            [*MINI],
+            [*MINI, "--output_path", f"{NO_DISK}/out.pt"],
+            [*MINI, "--interventions", "/dev/zero"],
+        ],
         "run_causal_atlas": [
             ["--each", "token"],
             ["--batch", "0"],
