@@ -76,6 +76,11 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     if args.gpu_id is not None:
         args.device = f"cuda:{args.gpu_id}"
     config = load_config(path, {name: getattr(args, name) for name in OF_RUN})
+    if config.lora_path:
+        raise ConfigError(
+            f"{path} names a LoRA, {config.lora_path}, and runs of the base model have none; give a config "
+            "without lora_path"
+        )
     given = {
         field: getattr(args, flag) for flag, field in OF_SAMPLING.items() if getattr(args, flag) is not None
     }

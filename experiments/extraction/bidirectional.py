@@ -59,6 +59,10 @@ def as_one_block(config: RunConfig) -> RunConfig:
     return replace(
         config,
         checkpoint_path=None,
+        lora_path=None,  # of the causal weights
+        lora_rank=None,
+        lora_alpha=None,
+        cache_policy=None,
         num_frames=frames,
         num_frame_per_block=frames,
         independent_first_frame=False,

@@ -146,7 +146,7 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
         raise ConfigError(
             f"--prompt is {quoted(prompt)}, but {config.prompt_embeds} holds the states of {quoted(own)}"
         )
-    return own or prompt or config.prompt
+    return next(text for text in (own, prompt, config.prompt) if text is not None)  # "" is a prompt too
 
 
 def read_states(path: str | Path, model_config: ModelConfig) -> PromptStates:

@@ -22,7 +22,6 @@ from torch import Tensor
 from experiments.caches.atomic_files import replacing
 from experiments.caches.frames import one_thread
 from experiments.miniature.autoencoder import psnr, receptive_field, vae_quality
-from experiments.miniature.checkpoint_files import CAUSAL
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.generation import Miniature
 from experiments.miniature.judges import Answers, Judges
@@ -64,7 +63,7 @@ class Parts:
 
 def evaluate(config: RunConfig, counts: Counts, partial: Path, workers: int = 1) -> dict:
     """All of it, as plain numbers. Parts that are done are kept in `partial`, which is removed at the end."""
-    weights = weight_hashes(Path(config.ckpt_dir))
+    weights = weight_hashes(config)
     with Judges(workers, WAITING * workers, (FRAMES, 3, SIDE, SIDE)) as judges:  # forks: before a GPU
         frozen, mini = hashes(), Miniature(config)
         torch.backends.cudnn.benchmark = mini.device.type == "cuda"  # a decoder of few sizes
@@ -82,10 +81,13 @@ def evaluate(config: RunConfig, counts: Counts, partial: Path, workers: int = 1)
     return report
 
 
-def weight_hashes(folder: Path) -> dict[str, str]:
-    """Path below the checkpoint's folder -> SHA-256, of what is evaluated."""
-    files = [*sorted(folder.glob("*/*.safetensors")), *folder.glob(CAUSAL)]  # a training has more beside
-    return {path.relative_to(folder).as_posix(): checkpoint.file_sha256(path) for path in files}
+def weight_hashes(config: RunConfig) -> dict[str, str]:
+    """Path below the model's folder, or its whole path elsewhere -> SHA-256, of what is evaluated."""
+    folder = Path(config.ckpt_dir)
+    named = [Path(file) for file in (config.checkpoint_path, config.lora_path) if file]
+    files = {path: path for path in (*sorted(folder.glob("*/*.safetensors")), *named)}
+    inside = {path: path.relative_to(folder) for path in files if path.is_relative_to(folder)}
+    return {name.as_posix(): checkpoint.file_sha256(path) for path, name in (files | inside).items()}
 
 
 # -- shares ------------------------------------------------------------------------------------------------

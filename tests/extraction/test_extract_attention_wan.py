@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,15 @@ def test_nothing_is_context_in_a_bidirectional_run(made):
     assert view.context_frames == () and view.pass_label == "pass 0 (t = 999)"
 
 
+def test_a_base_run_names_no_lora_and_no_policy():
+    config = load_config("configs/wan_mini_lora.yaml")
+    assert config.lora_path
+    one = bidirectional.as_one_block(
+        replace(config, local_attn_size=-1, sink_size=0, cache_policy={"name": "full"})
+    )
+    assert (one.lora_path, one.lora_rank, one.lora_alpha, one.cache_policy) == (None,) * 4
+
+
 def test_the_atlases_of_both_branches(tmp_path):
     extract_attention_wan.run(
         [*SHORT, "--all_layers", "--step", "first", "last", "--output_dir", str(tmp_path)]
@@ -154,6 +164,7 @@ def test_video_frames(video, latent):
             "model directory nowhere not found; run: bash experiments/download_weights.sh",
         ),
         (["--config_path", "no.yaml"], "config no.yaml not found"),
+        (["--config_path", "configs/wan_mini_lora.yaml"], "names a LoRA, .*lora_window.pt, and runs of the"),
         (["--frames", "21"], "unrecognized arguments: --frames 21"),
         (["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
     ],

@@ -3,6 +3,7 @@ of long videos."""
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -120,6 +121,21 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
 
 
 # -- what is frozen --
+
+
+def test_the_hashes_are_of_what_is_evaluated(tmp_path):
+    """Another checkpoint than the folder's, and the LoRA that is merged into it."""
+    (tmp_path / "vae").mkdir()
+    for name in ("vae/v.safetensors", "self_forcing_mini.pt", "other.pt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "lora.pt").write_text("lora")
+    given = {"checkpoint_path": str(tmp_path / "other.pt"), "lora_path": str(tmp_path / "lora.pt")}
+    config = RunConfig(ckpt_dir=str(tmp_path), lora_alpha=1, **given)
+    found = evaluation.weight_hashes(config)
+    assert list(found) == ["vae/v.safetensors", "other.pt", "lora.pt"]
+    assert found["other.pt"] == sha256(b"other.pt").hexdigest()
+    elsewhere = replace(config, ckpt_dir=str(tmp_path / "vae"))
+    assert str(tmp_path / "other.pt") in evaluation.weight_hashes(elsewhere)
 
 
 def test_held_out_scenes_are_the_same_whatever_is_asked_for():

@@ -70,7 +70,7 @@ def measured(tmp_path_factory) -> dict:
     mini, parts = Miniature(config(device="cpu")), Parts(tmp_path_factory.mktemp("parts") / "partial", {})
     counts, judges = Counts(captions=4, base=False), Judges(1, 1, (FRAMES, 3, SIDE, SIDE))
     return {
-        "weights": evaluation.weight_hashes(MINI),
+        "weights": evaluation.weight_hashes(mini.config),
         "vae": evaluation.measure_vae(mini, 2, judges),
         "captions": {"one shape": evaluation.caption_set(mini, "one shape", counts, parts, judges)},
     }
