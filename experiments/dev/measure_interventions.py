@@ -88,7 +88,7 @@ def session_of(rollout: Rollout, sizes: ModelConfig, config: RunConfig, weights:
     sha256: Future[str] = Future()
     sha256.set_result(weights)
     states: Any = _SameStates((rollout.prompt_embeds, []))
-    common = {"config": {"model": config.model}}
+    common = {"config": {"model": config.model}, "files": []}  # its weights may be of no file
     noise = rollout.noise
     return Session(sizes, rollout.pipeline, states, common, sha256, noise.device, noise.dtype)
 
