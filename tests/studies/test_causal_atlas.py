@@ -77,9 +77,9 @@ def test_a_direct_effect_is_the_change_of_a_rollout_edited_in_that_block_alone(f
             with intervene(replace(EDIT, layers=(3,), heads=(5,), blocks=(2,))):
                 edited = session.rollout(config)
             expected = direct_effects.distance(base, edited)[0] / between
-            torch.testing.assert_close(atlas["between_seeds"][row].double(), between, atol=1e-3, rtol=0)
+            torch.testing.assert_close(atlas["between_seeds"][row].double(), between, atol=2e-6, rtol=0)
             torch.testing.assert_close(
-                atlas["effects"][row, 1, 1, 6:].double(), expected[6:], atol=1e-4, rtol=1e-2
+                atlas["effects"][row, 1, 1, 6:].double(), expected[6:], atol=2e-6, rtol=0
             )
     assert atlas["floor"].max() < 1e-3 < atlas["effects"][..., 3:].max()
 

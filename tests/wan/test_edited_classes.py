@@ -58,12 +58,12 @@ EDITS = {
 @pytest.mark.parametrize("name", EDITS)
 def test_classes_with_one_policy_are_edited_as_one_call(pipelines, name):
     whole, classes = (run(pipeline, EDITS[name]) for pipeline in pipelines)
-    torch.testing.assert_close(classes[0], whole[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(classes[0], whole[0], atol=5e-6, rtol=0)
     assert not torch.equal(whole[0], rollout(pipelines[0], FRAMES))
     assert len(classes[1]) == len(whole[1])
     for mine, expected in zip(classes[1], whole[1], strict=True):
         for quantity in ("frame_logits", "frame_mass"):
-            torch.testing.assert_close(mine[quantity], expected[quantity], atol=1e-4, rtol=0, equal_nan=True)
+            torch.testing.assert_close(mine[quantity], expected[quantity], atol=5e-6, rtol=0, equal_nan=True)
         if "attended" in expected.values:
             assert torch.equal(mine["attended"], expected["attended"])
 
@@ -83,7 +83,7 @@ def test_means_are_those_of_the_heads_of_a_class(pipelines):
             ]
         )
     for mine, expected in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(mine, expected, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("what", ["z", "qk", "kv"])
@@ -94,7 +94,7 @@ def test_a_source_goes_in_step_with_each_class(pipelines, what):
         with RunInStep(lambda pipeline=pipeline: of_another_prompt(pipeline)) as source:
             found.append(run(pipeline, edit, {edit: source}))
     whole, classes = found
-    torch.testing.assert_close(classes[0], whole[0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(classes[0], whole[0], atol=5e-6, rtol=0)
     assert not torch.equal(whole[0], rollout(pipelines[0], FRAMES))
 
 

@@ -238,7 +238,7 @@ def test_means_of_the_same_run_are_recorded_without_changing_a_bit():
         with intervene(edit, data={edit: data}), record_head_outputs() as edited:
             rollout(pipeline, FRAMES)
         expected = outputs.means[where] if edit is by_frame else reference.values[where[0]][None]
-        torch.testing.assert_close(edited.means[where][:, :, 2], expected[:, :, 2], atol=1e-5, rtol=0)
+        torch.testing.assert_close(edited.means[where][:, :, 2], expected[:, :, 2], atol=1e-6, rtol=0)
         assert torch.equal(edited.means[where][:, :, :2], outputs.means[where][:, :, :2])
 
 
