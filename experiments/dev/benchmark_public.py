@@ -4,7 +4,8 @@
     python experiments/dev/benchmark_public.py ../Self-Forcing --random_weights --device cuda
 
 The transformer alone: prompt embeddings are given, nothing is decoded. The public transformer is imported
-from the checkout and called as its own pipeline calls it. Rows are run in turn, round after round.
+from the checkout and called as its own pipeline calls it. Rows are run in turn, round after round. In half
+precision all are compared with our transformer in float32 at the end.
 """
 
 import argparse
@@ -29,15 +30,18 @@ def table(report: dict) -> str:
 
 
 def rows_of(results: dict[str, dict]) -> str:
-    header = ("transformer alone", "seconds", "x public", "peak GPU", "latents differ by")
-    rows = []
+    header = ["transformer alone", "seconds", "x public", "peak GPU", "latents differ by"]
+    has_error, rows = all("error" in row for row in results.values()), []
     for name, row in results.items():
         low, high = row["times_public_interval"]
         ratio = f"{row['times_public']:.3f}" + ("" if low == high else f" ({low:.3f}–{high:.3f})")
         apart = row["relative_difference"]
         differs = "" if name == PUBLIC else f"{apart:.1e}" if apart < 1e-4 else f"{100 * apart:.2f} %"
-        rows.append((name, f"{row['median_seconds']:.3f}", ratio, f"{row['gpu_peak_mib']} MiB", differs))
-    return markdown(header, rows)
+        error = [f"{100 * row['error']:.2f} %"] if has_error else []
+        rows.append(
+            [name, f"{row['median_seconds']:.3f}", ratio, f"{row['gpu_peak_mib']} MiB", differs, *error]
+        )
+    return markdown([*header, *(["error against float32"] if has_error else [])], rows)
 
 
 def run(argv=None):
@@ -47,6 +51,8 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
+    import torch
+
     from experiments.caches.atomic_files import require_writable
     from experiments.dev import measure_capture, measure_public
     from experiments.dev.tables import save_report
@@ -72,8 +78,9 @@ def measure(args: argparse.Namespace) -> None:
     captured = list(measure_capture.rows(config, sizes.num_layers).items())[:3]  # plain, logits, mass
     rows = {PUBLIC: partial(measure_public.roll_out_public, public, rollout, sizes)}
     rows |= {f"ours, {name}": partial(rollout.latents, requests) for name, requests in captured}
+    exact = None if rollout.noise.dtype == torch.float32 else partial(measure_public.in_float32, rollout)
     with threads_for(rollout.noise, sizes):
-        results = measure_public.measure(rows, rollout.noise.device, args.repeats)
+        results = measure_public.measure(rows, rollout.noise.device, args.repeats, exact)
     print(rows_of(results))
     report = measure_capture.described(config, args.random_weights, rollout.noise)
     save_report(report | {"public_attention": public_attention, "rows": results}, args.output_path)

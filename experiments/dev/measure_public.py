@@ -134,10 +134,23 @@ def roll_out_public(model: Any, rollout: Rollout, sizes: ModelConfig) -> Tensor:
     return torch.cat(finished, 1)
 
 
-def measure(rows: Mapping[str, Callable[[], Tensor]], device: torch.device, repeats: int) -> dict[str, dict]:
+def in_float32(rollout: Rollout) -> Tensor:
+    """Latents of our transformer with the same weights and inputs in float32; the model becomes float32."""
+    inputs = rollout.noise, rollout.renoise, rollout.prompt_embeds
+    rollout.pipeline.model.float()
+    return Rollout(rollout.pipeline, *(x.float() for x in inputs)).latents([])
+
+
+def measure(
+    rows: Mapping[str, Callable[[], Tensor]],
+    device: torch.device,
+    repeats: int,
+    exact: Callable[[], Tensor] | None = None,
+) -> dict[str, dict]:
     """Seconds and GPU peak of every row, in turn after a round that does not count; latents beside row 1's.
 
-    relative_difference is that of the latents: norm of the difference over the norm of the first row's.
+    relative_difference is that of the latents: norm of the difference over the norm of the first row's. error
+    is the same, from the latents that exact() gives at the end, in their norm.
     """
     names, latents = list(rows), {name: run() for name, run in rows.items()}
     reference = latents[names[0]].double()
@@ -160,4 +173,9 @@ def measure(rows: Mapping[str, Callable[[], Tensor]], device: torch.device, repe
         row |= {"times_public": round(statistics.median(ratios), 3)}
         row |= {"times_public_interval": [round(bound, 3) for bound in median_interval(ratios)]}
         row |= {"relative_difference": float(f"{difference.item():.3g}")}
+    if exact:
+        right = exact().double()
+        for name, row in found.items():
+            error = (latents[name].double() - right).norm() / right.norm()
+            row |= {"error": float(f"{error.item():.3g}")}
     return found

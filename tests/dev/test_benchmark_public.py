@@ -139,3 +139,22 @@ def test_table():
     assert "| 1.00 % |" in benchmark_public.rows_of(found).splitlines()[-1]
     found[list(found)[-1]]["relative_difference"] = 1.37e-6
     assert "| 1.4e-06 |" in benchmark_public.rows_of(found).splitlines()[-1]
+
+
+def test_errors_are_against_float32(checkout, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    rows = {"public code": lambda: torch.full((3,), 1.02), "ours, plain": lambda: torch.full((3,), 1.01)}
+    found = measure_public.measure(rows, torch.device("cpu"), 1, exact=lambda: torch.ones(3))
+    assert [row["error"] for row in found.values()] == pytest.approx([0.02, 0.01], rel=1e-3)
+    assert benchmark_public.rows_of(found).splitlines()[-1].endswith("| 0.98 % | 1.00 % |")
+
+    overrides = {"num_frames": 3, "device": "cpu"}
+    config = load_config("configs/wan_mini.yaml", overrides)
+    half, _ = measure_capture.make_rollout(
+        load_config("configs/wan_mini.yaml", overrides | {"dtype": "bfloat16"}), random_weights=False
+    )
+    whole, _ = measure_capture.make_rollout(config, random_weights=False)
+    latents, right, expected = half.latents([]), measure_public.in_float32(half), whole.latents([])
+    assert latents.dtype == torch.bfloat16 and right.dtype == torch.float32
+    for one in (latents, expected):  # which has the weights before they were rounded
+        assert 0 < (one - right).norm() < 0.1 * right.norm()
