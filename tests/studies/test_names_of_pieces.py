@@ -12,7 +12,7 @@ from experiments.studies.causal_atlas import Study
 from experiments.studies.intervention_job import base_runs
 from experiments.studies.policy_comparison import Comparison
 from experiments.studies.policy_comparison_job import held_out
-from wan.config import load_config
+from wan.config import ModelConfig, load_config
 from wan.modules.interventions import Knockout
 
 EDIT = Knockout(frames="first", layers=[1], passes="denoise")
@@ -22,31 +22,37 @@ OF_RUNS = {
     "frames": {"num_frames": 9},
     "prompts of means": {"reference_prompts": ["a"]},
 }
-OF_FILES = {"weights": {"weights": "1"}, "dtype": {"dtype": torch.bfloat16}}
+OF_FILES = {
+    "weights": {"weights": "1"},
+    "dtype": {"dtype": torch.bfloat16},
+    "a LoRA": {"files": [{"name": "lora.pt", "sha256": "2"}]},
+}
 
 
-def session_of(config, weights="0", dtype=torch.float32):
+def session_of(config, weights="0", dtype=torch.float32, files=()):
     """What names need of a session; its rollouts are asked for by prompt and seed, and make nothing."""
     sha256, asked = Future(), []
     sha256.set_result(weights)
     return SimpleNamespace(
         sha256=sha256,
         dtype=dtype,
-        common={"config": {"height": config.height}},
+        common={"config": {"height": config.height}, "files": list(files)},
+        model_config=ModelConfig(dim=48, ffn_dim=64, num_heads=3, num_layers=4),
         asked=asked,
         rollout=lambda one: asked.append((one.prompt, one.seed)) or torch.zeros(1),
     )
 
 
 def of_atlas(session, config, tmp_path):
-    files = session.sha256.result(), str(session.dtype)
-    [item] = Study(tmp_path, EDIT, "head", [config], 8, 12, *files).items()
+    read = session.sha256.result(), str(session.dtype), session.common["files"]
+    [item] = Study(tmp_path, EDIT, "head", [config], 8, 12, *read).items()
     return item.name
 
 
 def of_comparison(session, config, tmp_path):
-    files = session.sha256.result(), str(session.dtype)
-    [item] = Comparison(tmp_path, {"full": {}}, [config], {}, *files, batch=1).items()
+    read = session.sha256.result(), str(session.dtype)
+    files = session.common["files"]
+    [item] = Comparison(tmp_path, {"full": {}}, [config], {}, *read, batch=1, files=files).items()
     return item.name
 
 
