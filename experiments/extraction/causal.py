@@ -20,7 +20,7 @@ from experiments.extraction.devices import choose_device, choose_dtype, threads_
 from experiments.extraction.edit_files import edits_of, record_of
 from experiments.extraction.interventions import edited
 from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
-from experiments.extraction.model_placement import model_aside, replay_layers, share
+from experiments.extraction.model_placement import FORWARDS, model_aside, replay_layers, share
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import (
     PromptStates,
@@ -129,7 +129,7 @@ def prepare(
     with out_of_memory("loading the model"):
         pipeline = load_pipeline(config, model_config, dtype, device)
     if replays and config.gpus == 1:  # several replay anyway
-        replay_layers(pipeline.model, after=len(config.block_sizes) * config.num_passes)
+        replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
     if observer and not observer.quiet:
         print(pipeline.weights)

@@ -15,6 +15,8 @@ from wan.modules.offload import StreamedBlocks
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 
+FORWARDS = 35  # that one GPU makes without graphs, those of 21 frames: a single short video records none
+
 
 def share(model: CausalWanModel, gpus: int) -> None:
     """Let the processes that were started for it make each call of a model together, where gpus says so."""
