@@ -234,8 +234,8 @@ def test_an_item_is_named_by_what_its_files_hold(tmp_path):
     (folder / "vae/config.json").write_text("{}")
     settings = {"name": "per_head", "file": str(heads), "policies": {c: {"name": "full"} for c in "ab"}}
     (tmp_path / "policy.yaml").write_text(json.dumps(settings))
-    flags = {"output_dir": str(tmp_path), "policies": ["full", str(tmp_path / "policy.yaml")], "videos": 0}
-    flags |= {"vbench_dir": None, "vae_dtype": "float32", "controls": [], "capture": "none", "batch": 1}
+    args = Namespace(vae_dtype="float32", batch=1)
+    policies = policy_grid.read_policies(["full", str(tmp_path / "policy.yaml")])
     config = load_config("configs/wan_mini.yaml", {"ckpt_dir": str(folder)})
     hashed: Future = Future()
     hashed.set_result("of the weights")
@@ -244,7 +244,8 @@ def test_an_item_is_named_by_what_its_files_hold(tmp_path):
         heads.write_text(of_heads)
         session = Namespace(sha256=hashed, dtype="float32", device=torch.device("cpu"))
         session.common = {"files": [of_text]}
-        items = policy_comparison_job._comparison(Namespace(**flags), session, [config], {}).items()
+        planned = Comparison(tmp_path, policies, [config], {}, weights_sha256="", dtype="", batch=1)
+        items = policy_comparison_job._comparison(args, session, planned).items()
         names.append([item.name for item in items])
     (full, per_head), *changed = names
     assert [(one == full, other == per_head) for one, other in changed] == [
