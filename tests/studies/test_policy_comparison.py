@@ -234,6 +234,7 @@ def test_an_item_is_named_by_what_its_files_hold(tmp_path):
     (folder / "vae/config.json").write_text("{}")
     settings = {"name": "per_head", "file": str(heads), "policies": {c: {"name": "full"} for c in "ab"}}
     (tmp_path / "policy.yaml").write_text(json.dumps(settings))
+    heads.write_text("a")
     args = Namespace(vae_dtype="float32", batch=1)
     policies = policy_grid.read_policies(["full", str(tmp_path / "policy.yaml")])
     config = load_config("configs/wan_mini.yaml", {"ckpt_dir": str(folder)})
