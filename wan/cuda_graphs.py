@@ -42,7 +42,7 @@ Following = tuple[Block, Modulation] | None  # the next layer, with those of its
 
 
 def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
-    """Replay layers in rollouts, when a shape was called so often: recording costs some tenths of a video.
+    """Replay layers in rollouts, once a shape was called so often: recording takes time of its own.
 
     Under gradients, edits or captured text they run as before.
     """

@@ -15,6 +15,7 @@ from experiments.figures.colors import color_bar
 from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, YELLOW, styled
 
 STRIP_FRAMES = 7  # shown of 81, evenly
+SMOOTHED = 7  # values of a loss that are averaged
 HEAD_COLORS = (RED, ORANGE, PURPLE, BLUE, YELLOW, GREEN)  # of heads that a figure names
 
 
@@ -33,12 +34,15 @@ def training_curves(
         for curve in runs:
             _, seconds, loss = np.array(curve).T
             share, last = seconds / seconds[-1], curve is runs[-1]
-            smooth = np.exp(np.convolve(np.log(loss), np.ones(7) / 7, "valid"))
-            left.plot(share[3:-3], smooth, "-" if last else "--", color=color, label=name if last else None)
+            half = SMOOTHED // 2
+            smooth = np.exp(np.convolve(np.log(loss), np.ones(SMOOTHED) / SMOOTHED, "valid"))
+            left.plot(
+                share[half:-half], smooth, "-" if last else "--", color=color, label=name if last else None
+            )
             if last:
                 left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
     left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
-    drawn = [*left.get_legend_handles_labels()[0], Line2D([], [], color="0.3", label="mean of 7")]
+    drawn = [*left.get_legend_handles_labels()[0], Line2D([], [], color="0.3", label=f"mean of {SMOOTHED}")]
     drawn.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.35, label="each value"))
     if any(len(runs) > 1 for runs in losses.values()):
         drawn.append(Line2D([], [], color="0.3", linestyle="--", label="first of two runs"))

@@ -62,3 +62,12 @@ def test_the_computed_cost_follows_from_the_measured_rollout(name):
     text = (ROOT / "docs/many_gpus.md").read_text()
     for said in (f"{seconds} s on an H200", f"{hours:.1f} hours on one GPU", f"8 GPUs {hours / 8:.1f} hours"):
         assert said in " ".join(text.split()), said
+
+
+@pytest.mark.parametrize("name", ["capture_h200", "capture_fa4_h200", "capture_fa4_graphs_h200"])
+def test_the_guide_to_the_real_model_says_the_measured_seconds(name):
+    rows = json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text())["rows"]
+    plain, mass = (rows[row]["median_seconds"] for row in ("plain", "mean logits + mass"))
+    text = " ".join((ROOT / "docs/real_model.md").read_text().split())
+    said = f"{plain:.2f} s, and {mass:.2f} s" if name == "capture_h200" else f"{plain:.2f} s and {mass:.2f} s"
+    assert said in text, said
