@@ -9,11 +9,11 @@ controls stand beside the policies. docs/long_rollouts.md says what the numbers 
 
 from dataclasses import replace
 
-from experiments.caches.mp4_files import require_ffmpeg
-from experiments.running import sweep_plan
+from experiments.caches.files import require_ffmpeg
+from experiments.running import sweep_state as sweep_plan
+from experiments.running.claims import workers_of
 from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
 from experiments.running.ranks import Rank
-from experiments.running.workers import workers_of
 from wan.config import DTYPES
 from wan.errors import ConfigError
 
@@ -60,7 +60,7 @@ def run(argv=None):
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
 
-    from experiments.studies.policy_comparison_job import compare, held_out  # a --help needs no torch
+    from experiments.studies.policy_comparison import compare, held_out  # a --help needs no torch
 
     if not args.prompts and not args.prompt:
         scenes = held_out(args.held_out or 16)

@@ -7,7 +7,7 @@ python experiments/contact_sheet.py sheet.svg --title "Two layers" "Layer 1=laye
 from functools import partial
 from pathlib import Path
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.running.cli import Parser, main
 
 
@@ -18,9 +18,7 @@ def run(argv=None):
     parser.add_argument("--title", default="")
     args = parser.parse_args(argv)
 
-    from experiments.figures.contact_sheet import (
-        save_contact_sheet,
-    )  # after the flags: a --help needs no torch
+    from experiments.figures.folder import save_contact_sheet  # after the flags: a --help needs no torch
 
     pairs = [word.partition("=")[::2] for word in args.figures]
     for label, file in pairs:

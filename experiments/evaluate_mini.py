@@ -14,9 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from experiments.miniature.recipe import Counts
+from experiments.running.claims import workers_of
 from experiments.running.cli import Parser, main, whole_number
 from experiments.running.ranks import Rank
-from experiments.running.workers import workers_of
 from wan.errors import ConfigError
 
 MOST = 10_000  # of anything that is counted
@@ -51,7 +51,7 @@ def run(argv=None):
             raise ConfigError(f"--{name} must be in 1..{MOST}, not {value}")
     workers = workers_of(args.workers, Rank())
 
-    from experiments.caches.atomic_files import replacing, require_writable  # no torch for --help
+    from experiments.caches.files import replacing, require_writable  # no torch for --help
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
     from experiments.miniature.evaluation import evaluate

@@ -68,7 +68,7 @@ def parser() -> Parser:
 
 def config_from(args: argparse.Namespace) -> RunConfig:
     """The settings of the directory's model, overridden by what was given on the command line."""
-    from experiments.extraction import bidirectional
+    from experiments.extraction import base as bidirectional
 
     path = args.config_path or (
         bidirectional.config_for(args.ckpt_dir) if args.ckpt_dir else bidirectional.CONFIGS[0]
@@ -90,7 +90,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 def run(argv=None):
     args = parser().parse_args(argv)
 
-    from experiments.extraction import bidirectional  # after the flags: a --help needs no torch
+    from experiments.extraction import base as bidirectional  # after the flags: a --help needs no torch
     from experiments.running import jobs
 
     config = config_from(args)
@@ -109,7 +109,7 @@ def run(argv=None):
 
 
 def say_what_next(path: str, kind: str) -> None:
-    from experiments.caches.schema import FORMATS
+    from experiments.caches.formats import FORMATS
 
     parameter = {"layer": "DATA_PATH", "atlas": "CACHE_PATH"}[kind]
     from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")

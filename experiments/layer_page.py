@@ -8,7 +8,7 @@ docs/page.md says what the page does.
 from functools import partial
 from pathlib import Path
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.running.cli import Parser, main
 
 

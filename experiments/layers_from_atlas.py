@@ -7,7 +7,7 @@ python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_2
 from functools import partial
 from pathlib import Path
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.running.cli import Parser, main
 
 
@@ -20,8 +20,8 @@ def run(argv=None):
     args = parser.parse_args(argv)
 
     from experiments.caches import load_cache, save_cache  # after the flags: a --help needs no torch
-    from experiments.caches.convert import layer_from_atlas
-    from experiments.running.output_locks import claimed
+    from experiments.caches.store import layer_from_atlas
+    from experiments.running.locks import claimed
 
     atlas = load_cache(args.atlas, expect=("atlas",))
     layers = args.layers or atlas["layers"]

@@ -5,7 +5,7 @@ python experiments/match_curve.py --cache_path cache/published/self_forcing_dmd_
 
 from functools import partial
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.running.cli import Parser, main
 
 

@@ -41,8 +41,8 @@ def run(argv=None):
     args = parser().parse_args(argv)
 
     from experiments.caches import save_cache  # after the flags: a --help needs no torch
-    from experiments.caches.atomic_files import replacing, require_writable
-    from experiments.caches.convert import select_passes
+    from experiments.caches.files import replacing, require_writable
+    from experiments.caches.store import select_passes
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
     from experiments.miniature.checkpoint_analysis import kept_weights, measure
@@ -78,7 +78,7 @@ def run(argv=None):
 
 def earlier_rows(path: Path, captions: list[str]) -> dict[int, dict]:
     """What a report has measured, by step; nothing where there is none. CacheError for other captions."""
-    from experiments.caches.errors import CacheError
+    from experiments.caches.files import CacheError
     from experiments.miniature.checkpoint_analysis import read_report
 
     if not path.exists():

@@ -8,7 +8,8 @@ Without --edit every head's output is replaced by its mean over a reference set,
 docs/interventions.md says what the numbers are.
 """
 
-from experiments.running import ranks, sweep_plan
+from experiments.running import ranks
+from experiments.running import sweep_state as sweep_plan
 from experiments.running.cli import config_from, count, main, refuse, run_parser
 from wan.errors import ConfigError
 
@@ -30,7 +31,7 @@ def run(argv=None):
     if config.interventions:
         raise ConfigError("a causal atlas makes its own edits: name one by --edit, and no interventions")
 
-    from experiments.studies.causal_atlas_job import make_atlas  # after the flags: a --help needs no torch
+    from experiments.studies.causal_atlas import make_atlas  # after the flags: a --help needs no torch
 
     config, rank = ranks.settle(args, config)
     make_atlas(args, list(sweep_plan.plan(args, config).values()), rank)

@@ -8,7 +8,8 @@ torchrun --nproc-per-node 4 experiments/run_extraction_all.py --prompts prompts.
 import argparse
 from functools import partial
 
-from experiments.running import ranks, sweep_plan
+from experiments.running import ranks
+from experiments.running import sweep_state as sweep_plan
 from experiments.running.cli import add_gpus, config_from, main, run_parser
 from wan.errors import ConfigError
 

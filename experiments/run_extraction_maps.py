@@ -6,8 +6,7 @@ python experiments/run_extraction_maps.py --config_path configs/wan_mini.yaml --
 
 from functools import partial
 
-from experiments.running.cli import add_gpus, config_from, main, run_parser
-from experiments.running.map_flags import add_map_flags, places_of
+from experiments.running.cli import add_gpus, add_map_flags, config_from, main, places_of, run_parser
 from experiments.running.ranks import this_rank
 from wan.errors import ConfigError
 
@@ -19,8 +18,8 @@ def run(argv=None):
     add_gpus(parser)
     args = parser.parse_args(argv)
 
-    from experiments.extraction import map_builders  # after the flags: a --help needs no torch
-    from experiments.extraction.memory_estimate import said_of
+    from experiments.extraction import maps as map_builders  # after the flags: a --help needs no torch
+    from experiments.extraction.memory import said_of
     from experiments.running.jobs import make_caches
     from wan.checkpoint import read_model_config
 

@@ -6,7 +6,7 @@
 docs/interventions.md says what can be edited and what the numbers are.
 """
 
-from experiments.caches.errors import StoppedError
+from experiments.caches.files import StoppedError
 from experiments.running.cli import config_from, main, run_parser
 from wan.errors import ConfigError
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from experiments.running.cli import Parser, main
-from experiments.running.notebook_table import NOTEBOOKS
+from experiments.running.notebooks import NOTEBOOKS
 from wan.errors import ConfigError
 
 FOLDER = Path("notebooks")
@@ -42,11 +42,10 @@ def name_of(notebook: Path) -> str:
 
 def run_notebook(name: str, cache: Path, words: list[str], output_dir: Path | None, jobs: int) -> None:
     """Execute a notebook for the layers that words name; make the contact sheet and the page."""
-    from experiments.figures.contact_sheet import save_contact_sheet
+    from experiments.figures.folder import save_contact_sheet
     from experiments.figures.html_page import save_page
-    from experiments.running.layer_caches import LayerCaches
-    from experiments.running.notebook_runs import NotebookRuns
-    from experiments.running.output_locks import claimed
+    from experiments.running.locks import claimed
+    from experiments.running.notebooks import LayerCaches, NotebookRuns
 
     folder = output_dir or Path("outputs") / Path(name).stem / cache.stem
     caches = LayerCaches(name, cache, folder / "caches")

@@ -19,21 +19,22 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError, RunError
-from experiments.caches.schema import AtlasCache
+from experiments.caches.files import CacheError, RunError
+from experiments.caches.formats import AtlasCache
 from experiments.caches.view import Profiles, open_profiles
-from experiments.extraction import causal, memory_estimate, project_files
+from experiments.extraction import causal, project_files
+from experiments.extraction import memory as memory_estimate
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.prompt_embeds import with_given_prompt
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import decode, save_video
-from experiments.running.policy_flags import FOLDER, policy_settings
+from experiments.running.cli import FOLDER, policy_settings
 from experiments.running.progress import Progress
+from wan.capture import CaptureRequest
+from wan.captured_call import CapturedCall
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import CapturedCall
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

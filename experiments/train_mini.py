@@ -122,11 +122,11 @@ def run(argv=None):
     import torch
     from diffusers.utils import logging as diffusers_logging
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.extraction.provenance import device_name
-    from experiments.miniature.all_stages import STAGES
-    from experiments.miniature.checkpoint_files import log_stage
     from experiments.miniature.frozen import hashes
+    from experiments.miniature.stages import ALL_STAGES as STAGES
+    from experiments.miniature.training import log_stage
     from wan.checkpoint import file_sha256
 
     log = args.log or args.output_dir / LOG

@@ -12,8 +12,7 @@ import pytest
 import torch
 from helpers.pretended_gpu import pretended_gpu
 
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.model import WanModel
+from wan.model import CausalWanModel, WanModel
 
 pytest_plugins = ["helpers.page_fixtures"]
 

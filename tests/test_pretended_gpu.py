@@ -8,15 +8,15 @@ from conftest import golden_model
 from helpers.pretended_gpu import pretended_gpu, waits
 from helpers.rollouts import TWO_STEPS
 
-from wan.modules import late_work
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
-from wan.modules.edits import intervene
-from wan.modules.head_outputs import record_head_outputs
-from wan.modules.interventions import Ablate, Bias, Knockout, Move
-from wan.modules.key_segments import segments_of
+from wan import late_logits as late_work
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
+from wan.edits import intervene
+from wan.interventions import Ablate, Bias, Knockout, Move
+from wan.keys import segments_of
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
+from wan.recorders import record_head_outputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 

@@ -1,7 +1,9 @@
 """Sizes of the models, the settings of a run, and the block structure that follows from them."""
 
+import re
 import warnings
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,8 @@ from wan.blocks import (
     rolling_attention_size,
     steps_of_blocks,
 )
-from wan.errors import ConfigError, quoted
-from wan.limits import (
+from wan.errors import ConfigError, quoted, reason_of
+from wan.files import (
     MAX_FRAMES,
     MAX_GPUS,
     MAX_LAYERS,
@@ -22,10 +24,8 @@ from wan.limits import (
     MAX_SCALE,
     MAX_SIDE,
     MAX_TEXT,
+    read_yaml,
 )
-from wan.merged_settings import merged
-from wan.reference_prompts import REFERENCE_PROMPTS
-from wan.text_files import read_yaml
 from wan.validation import (
     NUM_TRAIN_TIMESTEPS,
     check_device,
@@ -40,8 +40,66 @@ from wan.validation import (
     check_types,
 )
 
+# --- The fields of a dataclass from several dicts of settings, each value of the type that its field has
 if TYPE_CHECKING:
-    from wan.modules.policies.base import CachePolicy
+    from omegaconf import DictConfig
+
+
+def merged(settings: type, path: str | Path, *sources: dict[str, Any]) -> dict[str, Any]:
+    """Plain values of all fields of a dataclass; later sources win. Raises ConfigError, which names path."""
+    from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
+
+    try:
+        found = OmegaConf.merge(
+            _schema(settings), *(OmegaConf.create(_literal(source)) for source in sources)
+        )
+        return OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # OmegaConf's own error classes, and whatever a value of a wrong type raises
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{path}: {reason_of(error)}{f' (key {quoted(key)})' if key else ''}") from error
+
+
+@cache
+def _schema(settings: type) -> "DictConfig":
+    """A dataclass as OmegaConf knows it; a merge copies it, so one is enough."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(settings)
+
+
+def _literal(value: Any) -> Any:
+    """A value in which OmegaConf fills nothing in, as it would for ${...}."""
+    if value == "???":
+        raise ConfigError("??? stands for a value that is missing; give it, or leave its key out")
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {name: _literal(inner) for name, inner in value.items()}
+    if isinstance(value, list) and len(value) > MAX_LAYERS:
+        raise ConfigError(
+            f"a list of {len(value)} values, such as {quoted(value[:3])}; at most {MAX_LAYERS} are read"
+        )
+    return [_literal(inner) for inner in value] if isinstance(value, list) else value
+
+
+# --- The default reference set of mean ablation: subjects, cameras and styles that lie apart
+REFERENCE_PROMPTS = (
+    "A majestic eagle soaring through a cloudy sky, cinematic lighting",
+    "An old fisherman repairs a net on a pier at dawn",
+    "A busy street market at night, neon signs, handheld camera",
+    "Close-up of rain drops running down a window, a city out of focus behind it",
+    "A white cat jumps from a kitchen table to a chair",
+    "Aerial view of a river delta in autumn, slow forward flight",
+    "A watercolour animation of a paper boat drifting under a bridge",
+    "Two dancers turn in an empty hall, long shadows on the floor",
+)
+
+
+# --- Sizes of the models, the settings of a run, and the block structure that follows from them
+if TYPE_CHECKING:
+    from wan.policies import CachePolicy
     from wan.prompt_schedule import PromptSwitch
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -144,7 +202,7 @@ class RunConfig:
     independent_first_frame: bool = False
     local_attn_size: int = -1  # frames; -1: attend to the whole past
     sink_size: int = 0  # frames
-    cache_policy: dict[str, Any] | None = None  # name and fields (wan/modules/cache_policies.py)
+    cache_policy: dict[str, Any] | None = None  # name and fields (wan/policies.py)
     prompt_schedule: list[dict[str, Any]] | None = None  # later prompts: frame, prompt, how
 
     denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
@@ -229,7 +287,7 @@ class RunConfig:
     @property
     def policy(self) -> "CachePolicy":
         """What a block may look at: cache_policy, or what local_attn_size and sink_size mean."""
-        from wan.modules.cache_policies import of_window, read_policy
+        from wan.policies import of_window, read_policy
 
         if self.cache_policy is None:
             return of_window(self.local_attn_size, self.sink_size)
@@ -270,7 +328,7 @@ class RunConfig:
         return len({*self.denoising_step_list, *(self.first_block_steps or ())}) + 1
 
     def passes_of_block(self, block: int) -> list[int]:
-        """The passes of a block as captures number them (wan/pass_plan.py); the last one is clean."""
+        """The passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
         _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
         return [*(later if block else first), self.num_passes - 1]
 

@@ -1,7 +1,7 @@
 """Tokens of all heads for heads of all tokens, and back, between the processes of wan/parallel.py.
 
 Letters: P processes, L tokens of a call, of which each process has L/P; H heads, of which each has H/P.
-AllToAll goes everywhere; wan/peer_memory.py is for GPUs that reach each other's memory.
+AllToAll goes everywhere; wan/kernels/peer_memory.py is for GPUs that reach each other's memory.
 """
 
 from collections.abc import Hashable, Sequence

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan.modules.captured_call import CapturedCall
-from wan.modules.head_groups import BY_FRAME, joint_layout, spread
-from wan.modules.model import WanModel
+from wan.captured_call import BY_FRAME, CapturedCall, joint_layout, spread
+from wan.model import WanModel
 from wan.parallel import ProcessShard, shard_of
 
 WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_token", "key_position", "map_queries")  # same everywhere

@@ -19,15 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.captured_call import HeadShard
+from wan.edits import ACTIVE_EDITS
 from wan.errors import ConfigError
 from wan.exchange import AllToAll, Exchange, Group
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.edits import ACTIVE_EDITS
-from wan.modules.head_shard import HeadShard
-from wan.modules.layers import CrossAttention, Rope, SelfAttention
-from wan.modules.model import WanModel
-from wan.peer_memory import PeerMemory, peer_memory_of
+from wan.kernels.peer_memory import PeerMemory, peer_memory_of
+from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,26 +1,97 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from wan.blocks import block_ranges, block_sizes, check_window
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.blocks import block_ranges, block_sizes, check_window, steps_of_blocks
+from wan.captured_call import Pass
+from wan.edits import ACTIVE_EDITS, RolloutPlan, blocks_of_policy
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import CachePolicy, of_window
-from wan.modules.captured_call import Pass
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.edits import ACTIVE_EDITS
-from wan.modules.model import check_batch
-from wan.modules.rollout_plan import RolloutPlan, blocks_of_policy
+from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
-from wan.pass_plan import PassPlan
+from wan.policies import CachePolicy, of_window
 from wan.prompt_schedule import PromptSwitch, check_recompute, check_schedule, forget
-from wan.scheduler import add_noise, flow_to_x0
+from wan.validation import NUM_TRAIN_TIMESTEPS
 
+
+# --- The flow-matching noise schedule of https://github.com/guandeh17/Self-Forcing and its two formulas
+class FlowSchedule:
+    """Table of 1000 noise levels sigma, descending from 1, with the timesteps t = 1000 sigma that name them.
+
+    shift s moves levels towards noise: sigma -> s sigma / (1 + (s - 1) sigma).
+    """
+
+    def __init__(self, shift: float = 5.0):
+        sigmas = torch.linspace(1.0, 0.0, NUM_TRAIN_TIMESTEPS + 1)[:-1]
+        self.sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)  # float32 [1000]
+        self.timesteps = self.sigmas * NUM_TRAIN_TIMESTEPS  # float32 [1000]
+
+    def sigma(self, timestep: float | Tensor) -> Tensor:
+        """The noise level of the table's entry nearest to each timestep; float32, shape of the input."""
+        timestep = torch.as_tensor(timestep, dtype=torch.float32)
+        nearest = (self.timesteps.to(timestep.device) - timestep[..., None]).abs().argmin(-1)
+        return self.sigmas.to(timestep.device)[nearest]
+
+    def warp(self, steps: Sequence[int]) -> Tensor:
+        """Timesteps of an unshifted schedule, shifted: 1000, 750, 500, 250 -> 1000, 937.5, 833.33, 625."""
+        table = torch.cat([self.timesteps, torch.zeros(1)])
+        return table[NUM_TRAIN_TIMESTEPS - torch.as_tensor(steps, dtype=torch.long)]
+
+
+def flow_to_x0(flow: Tensor, x: Tensor, sigma: float) -> Tensor:
+    """The clean latents that a flow points to, x0 = x - sigma flow: computed in float64, in flow's dtype."""
+    return (x.double() - sigma * flow.double()).to(flow.dtype)
+
+
+def add_noise(x0: Tensor, noise: Tensor, sigma: float) -> Tensor:
+    """x_t = (1 - sigma) x0 + sigma noise, computed in float32, in the dtype of x0."""
+    return ((1 - sigma) * x0.float() + sigma * noise.float()).to(x0.dtype)
+
+
+# --- Which passes a rollout has: the noise levels of its denoising steps, and which of them a block takes
+@dataclass(frozen=True)
+class PassPlan:
+    """Noise levels of the denoising passes, from the noisiest on; the clean pass follows them."""
+
+    timesteps: tuple[float, ...]
+    sigmas: tuple[float, ...]
+    first: tuple[int, ...]  # the passes of block 0, as indices of timesteps
+    later: tuple[int, ...]  # those of every other block
+    clean_timestep: float = 0.0
+
+    @classmethod
+    def of_steps(
+        cls,
+        steps: Sequence[int],
+        first_block_steps: Sequence[int] | None = None,
+        warp: bool = True,
+        shift: float = 5.0,
+        clean_timestep: float = 0.0,
+    ) -> "PassPlan":
+        """From the steps of a config; warp reads them as steps of an unshifted schedule."""
+        every, first, later = steps_of_blocks(steps, first_block_steps)
+        schedule = FlowSchedule(shift)
+        timesteps = schedule.warp(every) if warp else torch.as_tensor(every).float()
+        sigmas = schedule.sigma(timesteps)
+        return cls(
+            tuple(timesteps.tolist()), tuple(sigmas.tolist()), tuple(first), tuple(later), clean_timestep
+        )
+
+    def of_block(self, block: int) -> tuple[int, ...]:
+        """The denoising passes of a block."""
+        return self.later if block else self.first
+
+    def has(self, block: int, step: int) -> bool:
+        """Whether a block has a pass, the clean one included."""
+        return step == len(self.timesteps) or step in self.of_block(block)
+
+
+# --- The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on
 Probe = Callable[[int, Callable[..., Tensor]], None]
 RECACHE = -1  # the step of a forward that computes the cache again after a switch of prompts
 
@@ -45,7 +116,7 @@ class CausalInferencePipeline:
     ):
         """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional.
 
-        cache_policy says what a block may look at (wan/modules/cache_policies.py). Without one it is the
+        cache_policy says what a block may look at (wan/policies.py). Without one it is the
         window that the model's local_attn_size and sink_size describe, or the whole past. first_block_steps
         are block 0's in place of denoising_step_list. With recompute_context n the keys of the last n frames
         are computed again before each block; all other frames leave, the sink included (window's global_sink
@@ -66,7 +137,7 @@ class CausalInferencePipeline:
 
     @property
     def pass_timesteps(self) -> list[float]:
-        """Timestep of every pass that a block can have, the clean pass last (wan/pass_plan.py)."""
+        """Timestep of every pass that a block can have, the clean pass last (wan/pipeline.py)."""
         return [*self.timesteps, self.passes.clean_timestep]
 
     @torch.no_grad()

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor
 
 from wan.errors import ConfigError, quoted
-from wan.limits import MAX_TEXT
-from wan.modules.policies.base import FLUSH_KEEPS, CachePolicy
+from wan.files import MAX_TEXT
+from wan.policies import FLUSH_KEEPS, CachePolicy
 from wan.validation import check_texts
 
 if TYPE_CHECKING:
-    from wan.modules.kv_cache import KVCache
-    from wan.modules.per_head_cache import PerHeadCache
+    from wan.cache import KVCache, PerHeadCache
 
 How = Literal["keep", "recache", "flush", "cut"]
 

@@ -7,12 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.captured_call import Pass
+from wan.edits import ACTIVE_EDITS, BlockKeys, RolloutPlan
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.captured_call import Pass
-from wan.modules.edits import ACTIVE_EDITS
-from wan.modules.model import TextKeysValues, WanModel
-from wan.modules.rollout_plan import BlockKeys, RolloutPlan
+from wan.model import TextKeysValues, WanModel
 from wan.validation import check_sampling
 
 if TYPE_CHECKING:

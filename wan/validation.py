@@ -7,7 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from wan.errors import ConfigError, quoted, require_text
-from wan.limits import MAX_DENOISING_STEPS, MAX_PATH, MAX_SCALE, MAX_SIZE, MAX_STEPS, SEED_BITS
+from wan.files import (
+    MAX_DENOISING_STEPS,
+    MAX_PATH,
+    MAX_SCALE,
+    MAX_SIZE,
+    MAX_STEPS,
+    SEED_BITS,
+)
 
 NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 SAMPLERS = ("blocks", "rolling_forcing")

@@ -14,7 +14,7 @@ from experiments.analysis.first_frame import (
     placebo_frames,
 )
 from experiments.analysis.measures import excess_by_distance
-from experiments.analysis.reasons import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_IDENTIFIED
+from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_IDENTIFIED
 from experiments.caches.view import Profiles
 
 LAST_PLACEBO = 24  # key frames within what the model was trained on, at any length

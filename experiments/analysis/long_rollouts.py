@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.analysis.effects import ENOUGH_PROMPTS, Interval
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 
 MAKE = "python experiments/dev/long_rollout_findings.py outputs/policies/comparison.json"
 PRIMARY = "right"

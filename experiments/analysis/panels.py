@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.caches.caption import ranges
+from experiments.caches.view import ranges
 
 
+# --- What one panel of a figure shows, as plain arrays: numbers need no matplotlib
 class Agreement(NamedTuple):
     """How well a profile agrees with a reference."""
 
@@ -66,3 +67,11 @@ class ProfileMap(NamedTuple):
     values: np.ndarray | None
     missing_reason: str = ""
     averages: int = 0  # columns after the frames: averages of frames that are gone
+
+
+# --- Why a cache does not hold a number, in words that figures and printed lines share
+NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
+
+NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
+
+NOT_IDENTIFIED = "its cells do not tell frame 0 from rows and distances"

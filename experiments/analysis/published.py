@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles
-from wan.limits import MAX_COUNT
-from wan.text_files import read_text
+from wan.files import MAX_COUNT, read_text
 
 FOLDER = Path("cache/published")
 

@@ -2,16 +2,57 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.analysis.prompt_words import words_of
-from experiments.caches.caption import pass_name
-from experiments.caches.errors import CacheError
-from experiments.caches.maps_schema import ANY, NO_KEY, BlockMaps, MapsCache
-from experiments.caches.view import edits_in_words, source_of
+from experiments.analysis.reports import read_study
+from experiments.caches.files import CacheError
+from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
+from experiments.caches.view import Profiles, edits_in_words, pass_name, source_of
 
+# --- Cross-attention mass per word of the prompt: tokens of a sentencepiece tokenizer put together to words
+NO_CROSS = (
+    "Mass per prompt word: absent in this cache; capture it with: "
+    "python experiments/run_extraction_all.py --cross"
+)
+
+
+def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """Tokens -> words, and which word each token belongs to: ["▁cine", "matic", "▁light"] -> ["cinematic",
+    "light"], [0, 0, 1].
+
+    "▁" begins a word; a control token such as </s> is a word of its own.
+    """
+    words: list[str] = []
+    place = []
+    for token in tokens:
+        control = token.startswith("<") and token.endswith(">")
+        if control or token.startswith("▁") or not words or words[-1].startswith("<"):
+            words.append("")
+        words[-1] += token.removeprefix("▁")
+        place.append(len(words) - 1)
+    return words, np.array(place)
+
+
+def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
+    """Words of the prompt and their mass [H, words] in a layer, mean over the view's query frames in its
+    pass; None where the atlas has none. A row sums to the share of all mass that is on the prompt: the rest
+    is on the padding after it."""
+    if "cross_mass" not in cache:
+        return None
+    p = list(cache.get("pass_steps", range(len(cache["pass_timesteps"])))).index(view.step)
+    tokens = (
+        cache["cross_mass"][view.layers.index(layer), p][:, list(view.query_frames)].float().mean(1).numpy()
+    )
+    words, place = words_of(cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])]))
+    mass = np.zeros((len(tokens), len(words)), np.float32)
+    np.add.at(mass.T, place, tokens.T)
+    return words, mass
+
+
+# --- Maps of a maps cache in the places of the video: what a query sees of every patch of every frame
 QUANTITIES = ("mass", "mean_logit")
 UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
 
@@ -178,3 +219,53 @@ def _index(name: str, wanted: int, there: Sequence[int]) -> int:
     if wanted not in there:
         raise CacheError(f"{name} {wanted} is not in this cache; it has {', '.join(map(str, there))}")
     return list(there).index(wanted)
+
+
+# --- Which heads to show over a video: those whose edit changes most, or those whose map has the top peak
+Head = tuple[int, int]  # layer, head
+
+
+def heads_to_show(
+    cache: Mapping[str, Any],
+    wanted: Sequence[Sequence[int]] | str,
+    causal_atlas: str | Path = "",
+    step: int | None = None,
+    query: Sequence[int] | None = None,
+    count: int = 4,
+) -> tuple[list[Head], str]:
+    """Heads (layer, head) of a maps cache, and how they were chosen.
+
+    wanted names them, or is "effect": those of the causal atlas with the largest direct effect. Where there
+    is none, those that read a patch of the past most. Raises CacheError for heads that the cache lacks.
+    """
+    if not isinstance(wanted, str):
+        chosen = [(int(layer), int(head)) for layer, head in wanted]
+        for layer, head in chosen:
+            open_map(cache, layer, head, step, query)
+        return chosen, "heads as asked for"
+    if wanted != "effect":
+        raise CacheError(f'HEADS is "effect" or [[layer, head], ...], not {wanted!r}')
+    there = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
+    study = read_study(causal_atlas) if causal_atlas else None
+    if study is not None and not study.reason:
+        found = {
+            (layer, head): study.effect[n, head]
+            for n, layer in enumerate(study.layers)
+            for head in range(study.effect.shape[1])
+        }
+        scores = [found.get(head, -np.inf) for head in there]
+        said = "heads with the largest direct effect"
+    else:
+        scores = [_peak(cache, layer, head, step, query) for layer, head in there]
+        said = "no causal atlas is there: heads that read one patch of the past most"
+    order = sorted(range(len(there)), key=lambda n: -scores[n])
+    return [there[n] for n in order[:count]], said
+
+
+def _peak(
+    cache: Mapping[str, Any], layer: int, head: int, step: int | None, query: Sequence[int] | None
+) -> float:
+    """The most that any patch of an earlier block gets."""
+    seen = open_map(cache, layer, head, step, query)
+    past = seen.values[: seen.query_frames[0]]
+    return float(np.nanmax(past)) if np.isfinite(past).any() else -np.inf

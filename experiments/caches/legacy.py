@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, base, nodes
 
-from experiments.caches.token_schema import Figure4Layer
+from experiments.caches.formats import Figure4Layer
 from wan.blocks import block_frames, block_sizes, later_block
 from wan.errors import ConfigError
 

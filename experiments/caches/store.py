@@ -1,6 +1,6 @@
 """The one reader and writer of .pt caches.
 
-A cache is a dict of tensors and plain Python values; experiments/caches/schema.py has the fields of each
+A cache is a dict of tensors and plain Python values; experiments/caches/formats.py has the fields of each
 format. Data flows extraction -> save_cache -> load_cache -> experiments/caches/view.py, which gives notebooks
 one view of all formats.
 """
@@ -16,15 +16,23 @@ import torch
 from torch import Tensor
 
 from experiments.caches import legacy
-from experiments.caches.atomic_files import replacing
-from experiments.caches.common import Cache
-from experiments.caches.errors import CacheError
-from experiments.caches.schema import FORMATS, SCHEMA_VERSION, check
-from experiments.caches.sizes import tensor_bytes
-from experiments.caches.value_checks import check_counts
-from wan.errors import reason_of
-from wan.safe_load import UnreadableError, load_tensors
+from experiments.caches.files import CacheError, replacing, tensor_bytes
+from experiments.caches.formats import (
+    FORMATS,
+    SCHEMA_VERSION,
+    AtlasCache,
+    Cache,
+    LayerCache,
+    PassTag,
+    Sampling,
+    check,
+    check_counts,
+)
+from experiments.caches.view import Profiles, open_profiles
+from wan.errors import quoted, reason_of
+from wan.files import UnreadableError, load_tensors
 
+# --- The one reader and writer of .pt caches
 __all__ = ["SCHEMA_VERSION", "CacheError", "check", "load_cache", "save_cache"]
 
 
@@ -157,3 +165,86 @@ def _others_of_its_kind(path: Path) -> str:
         if there
         else ""
     )
+
+
+# --- From one cache format to another: layers or passes taken out of an atlas
+def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """An atlas of one of an atlas's layers."""
+    i = atlas["layers"].index(layer)
+    by_layer = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N" in declared]
+    return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}
+
+
+def select_passes(atlas: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
+    """An atlas of some of an atlas's passes, given by their steps (0 is the noisiest). Raises CacheError."""
+    stored = list(atlas.get("pass_steps") or range(len(atlas["pass_timesteps"])))
+    clean = atlas.get("pass_is_clean") or [float(t) == 0 for t in atlas["pass_timesteps"]]
+    if absent := [step for step in steps if step not in stored]:
+        raise CacheError(f"pass {absent[0]} is not in this cache; it has {', '.join(map(str, stored))}")
+    rows = [stored.index(step) for step in steps]
+    by_pass = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N, P" in declared]
+    return dict(atlas) | {
+        **{name: atlas[name][:, rows].clone() for name in by_pass if name in atlas},
+        "pass_timesteps": [float(atlas["pass_timesteps"][row]) for row in rows],
+        "pass_steps": list(steps),
+        "pass_is_clean": [bool(clean[row]) for row in rows],
+    }
+
+
+def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
+    """The layer cache of one layer of an atlas in one pass (None: the first); mean logits.
+
+    Where the atlas has the last block's mean alone, the frame matrix is NaN. Raises CacheError for a layer,
+    pass or quantity that the atlas does not hold.
+    """
+    view = open_profiles(atlas, step, "mean_logit")
+    profile, matrix, _, averages = view.values(layer)
+    one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
+    last = list(range(view.num_frames))[-3:] if one_block else list(view.query_frames)
+    if matrix is None:
+        matrix = torch.full((view.num_heads, view.num_frames, view.num_frames), torch.nan)
+    elif one_block:
+        profile = matrix[:, last].mean(1)
+    names = [field.rstrip("?") for field in Cache.table() | Sampling.table()]
+    common = {name: atlas[name] for name in names if name in atlas}
+    at = PassTag(view.step, view.timestep, view.is_clean_pass)
+    values = matrix.float(), last, profile.float()
+    return LayerCache.build(common, at, layer, *values, averages=averages).to_dict()
+
+
+# --- A folder of layerN.pt: one rollout, each layer once
+REMEDY = "a folder of layers is of one rollout, each layer once: move one of the files out"
+
+
+def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[str, Any]]:
+    """Path -> cache of every layerN.pt, by their numbers.
+
+    formats: those that will do, () all. Raises CacheError where there are none, for other formats, for a
+    layer twice, and for two rollouts.
+    """
+    paths = sorted(folder.glob("layer*.pt"), key=lambda p: int("0" + "".join(filter(str.isdigit, p.stem))))
+    if not paths:
+        command = f"bash experiments/extract_all_layers.sh CONFIG {folder}"
+        raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
+    caches = {path: load_cache(path, expect=formats) for path in paths}
+    _require_one_rollout({path: open_profiles(cache) for path, cache in caches.items()})
+    return caches
+
+
+def _require_one_rollout(views: Mapping[Path, Profiles]) -> None:
+    first, expected = next((path, _said(view)) for path, view in views.items())
+    there: dict[int, Path] = {}
+    for path, view in views.items():
+        for mine, other in zip(_said(view), expected, strict=True):
+            if mine != other:
+                raise CacheError(f"{path} is of {quoted(mine)}, {first} of {quoted(other)}; {REMEDY}")
+        for layer in view.layers:
+            if there.setdefault(layer, path) != path:
+                raise CacheError(f"{there[layer]} and {path} both hold layer {layer}; {REMEDY}")
+
+
+def _said(view: Profiles) -> tuple[str, ...]:
+    """What all layers of a rollout have in common, in words."""
+    edited = f"a run edited by {view.edits}" if view.edits else "a run without edits"
+    sizes = f"{view.num_frames} frames", f"{view.num_heads} heads"
+    return view.source, *sizes, view.pass_label, edited

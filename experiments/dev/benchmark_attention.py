@@ -2,10 +2,10 @@
 
     python experiments/dev/benchmark_attention.py --output_path docs/benchmarks/attention_h200.json
 
-Queries are a block's, bfloat16; the kernels are those of wan/modules/attention_backend.py that are installed,
+Queries are a block's, bfloat16; the kernels are those of wan/backends.py that are installed,
 with their log-sum-exp. They run in turn in one process; times are medians of those turns with 95 % intervals,
 errors are of the first and the last head. Then a block's products in the same way, by cuBLAS and by the
-kernel of wan/modules/gelu_linear.py with several tiles.
+kernel of wan/kernels/gelu_linear.py with several tiles.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev.measure_kernels import CALLS_A_TURN, MODEL, QUERIES, TOKENS, require_gpu
     from experiments.extraction.provenance import environment
 
@@ -104,7 +104,7 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
     import torch
 
     from experiments.dev.measure_kernels import MODEL
-    from wan.modules import attention_backend
+    from wan import backends as attention_backend
 
     def cudnn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
@@ -149,7 +149,7 @@ def product_of(inner: int, columns: int, has_gelu: bool, repeats: int, device: t
     import torch.nn.functional as F
 
     from experiments.dev.measure_kernels import QUERIES, in_turn
-    from wan.modules import gelu_linear
+    from wan.kernels import gelu_linear
 
     generator, kind = torch.Generator(device).manual_seed(0), torch.bfloat16
     x, weight, bias = (

@@ -54,12 +54,12 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev import measure_capture
     from experiments.dev.tables import line, save_report
     from experiments.extraction.devices import choose_device
-    from wan.cuda_graphs import apply_cuda_graphs
     from wan.errors import ConfigError
+    from wan.kernels.graphs import apply_cuda_graphs
 
     config = config_from(args)
     if args.graphs and choose_device(config.device).type != "cuda":

@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> None:
     import numpy as np
     import torch
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.caches.frames import one_thread
     from experiments.extraction.provenance import environment
 
@@ -93,8 +93,8 @@ def ways(latents: Tensor) -> dict[tuple[str, str], Callable[[], Any]]:
     """What decodes latents [B, F, C, h, w], by VAE and way."""
     from diffusers import AutoencoderKLWan
 
-    from wan.modules.vae import VAE as StreamedVAE
-    from wan.modules.vae import channels_last
+    from wan.vae import VAE as StreamedVAE
+    from wan.vae import channels_last
 
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     for name, sizes in SIZES.items():

@@ -45,7 +45,7 @@ def run(argv=None):
     parser.add_argument("--output_path", help="write the numbers as JSON")
     args = parser.parse_args(argv)
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev.tables import save_report
 
     if args.output_path:
@@ -59,7 +59,7 @@ def measure(checkout: Path) -> dict:
     """Walk the path once, in a new checkout. RunError where a step fails or changes a tracked file."""
     import torch
 
-    from experiments.caches.errors import RunError
+    from experiments.caches.files import RunError
     from experiments.extraction.provenance import environment
 
     seconds = {"clone": timed(f"git clone -q {ROOT} {checkout}", ROOT)}
@@ -93,7 +93,7 @@ def own_code() -> str:
 
 def timed(command: str, folder: Path) -> float:
     """Seconds of a shell command. RunError with its last line where it fails."""
-    from experiments.caches.errors import RunError
+    from experiments.caches.files import RunError
 
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     start = time.perf_counter()

@@ -55,7 +55,7 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev import measure_interventions
     from experiments.dev.measure_capture import described, make_rollout
     from experiments.dev.tables import line, save_report

@@ -59,11 +59,11 @@ def run(argv=None):
     flag("--output_path", help="where the report goes")
     args = parser.parse_args(argv)
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev.tables import save_report
     from experiments.extraction.devices import choose_device, choose_dtype
     from experiments.extraction.provenance import environment
-    from experiments.running.policy_flags import policy_settings
+    from experiments.running.cli import policy_settings
     from wan.config import load_config
 
     config = load_config(args.config_path, {"device": args.device})

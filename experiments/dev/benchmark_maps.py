@@ -37,7 +37,7 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev import measure_capture, measure_maps
     from experiments.dev.tables import line, save_report
 

@@ -51,7 +51,7 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev.measure_kernels import CALLS_A_TURN, require_gpu
     from experiments.extraction.provenance import environment
 
@@ -68,9 +68,9 @@ def measure(args: argparse.Namespace) -> None:
 def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
     """Every way in turn, at one number of key frames."""
     from experiments.dev.measure_kernels import QUERIES, TOKENS, in_turn, random_inputs
-    from wan.modules import attention_backend
-    from wan.modules.attention import attention_with_lse
-    from wan.modules.reductions import mass_of_tails
+    from wan import backends as attention_backend
+    from wan.attention import attention_with_lse
+    from wan.reductions import mass_of_tails
 
     q, k = random_inputs((QUERIES, key_frames * TOKENS), device)
     q_heads, k_heads = q.transpose(1, 2), k.transpose(1, 2)
@@ -92,7 +92,7 @@ def rows_of(key_frames: int, repeats: int, device) -> Iterator[dict]:
 
 def ways(q: Tensor, k: Tensor, lse: Tensor, key_frames: int) -> dict[str, Callable[[], Tensor]]:
     """What gives the mass [1, H, Fk, Lq], by the name of its row: capture's own call, then others."""
-    from wan.modules.mass_kernel import query_frame_mass
+    from wan.kernels.mass import query_frame_mass
 
     calls: dict[str, Callable[[], Tensor]] = {"mass": partial(query_frame_mass, q, k, lse, key_frames)}
     for each in (1, 3, 7):

@@ -77,7 +77,7 @@ def run(argv=None):
 
 def measure(args: argparse.Namespace) -> None:
     """Print the report, and write it after each model: the files of the second take long."""
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev.measure_memory import large_model, small_model
     from experiments.dev.tables import save_report
     from experiments.extraction.devices import choose_device

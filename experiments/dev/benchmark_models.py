@@ -66,7 +66,7 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev.tables import save_report
     from experiments.extraction.devices import choose_device, choose_dtype
     from experiments.extraction.provenance import environment
@@ -138,8 +138,8 @@ def one_row(
 
     import torch
 
-    from experiments.extraction.memory_estimate import Memory
-    from wan.modules.capture import CaptureRequest
+    from experiments.extraction.memory import Memory
+    from wan.capture import CaptureRequest
 
     rollout = make_rollout(config, sizes, model, dtype, device)
     everything = [CaptureRequest(granularity="frame")]
@@ -205,7 +205,7 @@ def run_once(rollout: "Rollout", requests: list, switches: list) -> float:
     import torch
 
     from experiments.extraction.devices import threads_for
-    from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+    from wan.attention import ATTENTION_WEIGHT_CAPTURE
 
     device = rollout.noise.device
     capture = ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext()

@@ -69,8 +69,7 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     import torch
 
-    from experiments.caches.atomic_files import require_writable
-    from experiments.caches.errors import RunError
+    from experiments.caches.files import RunError, require_writable
     from experiments.dev import chromium
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment

@@ -5,7 +5,7 @@
         --num_frames 6 --height 8 --width 8 --models Wan2.1-T2V-1.3B --output_path parallel.json
 
 The models have random weights. The first rank works alone while the others wait, then all work together:
-launched by Python, and with the CUDA graphs of wan/cuda_graphs.py.
+launched by Python, and with the CUDA graphs of wan/kernels/graphs.py.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev import measure_parallel
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment

@@ -64,7 +64,7 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev import measure_policies
     from experiments.dev.measure_capture import described
     from experiments.dev.tables import save_report

@@ -53,7 +53,7 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     import torch
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev import measure_capture, measure_public
     from experiments.dev.tables import save_report
     from experiments.extraction.devices import threads_for

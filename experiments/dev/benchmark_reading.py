@@ -62,7 +62,7 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     import torch
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev import measure_reading
     from experiments.dev.tables import save_report
     from experiments.extraction.provenance import environment

@@ -58,7 +58,7 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> None:
     import torch
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.extraction.provenance import environment
     from wan.checkpoint import read_model_config
     from wan.config import load_config
@@ -94,7 +94,7 @@ def until(arguments: list[str], awaited: str) -> tuple[float, float]:
     """
     import psutil
 
-    from experiments.caches.errors import RunError
+    from experiments.caches.files import RunError
 
     command, last = [sys.executable, *arguments], "nothing"
     start = time.perf_counter()

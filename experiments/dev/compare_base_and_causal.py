@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.running.cli import Parser, main
 
 if TYPE_CHECKING:  # the rest is imported after the flags: --help needs no torch
@@ -39,7 +39,7 @@ def run(argv=None):
 
 def draw(base: "Profiles", causal: "Profiles") -> "Figure":
     """Both as rows of one figure. Raises CacheError where they are not the same layer and frames."""
-    from experiments.figures.compared import compared_maps
+    from experiments.figures.layer import compared_maps
 
     same = ("layers", "num_heads", "num_frames", "quantity")
     if differ := [name for name in same if getattr(base, name) != getattr(causal, name)]:

@@ -8,7 +8,7 @@ Writes docs/first_frame.json, from which readme_tables.py fills both documents, 
 import json
 from pathlib import Path
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
 from experiments.running.cli import Parser, main
 
 OUTPUT = Path("docs/first_frame.json")

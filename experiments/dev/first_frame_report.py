@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from experiments.analysis import curve_matching, first_frame_findings, measures, published
 from experiments.analysis.first_frame import key_frame_contrasts
-from experiments.analysis.head_choice import choose_heads
+from experiments.analysis.head_measures import choose_heads
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction.provenance import environment

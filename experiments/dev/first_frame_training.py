@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
 from experiments.running.cli import Parser, main
 from wan.errors import ConfigError
-from wan.text_files import read_json
+from wan.files import read_json
 
 if TYPE_CHECKING:  # the rest is imported after the flags: --help needs no torch
     from matplotlib.figure import Figure
@@ -158,7 +158,7 @@ def run(argv=None):
 
     import torch
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.extraction.provenance import environment
     from experiments.figures.style import save_svg
 

@@ -54,7 +54,7 @@ def parser() -> Parser:
 def run(argv=None):
     args = parser().parse_args(argv)
 
-    from experiments.caches.atomic_files import replacing, require_writable  # no torch for --help
+    from experiments.caches.files import replacing, require_writable  # no torch for --help
 
     require_writable(args.output_path)
     report = drawn_again(args.output_path) if args.draw else measure(args)
@@ -68,11 +68,11 @@ def run(argv=None):
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """Make what is not done yet -> the report, of the first rank alone. StoppedError after Ctrl-C."""
-    from experiments.miniature.judges import Judges
+    from experiments.miniature.evaluation import Judges
     from experiments.miniature.recipe import SIDE
+    from experiments.running.claims import workers_of
     from experiments.running.progress import Progress, stopping_when_asked
     from experiments.running.ranks import on_own_device, this_rank
-    from experiments.running.workers import workers_of
     from experiments.studies.hidden_shapes import WAITING, Design
     from wan.config import load_config
 
@@ -104,14 +104,14 @@ def study(args, design, config, judges, watch, rank) -> dict[str, Any] | None:
     """Both studies -> the report of what they found."""
     import torch
 
-    from experiments.analysis.knockout_curves import first_frame_report
-    from experiments.caches.errors import StoppedError
+    from experiments.analysis.effects import first_frame_report
+    from experiments.caches.files import StoppedError
     from experiments.dev.hidden_shapes_report import knockouts
     from experiments.extraction import causal
     from experiments.extraction.provenance import environment
-    from experiments.studies import first_frame_removed
+    from experiments.studies import hidden_shapes as first_frame_removed
     from experiments.studies.hidden_shapes import HiddenShapes, captions_behind_a_wall
-    from wan.modules.vae import VAE
+    from wan.vae import VAE
 
     of_frame_0 = first_frame_removed.captions(args.first_frame_captions)
     behind_walls = [scene.caption for part in reversed(captions_behind_a_wall(design)) for _, scene in part]

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.analysis import knockout_curves
-from experiments.analysis.effects import bootstrap
-from experiments.analysis.knockout_curves import BACK, ORDERS, knockouts_of, rounded
+from experiments.analysis import effects as knockout_curves
+from experiments.analysis.effects import BACK, ORDERS, bootstrap, knockouts_of, rounded
 from experiments.dev.tables import markdown, measured_on, of_weights
 from experiments.figures.effects import effect_against
-from experiments.figures.knockouts import knockout_curves as draw_curves
+from experiments.figures.effects import knockout_curves as draw_curves
 from experiments.studies.hidden_shapes import QUESTIONS, Condition, HiddenShapes
 
 OTHERS = tuple(question for question in QUESTIONS if question != BACK)

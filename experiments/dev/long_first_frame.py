@@ -29,11 +29,11 @@ def run(argv=None):
 
     from dataclasses import replace
 
-    from experiments.caches.atomic_files import require_writable
+    from experiments.caches.files import require_writable
     from experiments.dev.tables import save_report
     from experiments.extraction import causal
     from experiments.extraction.provenance import environment
-    from experiments.studies.policy_grid import read_policies, short_label
+    from experiments.studies.policy_comparison import read_policies, short_label
     from wan.config import load_config
 
     config = load_config(args.config_path, {"device": args.device, "num_frames": max(args.lengths)})
@@ -64,7 +64,7 @@ def frame_logits(session: Any, config: Any, prompts: list[str]) -> Any:
 
     from experiments.extraction.causal import pipeline_of, seeded_noise
     from experiments.extraction.devices import threads_for
-    from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+    from wan.attention import ATTENTION_WEIGHT_CAPTURE
 
     configs = [replace(config, seed=config.seed + number) for number in range(len(prompts))]
     noise = seeded_noise(configs, session.model_config, session.dtype, session.device)

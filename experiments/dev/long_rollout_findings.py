@@ -8,10 +8,10 @@ Writes docs/long_rollouts.json; docs/long_rollouts.md, the notebook and the READ
 
 import json
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
 from experiments.dev.tables import markdown, measured_on, of_weights
 from experiments.running.cli import Parser, main
-from wan.text_files import read_json
+from wan.files import read_json
 
 HEADER = (
     "policy",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments.running.cli import Parser, main, whole_number
 from wan.errors import ConfigError
-from wan.text_files import read_json
+from wan.files import read_json
 
 SECONDS = (0, 2, 5, 10, 15, 20, 30, 40, 50, 59)
 ROWS = {  # label -> what the figure calls it
@@ -36,8 +36,7 @@ def run(argv=None):
     parser.add_argument("--figure", default="notebooks/figures/long_rollouts.svg", help="the README's strip")
     args = parser.parse_args(argv)
 
-    from experiments.caches.atomic_files import require_writable
-    from experiments.caches.mp4_files import require_ffmpeg
+    from experiments.caches.files import require_ffmpeg, require_writable
     from experiments.dev.tables import save_report
 
     found = {name: Path(args.videos) / f"{label}_{args.number}.mp4" for label, name in ROWS.items()}

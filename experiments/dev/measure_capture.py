@@ -16,13 +16,13 @@ from experiments.dev.tables import median_interval
 from experiments.extraction import causal, devices
 from experiments.extraction.prompt_embeds import encode_prompts
 from experiments.extraction.provenance import environment
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.backends import kernel_name
+from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.attention_backend import kernel_name
-from wan.modules.capture import CaptureRequest
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 
 MIB = 2**20

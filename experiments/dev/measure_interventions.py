@@ -16,8 +16,8 @@ from experiments.dev.measure_capture import Rollout
 from experiments.extraction.causal import Session
 from experiments.studies import causal_atlas
 from wan.config import ModelConfig, RunConfig
-from wan.modules.edits import intervene
-from wan.modules.interventions import Ablate, Bias, Edit, Knockout, Move
+from wan.edits import intervene
+from wan.interventions import Ablate, Bias, Edit, Knockout, Move
 
 FIRST = ("first",)
 PLAIN, AFTER = "plain", "nothing active, after an edit"

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wan.attention import attention_with_lse
+from wan.capture import CaptureRequest, MapQuery, key_maps
 from wan.config import ModelConfig, RunConfig
-from wan.modules.attention import attention_with_lse
-from wan.modules.capture import CaptureRequest
-from wan.modules.key_maps import MapQuery, key_maps
 
 PATCHES, WORDS = 4, 20
 

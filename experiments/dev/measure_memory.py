@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLWan
 
-from experiments.caches.errors import RunError
+from experiments.caches.files import RunError
 from experiments.dev.process_memory import gpu_peak, host_peak
 from experiments.dev.random_weights import make_checkpoint, make_text_encoder, make_transformer
 from experiments.extraction import cache_builders, causal, devices
-from experiments.extraction.memory_estimate import Memory
+from experiments.extraction.memory import Memory
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import encoding_device, needs_encoder, states_file
 from experiments.extraction.result import Extraction

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
 from experiments.dev.measure_capture import random_pipeline
 from experiments.extraction import causal, devices
 from experiments.running.claims import Claims
 from experiments.running.ranks import Rank, on_own_device
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
 from wan.config import MODELS, ModelConfig, RunConfig
-from wan.cuda_graphs import apply_cuda_graphs, remove_cuda_graphs
 from wan.gathered_calls import gather_calls
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest
+from wan.kernels.graphs import apply_cuda_graphs, remove_cuda_graphs
 from wan.parallel import apply_head_parallel, check_size, shard_of
 from wan.pipeline import CausalInferencePipeline
 from wan.process_group import join, wait_for_all

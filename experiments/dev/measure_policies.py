@@ -16,12 +16,12 @@ import torch
 
 from experiments.dev.measure_capture import MIB, Rollout, make_rollout
 from experiments.extraction import devices
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import CachePolicy, make_policy
-from wan.modules.capture import CaptureRequest
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import CachePolicy, make_policy
 
 WINDOW: dict[str, Any] = {"name": "window", "sink": 3}
 PAIRS: list[tuple[dict[str, Any], int]] = [  # a policy, and the window of the size that it sees

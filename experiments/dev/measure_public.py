@@ -18,9 +18,9 @@ from experiments.dev.tables import median_interval
 from wan.blocks import block_ranges, block_sizes
 from wan.config import ModelConfig
 from wan.errors import ConfigError, reason_of
-from wan.scheduler import add_noise, flow_to_x0
+from wan.pipeline import add_noise, flow_to_x0
 
-URL, TRANSFORMER = "https://github.com/guandeh17/Self-Forcing", "wan/modules/causal_model.py"
+URL, TRANSFORMER = "https://github.com/guandeh17/Self-Forcing", "wan/model.py"
 MOST_TOKENS = 32760  # its max_attention_size, keys that a query sees: older ones are left out without a word
 SIZES = ("text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_dim", "num_heads", "num_layers")
 

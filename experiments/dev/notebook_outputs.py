@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.atomic_files import replacing
-from experiments.caches.errors import RunError
+from experiments.caches.files import RunError, replacing
 from experiments.running.cli import Parser, main
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +158,7 @@ def executed(name: str, code: Cells, folder: Path) -> list[Cells]:
     from nbclient.exceptions import CellExecutionError
     from nbformat.v4 import new_code_cell, new_notebook
 
-    from experiments.running.warm_kernel import WarmKernel
+    from experiments.running.notebooks import WarmKernel
 
     prepare(folder, RECIPES[name])
     os.environ["PYTHONPATH"] = str(ROOT)  # the kernel's, and that of the scripts before it

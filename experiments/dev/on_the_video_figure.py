@@ -35,7 +35,7 @@ def run(argv=None):
     parser.add_argument("--output_path", type=Path, default=OUTPUT)
     args = parser.parse_args(argv)
 
-    from experiments.caches.atomic_files import require_writable  # no torch for --help
+    from experiments.caches.files import require_writable  # no torch for --help
     from experiments.figures.style import save_svg
 
     require_writable(args.output_path)
@@ -45,7 +45,8 @@ def run(argv=None):
 def draw(args: argparse.Namespace):
     """The figure of one scene."""
     from experiments.analysis.video_maps import open_map
-    from experiments.extraction import causal, map_builders, video
+    from experiments.extraction import causal, video
+    from experiments.extraction import maps as map_builders
     from experiments.figures.video_maps import map_strip
     from experiments.miniature.moving_shapes import Scene
     from experiments.studies import shape_attention

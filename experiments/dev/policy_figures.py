@@ -59,11 +59,11 @@ def run(argv=None) -> None:
 
 
 def draw(config_path: str, folder: Path) -> None:
-    from experiments.analysis.slots import slots_of
+    from experiments.analysis.axes import slots_of
     from experiments.extraction.policy_atlas import policy_atlas
-    from experiments.figures.policies import slot_map
+    from experiments.figures.layer import slot_map
     from experiments.figures.style import save_svg
-    from wan.text_files import read_yaml
+    from wan.files import read_yaml
 
     for name in PICTURES:
         settings = read_yaml(Path("configs/policies") / f"{name}.yaml")

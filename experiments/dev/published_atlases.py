@@ -8,8 +8,7 @@ import torch
 
 from experiments.analysis.published import FIGURE4_CSV, HEAD_LABELS_CSV, STATIC_HEADS_CSV
 from experiments.caches import save_cache
-from experiments.caches.atomic_files import replacing
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError, replacing
 from wan.blocks import block_frames, block_sizes, later_block
 from wan.config import MODELS, RunConfig
 

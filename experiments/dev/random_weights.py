@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan import native
+from wan import checkpoint as native
 from wan.config import ModelConfig
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 
 SHARD_BYTES = 5 * 10**9
 TOKENIZER = Path("checkpoints/wan-mini/tokenizer")  # umT5's cannot be made up; this one's ids are among its

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.analysis import curve_matching, head_choice, head_measures, head_taxonomy, published
+from experiments.analysis import curve_matching, head_measures, published
+from experiments.analysis import head_measures as head_choice
+from experiments.analysis import taxonomy as head_taxonomy
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.dev.first_frame_training import few_step_from
@@ -55,9 +57,8 @@ def kinds_of_heads(view: Profiles) -> Figure:
 def videos() -> Figure:
     """Strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
     # Torch models, for this figure only.
-    from experiments.miniature.evaluation import rendered
+    from experiments.miniature.evaluation import Miniature, rendered
     from experiments.miniature.frozen import SETS, held_out_scenes
-    from experiments.miniature.generation import Miniature
     from experiments.miniature.recipe import FRAMES
     from wan.config import load_config
 

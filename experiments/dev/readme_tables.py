@@ -78,8 +78,7 @@ def run(argv=None):
 
 
 def fill_file(path: Path) -> None:
-    from experiments.caches.atomic_files import replacing
-    from experiments.caches.errors import CacheError
+    from experiments.caches.files import CacheError, replacing
 
     try:
         filled = fill(path.read_text(encoding="utf-8"))

@@ -56,7 +56,7 @@ def run(argv=None):
     parser.add_argument("--figure", type=Path, help="an SVG of every head")
     args = parser.parse_args(argv)
 
-    from experiments.caches.atomic_files import replacing, require_writable  # no torch for --help
+    from experiments.caches.files import replacing, require_writable  # no torch for --help
     from experiments.figures import atlas, style
     from experiments.miniature.frozen import SETS, held_out_scenes
     from experiments.studies import shape_attention

@@ -17,7 +17,7 @@ def line(text: str) -> None:
 
 def save_report(report: dict[str, Any], path: str | Path | None) -> None:
     """Write a report as JSON; nothing without a path."""
-    from experiments.caches.atomic_files import replacing
+    from experiments.caches.files import replacing
 
     if path:
         with replacing(Path(path)) as file:

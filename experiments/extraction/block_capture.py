@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 
-from experiments.caches.atomic_files import replacing
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError, replacing
+from wan.capture import CaptureRequest
+from wan.captured_call import CapturedCall
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, quoted
-from wan.limits import MAX_COUNT
-from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import CapturedCall
-from wan.safe_load import UnreadableError, load_tensors
+from wan.files import MAX_COUNT, UnreadableError, load_tensors
 
 KINDS = ("none", "last", "band", "all")
 FORMAT = "block_attention"

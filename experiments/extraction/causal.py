@@ -3,8 +3,9 @@
 The scripts are faces of this file and of cache_builders.py, which turns the result into a cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -14,35 +15,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.common import READ_BY
+from experiments.caches.formats import READ_BY
 from experiments.extraction import checks
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
-from experiments.extraction.edit_files import edits_of, record_of
-from experiments.extraction.interventions import edited
-from experiments.extraction.memory_estimate import Memory, check_memory, check_requests
-from experiments.extraction.model_placement import FORWARDS, model_aside, replay_layers, share
+from experiments.extraction.edits import edited, edits_of, record_of
+from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import (
     PromptStates,
     PromptTexts,
     encode_prompts,
+    encoding_device,
     needs_encoder,
 )
 from experiments.extraction.provenance import provenance
 from experiments.extraction.result import Extraction
 from experiments.extraction.rollout import out_of_memory, roll_out
-from wan import checkpoint
+from wan import checkpoint, process_group
+from wan.capture import CaptureRequest
+from wan.checkpoint import read_weights
 from wan.config import ModelConfig, RunConfig
-from wan.modules.capture import CaptureRequest
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.edits import ACTIVE_EDITS
+from wan.edits import ACTIVE_EDITS
+from wan.errors import ConfigError
+from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
+from wan.model import CausalWanModel
 from wan.noise import SeededNoise
+from wan.offload import StreamedBlocks
+from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 from wan.rolling_forcing import RollingForcingPipeline
-from wan.weights import read_weights
+
+# --- Where a loaded model runs and how its layers are launched: on several GPUs, from graphs, aside for now
+FORWARDS = 35  # that one GPU makes without graphs, those of 21 frames: a single short video records none
 
 
+def share(model: CausalWanModel, gpus: int) -> None:
+    """Let the processes that were started for it make each call of a model together, where gpus says so."""
+    if gpus == 1:
+        return
+    group = process_group.joined()
+    if group is None or group.size() != gpus:
+        raise ConfigError(
+            f"gpus is {gpus}, which the scripts run_extraction*.py know; elsewhere start {gpus} processes by "
+            "torchrun, and let each call wan.process_group.join()"
+        )
+    apply_head_parallel(model, group)
+    replay_layers(model, after=1)
+
+
+def replay_layers(model: CausalWanModel, after: int) -> None:
+    """Replay the layers of a model on a GPU from graphs, when they were called so often without.
+
+    Streamed layers are not replayed: they wait for weights, not for Python.
+    """
+    if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):
+        apply_cuda_graphs(model, after)
+
+
+@contextmanager
+def model_aside(
+    loaded: Sequence[CausalInferencePipeline], device: torch.device, config: RunConfig
+) -> Iterator[None]:
+    """Move a model that is loaded to the host while the encoder takes its place on the GPU."""
+    if not loaded or device.type == "cpu" or encoding_device(config, device).type == "cpu":
+        yield
+        return
+    model = loaded[0].model
+    forget_cuda_graphs(model)  # they have the weights' addresses, and memory that the encoder may need
+    model.to("cpu")
+    try:
+        yield
+    finally:
+        model.to(device)
+
+
+# --- From a config to a rollout: load the model, generate one video, keep what was asked for
 @dataclass(frozen=True)
 class Session:
     """What rollouts of one config share: the model, the embeddings of every prompt, the caches' fields."""

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.caches.errors import RunError
-from experiments.caches.value_checks import MASS_TOLERANCE
+from experiments.caches.files import RunError
+from experiments.caches.formats import MASS_TOLERANCE
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
+from wan.captured_call import CapturedCall, Pass
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import CapturedCall, Pass
-from wan.modules.model import WanModel
+from wan.model import WanModel
 
 REMEDY = "try --device cpu or another dtype in the config"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.extraction.bidirectional import config_for
+from experiments.extraction.base import config_for
 from wan.config import RunConfig, load_config
 from wan.errors import ConfigError
 

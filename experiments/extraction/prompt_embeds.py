@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
 from experiments.extraction.provenance import device_name, versions
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, quoted, require_text
-from wan.modules.text_encoder import TextEncoder, encoder_files
+from wan.text_encoder import TextEncoder, encoder_files
 
 PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 

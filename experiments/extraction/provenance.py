@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from experiments.extraction.edit_files import edits_of, sources_of
-from experiments.extraction.interventions import check_sources
+from experiments.extraction.edits import check_sources, edits_of, sources_of
 from wan import checkpoint
+from wan.backends import kernel_name
+from wan.checkpoint import VAE_FILE
 from wan.config import RunConfig
-from wan.modules.attention_backend import kernel_name
-from wan.modules.text_encoder import encoder_files
-from wan.native import VAE_FILE
+from wan.text_encoder import encoder_files
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from experiments.caches import frames
-from experiments.caches.common import PassTag
-from experiments.caches.errors import RunError
+from experiments.caches.files import RunError
+from experiments.caches.formats import PassTag
 from wan.blocks import block_frames
+from wan.captured_call import CapturedCall
 from wan.config import RunConfig
-from wan.modules.captured_call import CapturedCall
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 from torch import Tensor
 
-from experiments.caches.errors import RunError
+from experiments.caches.files import RunError
 from experiments.extraction import checks
 from experiments.extraction.observer import RunObserver
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
+from wan.capture import CaptureRequest
+from wan.captured_call import CapturedCall, move_to_cpu
 from wan.gathered_calls import gather_calls
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import CapturedCall, move_to_cpu
-from wan.modules.model import WanModel
+from wan.model import WanModel
 from wan.parallel import any_process
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch

@@ -1,23 +1,25 @@
 """Latents -> mp4."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from experiments.caches.atomic_files import replacing
-from experiments.caches.mp4_files import encode_mp4, require_ffmpeg
+from experiments.caches.files import encode_mp4, replacing, require_ffmpeg
 from experiments.extraction.devices import decoding_threads
 from experiments.extraction.result import Extraction
 from wan.config import RunConfig
+from wan.vae import POSITIONS_AT_ONCE, VAE, StreamedDecoder
 
+# --- Latents -> mp4
 FPS = 16
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
 
 
 def decode(extraction: Extraction) -> Tensor:
     """The generated video, uint8 [frames, height, width, 3] on the CPU."""
-    from wan.modules.vae import VAE  # diffusers is needed only here
+    from wan.vae import VAE  # diffusers is needed only here
 
     vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=extraction.latents.device)
     latents = extraction.latents
@@ -52,6 +54,29 @@ def check_video(config: RunConfig) -> None:
     """Read the VAE's files, by reference. CheckpointError for a VAE that could not decode the latents,
     CacheError where no mp4 can be written."""
     require_ffmpeg()
-    from wan.modules.vae import VAE
+    from wan.vae import VAE
 
     VAE.from_pretrained(config.ckpt_dir)
+
+
+# --- Blocks of latents -> pixels, while the rollout goes on: memory is that of a few frames
+def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Pixels uint8 [B, frames, H, W, 3] on the CPU of blocks of latents [B, n, C, h, w], in order.
+
+    Blocks of small frames wait until there are as many as the decoder takes in one call. What comes out is
+    what decoding at once gives, up to rounding.
+    """
+    decoder, waiting, count = StreamedDecoder(vae), list[Tensor](), 0
+    for latents in blocks:
+        if waiting and count + latents.shape[1] > frames_at_once(*latents.shape[-2:]):
+            yield to_pixels(decoder(torch.cat(waiting, 1))).cpu()
+            waiting, count = [], 0
+        waiting.append(latents)
+        count += latents.shape[1]
+    if waiting:
+        yield to_pixels(decoder(torch.cat(waiting, 1))).cpu()
+
+
+def frames_at_once(height: int, width: int) -> int:
+    """Latent frames of this size that wait for each other at most: as many as one call decodes."""
+    return max(1, POSITIONS_AT_ONCE // (height * width))

@@ -1,7 +1,7 @@
 """Arrays -> SVG, PDF, HTML: every drawing function by one name, such as `figures.head_curves(...)`."""
 
 from experiments.figures.atlas import agreement_matrix, head_maps, label_agreement, label_maps
-from experiments.figures.effects import effect_against, effects_by_frame, video_strips
+from experiments.figures.effects import effect_against, effects_by_frame, knockout_curves, video_strips
 from experiments.figures.first_frame import (
     contrasts_by_frame,
     distances_and_contrasts,
@@ -10,11 +10,16 @@ from experiments.figures.first_frame import (
     score_against_effect,
 )
 from experiments.figures.folder import FigureFolder, about
-from experiments.figures.heads import head_curves, head_grid, one_head
-from experiments.figures.key_maps import key_maps
-from experiments.figures.knockouts import knockout_curves
-from experiments.figures.layer import all_heads, frame_maps
-from experiments.figures.layers import layer_comparison, layer_statistics, layers_together
+from experiments.figures.heads import head_curves, head_grid, one_head, sweep_curves
+from experiments.figures.layer import (
+    all_heads,
+    frame_maps,
+    key_maps,
+    layer_comparison,
+    layer_statistics,
+    layers_together,
+    survival_map,
+)
 from experiments.figures.long_rollouts import (
     against_motion,
     cost_and_quality,
@@ -25,13 +30,18 @@ from experiments.figures.long_rollouts import (
     rope_against_distance,
     sink_maps,
 )
-from experiments.figures.map_movie import save_map_movie
-from experiments.figures.policies import survival_map
 from experiments.figures.profile_maps import profile_heat_maps, prompt_words, rope_bands
 from experiments.figures.style import LABELS, NAMES, save_svg
-from experiments.figures.sweeps import sweep_curves
-from experiments.figures.thumbnails import pictures_for, required_pictures, video_frames, video_of
-from experiments.figures.video_maps import map_strip, video_map, word_strip
+from experiments.figures.video_maps import (
+    map_strip,
+    pictures_for,
+    required_pictures,
+    save_map_movie,
+    video_frames,
+    video_map,
+    video_of,
+    word_strip,
+)
 
 __all__ = [
     "LABELS",

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from experiments.analysis.label_agreement import LabelAgreement
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.figures.colors import color_bar, extend_of
+from experiments.analysis.taxonomy import LabelAgreement
 from experiments.figures.style import (
     BLUE,
     GREEN,
@@ -22,6 +21,8 @@ from experiments.figures.style import (
     ORANGE,
     PURPLE,
     YELLOW,
+    color_bar,
+    extend_of,
     label_figure,
     missing_note,
     styled,

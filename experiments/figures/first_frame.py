@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures.colors import color_bar
 from experiments.figures.style import (
     BLUE,
     DARK,
@@ -19,6 +18,7 @@ from experiments.figures.style import (
     ORANGE,
     PURPLE,
     RED,
+    color_bar,
     label_figure,
     panel_grid,
     styled,

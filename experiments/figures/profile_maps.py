@@ -13,17 +13,20 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from experiments.analysis.panels import ProfileMap
-from experiments.caches.caption import NOTHING, Caption
-from experiments.figures.averages import mark_averages
-from experiments.figures.colors import color_bar, color_scale, extend_of, heat_map
+from experiments.caches.view import NOTHING, Caption
 from experiments.figures.style import (
     BLUE,
     GREY,
     LABELS,
     ORANGE,
+    color_bar,
+    color_scale,
+    extend_of,
     frame_axis,
     grey_legend,
+    heat_map,
     label_figure,
+    mark_averages,
     mark_frames,
     missing_note,
     panel_grid,

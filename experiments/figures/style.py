@@ -20,12 +20,17 @@ import numpy as np
 import seaborn
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
+from experiments.caches.view import average_names
 
+# --- One style for all figures: rcParams, colours, labels, frame axes, and save_svg
 STYLE = seaborn.axes_style("whitegrid") | {
     "font.sans-serif": ["Arial", "DejaVu Sans", "Helvetica"],
     "font.size": 9,
@@ -283,3 +288,77 @@ def mark_missing(axis: Axes, reason: str, width: int = 22) -> None:
 
 def capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+# --- Colours of a quantity, values drawn as one image, and colour bars. All maps are safe for colour-blind
+def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
+    """Colours for values of a quantity: red and blue around 0 for logits, viridis from 0 for masses and
+    probabilities.
+
+    percentile of their size is where the colours end: a few heads of the real model would leave all others
+    pale."""
+    top = max(float(np.nanpercentile(np.abs(values), percentile)), 1e-12)
+    return (
+        {"cmap": "RdBu_r", "vmin": -top, "vmax": top}
+        if quantity == "mean_logit"
+        else {"cmap": "viridis", "vmin": 0.0, "vmax": top}
+    )
+
+
+def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colors: Any) -> AxesImage:
+    """Values [rows, columns] as one image, cell i, j centred on (j, i); grey where NaN."""
+    axis.grid(False)
+    axis.set_facecolor(GREY)
+    return axis.imshow(
+        np.ma.masked_invalid(values), interpolation="nearest", aspect="equal" if equal else "auto", **colors
+    )
+
+
+def extend_of(values: np.ndarray, low: float, high: float) -> str:
+    """Which ends of a colour bar get an arrow: those that values go beyond."""
+    below, above = bool((values < low).any()), bool((values > high).any())
+    return {(True, False): "min", (False, True): "max", (True, True): "both"}.get((below, above), "neither")
+
+
+def color_bar(
+    figure: Figure, image: ScalarMappable, axes: Axes | Sequence[Axes], unit: str, **options: Any
+) -> Colorbar:
+    """A colour bar with its unit above it: beside it, it would read as the next panel's label."""
+    narrow = journal_width() is not None
+    with plt.rc_context({"axes.titley": None}):  # the unit stands above the bar's arrow, where it has one
+        bar = figure.colorbar(image, ax=axes, **options)
+        bar.ax.set_title(fill(unit, 12 if narrow else 20), fontsize=8, loc="right" if narrow else "left")
+    return bar
+
+
+# --- Columns of averages of frames that are gone: after the frames, behind a line, hatched, named μ
+HATCHED: dict[str, Any] = {"facecolor": ORANGE, "edgecolor": "white", "hatch": "////", "linewidth": 0}
+AVERAGES = "average of gone frames (μ)"
+STRIP = 0.04  # of the axes' height, above them
+ROOM = 12  # points between axes and a title over the strip
+EACH = 25  # columns up to which every average has its name, where the panel is large
+
+
+def average_bars(axis: Axes, values: np.ndarray, first: int, width: float = 0.8) -> None:
+    """Hatched bars of values [averages] in the columns from first on."""
+    axis.bar(first + np.arange(len(values)), values, width=width, **HATCHED)
+
+
+def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> dict[str, Artist]:
+    """A line before the columns first .. first + count - 1, a hatched strip above them, and their names ->
+    the legend entry; nothing where count is 0. Call it when the frames have their ticks."""
+    if not count:
+        return {}
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, max(right, first + count - 0.5))
+    axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
+    each = large and first + count <= EACH and journal_width() is None
+    named: dict[float, str] = {first + (count - 1) / 2: "μ"}
+    if each:
+        named = {first + n: name for n, name in enumerate(average_names(count))}
+    frames = [int(tick) for tick in axis.get_xticks() if 0 <= tick < first - (0 if each else 1)]
+    axis.set_xticks([*frames, *named], [*map(str, frames), *named.values()])
+    strip = Rectangle((first - 0.5, 1), count, STRIP, transform=axis.get_xaxis_transform(), clip_on=False)
+    strip.set(**HATCHED)
+    axis.add_patch(strip)
+    return {AVERAGES: Patch(**HATCHED, label=AVERAGES)}

@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments.figures.colors import color_bar
-from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, YELLOW, styled
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, YELLOW, color_bar, styled
 
 STRIP_FRAMES = 7  # shown of 81, evenly
 SMOOTHED = 7  # values of a loss that are averaged

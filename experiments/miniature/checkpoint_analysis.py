@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from experiments.analysis.head_measures import measure_heads, open_quantity
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.extraction import cache_builders, causal
-from experiments.miniature.checkpoint_files import kept_steps
+from experiments.miniature.training import kept_steps
 from wan.config import RunConfig
 
 MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")

@@ -8,31 +8,176 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
+import os
+import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from math import sqrt
+from multiprocessing import get_context
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
-from experiments.miniature.autoencoder import psnr, receptive_field, vae_quality
+from experiments.extraction import devices
+from experiments.extraction.base import as_one_block
+from experiments.extraction.causal import draw_noise, load_pipeline
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
-from experiments.miniature.generation import Miniature
-from experiments.miniature.judges import Answers, Judges
-from experiments.miniature.long_tracking import judge_seconds
 from experiments.miniature.moving_shapes import FPS, Scene, render
 from experiments.miniature.recipe import FRAMES, SIDE, Counts
-from experiments.miniature.tracking import judge
+from experiments.miniature.tracking import judge, judge_seconds
+from experiments.miniature.vae_training import psnr, receptive_field, vae_quality
+from experiments.running.claims import end_with
 from wan import checkpoint
 from wan.config import RunConfig
-from wan.modules.vae import VAE
+from wan.model import WanModel
+from wan.text2video import TextToVideoPipeline
+from wan.text_encoder import TextEncoder
+from wan.vae import VAE
 
+# --- Processes that judge videos of moving shapes while the next ones are made
+DTYPE = torch.float32  # what a decoder gives: the tracker sees every bit of it
+
+Answers = list[dict[str, bool]]
+
+
+class Judges:
+    """Workers that share memory with this process: videos are copied once, and nothing is pickled.
+
+    Workers are forked, so make them before a GPU is touched. With one, this process judges by itself.
+    """
+
+    def __init__(self, workers: int, slots: int, shape: Sequence[int]):
+        """slots: videos that are judged or wait at a time; shape: of each at most, [frames, 3, H, W]."""
+        size = (1 if workers <= 1 else slots, *shape)
+        memory = mmap.mmap(-1, torch.Size(size).numel() * DTYPE.itemsize)
+        self._slots = torch.frombuffer(memory, dtype=DTYPE).view(size)
+        self._waiting: list[Future[Any] | None] = [None] * len(self._slots)
+        self._next, self._pool = 0, None
+        if workers > 1:
+            self._pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (self._slots, os.getpid()))
+            self._pool.submit(os.getpid).result()  # all are forked here and now
+
+    def submit(self, video: Tensor, scene: Scene) -> Future[dict[str, bool]]:
+        """Have a video [frames, 3, H, W] in 0..1 judged; waits for a slot where all are taken."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._slots)
+        if (earlier := self._waiting[slot]) is not None:
+            earlier.result()
+        self._slots[slot, : len(video)].copy_(video)
+        if self._pool is None:
+            return _done(_judged(self._slots[slot, : len(video)], scene))
+        future = self._waiting[slot] = self._pool.submit(_judge_slot, slot, len(video), scene)
+        return future
+
+    def call(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
+        """Have function(*given) computed; both are pickled, so arrays are numpy's."""
+        if self._pool is None:
+            with one_thread():
+                return _done(function(*given))
+        return self._pool.submit(function, *given)
+
+    def __enter__(self) -> Judges:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+
+_shared: dict[str, Tensor] = {}  # in a worker: the videos
+
+
+def _begin(slots: Tensor, parent: int) -> None:
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
+    torch.set_num_threads(1)
+    _shared["slots"] = slots
+
+
+def _judge_slot(slot: int, frames: int, scene: Scene) -> dict[str, bool]:
+    return judge(_shared["slots"][slot, :frames], scene)
+
+
+def _judged(video: Tensor, scene: Scene) -> dict[str, bool]:
+    with one_thread():
+        return judge(video, scene)
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+# --- Videos of the miniature in batches: causal rollouts, guided sampling of the base weights, the round trip
+GPU_BATCH, CPU_BATCH = 96, 16  # videos of 81 frames: a GPU takes about as long for all of them as for a few
+
+
+class Miniature:
+    """The miniature's parts, loaded once, and its videos [frames, 3, H, W] in 0..1; the i-th caption is
+    given seed i."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.device = devices.choose_device(config.device)
+        self.batch = GPU_BATCH if self.device.type == "cuda" else CPU_BATCH
+        self.sizes = checkpoint.read_model_config(config.ckpt_dir)
+        self.vae = VAE.from_pretrained(config.ckpt_dir, device=self.device)
+        self.encoder = TextEncoder.from_pretrained(
+            config.ckpt_dir, self.sizes.text_len, torch.float32, self.device
+        )
+
+    def causal(self, captions: list[str], local_attn_size: int = -1, sink_size: int = 0) -> Iterator[Tensor]:
+        """Few-step rollouts of the checkpoint, with all of the past or a window of it."""
+        config = replace(self.config, local_attn_size=local_attn_size, sink_size=sink_size)
+        pipeline = load_pipeline(config, self.sizes, torch.float32, self.device)
+        for prompts, noise, renoise in self._batches(config, captions):
+            _, latents = pipeline.inference(noise, prompt_embeds=self.encoder(prompts), renoise=renoise)
+            yield from self.vae.decode(latents).cpu()
+
+    def base(self, captions: list[str]) -> Iterator[Tensor]:
+        """Guided sampling of the base weights, all frames at once."""
+        base = replace(self.config.base, num_video_frames=FRAMES)
+        config = as_one_block(replace(self.config, base=base))
+        state = checkpoint.read_transformer_state(config.ckpt_dir)
+        model = checkpoint.build_model(
+            WanModel, self.sizes, state, config.ckpt_dir, torch.float32, self.device
+        )
+        pipeline = TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
+        for prompts, noise, _ in self._batches(config, captions):
+            negative = self.encoder([base.negative_prompt] * len(prompts))
+            yield from self.vae.decode(pipeline.inference(noise, self.encoder(prompts), negative)).cpu()
+
+    def reconstructed(self, videos: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Videos of one length through the VAE: as good as the model can be."""
+        size = max(1, self.batch * FRAMES // max(FRAMES, *map(len, videos)))
+        for i in range(0, len(videos), size):
+            batch = torch.stack(list(videos[i : i + size])).to(self.device)
+            yield from self.vae.decode(self.vae.encode(batch)).cpu()
+
+    def _batches(self, config: RunConfig, captions: list[str]) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+        """Captions with the noise that a script would draw for each."""
+        for i in range(0, len(captions), self.batch):
+            prompts = captions[i : i + self.batch]
+            seeded = (replace(config, seed=i + n) for n in range(len(prompts)))
+            drawn = (draw_noise(one, self.sizes, torch.float32, self.device) for one in seeded)
+            noise, renoise = zip(*drawn, strict=True)
+            with devices.threads_for(noise[0], self.sizes):
+                yield prompts, torch.cat(noise), torch.cat(renoise, 1)
+
+
+# --- What the miniature's videos show of held-out captions, how sure that is, and what its past is good for
 PASTS = ((-1, 0), (9, 0), (6, 3), (6, 0), (3, 0))  # frames of local_attn_size and sink_size; a block has 3
 NORMAL_95 = 1.959964  # standard deviations of a 95 % interval
 LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count

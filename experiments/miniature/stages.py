@@ -4,29 +4,46 @@ stages."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.miniature.checkpoint_files import CAUSAL, TEACHER, save_causal, save_index, save_transformer
-from experiments.miniature.latent_clips import LatentClips, add_noise, draw, encode_text
-from experiments.miniature.recipe import KEPT_STEPS, MODEL, SAMPLER_STEPS, SHIFT, TEXT, StageRun
-from experiments.miniature.tokenizer import build_tokenizer
-from experiments.miniature.training import Schedule, Trainer
+from experiments.caches.files import replacing
+from experiments.miniature.latent_clips import LatentClips, add_noise, build_tokenizer, draw, encode_text
+from experiments.miniature.recipe import (
+    GUIDANCE,
+    KEPT_STEPS,
+    MODEL,
+    SAMPLER_STEPS,
+    SHIFT,
+    TEACHER_STEPS,
+    TEXT,
+    StageRun,
+)
+from experiments.miniature.training import (
+    CAUSAL,
+    TEACHER,
+    Schedule,
+    Trainer,
+    kept_steps,
+    save_causal,
+    save_index,
+    save_transformer,
+)
 from experiments.miniature.vae_training import train_vae
-from wan.blocks import block_ranges, block_sizes
-from wan.checkpoint import read_transformer_state
-from wan.checkpoint_layouts import read_self_forcing_state
-from wan.modules.attention import MaskedAttention
-from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
-from wan.modules.model import TextKeysValues, WanModel
-from wan.scheduler import FlowSchedule
+from wan.attention import MaskedAttention
+from wan.blocks import block_ranges, block_sizes, visible_frames
+from wan.checkpoint import read_self_forcing_state, read_transformer_state
+from wan.model import CausalWanModel, TextKeysValues, WanModel, teacher_forcing_mask
+from wan.pipeline import FlowSchedule
 
+# --- Stages 2 and 3: the bidirectional base with its umT5, and its block-causal fine-tune. The table of all
 OWN_PAST_AFTER = 1 / 3  # of the causal stage; from then on every other past is the model's own
 
 
@@ -205,3 +222,244 @@ STAGES: dict[str, Callable[[StageRun], dict]] = {
     "base": train_base,
     "causal": train_causal,
 }
+
+
+# --- Stage 4: the few steps of the rollout's sampler land where many steps of the causal model do
+TEACHER_BATCH = 256  # clips of one call of the teacher, each with and without its caption
+PATH_USES = 4  # steps that draw a path before the teacher makes the clip another, on average
+PATHS_APART = 1_000_003  # between the random numbers of a rank's batches of paths
+EVERY = TEACHER_STEPS // len(SAMPLER_STEPS)  # of the teacher's noise levels are the sampler's
+
+
+def teacher_sigmas() -> Tensor:
+    """Noise levels of the teacher's ODE, float32 [TEACHER_STEPS + 1], from 1 to 0."""
+    sigmas = torch.linspace(1, 0, TEACHER_STEPS + 1)
+    return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
+
+
+class Teacher:
+    """The causal stage's weights: guided paths from noise to clean blocks, each block after the clip's own.
+
+    Keys and values of the clean blocks are the same at every step, and stay in a KV cache.
+    """
+
+    def __init__(self, run: StageRun, clips: LatentClips, encoder: UMT5EncoderModel, blocks: list[range]):
+        model = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
+        model.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
+        self.model, self.clips, self.encoder = model, clips, encoder
+        tokens = MODEL.tokens_per_frame(*clips.latents.shape[3:])
+        self.clean = masked_attention(blocks, tokens, run, "clean")
+        self.noisy = masked_attention(blocks, tokens, run, "noisy")
+
+    @torch.no_grad()
+    def path(self, some: Tensor, seed: int) -> list[Tensor]:
+        """x_t of these clips at the sampler's noise levels and at 0, [B, F, C, h, w] each."""
+        past = self.clips.latents[some].transpose(1, 2)
+        random = torch.Generator(past.device).manual_seed(seed)
+        return self._path(past, torch.randn(past.shape, generator=random, device=past.device), some)
+
+    def _path(self, past: Tensor, x: Tensor, some: Tensor) -> list[Tensor]:
+        """Euler steps from noise x [B, F, C, h, w]; every EVERY-th point."""
+        rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
+        model = self.model
+        text = model.text_keys_values(encode_text(self.encoder, self.clips.ids[rows], self.clips.mask[rows]))
+        sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
+        cache = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
+        cache.advance(frames, text)
+        model(past.repeat(2, 1, 1, 1, 1), torch.zeros_like(sigmas[0]), text, cache, mask=self.clean)
+        cache.advance(frames, text)  # the same frames again, noisy
+        points = [x]
+        for step, (now, after) in enumerate(pairwise(sigmas)):
+            both = x.to(past.dtype).repeat(2, 1, 1, 1, 1)
+            flow = model(both, 1000 * now, text, cache, mask=self.noisy)
+            guided, free = flow.float().chunk(2)
+            x = x + (after - now) * (free + GUIDANCE * (guided - free))
+            if (step + 1) % EVERY == 0:
+                points.append(x)
+        return points
+
+
+class FewStep(TeacherForcing):
+    """The distance of the model's jumps from the ends of its teacher's paths; captions are always given.
+
+    The teacher goes on making paths: a model that sees one too often learns it by heart.
+    """
+
+    def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
+        super().__init__(run, model, clips)
+        self.teacher = Teacher(run, clips, self.encoder, self.blocks)
+        self.ranks, self.seed = run.ranks, run.ranks.seed(run.seed)
+        self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
+        latents = clips.latents
+        self.paths = latents.new_empty(
+            len(latents), len(self.sigmas) + 1, latents.shape[2], latents.shape[1], *latents.shape[3:]
+        )  # [N, S + 1, F, C, h, w]
+        self.turns = torch.arange(len(latents), device=latents.device).split(TEACHER_BATCH)
+        self.made = 0  # batches of paths, so far
+        self.before(0)
+
+    def before(self, step: int) -> None:
+        """New paths, from new noise, of the clips whose turn it is: of a clip after PATH_USES draws, on
+        average. They follow from the step alone."""
+        turns = len(self.turns)
+        wanted = turns + step * self.batch * turns // (PATH_USES * len(self.paths))
+        for number in range(max(self.made, wanted - turns), wanted):
+            some = self.turns[number % turns]
+            for i, x in enumerate(self.teacher.path(some, self.seed + PATHS_APART * number)):
+                self.paths[some, i] = x.to(self.paths.dtype)
+        self.made = wanted
+
+    def numbers(self) -> dict:
+        """Of all processes, which make as many."""
+        rounds, more = divmod(self.made, len(self.turns))
+        paths = rounds * len(self.paths) + sum(len(some) for some in self.turns[:more])
+        return {"paths": paths * self.ranks.count}
+
+    def __call__(self, own_past: bool) -> Tensor:
+        """Loss of a random batch, each block at one of the sampler's noise levels. own_past: the past is
+        the model's."""
+        chosen = self.clips.draw(self.batch)
+        paths, x0 = self.paths[chosen], self.clips.latents[chosen].transpose(1, 2)
+        with torch.no_grad():
+            context = encode_text(self.encoder, self.clips.ids[chosen + 1], self.clips.mask[chosen + 1])
+        text = self.model.text_keys_values(context)
+        past = self._own_past(x0, text) if own_past else x0
+        step = torch.randint(len(self.sigmas), (len(x0), len(self.blocks)), device=x0.device)
+        step = step.repeat_interleave(len(self.blocks[0]), 1)  # [B, F]
+        frames = torch.arange(x0.shape[1], device=x0.device)
+        x = paths[torch.arange(len(x0), device=x0.device)[:, None], step, frames]
+        sigma = self.sigmas[step]
+        flow = self.predict(past, x, 1000 * sigma, text)
+        jump = x.float() - sigma[..., None, None, None] * flow.float()
+        return F.mse_loss(jump, paths[:, -1].float())
+
+
+def train_few_step(run: StageRun) -> dict:
+    """The causal stage's weights, trained to jump; among the steps which that stage kept, this one's end is
+    the last."""
+    after = max(kept_steps(run.training_checkpoints), default=0) if run.training_checkpoints else 0
+    state = read_self_forcing_state(run.output_dir / TEACHER)
+    return train_rollouts(run, state, FewStep, CAUSAL, after)
+
+
+# --- Stages of low-rank changes to the causal miniature: a window that forgets, and blocks of one frame
+ALPHA_PER_RANK = 1.0  # alpha = rank, as LongLive's
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a stage changes: its file, the LoRA's rank, and the rollout that it trains for."""
+
+    file: str
+    rank: int
+    block: int = 3  # frames
+    window: int = -1  # frames that a block sees; -1: the whole past
+    sink: int = 0  # of these, the first frames of the video
+
+
+CHANGES = {
+    "lora": Change("lora_window.pt", rank=16, window=9, sink=3),
+    "framewise": Change("lora_framewise.pt", rank=32, block=1),
+}
+
+
+class LowRank(nn.Linear):
+    """A linear layer that stays as it is, and beside it alpha / rank · B A x, which is trained."""
+
+    def __init__(self, linear: nn.Linear, pair: Sequence[nn.Parameter]):
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.pair = tuple(pair)  # no parameters of this module: the adapters' own
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, up = self.pair
+        return super().forward(x) + ALPHA_PER_RANK * F.linear(F.linear(x, down), up)
+
+
+def adapt(model: CausalWanModel, rank: int) -> nn.ParameterDict:
+    """Put a LoRA beside every linear layer of the blocks -> its matrices: A as Kaiming says, B zero."""
+    model.requires_grad_(False)
+    adapters = nn.ParameterDict()
+    for name, layer in list(model.blocks.named_modules()):
+        if not isinstance(layer, nn.Linear):
+            continue
+        down = torch.empty(rank, layer.in_features, device=layer.weight.device)
+        nn.init.kaiming_uniform_(down, a=5**0.5)
+        pair = nn.Parameter(down), nn.Parameter(down.new_zeros(layer.out_features, rank))
+        key = f"blocks/{name}".replace(".", "/")
+        adapters[f"{key}/lora_A"], adapters[f"{key}/lora_B"] = pair
+        parent, _, own = name.rpartition(".")
+        setattr(model.blocks.get_submodule(parent), own, LowRank(layer, pair))
+    return adapters
+
+
+def lora_state(adapters: nn.ParameterDict) -> dict[str, Tensor]:
+    """The names that PEFT gives: base_model.model.blocks.0.self_attn.q.lora_A.weight."""
+    return {
+        f"base_model.model.{name.replace('/', '.')}.weight": value.detach().cpu()
+        for name, value in adapters.items()
+    }
+
+
+def frame_mask(sizes: Sequence[int], window: int = -1, sink: int = 0) -> Tensor:
+    """[2F, 2F] bool for clean frames and then noisy copies: what each frame may look at.
+
+    Clean frames see what a rollout's block sees, and noisy ones the same with their own block noisy.
+    """
+    count = sum(sizes)
+    mask = torch.zeros(2 * count, 2 * count, dtype=torch.bool)
+    for block, frames in enumerate(block_ranges(list(sizes))):
+        now = torch.arange(frames.start, frames.stop)
+        seen = torch.tensor(visible_frames(sizes, block, window, sink))
+        past = seen[(seen < frames.start) | (seen >= frames.stop)]
+        mask[now[:, None], seen] = True
+        mask[count + now[:, None], past] = True
+        mask[count + now[:, None], count + now] = True
+    return mask
+
+
+class AdaptedForcing(FewStep):
+    """The few-step stage's loss for blocks of another size, or a window; gradients reach the first layer."""
+
+    def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips, change: Change):
+        super().__init__(run, model, clips)
+        sizes = block_sizes(self.num_frames, change.block)
+        self.blocks = block_ranges(sizes)
+        tokens = MODEL.tokens_per_frame(*clips.latents.shape[3:])
+        mask = frame_mask(sizes, change.window, change.sink)
+        self.mask = mask.repeat_interleave(tokens, 0).repeat_interleave(tokens, 1).to(run.device)
+
+    def predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
+        return super().predict(past, x.detach().requires_grad_(), t, text)  # no fused kernels, then
+
+
+def train_change(run: StageRun) -> dict:
+    """A LoRA on the causal weights; after a third of the stage half of the pasts are the model's own."""
+    # CUDA graphs alone: a step takes 1.0 ms a clip on an H200, and 0.7 ms with the causal stage's compiled
+    # layers, but to compile those took 30 s, and this stage lasts about a minute.
+    run = replace(run, compile=False)
+    change, clips = CHANGES[run.stage], LatentClips(run)
+    model = CausalWanModel(**asdict(MODEL)).to(run.device)
+    model.load_state_dict(read_self_forcing_state(run.output_dir / CAUSAL))
+    model.to(run.dtype)
+    adapters = adapt(model, change.rank)
+    loss = AdaptedForcing(run, model, clips, change)
+    schedule = Schedule(run.recipe.steps, run.minutes, run.ranks)
+    trainer = Trainer([adapters], run.recipe.lr, schedule, run.dtype)
+
+    def save() -> None:
+        with replacing(run.output_dir / change.file) as file:
+            torch.save({"generator_lora": lora_state(trainer.averaged()[0])}, file)
+
+    def one_step(step: int) -> None:
+        own = bool(step % 2) and schedule.progress > OWN_PAST_AFTER
+        trainer.step("own past" if own else "true past", lambda: loss(own))
+
+    trainer.train(run.state_file, run.resume, one_step, save)
+    return trainer.numbers() | asdict(change) | {"alpha": change.rank * ALPHA_PER_RANK}
+
+
+# --- Every stage of training by its name: the miniature's own, and low-rank changes to it
+ALL_STAGES: dict[str, Callable[[StageRun], dict]] = (
+    STAGES | {"few_step": train_few_step} | dict.fromkeys(CHANGES, train_change)
+)

@@ -8,9 +8,11 @@ sides.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +28,14 @@ from experiments.miniature.moving_shapes import (
     SHAPES,
     STRAIGHT,
     WALL,
+    Landmark,
+    Mover,
     Scene,
     coverage,
 )
+from experiments.miniature.recipe import SIDE
 
+# --- What a video of moving shapes shows, measured: background, colour, outline and direction of what moves
 DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
 SMALLEST = 0.008  # share of the picture; less is nothing, or the rest of something hidden
 SLOWEST = 0.03  # sides per second; slower does not move
@@ -227,3 +233,124 @@ def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
         "direction": all(shape.direction == mover.direction for shape, mover in both),
         "crossing": bool(gap.min() < 0.5 * gap.max()),
     }
+
+
+# --- What a long video of moving shapes shows in each of its seconds: shapes bounce for ever and hide more
+WHOLE = 0.85  # of its area in the first second; what is smaller is cut off, by a wall or another shape
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Answers [T] for each second of a video, of all movers of its scene."""
+
+    visible: Tensor  # bool: every mover is wholly in sight in some frame
+    color: (
+        Tensor  # bool: visible, each in the colour of the caption; one that is not said, of the first second
+    )
+    shape: Tensor  # bool: visible, each with the outline of the caption
+    background: Tensor  # bool
+
+    @property
+    def right(self) -> Tensor:
+        """Seconds [T] with colour and shape as they should be."""
+        return self.color & self.shape
+
+    def shares(self, first: int = 0) -> dict[str, float]:
+        """Means over the seconds from `first` on; colour and shape of the visible ones (0 where there are
+        none)."""
+        seen = self.visible[first:]
+        count = max(1, int(seen.sum()))
+        return {
+            "visible": seen.float().mean().item(),
+            "background": self.background[first:].float().mean().item(),
+            "color": int(self.color[first:].sum()) / count,
+            "shape": int(self.shape[first:].sum()) / count,
+            "right": int(self.right[first:].sum()) / count,
+        }
+
+
+def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
+    """Answers for a video [frames, 3, H, W] in 0..1; frames after its last whole second are left out."""
+    seconds = video[: len(video) // FPS * FPS].split(FPS)
+    tracks = [_tracks(second, scene) for second in seconds]
+    sight, firsts = in_sight(scene, video.shape[-1]), tracks[0]
+    sizes = [_area(first) for first in firsts]
+    named = [
+        first.color_name() if scene.unnamed_color else mover.color
+        for first, mover in zip(firsts, scene.movers, strict=True)
+    ]
+    answers = []
+    for second, shown in zip(seconds, tracks, strict=True):
+        whole = [_whole_frames(t, size) for t, size in zip(shown, sizes, strict=True)]
+        visible = all(bool(frames.any()) for frames in whole)
+        movers = list(zip(shown, whole, scene.movers, named, strict=True))
+        answers.append(
+            (
+                visible,
+                visible and all(t.color_name(frames) == name for t, frames, _, name in movers),
+                visible and all(t.shape_name(frames) == mover.shape for t, frames, mover, _ in movers),
+                nearest(background(second, sight), BACKGROUNDS) == scene.background,
+            )
+        )
+    return Seconds(*torch.tensor(answers, dtype=torch.bool).T)
+
+
+def _tracks(second: Tensor, scene: Scene) -> list[Track]:
+    """Of every mover; two are told apart by their colours."""
+    if len(scene.movers) > 1:
+        return track_colors(second, [mover.color for mover in scene.movers])
+    return [track(second, in_sight(scene, second.shape[-1]))]
+
+
+def _area(shape: Track) -> Tensor:
+    """Share of the picture, median of the frames that show it; 0 where none does."""
+    return shape.area[shape.seen].median() if shape.seen.any() else torch.tensor(0.0)
+
+
+def _whole_frames(shape: Track, size: Tensor) -> Tensor:
+    """Frames [F] that show a mover uncut: about as large as at first."""
+    return shape.seen & (shape.area > WHOLE * size)
+
+
+# --- From a caption of the miniature back to its scene: all that the tracker judges by
+def _one_of(names: Any) -> str:
+    """A group of any of these words, longer ones first."""
+    return f"({'|'.join(sorted(names, key=len, reverse=True))})"
+
+
+MOVER = re.compile(rf"an? (?:{_one_of(COLORS)} )?{_one_of(SHAPES)} moving {_one_of(DIRECTIONS)}")
+CAPTION = re.compile(
+    rf"(?P<movers>{MOVER.pattern}(?: and {MOVER.pattern})?)"
+    rf"(?: behind an? (?P<wall>{_one_of(COLORS)[1:-1]}) wall)?"
+    rf" over a (?P<background>{_one_of(BACKGROUNDS)[1:-1]}) background"
+    rf"(?: with a small (?P<mark>{_one_of(COLORS)[1:-1]}) (?P<outline>{_one_of(SHAPES)[1:-1]})"
+    rf" at the (?P<corner>{_one_of(CORNERS)[1:-1]}))?"
+)
+
+
+def scene_of(caption: str) -> Scene | None:
+    """The scene of a caption, with places and sizes 0, which it does not say; None for another text."""
+    found = CAPTION.fullmatch(caption)
+    if found is None:
+        return None
+    named = [(m[2], m[1], m[3]) for m in MOVER.finditer(found["movers"])]
+    scene = Scene(
+        tuple(Mover(shape, color or "", direction, 0, 0, 0, 0) for shape, color, direction in named),
+        found["background"],
+        Landmark(found["outline"], found["mark"], found["corner"]) if found["mark"] else None,
+        found["wall"],
+        unnamed_color=named[0][1] is None,
+    )
+    return scene if scene.caption == caption else None
+
+
+def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
+    """What the tracker says of videos [frames, 3, H, W] in 0..1 of a caption, by question.
+
+    Nothing for a text that is no caption of the miniature, and for videos of another size.
+    """
+    scene = scene_of(caption)
+    if scene is None or any(video.shape[-2:] != (SIDE, SIDE) for video in videos):
+        return {}
+    found = [judge(torch.as_tensor(video), scene) for video in videos]
+    return {question: [bool(one[question]) for one in found] for question in found[0]}

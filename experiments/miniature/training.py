@@ -3,6 +3,7 @@ graphs, exact resume."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +13,108 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import UniPCMultistepScheduler
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from experiments.caches.atomic_files import replacing
-from experiments.caches.errors import CacheError, StoppedError
-from experiments.miniature.optimizer import Optimizer
+from experiments.caches.files import CacheError, StoppedError, replacing
 from experiments.miniature.ranks import Ranks
+from experiments.miniature.recipe import MODEL, SHIFT
+from wan.checkpoint import to_diffusers_names
 
+# --- Muon for the matrices of a network's layers, AdamW for every other parameter
+ADAM_BETAS = (0.9, 0.95)
+MOMENTUM = 0.95
+WEIGHT_DECAY = 0.01
+# Makes an update's RMS that of AdamW's, so both take the same learning rate (arXiv 2502.16982, eq. 4).
+UPDATE_RMS = 0.2
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
+
+
+class Muon:
+    """Momentum, made orthogonal (https://kellerjordan.github.io/posts/muon), of float32 matrices [out, in].
+
+    Kernels [out, in, ...] count as matrices of `out` rows.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], lr: Tensor):
+        self.lr = lr
+        by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+        for matrix in matrices:
+            by_shape.setdefault(tuple(sorted(matrix.flatten(1).shape)), []).append(matrix)
+        self.groups = list(by_shape.values())
+        self.momenta = [[torch.zeros_like(m) for m in group] for group in self.groups]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for matrices, momenta in zip(self.groups, self.momenta, strict=True):
+            gradients = [m.grad for m in matrices if m.grad is not None]
+            torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+            ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's
+            update = orthogonal(torch.stack([as_wide(x) for x in ahead]))
+            update *= self.lr * UPDATE_RMS * max(update.shape[1:]) ** 0.5
+            torch._foreach_mul_(matrices, 1 - WEIGHT_DECAY * self.lr)
+            torch._foreach_sub_(matrices, [of_wide(u, m) for u, m in zip(update, matrices, strict=True)])
+
+
+def as_wide(x: Tensor) -> Tensor:
+    """[rows, columns] of a matrix or kernel, rows <= columns."""
+    x = x.flatten(1)
+    return x.T if x.shape[0] > x.shape[1] else x
+
+
+def of_wide(x: Tensor, like: Tensor) -> Tensor:
+    """as_wide() undone."""
+    return (x if x.shape[0] == like.shape[0] else x.T).reshape(like.shape)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Matrices [n, rows, columns], rows <= columns, with all singular values brought near 1; float32."""
+    a, b, c = NEWTON_SCHULZ
+    x = x.to(fast_dtype(x.device))
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.float()
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """In which products are fast. bfloat16 is exact enough here, and slow on most CPUs."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+class Optimizer:
+    """One update of masters whose gradients are there. Steps of a CUDA graph see `lr` change."""
+
+    def __init__(self, masters: Sequence[Tensor], is_matrix: Sequence[bool], lr: Tensor):
+        chosen = [m for m, muon in zip(masters, is_matrix, strict=True) if muon]
+        others = [m for m, muon in zip(masters, is_matrix, strict=True) if not muon]
+        on_gpu = lr.device.type == "cuda"
+        self.muon = Muon(chosen, lr)
+        self.adamw = torch.optim.AdamW(
+            others, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=on_gpu, capturable=on_gpu
+        )
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def state(self) -> dict:
+        """What later steps depend on."""
+        return {"muon": self.muon.momenta, "adamw": self.adamw.state_dict()["state"]}
+
+    @torch.no_grad()
+    def load(self, state: dict) -> None:
+        """Go on from state()."""
+        for momenta, saved in zip(self.muon.momenta, state["muon"], strict=True):
+            torch._foreach_copy_(momenta, saved)
+        self.adamw.load_state_dict(self.adamw.state_dict() | {"state": state["adamw"]})
+        self.adamw.param_groups[0]["lr"] = self.muon.lr  # loading copied the tensor
+
+
+# --- A training loop that can be killed: float32 masters behind bf16 weights, their moving average, CUDA
 GRAPH_WARM_UP = 3  # eager calls before a CUDA graph is captured, as PyTorch asks
 LR_WARM_UP = 200  # steps
 SAVE_SECONDS = 60.0
@@ -274,3 +370,74 @@ class Trainer:
 def gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Of tensors that a backward pass has reached."""
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+# --- The files of checkpoints/wan-mini: a diffusers WanPipeline, a Self-Forcing style checkpoint, the log of
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+CAUSAL = "self_forcing_mini.pt"
+TEACHER = "causal.pt"  # of the causal stage: the few-step stage starts from it; not shipped
+
+
+def kept_steps(folder: Path) -> dict[int, Path]:
+    """Step -> file of the weights that a training kept on its way, step_*.pt, in their order."""
+    numbers = {path: path.stem.removeprefix("step_") for path in folder.glob("step_*.pt")}
+    return dict(sorted((int(n), path) for path, n in numbers.items() if n.isascii() and n.isdigit()))
+
+
+def save_transformer(native: dict[str, Tensor], folder: Path) -> None:
+    """Weights under diffusers' names, and the config of its WanTransformer3DModel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.cpu().contiguous() for k, v in to_diffusers_names(native).items()}, folder / WEIGHTS)
+    config = {
+        "_class_name": "WanTransformer3DModel",
+        "num_attention_heads": MODEL.num_heads,
+        "attention_head_dim": MODEL.head_dim,
+        "in_channels": MODEL.in_dim,
+        "out_channels": MODEL.out_dim,
+        "patch_size": MODEL.patch_size,
+        "text_dim": MODEL.text_dim,
+        "freq_dim": MODEL.freq_dim,
+        "ffn_dim": MODEL.ffn_dim,
+        "num_layers": MODEL.num_layers,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "eps": MODEL.eps,
+        "rope_max_seq_len": 1024,
+        "text_len": MODEL.text_len,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def save_index(folder: Path) -> None:
+    """What makes the directory a diffusers WanPipeline: the scheduler and model_index.json."""
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
+    )
+    scheduler.save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": "WanPipeline",
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "T5TokenizerFast"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def save_causal(native: dict[str, Tensor], path: Path) -> None:
+    """A Self-Forcing style checkpoint: generator_ema, with the prefix model."""
+    weights = {f"model.{name}": tensor.cpu() for name, tensor in native.items()}
+    with replacing(path) as file:
+        torch.save({"generator_ema": weights}, file)
+
+
+def log_stage(path: Path, stage: str, entry: dict) -> None:
+    """Set one stage's entry of the log. Raises CacheError where the file is no log."""
+    try:
+        log = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        text = json.dumps(log | {stage: entry}, indent=1)
+    except (ValueError, TypeError) as error:
+        raise CacheError(f"{path} is no log of a training ({type(error).__name__}); remove it") from error
+    with replacing(path) as file:
+        file.write(text.encode() + b"\n")

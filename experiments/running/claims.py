@@ -9,18 +9,22 @@ owner that was only asleep may make the item as well: files are replaced whole, 
 
 import hashlib
 import json
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.extraction.observer import RunObserver
-from experiments.running.output_locks import remove_leftovers
+from experiments.running.locks import remove_leftovers
 from experiments.running.ranks import Rank
+from wan.errors import ConfigError
 
+# --- Work items that any number of processes make together, on one host or on many that share a disk
 LEASE_SECONDS = 90.0  # NFS may show a file's time up to 60 s late
 LOOK_SECONDS = 1.0  # between two looks at what others are making
 SAY_SECONDS = 2.0  # between two counts of what is done
@@ -162,3 +166,40 @@ class _Progress:
         rest = f", {(now - self.start) / made * (total - done):.0f} s left" if made and done < total else ""
         at_work = f"{self.claims.at_work()} in work by {rank.count} ranks"
         self.watch.print(f"{done} of {total} done, {at_work}{rest}{'; waiting for them' * waiting}")
+
+
+# --- Processes that measure on the CPU beside the one that makes videos: how many, and when they end
+MOST = 1024
+WORKER_LOOK_SECONDS = 0.5
+OF_HOST = "LOCAL_WORLD_SIZE"  # torchrun's number of ranks on this host
+
+
+def cores() -> int:
+    """Cores that this process may run on; 1 on macOS, where forks of a process with threads are not safe."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def end_with(parent: int) -> None:
+    """In a worker: end when the process that asked for it is gone. A pool's workers outlive one that was
+    killed: each holds the pipe that the others read from."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WORKER_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def workers_of(asked: int | None, rank: Rank, environment: Mapping[str, str] = os.environ) -> int:
+    """So many as were asked for, or this rank's share of its host's cores, at least one.
+
+    Raises ConfigError for a number that cannot be.
+    """
+    if asked is not None:
+        if not 0 <= asked <= MOST:
+            raise ConfigError(f"--workers must be in 0..{MOST}, not {asked}")
+        return asked
+    said = environment.get(OF_HOST, "")
+    ranks = int(said) if rank.count > 1 and said.isdecimal() and int(said) else rank.count
+    return max(1, cores() // ranks)

@@ -3,23 +3,247 @@ input, exit codes.
 """
 
 import argparse
+import json
 import math
+import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from os.path import isfile
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from threading import current_thread, main_thread
+from typing import Any, ClassVar, NoReturn, TextIO
 
-from experiments.extraction import edit_files
-from experiments.running import run_files
-from experiments.running.entry import fail, main, parsed
-from experiments.running.policy_flags import add_policy_flags, policy_overrides
+from experiments.caches.files import CacheError, RunError, StoppedError
+from experiments.extraction import edits as edit_files
+from experiments.running import locks as run_files
 from wan.config import DTYPES, RunConfig, load_config
-from wan.errors import ConfigError, one_line, quoted, require_text
-from wan.limits import MAX_COUNT
-from wan.modules.interventions import PASSES
+from wan.errors import ConfigError, named, one_line, quoted, reason_of, require_text
+from wan.files import MAX_COUNT, read_yaml
+from wan.interventions import PASSES
 from wan.validation import check_seed
 
+# --- What a run prints never decides what it writes: a terminal that is gone, a full disk or a small alphabet
+GONE = (OSError, ValueError)  # a closed pipe, a full disk; a file that is closed
+
+
+class Unfailing:
+    """A text stream that drops what cannot be written, and writes characters that it does not have as
+    escapes.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding or "ascii"
+            with suppress(*GONE):
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except GONE:
+            pass
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(*GONE):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def unfailing_streams() -> Iterator[None]:
+    """Make stdout and stderr unfailing. The null device takes the place and number of a closed one."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except (
+            OSError
+        ):  # else the first file that is opened gets the number, and what is printed goes into it
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr
+    null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stdout, sys.stderr = (Unfailing(stream or null) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for number, stream in enumerate(before, 1):
+            try:
+                if stream:
+                    stream.flush()
+            except GONE:  # Python would complain of it at its end, and change the exit code
+                os.dup2(null.fileno(), number)
+        null.close()
+
+
+# --- How a script begins and ends: exit codes, one line for whatever went wrong, and the last resort
+EXPLAINED = (1, 2, 130)  # exit codes of processes that have said why
+LOST = 70  # of one that another process left alone
+
+parsed: list[Namespace] = []  # the flags of the script that runs, once they are read
+
+
+def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
+    """Run a script and end the process: 0, 1 what went wrong while running, 2 bad input,
+    130 asked to stop.
+    """
+    warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
+    parsed.clear()
+    with unfailing_streams(), _ended_by_signals():
+        try:
+            run(argv)
+        except (KeyboardInterrupt, Exception) as error:
+            message, code = explained(error)
+            if code == LOST or not first_to_say(message):
+                raise SystemExit(code) from None
+            if parsed and getattr(parsed[-1], "debug", False):
+                traceback.print_exc()
+            fail(message, code)
+
+
+def first_to_say(message: str) -> bool:
+    """Whether no other process of the same rollout has said what went wrong."""
+    group = sys.modules.get("wan.process_group")  # where several processes make one rollout
+    return group is None or group.is_first_to_fail(message)
+
+
+def explained(error: BaseException) -> tuple[str, int]:
+    """What is printed of an error, and the exit code."""
+    group = sys.modules.get("wan.process_group")
+    if group is not None and (trouble := group.trouble_with_others(error)):
+        if trouble == "lost":  # it says itself what went wrong, or its launcher does
+            return "another process of this rollout has ended", LOST
+        return f"another process of this rollout did not answer in {group.TIMEOUT.seconds} s", 1
+    if isinstance(error, (ConfigError, CacheError)):
+        return str(error), 2
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", 130
+    if isinstance(error, StoppedError):
+        return str(error), 130
+    if isinstance(error, RunError):
+        return str(error), 1
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch for it
+        return f"out of GPU memory: {reason_of(error)}; try --offload, fewer frames, or --device cpu", 1
+    if isinstance(error, MemoryError):
+        return "out of memory; try fewer frames or layers", 1
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.filename or 'a file'}: {error.strerror or error}", 2
+    if isinstance(error, UnicodeDecodeError):
+        return f"not a text file: {error}", 2
+    return f"unexpected {type(error).__name__}: {reason_of(error)}: please report it, {_kept(error)}", 1
+
+
+def _kept(error: BaseException) -> str:
+    """Where the traceback of an unexpected error is: in the log, or to be had."""
+    log = getattr(parsed[-1], "log_file", None) if parsed else None
+    with suppress(OSError):
+        if log:
+            event = {"event": "unexpected", "traceback": "".join(traceback.format_exception(error))}
+            with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(json.dumps(event) + "\n")
+            return f"with the traceback at the end of {log}"
+    return "with what the same command prints under --debug"
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, end a script as Ctrl-C does: what it began is cleaned
+    up.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [
+        number for number in numbers if signal.getsignal(number) == signal.SIG_DFL
+    ]  # nohup ignores one
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def fail(message: object, code: int) -> NoReturn:
+    """Print one line and end the process."""
+    print(f"error: {one_line(message)}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+# --- --cache_policy and --prompt_schedule: files and names turned into a config's settings
+FOLDER = Path("configs/policies")  # the published settings of every method
+
+
+def add_policy_flags(parser: argparse.ArgumentParser) -> None:
+    """What a block may look at, and which prompts follow the first one."""
+    parser.add_argument(
+        "--cache_policy",
+        metavar="FILE_OR_NAME",
+        help="what a block may look at: a YAML, one of configs/policies, or a policy by its name",
+    )
+    parser.add_argument(
+        "--prompt_schedule", metavar="FILE", help="a YAML of the prompts that follow, and their first frames"
+    )
+
+
+def policy_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """What the two flags set, where they were given."""
+    chosen: dict[str, Any] = {}
+    if name := getattr(args, "cache_policy", None):
+        chosen |= {"cache_policy": policy_settings(name), "local_attn_size": -1, "sink_size": 0}
+    if path := getattr(args, "prompt_schedule", None):
+        chosen["prompt_schedule"] = schedule_settings(path)
+    return chosen
+
+
+def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
+    """Settings of a policy from a YAML file, from configs/policies by its stem, or by the policy's name
+    alone. folder is configs/policies, where the working folder is not the project's.
+    """
+    for path in (Path(name), folder.parents[1] / name, folder / f"{name}.yaml"):
+        if isfile(path):  # False for a name that is too long, where Path.is_file raises
+            return read_yaml(path)
+    from wan.policies import POLICIES  # here: a --help needs no torch
+
+    if name in POLICIES:
+        return {"name": name}
+    published = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    raise ConfigError(
+        f"cache_policy {quoted(name)} is no file, none of {folder} ({published}) and no policy "
+        f"({', '.join(POLICIES)})"
+    )
+
+
+def schedule_settings(path: str) -> list[Any]:
+    """The list under `prompts` in a YAML file: frame, prompt and how of every switch."""
+    if not isfile(path):
+        raise ConfigError(f"prompt schedule {named(path)} not found; it is a YAML with a list `prompts`")
+    settings = read_yaml(path)
+    if unknown := [name for name in settings if name != "prompts"]:
+        raise ConfigError(
+            f"{path} has no {quoted(unknown[0])}; it has a list `prompts` of frame, prompt and how"
+        )
+    prompts = settings.get("prompts")
+    if not isinstance(prompts, list) or not all(isinstance(entry, dict) for entry in prompts):
+        raise ConfigError(f"{path}: needs a list `prompts`, each with frame, prompt and perhaps how")
+    return prompts
+
+
+# --- What the extraction scripts share on the command line: flags that override a config, one line for bad
 __all__ = [
     "Parser",
     "add_gpus",
@@ -271,3 +495,80 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
     if args.save_video and Path(args.save_video).suffix != ".mp4":
         raise ConfigError(f"--save_video writes an mp4, and {args.save_video} does not end in .mp4")
     return [args.save_video or str(Path(next(iter(paths))).with_suffix(".mp4"))]
+
+
+# --- Flags that say whose maps are kept: query patches, frames, grids of patches, heads, blocks, passes
+Place = tuple[int, int, int]  # frame, row, column; -1: all of the frame
+
+
+def numbers(text: str, what: str) -> Place:
+    """Three whole numbers from 0, separated by commas."""
+    words = text.split(",")
+    if len(words) != 3 or not all(word.strip().isdecimal() and len(word) < 10 for word in words):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}: three whole numbers from 0")
+    first, second, third = (int(word) for word in words)
+    return first, second, third
+
+
+def patch(text: str) -> Place:
+    """--query_patch: 18,2,1."""
+    return numbers(text, "frame,row,column")
+
+
+def grid(text: str) -> Place:
+    """--query_grid: 18,4,4."""
+    return numbers(text, "frame,rows,columns")
+
+
+def frame(text: str) -> int:
+    """--query_frame: 18."""
+    if not text.isdecimal() or len(text) >= 10:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a latent frame, counted from 0")
+    return int(text)
+
+
+def add_map_flags(parser: argparse.ArgumentParser) -> None:
+    """Whose maps, and which of them."""
+    flag = parser.add_argument
+    flag(
+        "--query_patch",
+        type=patch,
+        nargs="+",
+        default=[],
+        metavar="FRAME,ROW,COLUMN",
+        help="tokens that look, each on its own: latent frame, row and column of the token, from 0",
+    )
+    flag(
+        "--query_frame",
+        type=frame,
+        nargs="+",
+        default=[],
+        help="frames that look, a mean over each one's tokens",
+    )
+    flag(
+        "--query_grid",
+        type=grid,
+        metavar="FRAME,ROWS,COLUMNS",
+        help="evenly spaced tokens of a frame: those that the HTML page lets one click",
+    )
+    flag("--heads", type=int, nargs="+", help="heads, counted from 0; all where not given")
+    flag(
+        "--blocks",
+        type=int,
+        nargs="+",
+        help="blocks whose queries look; -1 is the last; those of the patches and frames, else the last",
+    )
+    flag("--steps", type=int, nargs="+", help="passes, in place of one --step")
+    flag(
+        "--words", action="store_true", help="also where in the query frames each word of the prompt is read"
+    )
+
+
+def places_of(
+    args: argparse.Namespace, patches_of_grid: Callable[[int, int, int], list[Place]]
+) -> list[Place]:
+    """The places that flags name, in their order; the grid adds those that were not named already."""
+    places = [*args.query_patch, *((frame, -1, -1) for frame in args.query_frame)]
+    if args.query_grid:
+        places += [place for place in patches_of_grid(*args.query_grid) if place not in places]
+    return places

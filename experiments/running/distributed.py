@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from experiments.extraction import devices
-from experiments.running.entry import EXPLAINED, fail
+from experiments.running.cli import EXPLAINED, fail
 from experiments.running.ranks import Rank, on_own_device, this_rank
 from wan import process_group
 from wan.checkpoint import read_model_config

@@ -6,27 +6,24 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.caches.atomic_files import require_writable
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError, require_writable
 from experiments.extraction import causal
 from experiments.extraction.block_capture import BlockCapture, path_of
 from experiments.extraction.devices import choose_device, choose_dtype
-from experiments.extraction.edit_files import edits_of
-from experiments.extraction.interventions import edited
-from experiments.extraction.latent_file import LatentFile
-from experiments.extraction.long_rollout import LongVideo, make_long_video
-from experiments.extraction.memory_estimate import amount
+from experiments.extraction.edits import edited, edits_of
+from experiments.extraction.long_rollout import LatentFile, LongVideo, make_long_video
+from experiments.extraction.memory import amount
 from experiments.extraction.provenance import vae_files
 from experiments.extraction.video import check_video
 from experiments.running.claims import item_name
 from experiments.running.jobs import deterministic, name_inputs
-from experiments.running.output_locks import claimed, remove_leftovers, require_space
+from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.sweep_state import NOT_SETTINGS
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.modules.vae import VAE
+from wan.vae import VAE
 
 
 def make_long(args: argparse.Namespace, config: RunConfig) -> None:

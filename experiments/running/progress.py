@@ -19,7 +19,7 @@ from typing import TextIO
 
 import torch
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.extraction.observer import RunObserver
 from wan import process_group
 

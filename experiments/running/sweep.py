@@ -11,23 +11,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.atomic_files import require_writable
-from experiments.caches.errors import RunError, StoppedError
+from experiments.caches.files import RunError, StoppedError, require_writable
 from experiments.extraction import causal
-from experiments.extraction.memory_estimate import estimate_bytes
+from experiments.extraction.memory import estimate_bytes
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import check_video
 from experiments.running.claims import Claims
 from experiments.running.cli import videos_of
-from experiments.running.jobs import deterministic, name_files
-from experiments.running.output_locks import claimed, require_space
+from experiments.running.jobs import BuildCache, deterministic, name_files, save
+from experiments.running.locks import claimed, require_space
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import Rank
-from experiments.running.results import BuildCache, save
-from experiments.running.sweep_plan import plan
-from experiments.running.sweep_state import Sweep, settings_of
+from experiments.running.sweep_state import Sweep, plan, settings_of
+from wan.capture import CaptureRequest
 from wan.config import RunConfig
-from wan.modules.capture import CaptureRequest
 
 
 def run_sweep(

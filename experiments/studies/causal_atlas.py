@@ -4,9 +4,11 @@ A work item is one prompt, seed and layer, named by the hash of its settings: it
 which are done; the atlas is made of them when all are.
 """
 
+import argparse
 import hashlib
 import json
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,18 +17,25 @@ from typing import Any
 
 import torch
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches import save_cache
+from experiments.caches.files import StoppedError, replacing, require_writable
+from experiments.extraction import causal
 from experiments.extraction.causal import Session
+from experiments.extraction.edits import read_edits, record_of
 from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import files_of
 from experiments.running.claims import Claims, item_name
+from experiments.running.jobs import deterministic, name_inputs
+from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank
 from experiments.running.sweep_state import NOT_SETTINGS
 from experiments.studies import direct_effects
+from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.modules.edit_dicts import fingerprint
-from wan.modules.interventions import Bias, Edit, KeySelection, Knockout, Move
+from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, fingerprint
 
+# --- A causal atlas: the direct effect of the same edit on every head, layer or frame, made in resumable
 EACH = ("head", "layer", "frame")
 
 RunIndex = tuple[str, int]  # prompt and seed
@@ -274,3 +283,81 @@ def _of_another_head(effects: torch.Tensor) -> torch.Tensor:
             other = random.Random(f"{layer} {head}").choice([n for n in range(heads) if n != head])
             control[:, layer, head] = effects[:, layer, other]
     return control
+
+
+# --- From flags to a causal atlas: pieces are made until asked to stop, the cache when all are there
+ATLAS = "pt"
+
+
+def the_edit(path: str | None) -> Edit:
+    """The one edit of a file; the default is mean ablation."""
+    if path is None:
+        return Ablate("mean", passes="denoise")
+    edits = read_edits(path)
+    if len(edits) != 1:
+        raise ConfigError(f"{path} holds {len(edits)} interventions; a causal atlas is of one")
+    return edits[0]
+
+
+def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Rank) -> None:
+    """Make what is not done yet of an atlas, and the atlas when all is. Raises StoppedError after Ctrl-C.
+
+    Several ranks make different pieces, and the first of them the atlas; without a launcher each writes it,
+    whole and with the same bytes.
+    """
+    edit, folder = the_edit(args.edit), Path(args.output_dir)
+    with_edit = replace(configs[0], interventions=[edit.to_dict()])
+    name_inputs(args, with_edit)
+    args.files.writes("the atlas", folder / ATLAS)
+    args.files.writes("the index", folder / "index.json")
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        stopping_when_asked(watch, "layer"),
+        deterministic(args.deterministic),
+    ):
+        require_writable(folder / ATLAS)
+        files = files_of(with_edit, checkpoint.weights_file(with_edit.ckpt_dir, with_edit.checkpoint_path))
+        prompts = list(dict.fromkeys(config.prompt for config in configs))
+        session = causal.prepare(configs[0], [], prompts, watch)
+        study = Study(
+            folder,
+            edit,
+            args.each,
+            configs,
+            session.model_config.num_layers,
+            session.model_config.num_heads,
+            session.sha256.result(),
+            str(session.dtype),
+            files,
+        )
+        start = time.monotonic()
+        watch.log("rollout", items=sum(1 for _ in study.items()))  # from here on Ctrl-C ends a layer first
+        done = run(study, session, args.batch, watch.print, lambda: watch.stopping, rank, watch)
+        if not done:
+            raise StoppedError("stopped; what is done will not be made again: run the same command to go on")
+        if not rank.is_first:
+            return
+        save_cache(folder / ATLAS, atlas_cache(study, session))
+        watch.print(
+            f"{folder / ATLAS}: {edit}, each {args.each}: {time.monotonic() - start:.1f} s, {memory()}"
+        )
+
+
+def atlas_cache(study: Study, session: causal.Session) -> dict:
+    """The cache of a finished study."""
+    first = study.configs[0]
+    return {
+        **session.common,
+        "format": "causal_atlas",
+        "prompt": first.prompt,
+        "seed": None,
+        "weights_sha256": study.weights_sha256,
+        "is_logits": False,
+        "interventions": record_of([study.edit]),
+        "prompts": [config.prompt for config in study.configs],
+        "seeds": [config.seed for config in study.configs],
+        "each": study.each,
+        "layers": [layer or 0 for layer in study.layers],
+        "units": units(study),
+        **merged(study),
+    }

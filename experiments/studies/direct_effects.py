@@ -14,13 +14,13 @@ from torch import Tensor
 
 from experiments.extraction.causal import Session, draw_noise
 from experiments.extraction.devices import threads_for
-from experiments.extraction.reference_means import reference_means
+from experiments.extraction.edits import reference_means
 from wan.blocks import block_ranges
 from wan.config import RunConfig
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.edits import intervene
-from wan.modules.head_outputs import HeadOutputs, record_head_outputs
-from wan.modules.interventions import Ablate, Bias, Edit, KeySelection, Move, Patch
+from wan.interventions import Ablate, Bias, Edit, KeySelection, Move, Patch
+from wan.recorders import HeadOutputs, record_head_outputs
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
 FLOOR_NOISE = 1e-6  # added to the noise, in float32

@@ -7,7 +7,7 @@ batched rollout; a condition is a work item, and the same command goes on where 
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,25 +15,74 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from experiments.analysis.knockout_curves import BACK
+from experiments.analysis.effects import BACK
+from experiments.analysis.first_frame import context_cells, first_frame_effect
+from experiments.analysis.measures import sign_rate
 from experiments.extraction.causal import Session
 from experiments.miniature import tracking
+from experiments.miniature.evaluation import Answers, Judges
 from experiments.miniature.frozen import SETS, held_out_scenes
-from experiments.miniature.judges import Answers, Judges
-from experiments.miniature.moving_shapes import Scene
+from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.running.claims import Claims
 from experiments.running.ranks import Rank
-from experiments.studies import direct_effects
-from experiments.studies.head_attention import attention_measures
+from experiments.studies import causal_atlas, direct_effects
+from experiments.studies.direct_effects import Runs
 from experiments.studies.work_items import WorkItems
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.captured_call import CapturedCall
 from wan.config import RunConfig
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.edits import intervene
-from wan.modules.interventions import Knockout
-from wan.modules.vae import VAE
+from wan.interventions import Knockout
+from wan.vae import VAE
 
+# --- What heads attend to in a batch of unedited runs: s, masses, and the signs that kinds of heads go by
+S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
+
+
+def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
+    """By name [steps, R, layers, H] of R runs in these denoising steps; means over frames with a past."""
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=steps) as calls:
+        runs.inference()
+    found: dict[str, list[np.ndarray]] = {S: [], MASS_0: [], MASS_PAST: [], RATE: []}
+    sizes = runs.configs[0].block_sizes
+    past = context_cells(sizes)  # [F, F]
+    has_past = past.any(1)
+    for step in steps:
+        now = [call for call in calls if call.at is not None and call.at.step == step]
+        logits, mass = (_matrices(now, name, len(past)) for name in ("frame_logits", "frame_mass"))
+        found[S].append(first_frame_effect(logits, sizes).effect)
+        found[RATE].append(sign_rate(logits[..., past]))
+        of_past = np.where(past, mass, 0)[..., has_past, :]
+        found[MASS_0].append(of_past[..., 0].mean(-1))
+        found[MASS_PAST].append(of_past.sum(-1).mean(-1))
+    return {name: np.stack(values) for name, values in found.items()}
+
+
+def attention_measures(runs: Runs) -> dict[str, list[list[float]]]:
+    """The same of the first pass, means over runs: [layers][H] each."""
+    return {name: values[0].mean(0).tolist() for name, values in measures_by_pass(runs, [0]).items()}
+
+
+def _matrices(calls: Sequence[CapturedCall], name: str, num_frames: int) -> np.ndarray:
+    """A quantity of one pass as [R, layers, H, F, F]; NaN where nothing was attended."""
+    layers = sorted({call.site.layer for call in calls})
+    batch, heads = calls[0].values[name].shape[:2]
+    matrix = torch.full((batch, len(layers), heads, num_frames, num_frames), torch.nan)
+    for call in calls:
+        values: Tensor = call.values[name]  # [R, H, Fq, Fk]
+        assert call.at is not None and call.layout is not None
+        rows, columns = torch.tensor(call.at.query_frames), torch.tensor(call.layout.frames)
+        of_layer = matrix[:, layers.index(call.site.layer)]
+        of_layer[:, :, rows[:, None], columns] = values.float()
+    return matrix.double().numpy()
+
+
+# --- Which heads bring a hidden shape back? The past is knocked out of more and more heads, in several orders
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "background")
 SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 DECODED_AT_ONCE = 96  # videos
@@ -255,3 +304,80 @@ class HiddenShapes:
             for name, values in first["measures"].items()
         }
         return {"effect": effect, "change": change} | measures
+
+
+# --- What removing frame 0 from a head's view does, beside what that head attends to
+REMOVED_SEED_STEP = 10_000
+
+
+def captions(count: int) -> dict[str, int]:
+    """The first held-out captions of all kinds, each with its number, which is its first seed."""
+    numbers: dict[str, int] = {}
+    for number, scene in enumerate(held_out_scenes(KINDS, 4 * count)):
+        numbers.setdefault(scene.caption, number)
+    if len(numbers) < count:
+        raise ConfigError(f"{count} captions are asked for, {len(numbers)} are held out")
+    return dict(list(numbers.items())[:count])
+
+
+@dataclass(frozen=True)
+class FirstFrameRemoved:
+    """The study of one model; prompts and seeds in the order of its configs, seeds outermost."""
+
+    prompts: Mapping[str, int]  # caption -> its first seed
+    seeds: int
+    config: RunConfig
+    session: Session
+    folder: Path
+    layers: tuple[int, ...] | None = None  # None is all
+
+    @property
+    def configs(self) -> list[RunConfig]:
+        return [
+            replace(self.config, prompt=caption, seed=first + REMOVED_SEED_STEP * n)
+            for n in range(self.seeds)
+            for caption, first in self.prompts.items()
+        ]
+
+    @property
+    def study(self) -> causal_atlas.Study:
+        sizes = self.session.model_config
+        return causal_atlas.Study(
+            self.folder,
+            Knockout(frames=("first",), layers=self.layers, passes="denoise"),
+            "head",
+            self.configs,
+            sizes.num_layers,
+            sizes.num_heads,
+            self.session.sha256.result(),
+            str(self.session.dtype),
+            self.session.common["files"],
+        )
+
+    def run(self, say: Callable[[str], None], stopping: Callable[[], bool], rank: Rank | None = None) -> bool:
+        """Make what is not done yet, all runs in one batch, layers shared by ranks -> whether all is done."""
+        return causal_atlas.run(self.study, self.session, len(self.configs), say, stopping, rank)
+
+    def numbers(self) -> dict[str, np.ndarray]:
+        """Of a study that is done, means over frames and seeds, [prompts, layers, H] each.
+
+        effect and control (the same on a random earlier frame) in units of the distance between seeds, norm
+        of z, and s and masses, of the first pass and as the mean over the denoising passes.
+        """
+        merged, study = causal_atlas.merged(self.study), self.study
+        found = {
+            name: self._by_prompt(np.nanmean(merged[field].numpy(), -1))
+            for name, field in (("effect", "effects"), ("control", "frame_control"))
+        }
+        found["norm"] = self._by_prompt(merged["head_norms"].numpy())
+        found["floor"] = self._by_prompt(np.nanmean(merged["floor"].numpy(), -1))
+        steps = range(len(self.config.denoising_step_list))
+        for name, values in measures_by_pass(direct_effects.begin(self.session, self.configs), steps).items():
+            of_layers = values[:, :, [layer or 0 for layer in study.layers]]
+            found[f"{name}, first pass"] = self._by_prompt(of_layers[0])
+            found[f"{name}, all passes"] = self._by_prompt(of_layers.mean(0))
+        return found
+
+    def _by_prompt(self, values: np.ndarray) -> np.ndarray:
+        """Runs [R, ...] -> prompts [prompts, ...], mean over seeds."""
+        return values.reshape(self.seeds, -1, *values.shape[1:]).mean(0)

@@ -14,23 +14,21 @@ from torch import Tensor
 
 from experiments.analysis import effects
 from experiments.caches import save_cache
-from experiments.caches.atomic_files import replacing
-from experiments.caches.mp4_files import encode_mp4, require_ffmpeg
+from experiments.caches.files import encode_mp4, replacing, require_ffmpeg
 from experiments.extraction import causal
-from experiments.extraction.edit_files import edits_of, record_of
-from experiments.extraction.interventions import check_sources, edited
-from experiments.miniature.captions import answers
+from experiments.extraction.edits import check_sources, edited, edits_of, record_of
+from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
 from experiments.running.jobs import deterministic, name_files
-from experiments.running.output_locks import claimed
+from experiments.running.locks import claimed
 from experiments.running.progress import Progress
 from experiments.studies.direct_effects import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
+from wan.edits import needed_by
 from wan.errors import ConfigError
-from wan.modules.edits import needed_by
-from wan.modules.interventions import Bias, Edit, Jitter
-from wan.safe_load import UnreadableError, load_tensors
+from wan.files import UnreadableError, load_tensors
+from wan.interventions import Bias, Edit, Jitter
 
 VIDEO_FPS = 16
 
@@ -169,7 +167,7 @@ def _shaken(session: causal.Session, config: RunConfig) -> Tensor:
 
 def decode(config: RunConfig, session: causal.Session, latents: Tensor) -> Any:
     """Video [frames, 3, H, W] in 0..1, as numpy."""
-    from wan.modules.vae import VAE  # diffusers is needed only here
+    from wan.vae import VAE  # diffusers is needed only here
 
     vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
     return vae.decode(latents.to(session.device))[0].float().cpu().numpy()

@@ -6,38 +6,175 @@ policy are rolled out together; each has noise of its own generator, so that oth
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.caches.atomic_files import replacing
+from experiments.analysis import drift
+from experiments.analysis.drift import MEASURES, SUMMARIES
+from experiments.caches.files import StoppedError, replacing, require_writable
+from experiments.extraction import causal
 from experiments.extraction.block_capture import BlockCapture, path_of
 from experiments.extraction.causal import Session, pipeline_of, seeded_noise
 from experiments.extraction.devices import threads_for
-from experiments.extraction.memory_parts import kv_cache
+from experiments.extraction.memory import kv_cache
+from experiments.extraction.provenance import environment, vae_files
 from experiments.extraction.rollout import capturing
-from experiments.extraction.streaming import decoded_blocks
-from experiments.extraction.video import to_pixels, write_mp4
+from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
+from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene, render
-from experiments.running.claims import item_name
-from experiments.running.sweep_plan import told_apart
-from experiments.running.sweep_state import NOT_SETTINGS
-from experiments.studies.policy_grid import CONTROLS, FULL
-from experiments.studies.video_measures import measure
+from experiments.miniature.tracking import judge_seconds
+from experiments.running.claims import Claims, end_with, item_name, workers_of
+from experiments.running.cli import policy_settings
+from experiments.running.jobs import name_inputs
+from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.ranks import Rank, on_own_device, this_rank
+from experiments.running.sweep_state import NOT_SETTINGS, told_apart
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
+from wan.captured_call import CapturedCall
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
-from wan.modules.captured_call import CapturedCall
-from wan.modules.vae import VAE
+from wan.errors import ConfigError, quoted
+from wan.policies import read_policy
+from wan.vae import VAE
 
+# --- Which cache policies are compared, and how one is written on the command line
+FULL = "full"
+CONTROLS = {
+    "frozen": "the first frame of the rollout, over and over",
+    "vae": "the rendered scene through the VAE: the ceiling of any policy",
+    "rendered": "the rendered scene itself",
+}
+
+DEEP_SINK = "deep_sink,window=21,sink=10"  # Deep Forcing's, and the same with compression
+PARTICIPATIVE = "participative,window=21,sink=10,budget=16,recent=4"
+
+# Compared with full, and Holm-adjusted together: published settings, and the plain window they came from.
+FAMILY = (
+    "window,window=9",
+    "window,window=9,sink=3",
+    "window,window=12,sink=3",
+    "relative,window=6,sink=1",
+    "relative,window=12,sink=3",
+    DEEP_SINK,
+    PARTICIPATIVE,
+    "ema_sink,window=9,sink=3",
+    "two_memories,window=12,sink=3",
+    "rolling_sink,window=21",
+    "memory_bank,window=12,sink=3,bank=3,interval=3",
+)
+
+WINDOWS, SINKS = (6, 9, 12, 21), (0, 3, 6, 9, 12, 15)  # frames; a block has three
+
+
+def sink_map(policy: str) -> Iterator[str]:
+    """The policy with every window and sink of the map that leave room for a block."""
+    for window in WINDOWS:
+        for sink in SINKS:
+            if sink + 3 <= window and (sink or policy == "window"):
+                yield spec(policy, window, sink)
+
+
+def spec(policy: str, window: int, sink: int) -> str:
+    """How a policy of a window and a sink is written."""
+    return f"{policy},window={window}" + (f",sink={sink}" if sink else "")
+
+
+NAMED = {
+    "family": (FULL, *FAMILY),
+    "findings": tuple(dict.fromkeys((FULL, *FAMILY, *sink_map("window"), *sink_map("deep_sink")))),
+}
+
+
+def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Label -> settings of every policy that is named: NAME,FIELD=VALUE,..., a file, or one of NAMED.
+
+    Raises ConfigError for what is no policy, and for two of one name.
+    """
+    from wan.policies import read_policy
+
+    found: dict[str, dict[str, Any]] = {}
+    for word in (each for name in words for each in NAMED.get(name, (name,))):
+        settings = _read(word)
+        read_policy(settings)
+        if found.setdefault(word, settings) != settings:
+            raise ConfigError(f"--policies names {quoted(word)} twice")
+    return found
+
+
+def _read(word: str) -> dict[str, Any]:
+    name, *pairs = word.split(",")
+    settings = {str(key): value for key, value in policy_settings(name).items()}
+    for pair in pairs:
+        field, equals, text = pair.partition("=")
+        if not (field and equals and text):
+            raise ConfigError(f"--policies: {quoted(pair)} in {quoted(word)} is not FIELD=VALUE")
+        settings[field] = _value(text)
+    return settings
+
+
+def _value(text: str) -> Any:
+    """true, false, a number or a word."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def short_label(label: str) -> str:
+    """How figures name a policy: deep_sink 21/10."""
+    name, *pairs = label.split(",")
+    fields = dict(pair.partition("=")[::2] for pair in pairs)
+    if "window" not in fields:
+        return name
+    return f"{name} {fields['window']}/{fields.get('sink', 0)}"
+
+
+# --- Everything that is measured of one long video, per second and as a whole, as plain numbers
+ANSWERS = ("visible", "color", "shape", "background", "right")  # of the tracker, for each second
+DIGITS = 5  # that are kept of a number
+
+
+def measure(pixels: np.ndarray, scene: Scene | None) -> dict[str, Any]:
+    """Of a video uint8 [T, H, W, 3]: "seconds", a list of each measure; "whole"; "tracker", 0 or 1 a second.
+
+    The tracker answers where the scene is known that the prompt describes.
+    """
+    torch.set_num_threads(1)  # processes beside each other measure one video each
+    found: dict[str, Any] = {
+        "seconds": {name: [_short(x) for x in values] for name, values in drift.per_second(pixels).items()},
+        "whole": {name: _short(value) for name, value in drift.summaries(pixels).items()},
+    }
+    if scene is not None:
+        video = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+        answers = judge_seconds(video, scene)
+        found["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
+    return found
+
+
+def _short(value: float) -> float | None:
+    """A number with a few digits; None where there is none: JSON has no NaN."""
+    return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
+
+
+# --- Policies x prompts x seeds: a long video each, measured per second, made in pieces by any rank
 PROMPT_BYTES = 180  # of a prompt that names a file
 Block = tuple[range, torch.Tensor]  # frames, latents [B, n, C, h, w]
 
@@ -328,3 +465,138 @@ def merged(comparison: Comparison) -> dict[str, Any]:
         "costs": costs,
         "videos": rows,
     }
+
+
+# --- From flags to a comparison of policies: videos until asked to stop, the table when all are there
+TABLE = "comparison.json"
+GPU_BATCH, CPU_BATCH = 64, 8
+WAITING = 128  # videos that may wait to be measured: 12 MB each at 64 x 64 and 240 frames
+
+
+def held_out(count: int) -> dict[str, Scene]:
+    """Caption -> held-out scene of the miniature: one shape, two that cross, one behind a wall, in turn."""
+    scenes: dict[str, Scene] = {}
+    by_kind = [held_out_scenes(kinds, 2 * count) for kinds in SETS.values()]
+    for row in zip(*by_kind, strict=True):
+        for scene in row:
+            if len(scenes) < count:
+                scenes.setdefault(scene.caption, scene)
+    return scenes
+
+
+def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
+    """Make what is not done yet, and the table of what is. Raises StoppedError after Ctrl-C."""
+    rank = this_rank()
+    first = on_own_device(runs[0], rank)
+    planned = _checked(args, runs, scenes)
+    args.quiet |= not rank.is_first
+    args.log_file = args.log_file if rank.is_first else None
+    with Progress(args.quiet, args.log_file) as watch, stopping_when_asked(watch, "policy"):
+        start = time.monotonic()
+        session = causal.prepare(first, [], list(dict.fromkeys(run.prompt for run in runs)), watch)
+        comparison = _comparison(args, session, planned)
+        watch.log("rollout", videos=len(comparison.items()))
+        vae = VAE.from_pretrained(first.ckpt_dir, getattr(torch, args.vae_dtype), session.device)
+        _make(comparison, session, vae, args.workers, rank, watch)
+        table = merged(comparison)
+        if table["missing"]:
+            left = f"{table['missing']} of {len(comparison.items())} videos are missing"
+            raise StoppedError(f"{left}; what is done is not made again: run the same command to go on")
+        if rank.is_first:
+            seconds = round(time.monotonic() - start, 1)
+            made = {"made": environment(session.device), "made_seconds": seconds}
+            write_table(comparison.folder / TABLE, table | made)
+            said = f"{len(table['videos'])} videos, {seconds} s, {memory()}"
+            watch.print(f"{comparison.folder / TABLE}: {said}")
+
+
+def _checked(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> Comparison:
+    """What the flags ask for, before a model is there.
+
+    Raises ConfigError or CacheError for what cannot be compared or written.
+    """
+    first, policies = runs[0], read_policies(args.policies)
+    if first.prompt_schedule or first.interventions:
+        raise ConfigError("policies are compared on one prompt each, without interventions")
+    for settings in policies.values():
+        read_policy(settings).check(first.block_sizes)
+        name_inputs(args, replace(first, cache_policy=dict(settings), local_attn_size=-1, sink_size=0))
+    args.files.writes("the table", Path(args.output_dir) / TABLE)
+    planned = Comparison(
+        Path(args.output_dir),
+        policies,
+        runs,
+        scenes,
+        weights_sha256="",
+        dtype="",
+        batch=1,
+        vbench=Path(args.vbench_dir) if args.vbench_dir else None,
+        videos=args.videos,
+        controls=args.controls,
+        capture=BlockCapture.read(args.capture, first.step),
+    )
+    for place in (args.output_dir, *([args.vbench_dir] if args.vbench_dir else [])):
+        require_writable(Path(place) / TABLE)
+    videos = [path for item in planned.items() for path, _ in planned.mp4s(item)]
+    if twins := [path for path, count in Counter(videos).items() if count > 1]:
+        raise ConfigError(f"two of --policies would write {twins[0]}; rename a file of one")
+    longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}
+    for path in longest.values():
+        require_writable(path)
+    return planned
+
+
+def _comparison(args: argparse.Namespace, session: causal.Session, planned: Comparison) -> Comparison:
+    """What was planned, with the weights that a session has."""
+    return replace(
+        planned,
+        weights_sha256=session.sha256.result(),
+        dtype=f"{session.dtype} {args.vae_dtype}",
+        batch=args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
+        files=[*session.common["files"], *vae_files(planned.runs[0])],
+    )
+
+
+def _make(
+    comparison: Comparison,
+    session: causal.Session,
+    vae: VAE,
+    workers: int | None,
+    rank: Rank,
+    watch: Progress,
+) -> None:
+    """Make all groups that are not done, until asked to stop."""
+    on_gpu, groups = session.device.type == "cuda", comparison.groups()
+    torch.backends.cudnn.benchmark = on_gpu  # the decoder's convolutions, always of one size
+
+    def is_done(name: str) -> bool:
+        return all(comparison.is_done(item) for item in groups[name])
+
+    behind = 1 + WAITING // min(map(len, groups.values()))  # groups that videos which wait belong to
+    with _pool(workers, on_gpu, rank) as pool, Claims(comparison.folder / "claims", rank) as claims:
+        maker = Maker(comparison, session, vae, pool)
+        for name in claims.to_make(list(groups), is_done, watch, behind):
+            maker.make(groups[name], watch.print)
+            maker.settle(WAITING)
+            if watch.stopping:
+                break
+        maker.settle()
+
+
+def write_table(path: Path, table: dict) -> None:
+    """comparison.json, with what each measure is."""
+    about = {name: asdict(one) for name, one in (MEASURES | SUMMARIES).items()}
+    with replacing(path) as file:
+        file.write(json.dumps({"measures": about} | table, ensure_ascii=False).encode() + b"\n")
+
+
+@contextmanager
+def _pool(workers: int | None, on_gpu: bool, rank: Rank) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes that measure videos while the next ones are made; on a CPU this one measures them itself."""
+    count = workers_of(workers if workers is not None or on_gpu else 0, rank)
+    if not count:
+        yield None
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
+    with ProcessPoolExecutor(count, get_context("spawn"), end_with, (os.getpid(),)) as pool:
+        yield pool

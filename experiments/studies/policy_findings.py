@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.analysis.effects import bootstrap, holm, sign_flip_p
 from experiments.extraction.video import FPS
-from experiments.studies.policy_grid import (
+from experiments.studies.policy_comparison import (
     CONTROLS,
     DEEP_SINK,
     FAMILY,

@@ -20,10 +20,10 @@ from experiments.extraction import causal
 from experiments.extraction.video import decode
 from experiments.miniature.moving_shapes import Scene
 from experiments.miniature.tracking import DIFFERS, background, in_sight, track
+from wan.capture import CaptureRequest
+from wan.captured_call import CapturedCall
 from wan.config import RunConfig
-from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import CapturedCall
-from wan.modules.key_segments import key_frames, key_tokens
+from wan.keys import key_frames, key_tokens
 
 MASKS = {  # of the past, and how each is called in figures
     "moving": "the moving shape",

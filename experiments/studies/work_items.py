@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.atomic_files import replacing
+from experiments.caches.files import replacing
 from experiments.running.claims import item_name
 
 

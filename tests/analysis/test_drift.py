@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.analysis import drift
-from experiments.analysis.optical_flow import flow
+from experiments.analysis.drift import flow
 
 SECONDS, SIDE = 4, 48
 T = SECONDS * drift.FPS

@@ -7,8 +7,11 @@ import pytest
 from conftest import ROOT
 
 from experiments.analysis import published
-from experiments.analysis.head_taxonomy import ANCHOR, VEIL, WAVE, Thresholds
-from experiments.analysis.label_agreement import (
+from experiments.analysis.taxonomy import (
+    ANCHOR,
+    VEIL,
+    WAVE,
+    Thresholds,
     best_single_threshold,
     bootstrap_by_layer,
     label_agreements,

@@ -17,7 +17,7 @@ from experiments.analysis.curve_matching import (
     rank_heads,
     rms_difference,
 )
-from experiments.analysis.head_choice import choose_heads
+from experiments.analysis.head_measures import choose_heads
 from experiments.analysis.published import Curve
 from experiments.caches import load_cache
 from experiments.caches.view import open_passes, open_profiles

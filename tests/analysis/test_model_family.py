@@ -5,9 +5,9 @@ import pytest
 import torch
 from helpers import synthetic_caches
 
-from experiments.analysis import model_family
-from experiments.analysis.head_taxonomy import Thresholds
-from experiments.caches.errors import CacheError
+from experiments.analysis import sweeps as model_family
+from experiments.analysis.taxonomy import Thresholds
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 
 BLOCKS = [3, 3, 3]

@@ -11,7 +11,7 @@ from conftest import GOLDEN, ROOT
 from experiments import match_curve
 from experiments.analysis import published
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.dev import build_published, published_atlases
 from experiments.running import cli

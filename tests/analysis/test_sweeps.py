@@ -7,7 +7,7 @@ from helpers import executed, synthetic_caches
 
 from experiments.analysis import sweeps
 from experiments.caches import save_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 
 
 def test_mean_spread_and_order():

@@ -5,8 +5,9 @@ import pytest
 from conftest import ROOT
 from helpers import synthetic_caches
 
-from experiments.analysis import head_taxonomy, published
-from experiments.analysis.head_taxonomy import ABSENT, ANCHOR, DYNAMIC, STATIC, VEIL, WAVE, Thresholds
+from experiments.analysis import published
+from experiments.analysis import taxonomy as head_taxonomy
+from experiments.analysis.taxonomy import ABSENT, ANCHOR, DYNAMIC, STATIC, VEIL, WAVE, Thresholds
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from wan.errors import ConfigError

@@ -11,10 +11,11 @@ import torch
 from helpers import synthetic_caches
 from helpers.older_caches import MAKERS, same
 
-from experiments.caches import load_cache, save_cache, schema
-from experiments.caches.convert import select_passes
-from experiments.caches.errors import CacheError
-from experiments.caches.token_schema import Figure4Layer
+from experiments.caches import formats as schema
+from experiments.caches import load_cache, save_cache
+from experiments.caches.files import CacheError
+from experiments.caches.formats import Figure4Layer
+from experiments.caches.store import select_passes
 from experiments.caches.view import open_profiles
 
 

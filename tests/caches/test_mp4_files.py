@@ -7,10 +7,9 @@ import pytest
 from helpers.forked import exit_code
 
 from experiments import compare_policies, run_rollout
-from experiments.caches.errors import CacheError
-from experiments.caches.mp4_files import encode_mp4, require_ffmpeg
-from experiments.running.entry import main
-from experiments.studies import policy_comparison_job
+from experiments.caches.files import CacheError, encode_mp4, require_ffmpeg
+from experiments.running.cli import main
+from experiments.studies import policy_comparison as policy_comparison_job
 
 
 @pytest.fixture(params=["no package", "no program"])

@@ -8,8 +8,8 @@ import torch
 from helpers import synthetic_caches
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.convert import layer_from_atlas
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
+from experiments.caches.store import layer_from_atlas
 from experiments.caches.view import open_call, open_profiles
 
 

@@ -21,7 +21,7 @@ def test_random_weights_keep_the_configs_cache_policy():
 def test_graphs_are_said_under_the_table(monkeypatch):
     """And put on the model before anything is measured."""
     replayed = []
-    monkeypatch.setattr("wan.cuda_graphs.apply_cuda_graphs", replayed.append)
+    monkeypatch.setattr("wan.kernels.graphs.apply_cuda_graphs", replayed.append)
     monkeypatch.setattr("experiments.extraction.devices.choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(measure_capture, "measure", lambda rollout, *given: replayed.append("measured") or {})
     pipeline = SimpleNamespace(model="a model")

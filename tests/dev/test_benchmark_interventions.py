@@ -41,7 +41,7 @@ def test_rows_say_what_was_edited_and_whether_bits_stayed(config, made):
 
 
 def test_an_atlas_goes_on_where_it_stopped(config, made, tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.extraction.reference_means.FOLDER", tmp_path / "means")
+    monkeypatch.setattr("experiments.extraction.edits.FOLDER", tmp_path / "means")
     monkeypatch.setattr(causal_atlas, "units", lambda study: [0])  # of each layer's heads
     rollout, sizes = made
     session = measure_interventions.session_of(rollout, sizes, config, "weights")

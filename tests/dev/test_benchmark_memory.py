@@ -8,10 +8,11 @@ from conftest import ROOT, golden_config
 from helpers.checkpoints import GOLDEN_MODEL, SMALL_UMT5
 
 from experiments.dev import measure_memory, random_weights
-from wan import checkpoint, native
-from wan.checkpoint_layouts import read_self_forcing_state
+from wan import checkpoint
+from wan import checkpoint as native
+from wan.checkpoint import read_self_forcing_state
 from wan.config import load_config
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 
 CPU = torch.device("cpu")
 

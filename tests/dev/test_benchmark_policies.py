@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from experiments.dev import benchmark_policies, measure_capture, measure_policies
-from wan.modules.cache_policies import make_policy
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 
 
 class Stopped(Exception):

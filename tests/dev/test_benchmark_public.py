@@ -15,7 +15,7 @@ from experiments.dev import benchmark_public, measure_capture, measure_public
 from experiments.extraction.devices import threads_for
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 
 ATTENTION = """
 FLASH_ATTN_3_AVAILABLE, FLASH_ATTN_2_AVAILABLE = False, True
@@ -25,8 +25,8 @@ def flash_attention(q, k, v): pass
 """
 MODEL = "from .attention import flash_attention\n"
 CAUSAL = """
-from wan.modules.attention import attention
-from wan.modules.model import flash_attention
+from wan.attention import attention
+from wan.model import flash_attention
 from test_benchmark_public import StandIn as CausalWanModel
 """
 
@@ -95,7 +95,7 @@ def test_its_fallback_keeps_the_dtype_of_the_weights():
     [("import no_such_package", "no_such_package.*requirements.txt"), ("def", "cannot be imported")],
 )
 def test_what_cannot_be_imported_is_one_line(checkout, text, said):
-    (checkout / "wan/modules/causal_model.py").write_text(text)
+    (checkout / "wan/model.py").write_text(text)
     with pytest.raises(ConfigError, match=said) as refused:
         measure_public.import_public(checkout)
     assert "\n" not in str(refused.value) and sys.modules["wan"] is wan

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from experiments.caches.errors import RunError
+from experiments.caches.files import RunError
 from experiments.dev import benchmark_start
 
 IMPORTS = """

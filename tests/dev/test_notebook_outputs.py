@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-from experiments.caches.errors import RunError
+from experiments.caches.files import RunError
 from experiments.dev import notebook_outputs
 from experiments.dev.notebook_outputs import TOO_LARGE, mark, shrunk, state
 

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from experiments.extraction.edit_files import read_ablated_heads, read_edits, record_of, to_yaml
+from experiments.extraction.edits import read_ablated_heads, read_edits, record_of, to_yaml
 from experiments.running.cli import config_from, run_parser
 from wan.errors import ConfigError
-from wan.modules.interventions import Ablate, Bias, Knockout, Patch, Source
+from wan.interventions import Ablate, Bias, Knockout, Patch, Source
 
 EDITS = [
     Knockout(frames="first", layers=[5], heads=[10], passes="denoise"),

@@ -16,7 +16,7 @@ from conftest import ROOT
 from experiments import extract_attention_wan
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction import bidirectional
+from experiments.extraction import base as bidirectional
 from experiments.running import cli
 from wan.blocks import latent_frames
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config

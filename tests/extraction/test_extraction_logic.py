@@ -11,14 +11,14 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments.caches import schema
-from experiments.caches.errors import RunError
+from experiments.caches import formats as schema
+from experiments.caches.files import RunError
 from experiments.extraction import cache_builders, causal, result
 from wan.blocks import block_frames, later_block, visible_frames
+from wan.captured_call import CapturedCall, Pass, Site
 from wan.config import RunConfig, load_config
-from wan.modules.captured_call import CapturedCall, Pass, Site
-from wan.modules.key_layout import KeyLayout
-from wan.modules.older_capture import OlderCapture, call_index
+from wan.keys import KeyLayout
+from wan.legacy_api import OlderCapture, call_index
 
 S, H, LAYERS, TIMESTEPS = 4, 3, 3, [1000.0, 625.0, 0.0]
 

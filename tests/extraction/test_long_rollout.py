@@ -12,18 +12,23 @@ from helpers.rollouts import TWO_STEPS
 from safetensors.torch import load_file
 
 from experiments import run_rollout
-from experiments.caches.errors import CacheError, RunError, StoppedError
+from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.extraction import causal
 from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
-from experiments.extraction.growing_video import GrowingVideo
-from experiments.extraction.latent_file import LatentFile
-from experiments.extraction.long_rollout import LOOKS_BACK, LongVideo, VideoWriter, make_long_video
+from experiments.extraction.long_rollout import (
+    LOOKS_BACK,
+    GrowingVideo,
+    LatentFile,
+    LongVideo,
+    VideoWriter,
+    make_long_video,
+)
 from experiments.extraction.observer import RunObserver
+from wan import policies as cache_policies
 from wan.blocks import block_ranges
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.modules import cache_policies
-from wan.modules.vae import VAE
+from wan.vae import VAE
 
 pytestmark = pytest.mark.slow
 FRAMES = 18

@@ -9,14 +9,16 @@ from conftest import ROOT
 
 from experiments.analysis.video_maps import open_map, places_of, word_maps
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError
-from experiments.extraction import causal, map_builders, memory_parts
+from experiments.caches.files import CacheError
+from experiments.extraction import causal
+from experiments.extraction import maps as map_builders
+from experiments.extraction import memory as memory_parts
 from experiments.extraction.cache_builders import inference_cache, inference_requests
 from wan.checkpoint import read_model_config
 from wan.config import load_config
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.edits import intervene
-from wan.modules.interventions import Knockout
+from wan.interventions import Knockout
 
 PLACES = [(7, 2, 1), (7, -1, -1), (-1, -1, -1), (3, 0, 3)]
 SETTINGS = {"num_frames": 9, "layer_indices": [2]}

@@ -10,12 +10,13 @@ import torch
 from conftest import ROOT
 
 from experiments import run_extraction_figure4
-from experiments.extraction import cache_builders, causal, devices, memory_estimate
-from experiments.extraction.memory_estimate import GB, Memory, check_memory
+from experiments.extraction import cache_builders, causal, devices
+from experiments.extraction import memory as memory_estimate
+from experiments.extraction.memory import GB, Memory, check_memory
 from experiments.running import cli
+from wan.capture import CaptureRequest
 from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
-from wan.modules.capture import CaptureRequest
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/memory_h200.json").read_text())
 MODELS_MEASURED = json.loads((ROOT / "docs/benchmarks/models_h200.json").read_text())["rows"]

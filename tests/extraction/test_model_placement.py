@@ -6,10 +6,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments.extraction import causal, model_placement
+from experiments.extraction import causal
+from experiments.extraction import causal as model_placement
 from wan.config import RunConfig, load_config
 from wan.errors import ConfigError
-from wan.modules.offload import StreamedBlocks
+from wan.offload import StreamedBlocks
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from helpers.rollouts import TWO_STEPS
 from omegaconf import OmegaConf
 
 from experiments import figures
-from experiments.analysis.key_axes import AXES, key_columns, key_matrix
-from experiments.analysis.slots import slot_mass, slots_of, survival
+from experiments.analysis.axes import AXES, key_columns, key_matrix, slot_mass, slots_of, survival
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction.policy_atlas import policy_atlas
-from experiments.figures.policies import last_block_attention, slot_map, survival_map
+from experiments.figures.layer import last_block_attention, slot_map, survival_map
 
 POLICIES = [
     {"name": "window", "window": 6, "sink": 1},

@@ -9,10 +9,10 @@ import torch
 from conftest import ROOT
 from helpers.rollouts import TWO_STEPS
 
-from experiments.analysis.frame_axes import choose_view, query_profile
+from experiments.analysis.axes import choose_view, query_profile
 from experiments.caches import load_cache, save_cache
-from experiments.caches.convert import layer_from_atlas
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
+from experiments.caches.store import layer_from_atlas
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.cache_builders import (
@@ -25,7 +25,7 @@ from experiments.extraction.cache_builders import (
     layer_cache,
     layer_requests,
 )
-from experiments.extraction.memory_estimate import check_requests
+from experiments.extraction.memory import check_requests
 from wan.checkpoint import read_model_config
 from wan.config import load_config
 from wan.errors import ConfigError

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from experiments.extraction import memory_parts
+from experiments.extraction import memory as memory_parts
 from wan.config import ModelConfig, RunConfig
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 
 MODEL = ModelConfig(dim=24, ffn_dim=8, num_heads=2, num_layers=2, freq_dim=8, text_dim=8, text_len=3)
 POLICIES = [

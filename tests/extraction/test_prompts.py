@@ -15,14 +15,14 @@ from transformers import UMT5EncoderModel
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.caches import load_cache
 from experiments.extraction import prompt_embeds
-from experiments.extraction.interventions import check_sources
+from experiments.extraction.edits import check_sources
 from experiments.running import cli
 from experiments.running.sweep_state import settings_of
 from wan import checkpoint
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.modules.interventions import Ablate, Patch, Source
-from wan.modules.text_encoder import TextEncoder
+from wan.interventions import Ablate, Patch, Source
+from wan.text_encoder import TextEncoder
 
 CPU = torch.device("cpu")
 

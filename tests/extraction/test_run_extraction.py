@@ -9,7 +9,7 @@ from conftest import ROOT
 from experiments import run_extraction, run_extraction_figure4
 from experiments.analysis.reports import call_lines
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_call
 from experiments.running import cli
 from wan.blocks import visible_frames

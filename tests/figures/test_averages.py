@@ -7,14 +7,13 @@ from helpers import synthetic_caches
 from helpers.pages import decode, decode_matrices
 
 from experiments import figures
-from experiments.analysis import head_choice, reports
+from experiments.analysis import head_measures as head_choice
+from experiments.analysis import reports
 from experiments.analysis.panels import ProfileMap
 from experiments.caches import load_cache, save_cache
-from experiments.caches.caption import Caption
-from experiments.caches.view import open_profiles
-from experiments.figures.averages import AVERAGES
-from experiments.figures.html_page import open_passes_of
-from experiments.figures.page_data import fit
+from experiments.caches.view import Caption, open_profiles
+from experiments.figures.html_page import fit, open_passes_of
+from experiments.figures.style import AVERAGES
 
 SLOTS = [[0, 1, 2, -9, -9], [-1, 3, 4, 5, -9], [-1, -1, 6, 7, 8]]  # frames of the slots of three blocks
 

@@ -14,8 +14,9 @@ from conftest import ROOT
 
 from experiments.analysis import panels, reports
 from experiments.analysis.measures import head_statistics
-from experiments.caches.caption import Caption
-from experiments.figures import heads, layer, layers, style
+from experiments.caches.view import Caption
+from experiments.figures import heads, layer, style
+from experiments.figures import layer as layers
 
 CAPTION = Caption(
     "mean_logit", "pass 0 (t = 1000), query frames 18–20", {"own block (noise at t = 1000)": (18, 19, 20)}

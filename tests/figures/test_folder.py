@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from helpers import synthetic_caches
 
-from experiments.analysis.head_choice import choose_heads, heads_of, no_preference
+from experiments.analysis.head_measures import choose_heads, heads_of, no_preference
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.figures import FigureFolder, about, head_curves, head_grid, layer_comparison, one_head, style
 

@@ -9,20 +9,21 @@ import torch
 from helpers import executed, synthetic_caches
 from helpers.older_caches import older_figure4, older_inference
 
-from experiments.analysis import frame_axes, prompt_words
+from experiments.analysis import axes as frame_axes
+from experiments.analysis import video_maps as prompt_words
 from experiments.analysis.panels import HeadPanel, ProfileMap
 from experiments.analysis.reports import call_lines, sink_titles, summary_lines
-from experiments.caches import convert, load_cache
-from experiments.caches.caption import Caption
-from experiments.caches.errors import CacheError
-from experiments.caches.schema import check
-from experiments.caches.view import open_call, open_profiles
+from experiments.caches import load_cache
+from experiments.caches import store as convert
+from experiments.caches.files import CacheError
+from experiments.caches.formats import check
+from experiments.caches.view import Caption, open_call, open_profiles
 from experiments.figures import style
-from experiments.figures.colors import color_scale
 from experiments.figures.heads import head_grid, one_head
 from experiments.figures.layer import frame_maps
 from experiments.figures.profile_maps import profile_heat_maps
 from experiments.figures.profile_maps import prompt_words as prompt_words_map
+from experiments.figures.style import color_scale
 
 CAPTION = Caption("mean_logit", "pass 0 (t = 1000), query frames 18–20")
 

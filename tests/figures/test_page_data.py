@@ -16,11 +16,11 @@ from helpers.pages import decode, decode_matrices
 from experiments import layer_page
 from experiments.analysis.measures import equal_distance_excess, head_statistics
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from experiments.figures import page_data
+from experiments.figures import html_page as page_data
 from experiments.figures.html_page import MAX_MB, PARTS, SCRIPTS, STYLES, open_passes_of, save_page
-from experiments.figures.thumbnails import ThumbnailError, pictures_for, thumbnails, video_of
+from experiments.figures.video_maps import ThumbnailError, pictures_for, thumbnails, video_of
 from experiments.running import cli
 
 PUBLISHED = ROOT / "cache" / "published"

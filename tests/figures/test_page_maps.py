@@ -9,9 +9,8 @@ from helpers.pages import box, set_value, text_of
 from experiments import layer_page
 from experiments.analysis.video_maps import open_map
 from experiments.caches import save_cache
-from experiments.caches.errors import CacheError
-from experiments.figures.html_page import save_page
-from experiments.figures.page_maps import pooled
+from experiments.caches.files import CacheError
+from experiments.figures.html_page import pooled, save_page
 
 H, S, F = 3, 6, 21  # a frame has 2 x 3 tokens
 

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from wan.config import ModelConfig
-from wan.modules.layers import Block
+from wan.model import Block
 
 LAYER_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # relative, a few roundings
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from wan.modules.key_layout import CHOSEN
-from wan.modules.kv_cache import KVCache
-from wan.modules.rope import RotaryTable, rotate
+from wan.cache import KVCache
+from wan.keys import CHOSEN
+from wan.rope import RotaryTable, rotate
 
 LAYERS, HEADS, DIM, GRID, BATCH = 2, 3, 12, (1, 2), 2
 S = GRID[0] * GRID[1]

@@ -17,7 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from wan.modules import frame_sum_kernel, fused, map_kernel, mass_kernel, segment_kernel, waves
+from wan.kernels import fa4 as waves
+from wan.kernels import frame_sum as frame_sum_kernel
+from wan.kernels import fused
+from wan.kernels import mass as map_kernel
+from wan.kernels import mass as mass_kernel
+from wan.kernels import mass as segment_kernel
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 

@@ -7,16 +7,14 @@ import os
 import torch
 
 from helpers.rollouts import TWO_STEPS
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest, MapQuery
+from wan.edits import intervene
 from wan.gathered_calls import gather_calls
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
-from wan.modules.edits import intervene
-from wan.modules.head_outputs import ReferenceMeans, record_head_outputs
-from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
-from wan.modules.key_maps import MapQuery
-from wan.modules.run_in_step import RunInStep
+from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
+from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs
 
 HEADS, LAYERS = 12, 5
 POLICIES = {

@@ -1,6 +1,6 @@
 """Symmetric memory that is not there: processes of this machine reach each other's memory through files.
 
-What wan/peer_memory.py does on GPUs it then does here. Barriers are the host's, as all work of a CPU is.
+What wan/kernels/peer_memory.py does on GPUs it then does here; barriers are the host's.
 """
 
 import os
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan import peer_memory
 from wan.exchange import Group
+from wan.kernels import peer_memory
 
 GARBAGE = 0x7B  # in every byte of new memory: a finite number that nobody computes, in any dtype
 

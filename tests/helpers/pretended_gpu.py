@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from wan.modules import attention_backend, layers, reductions, rope
+from wan import backends as attention_backend
+from wan import model as layers
+from wan import reductions, rope
 
 aten = torch.ops.aten
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import torch
 
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 
 MODEL_LAYERS = 4

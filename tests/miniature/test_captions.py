@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from experiments.miniature.captions import answers, scene_of
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.frozen import held_out_scenes
 from experiments.miniature.moving_shapes import KINDS
-from experiments.miniature.tracking import judge
+from experiments.miniature.tracking import answers, judge, scene_of
 
 
 @pytest.mark.parametrize("kind", KINDS)

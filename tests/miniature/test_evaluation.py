@@ -10,11 +10,10 @@ import torch
 
 from experiments.dev import miniature_tables
 from experiments.miniature import evaluation, frozen, tracking
-from experiments.miniature.evaluation import Parts, intervals, shares, wilson
-from experiments.miniature.judges import Judges
-from experiments.miniature.long_tracking import judge_seconds
+from experiments.miniature.evaluation import Judges, Parts, intervals, shares, wilson
 from experiments.miniature.moving_shapes import FPS, Mover, Scene, render
 from experiments.miniature.recipe import Counts
+from experiments.miniature.tracking import judge_seconds
 from wan.config import RunConfig
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)

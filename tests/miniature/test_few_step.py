@@ -8,15 +8,14 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments.miniature import few_step
-from experiments.miniature.few_step import FewStep, teacher_sigmas
-from experiments.miniature.latent_clips import encode_text
+from experiments.miniature import stages as few_step
+from experiments.miniature.latent_clips import build_tokenizer, encode_text
 from experiments.miniature.ranks import Ranks
 from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, SAMPLER_STEPS, SHIFT, StageRun
-from experiments.miniature.tokenizer import build_tokenizer
-from wan.checkpoint_layouts import read_self_forcing_state
-from wan.modules.causal_model import CausalWanModel
-from wan.scheduler import FlowSchedule
+from experiments.miniature.stages import FewStep, teacher_sigmas
+from wan.checkpoint import read_self_forcing_state
+from wan.model import CausalWanModel
+from wan.pipeline import FlowSchedule
 
 MINI = ROOT / "checkpoints" / "wan-mini"
 CAPTIONS = [

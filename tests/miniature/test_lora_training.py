@@ -8,13 +8,13 @@ import torch
 from conftest import ROOT
 
 from experiments import train_mini
-from experiments.miniature import autoencoder, few_step
-from experiments.miniature.lora_training import CHANGES, adapt, frame_mask, lora_state
+from experiments.miniature import stages as few_step
+from experiments.miniature import vae_training as autoencoder
 from experiments.miniature.recipe import MODEL
+from experiments.miniature.stages import CHANGES, adapt, frame_mask, lora_state
 from wan.blocks import visible_frames
-from wan.checkpoint_layouts import read_self_forcing_state
-from wan.lora import lora_of, merge_lora, read_lora
-from wan.modules.causal_model import CausalWanModel, teacher_forcing_mask
+from wan.checkpoint import lora_of, merge_lora, read_lora, read_self_forcing_state
+from wan.model import CausalWanModel, teacher_forcing_mask
 
 MINI = ROOT / "checkpoints" / "wan-mini"
 SMALL = ["--steps", "1", "--batch", "1", "--clips", "1", "--device", "cpu"]

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from experiments import measure_checkpoints
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.dev import readme_drawings, readme_figures
 from experiments.figures import style
 from experiments.miniature import checkpoint_analysis

@@ -11,16 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.extraction import causal
 from experiments.miniature import evaluation
-from experiments.miniature.evaluation import Parts
-from experiments.miniature.generation import Miniature
-from experiments.miniature.judges import Judges
+from experiments.miniature.evaluation import Judges, Miniature, Parts
 from experiments.miniature.moving_shapes import sample_scenes
 from experiments.miniature.recipe import FRAMES, SIDE, Counts
-from wan.checkpoint import read_model_config, read_transformer_state
-from wan.checkpoint_layouts import read_self_forcing_state
+from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
-from wan.modules.text_encoder import TextEncoder, clean_prompt
-from wan.modules.vae import VAE
+from wan.text_encoder import TextEncoder, clean_prompt
+from wan.vae import VAE
 
 MINI = ROOT / "checkpoints" / "wan-mini"
 HELD_OUT = list(itertools.islice(sample_scenes(5, held_out=True, kinds=["single"]), 3))

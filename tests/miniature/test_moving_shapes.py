@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.miniature.latent_clips import build_tokenizer
 from experiments.miniature.moving_shapes import (
     BACK_BY,
     BACKGROUNDS,
@@ -28,7 +29,6 @@ from experiments.miniature.moving_shapes import (
     render_batch,
     sample_scenes,
 )
-from experiments.miniature.tokenizer import build_tokenizer
 
 RED_CIRCLE = Mover("circle", "red", "right", x=0.3, y=0.5, radius=0.2, speed=0.1)
 SCENE = Scene((RED_CIRCLE,), "dark blue")

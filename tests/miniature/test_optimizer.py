@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from experiments.miniature import optimizer, stages
-from experiments.miniature.optimizer import Muon, orthogonal
+from experiments.miniature import stages
+from experiments.miniature import training as optimizer
 from experiments.miniature.ranks import Ranks
 from experiments.miniature.recipe import RECIPES, StageRun
-from experiments.miniature.training import Schedule, Trainer
+from experiments.miniature.training import Muon, Schedule, Trainer, orthogonal
 from wan.blocks import block_ranges, block_sizes
 from wan.errors import ConfigError
 

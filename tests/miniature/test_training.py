@@ -8,15 +8,15 @@ import torch
 from conftest import ROOT
 
 from experiments import train_mini
-from experiments.caches.errors import CacheError, StoppedError
-from experiments.miniature import autoencoder, few_step, training, vae_training
-from experiments.miniature.autoencoder import decode, receptive_field
+from experiments.caches.files import CacheError, StoppedError
+from experiments.miniature import stages as few_step
+from experiments.miniature import training, vae_training
+from experiments.miniature import vae_training as autoencoder
 from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIPS, VAE
 from experiments.miniature.training import Schedule, Trainer
-from experiments.miniature.vae_training import SHORT_SHARE, clip_length
+from experiments.miniature.vae_training import SHORT_SHARE, clip_length, decode, receptive_field
 from experiments.running import cli
-from wan.checkpoint import file_sha256
-from wan.checkpoint_layouts import read_self_forcing_state
+from wan.checkpoint import file_sha256, read_self_forcing_state
 
 SMALL = ["--batch", "1", "--clips", "2", "--device", "cpu", "--no-compile"]
 STAGES = {"vae": "2", "base": "2", "causal": "3", "few_step": "2"}
@@ -231,7 +231,7 @@ def test_recipes_can_be_narrowed():
 
 
 def test_a_damaged_log_is_said_in_one_line(tmp_path):
-    from experiments.miniature.checkpoint_files import log_stage
+    from experiments.miniature.training import log_stage
 
     (tmp_path / "training.json").write_text("not JSON")
     with pytest.raises(CacheError, match="is no log of a training"):
@@ -239,7 +239,7 @@ def test_a_damaged_log_is_said_in_one_line(tmp_path):
 
 
 def test_the_tokenizer_is_the_shipped_one(tmp_path):
-    from experiments.miniature.tokenizer import build_tokenizer
+    from experiments.miniature.latent_clips import build_tokenizer
 
     build_tokenizer().save_pretrained(tmp_path)
     shipped = ROOT / "checkpoints/wan-mini/tokenizer/tokenizer.json"

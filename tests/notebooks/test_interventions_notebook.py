@@ -6,9 +6,10 @@ import torch
 from conftest import ROOT
 from helpers import executed
 
-from experiments.analysis import causal_reports, effects
+from experiments.analysis import effects
+from experiments.analysis import reports as causal_reports
 from experiments.caches import save_cache
-from experiments.caches.common import SCHEMA_VERSION
+from experiments.caches.formats import SCHEMA_VERSION
 
 N, H, F = 3, 4, 6
 COMMON = {

@@ -9,7 +9,9 @@ from conftest import ROOT
 from helpers import executed, synthetic_caches
 from helpers.smaller import smaller_atlas
 
-from experiments.analysis import atlas_reports, head_measures, head_taxonomy, panels, published
+from experiments.analysis import head_measures, panels, published
+from experiments.analysis import reports as atlas_reports
+from experiments.analysis import taxonomy as head_taxonomy
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction.policy_atlas import policy_atlas

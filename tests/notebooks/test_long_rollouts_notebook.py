@@ -11,10 +11,11 @@ from PIL import Image
 
 from experiments.analysis import long_rollouts
 from experiments.analysis.long_rollouts import LongRollouts
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.dev import long_rollout_strips
 from experiments.dev.long_rollout_findings import table
-from experiments.studies import policy_findings, policy_grid
+from experiments.studies import policy_comparison as policy_grid
+from experiments.studies import policy_findings
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from helpers.older_caches import OLDER_LAYER_FIELDS
 
 from experiments.analysis.reports import layer_lines
 from experiments.caches import load_cache, save_cache
-from experiments.caches.convert import layer_from_atlas
+from experiments.caches.store import layer_from_atlas
 from experiments.caches.view import open_profiles
 from experiments.dev import notebook_outputs
 from wan.blocks import later_block

@@ -7,13 +7,18 @@ from conftest import ROOT
 from helpers import executed
 
 from experiments import run_extraction_maps
-from experiments.analysis.map_heads import heads_to_show
-from experiments.analysis.video_maps import open_map
+from experiments.analysis.video_maps import heads_to_show, open_map
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
-from experiments.figures.map_movie import latent_frame
-from experiments.figures.thumbnails import pictures, video_frames
-from experiments.figures.video_maps import bilinear, blend, scale_of, seen_frames
+from experiments.caches.files import CacheError
+from experiments.figures.video_maps import (
+    bilinear,
+    blend,
+    latent_frame,
+    pictures,
+    scale_of,
+    seen_frames,
+    video_frames,
+)
 
 MINI = "--config_path configs/wan_mini.yaml --num_frames 9 --quiet"
 FLAGS = f"{MINI} --layer_indices 2 5 --query_patch 7,1,2 --words"

@@ -9,7 +9,7 @@ import torch
 from helpers import executed, synthetic_caches
 
 from experiments.analysis import reports
-from experiments.analysis.head_choice import choose_heads
+from experiments.analysis.head_measures import choose_heads
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles

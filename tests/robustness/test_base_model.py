@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from experiments import extract_attention_wan
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction import rollout
 from experiments.running import cli, jobs
@@ -135,7 +135,7 @@ def test_numbers_are_guarded_at_the_step_where_they_go_wrong(tmp_path, monkeypat
 
 def test_room_on_the_disk_is_asked_for_before_the_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "experiments.running.output_locks.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000})
+        "experiments.running.locks.shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1000})
     )
     monkeypatch.setattr("wan.checkpoint.build_model", lambda *args: pytest.fail("the model was loaded"))
     for flags in ([], ["--all_layers", "--step", "all"]):

@@ -12,9 +12,9 @@ from helpers import synthetic_caches
 
 from experiments import run_extraction_all, run_extraction_each, run_extraction_figure4
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.extraction import cache_builders, causal
-from experiments.extraction.memory_estimate import estimate_bytes
+from experiments.extraction.memory import estimate_bytes
 from wan.config import load_config
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--quiet"]

@@ -19,7 +19,8 @@ from helpers.judged import HUNG, record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments.running import cli, entry, jobs, sweep
+from experiments.running import cli, jobs, sweep
+from experiments.running import cli as entry
 
 NAMES = (
     "run_extraction",
@@ -132,7 +133,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "run_sweep", begins)
     monkeypatch.setattr("experiments.caches.store.save_cache", begins)
     monkeypatch.setattr("experiments.figures.html_page.save_page", begins)
-    monkeypatch.setattr("experiments.running.output_locks.claimed", begins)
+    monkeypatch.setattr("experiments.running.locks.claimed", begins)
     explained = entry.explained
     monkeypatch.setattr(
         entry, "explained", lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)

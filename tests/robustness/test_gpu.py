@@ -11,9 +11,10 @@ import torch
 from conftest import ROOT
 
 from experiments import extract_attention_wan, run_extraction_figure4
-from experiments.extraction import bidirectional, causal, rollout
+from experiments.extraction import base as bidirectional
+from experiments.extraction import causal, rollout
 from experiments.running import cli
-from wan.modules import reductions
+from wan import reductions
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: GPU memory and GPU determinism need one"

@@ -15,9 +15,13 @@ from helpers.forked import FULL, exit_code
 
 from experiments import run_extraction_all, run_extraction_each, run_extraction_maps
 from experiments.caches import load_cache
-from experiments.caches.errors import RunError
+from experiments.caches.files import RunError
 from experiments.extraction import causal
-from experiments.running import cli, entry, jobs  # noqa: F401  warmed for the forks
+from experiments.running import (
+    cli,
+    jobs,  # noqa: F401  warmed for the forks
+)
+from experiments.running import cli as entry
 from wan import process_group
 from wan.errors import ConfigError
 

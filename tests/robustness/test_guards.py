@@ -9,10 +9,10 @@ from conftest import ROOT
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.extraction import causal, devices
 from experiments.running import cli
+from wan import reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
 from wan.config import load_config
-from wan.modules import reductions
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest
 
 SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
 ALL = [CaptureRequest(granularity="frame")]

@@ -14,9 +14,9 @@ from helpers.judged import record
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.running import cli
-from experiments.running.output_locks import claimed
+from experiments.running.locks import claimed
 
 FLAGS = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--quiet"]
 

@@ -9,7 +9,7 @@ import torch
 from helpers import synthetic_caches
 
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 
 NAN, INF = float("nan"), float("inf")

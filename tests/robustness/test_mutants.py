@@ -29,13 +29,13 @@ from helpers.mutations import (
 from helpers.older_caches import MAKERS, older_figure4, older_inference, older_layer, same
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from wan import checkpoint, weight_names
-from wan.checkpoint import CheckpointError
-from wan.checkpoint_layouts import read_self_forcing_state
-from wan.modules.causal_model import CausalWanModel
-from wan.safe_load import EAGER_BYTES, UnreadableError, is_verified, load_tensors, verify
+from wan import checkpoint
+from wan import checkpoint as weight_names
+from wan.checkpoint import CheckpointError, read_self_forcing_state
+from wan.files import EAGER_BYTES, UnreadableError, is_verified, load_tensors, verify
+from wan.model import CausalWanModel
 
 CACHES, CHECKPOINTS = (900, 500) if FULL else (80, 32)
 

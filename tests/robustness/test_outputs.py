@@ -14,11 +14,10 @@ from conftest import ROOT
 
 from experiments import run_extraction_all, run_extraction_each
 from experiments.caches import load_cache
-from experiments.caches.atomic_files import part_of, replacing
-from experiments.caches.errors import CacheError, RunError
+from experiments.caches.files import CacheError, RunError, part_of, replacing
 from experiments.extraction import causal
 from experiments.running import cli
-from experiments.running.output_locks import claimed
+from experiments.running.locks import claimed
 from wan.errors import ConfigError
 
 SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "3", "--quiet"]

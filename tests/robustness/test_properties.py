@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.caches import frames, load_cache, save_cache
-from experiments.caches.sizes import tensor_bytes
-from experiments.running.sweep_plan import slugs_of
+from experiments.caches.files import tensor_bytes
+from experiments.running.sweep_state import slugs_of
 from wan.blocks import (
     block_frames,
     block_ranges,
@@ -23,7 +23,7 @@ from wan.blocks import (
     video_to_latent_frame,
     visible_frames,
 )
-from wan.zip_records import CHUNK, crc32
+from wan.files import CHUNK, crc32
 
 BLOCKS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
 SEEDS = st.integers(0, 2**32)

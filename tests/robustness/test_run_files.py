@@ -31,10 +31,15 @@ from experiments import (
     run_rollout,
 )
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.extraction import causal
-from experiments.running import cli, jobs, run_files, sweep  # noqa: F401  warmed for the forks
-from experiments.running.output_locks import claimed
+from experiments.running import (
+    cli,
+    jobs,  # noqa: F401  warmed for the forks
+    sweep,  # noqa: F401  warmed for the forks
+)
+from experiments.running import locks as run_files
+from experiments.running.locks import claimed
 
 SHORT = ["--num_frames", "3", "--quiet"]
 
@@ -252,7 +257,7 @@ def test_without_flock_a_lease_expires_by_its_heartbeat(tmp_path, monkeypatch):
     """
     import filelock._unix as unix
 
-    from experiments.running import output_locks
+    from experiments.running import locks as output_locks
 
     def none(*args):
         raise OSError(38, "Function not implemented")

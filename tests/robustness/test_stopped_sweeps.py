@@ -12,9 +12,10 @@ from helpers.stopping import stopping_after
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError, RunError
+from experiments.caches.files import CacheError, RunError
 from experiments.extraction import causal
-from experiments.running import cli, sweep_plan, sweep_state
+from experiments.running import cli, sweep_state
+from experiments.running import sweep_state as sweep_plan
 from wan.errors import ConfigError
 
 SHORT = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--quiet"]
@@ -184,7 +185,7 @@ def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
 
 
 def test_a_cache_that_is_being_made_by_another_script(tmp_path, prompts):
-    from experiments.running.output_locks import claimed
+    from experiments.running.locks import claimed
 
     with claimed({str(tmp_path / "out" / NAMES[0]): 0}):
         other = forked(exit_code(lambda: cli.main(lambda argv: sweeping(prompts, tmp_path / "out")(), [])))

@@ -11,7 +11,7 @@ from helpers.stopping import stopping_after
 
 from experiments import run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.running import cli
 from wan.blocks import block_frames

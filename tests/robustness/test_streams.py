@@ -19,9 +19,12 @@ from helpers.forked import exit_code, forked
 
 from experiments import layers_from_atlas, run_extraction_each
 from experiments.caches import load_cache, save_cache
-from experiments.running import cli, jobs  # noqa: F401  warmed for the forks
+from experiments.running import (
+    cli,
+    jobs,  # noqa: F401  warmed for the forks
+)
+from experiments.running.cli import Unfailing
 from experiments.running.progress import Progress
-from experiments.running.streams import Unfailing
 from wan.errors import ConfigError, OneLineError, one_line, quoted, reason_of
 
 SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
@@ -195,7 +198,7 @@ def opens_without_encoding(path: Path) -> list[int]:
             "nbformat",
             "browser",
         )
-        own = isinstance(node.func, ast.Name) and name == "read_text"  # wan/text_files.py
+        own = isinstance(node.func, ast.Name) and name == "read_text"  # wan/files.py
         text = (name in ("read_text", "write_text") and not own) or (
             name in ("open", "fdopen") and not binary and not low
         )

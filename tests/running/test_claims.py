@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from helpers.forked import exit_code, forked
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.extraction.devices import choose_device
 from experiments.extraction.observer import RunObserver
 from experiments.running import claims as claims_module
 from experiments.running.claims import Claims, item_name
 from experiments.running.ranks import Rank, on_own_device, this_rank
+from wan import backends as attention_backend
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.modules import attention_backend
 
 NAMES = [f"item{i}" for i in range(12)]
 LEASE = 0.8  # seconds

@@ -5,7 +5,8 @@ import re
 import pytest
 from conftest import ROOT
 
-from experiments.caches import common, schema
+from experiments.caches import formats as common
+from experiments.caches import formats as schema
 from experiments.running.cli import run_parser
 
 EXTRACTION, NOTEBOOKS = ((ROOT / folder / "README.md").read_text() for folder in ("experiments", "notebooks"))
@@ -16,7 +17,6 @@ SCRIPTS = [
     "run_extraction_each",
     "run_extraction_figure4",
     "run_extraction_maps",
-    "running/map_flags",
     "layers_from_atlas",
     "extract_attention_wan",
     "match_curve",

@@ -11,7 +11,7 @@ from helpers.rollouts import TWO_STEPS
 from helpers.stopping import stopping_after
 
 from experiments import run_rollout
-from experiments.caches.errors import CacheError, StoppedError
+from experiments.caches.files import CacheError, StoppedError
 from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
 from experiments.extraction.long_rollout import LongVideo
 from experiments.running import long_job

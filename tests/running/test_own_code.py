@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from experiments import Atlas, capture, load, run_extraction_all
 from experiments.caches import load_cache
-from experiments.caches.errors import CacheError, RunError
+from experiments.caches.files import CacheError, RunError
 from experiments.running import cli
 from wan.errors import ConfigError
-from wan.text_files import read_yaml
+from wan.files import read_yaml
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 SHOWN = re.compile(r"^(.+?)  # -> (.+)$")

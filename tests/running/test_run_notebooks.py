@@ -17,13 +17,12 @@ from helpers import synthetic_caches
 
 from experiments import contact_sheet, run_notebooks
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError
-from experiments.figures.contact_sheet import save_contact_sheet
-from experiments.running import cli, notebook_runs
-from experiments.running.layer_caches import LayerCaches
-from experiments.running.notebook_runs import NotebookRuns, fingerprint
-from experiments.running.notebook_table import NOTEBOOKS
-from experiments.running.output_locks import claimed
+from experiments.caches.files import CacheError
+from experiments.figures.folder import save_contact_sheet
+from experiments.running import cli
+from experiments.running import notebooks as notebook_runs
+from experiments.running.locks import claimed
+from experiments.running.notebooks import NOTEBOOKS, LayerCaches, NotebookRuns, fingerprint
 from wan.errors import ConfigError
 
 LAYERS = (0, 3, 4)

@@ -10,9 +10,9 @@ from multiprocessing import get_context
 import psutil
 import pytest
 
-from experiments.running import workers
+from experiments.running import claims as workers
+from experiments.running.claims import end_with, workers_of
 from experiments.running.ranks import Rank
-from experiments.running.workers import end_with, workers_of
 from wan.errors import ConfigError
 
 

@@ -12,19 +12,19 @@ import torch
 from helpers.rollouts import TWO_STEPS
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.errors import CacheError, StoppedError
+from experiments.caches.files import CacheError, StoppedError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
-from experiments.running import run_files
+from experiments.running import locks as run_files
 from experiments.running.claims import Claims
 from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas, direct_effects
-from experiments.studies.causal_atlas_job import atlas_cache, make_atlas
+from experiments.studies.causal_atlas import atlas_cache, make_atlas
 from wan.config import load_config
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.edits import intervene
-from wan.modules.interventions import Ablate, Knockout
+from wan.interventions import Ablate, Knockout
 
 PROMPTS = (
     "a red circle moving right over a dark blue background",

@@ -12,25 +12,23 @@ import pytest
 import torch
 from helpers.rollouts import TWO_STEPS
 
-from experiments.analysis import knockout_curves
+from experiments.analysis import effects as knockout_curves
 from experiments.analysis.effects import head_correlation
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.dev import hidden_shapes as script
 from experiments.dev import hidden_shapes_report
 from experiments.extraction import causal
-from experiments.miniature.evaluation import rendered
-from experiments.miniature.judges import Judges
+from experiments.miniature.evaluation import Judges, rendered
 from experiments.miniature.tracking import judge
 from experiments.running.claims import Claims
 from experiments.running.ranks import Rank
-from experiments.studies import first_frame_removed
-from experiments.studies.head_attention import measures_by_pass
-from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall
+from experiments.studies import hidden_shapes as first_frame_removed
+from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall, measures_by_pass
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.edits import intervene
-from wan.modules.vae import VAE
+from wan.vae import VAE
 
 FRAMES = 6  # latent: two blocks
 DESIGN = Design(captions=2, selection=1, seeds=1, draws=1, counts=(1, 2))

@@ -9,22 +9,23 @@ from helpers.rollouts import TWO_STEPS
 
 from experiments import run_intervention
 from experiments.analysis import published
-from experiments.analysis.causal_reports import tracker_lines
+from experiments.analysis.reports import tracker_lines
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction import bidirectional, causal, reference_means
+from experiments.extraction import base as bidirectional
+from experiments.extraction import causal
+from experiments.extraction import edits as reference_means
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
-from experiments.extraction.edit_files import to_yaml
-from experiments.extraction.interventions import edited
+from experiments.extraction.edits import edited, to_yaml
 from experiments.extraction.observer import RunObserver
 from experiments.running import cli
 from experiments.studies import intervention_job
 from experiments.studies.direct_effects import distance
+from wan.capture import CaptureRequest
 from wan.config import load_config
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.capture import CaptureRequest
-from wan.modules.edits import intervene
-from wan.modules.interventions import Ablate, Knockout, Patch, Source
+from wan.interventions import Ablate, Knockout, Patch, Source
 
 EDIT = Knockout(frames="first", layers=[2], heads=[0, 3], passes="denoise")
 
@@ -127,7 +128,7 @@ def test_a_source_is_the_run_that_it_names(source, loaded, session, config, monk
 
 
 def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tmp_path):
-    monkeypatch.setattr("experiments.extraction.reference_means.FOLDER", tmp_path / "means")
+    monkeypatch.setattr("experiments.extraction.edits.FOLDER", tmp_path / "means")
     few = replace(config, reference_prompts=config.reference_prompts[:1])
     plain, latents = session.rollout(few), []
     for how, source in (("zero", None), ("mean", None), ("frame_mean", None), ("resample", Source(seed=3))):

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.extraction import reference_means
+from experiments.extraction import edits as reference_means
 from experiments.studies.causal_atlas import Study
 from experiments.studies.intervention_job import base_runs
-from experiments.studies.policy_comparison import Comparison
-from experiments.studies.policy_comparison_job import held_out
+from experiments.studies.policy_comparison import Comparison, held_out
 from wan.config import ModelConfig, load_config
-from wan.modules.interventions import Knockout
+from wan.interventions import Knockout
 
 EDIT = Knockout(frames="first", layers=[1], passes="denoise")
 OF_RUNS = {

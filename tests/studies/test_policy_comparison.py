@@ -10,16 +10,17 @@ import pytest
 import torch
 from helpers.rollouts import TWO_STEPS
 
-from experiments.caches.errors import CacheError
+from experiments.caches.files import CacheError
 from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
-from experiments.extraction.streaming import decoded_blocks
-from experiments.extraction.video import to_pixels
-from experiments.running import run_files
-from experiments.studies import policy_comparison, policy_comparison_job, policy_grid
+from experiments.extraction.video import decoded_blocks, to_pixels
+from experiments.running import locks as run_files
+from experiments.studies import policy_comparison
+from experiments.studies import policy_comparison as policy_comparison_job
+from experiments.studies import policy_comparison as policy_grid
 from experiments.studies.policy_comparison import Comparison
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.modules.vae import VAE, StreamedDecoder
+from wan.vae import VAE, StreamedDecoder
 
 pytestmark = pytest.mark.slow
 FRAMES = 6

@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from experiments import run_extraction_each
 from experiments.extraction.provenance import provenance
 from experiments.running import cli
+from wan import attention
+from wan import backends as attention_backend
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.modules import attention, attention_backend, gelu_linear
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
+from wan.kernels import gelu_linear
+from wan.policies import make_policy
 
 GPU, LONG = torch.device("cuda:0"), attention_backend.FEWEST_KEYS_OF_FUNCTION
 SHORT = attention_backend.FEWEST_KEYS - 1
@@ -63,9 +65,9 @@ def machine(monkeypatch):
         package.__spec__ = ModuleSpec("flash_attn", None)  # transformers looks at it
         monkeypatch.setitem(sys.modules, "flash_attn", package)
         monkeypatch.setitem(sys.modules, "flash_attn.cute", module if installed else None)
-        of_hopper = ModuleType("wan.modules.hopper_attention")
+        of_hopper = ModuleType("wan.kernels.fa4")
         of_hopper.attention = launched
-        monkeypatch.setitem(sys.modules, "wan.modules.hopper_attention", of_hopper if installed else None)
+        monkeypatch.setitem(sys.modules, "wan.kernels.fa4", of_hopper if installed else None)
         monkeypatch.setattr(attention_backend, "fa4_version", lambda: installed)
         monkeypatch.setattr(attention_backend, "installed_version", lambda name: QUACK if installed else None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import pretended_gpu
 
-from wan.modules.attention import attention_with_lse, masked_attention_with_lse
+from wan.attention import attention_with_lse, masked_attention_with_lse
 
 aten = torch.ops.aten
 HALF, FLOAT = torch.bfloat16, torch.float32

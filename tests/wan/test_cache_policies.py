@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.errors import ConfigError
-from wan.modules.cache_policies import POLICIES, make_policy
-from wan.modules.key_layout import AVERAGE, CHOSEN
-from wan.modules.rope import rotate
+from wan.keys import AVERAGE, CHOSEN
+from wan.policies import POLICIES, make_policy
+from wan.rope import rotate
 
 
 @st.composite

@@ -8,15 +8,14 @@ from conftest import golden_arrays, golden_model
 from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
-from wan.modules import captured_call, host_copies
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import CapturedCall, Pass, Site
-from wan.modules.causal_model import teacher_forcing_mask
-from wan.modules.key_layout import KeyLayout
-from wan.modules.layers import Rope
-from wan.modules.model import WanModel
-from wan.modules.older_capture import OlderCapture
+from wan import captured_call
+from wan import keys as host_copies
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.capture import CaptureRequest
+from wan.captured_call import CapturedCall, Pass, Site
+from wan.keys import KeyLayout
+from wan.legacy_api import OlderCapture
+from wan.model import Rope, WanModel, teacher_forcing_mask
 from wan.pipeline import CausalInferencePipeline
 
 EVERYTHING = {

@@ -9,15 +9,14 @@ import torch
 from conftest import golden_model
 from helpers.rollouts import TWO_STEPS
 
-from wan.modules import reductions
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
-from wan.modules.edits import intervene
-from wan.modules.interventions import Knockout
-from wan.modules.key_layout import CHOSEN, ChosenTokens, KeyLayout, Slot
-from wan.modules.key_segments import KeySegments, key_frames
+from wan import reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
+from wan.edits import intervene
+from wan.interventions import Knockout
+from wan.keys import CHOSEN, ChosenTokens, KeyLayout, KeySegments, Slot, key_frames
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 
 S = 6  # tokens per frame: latents of 4 x 6
 POLICIES = [

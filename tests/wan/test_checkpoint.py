@@ -9,12 +9,11 @@ from conftest import GOLDEN, golden_arrays, golden_config, golden_model
 from helpers.checkpoints import GOLDEN_MODEL, diffusers_model, write_transformer
 from safetensors.torch import save_file
 
-from wan import checkpoint, weight_names
-from wan.checkpoint import CheckpointError
-from wan.checkpoint_layouts import read_self_forcing_state
+from wan import checkpoint
+from wan import checkpoint as weight_names
+from wan.checkpoint import CheckpointError, read_self_forcing_state
 from wan.config import MODELS
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.model import WanModel
+from wan.model import CausalWanModel, WanModel
 
 
 @pytest.fixture

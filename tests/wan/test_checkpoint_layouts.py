@@ -6,11 +6,18 @@ from conftest import golden_arrays
 from helpers.checkpoints import GOLDEN_MODEL
 from safetensors.torch import save_file
 
-from wan.checkpoint import CheckpointError
-from wan.checkpoint_layouts import prefixes_of, read_checkpoint
-from wan.lora import LoRA, merge_lora, read_lora
-from wan.weight_names import to_diffusers_names
-from wan.weights import check_sizes, describe_sizes, sizes_of
+from wan.checkpoint import (
+    CheckpointError,
+    LoRA,
+    check_sizes,
+    describe_sizes,
+    merge_lora,
+    prefixes_of,
+    read_checkpoint,
+    read_lora,
+    sizes_of,
+    to_diffusers_names,
+)
 
 
 @pytest.fixture(scope="module")

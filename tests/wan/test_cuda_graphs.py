@@ -8,16 +8,16 @@ import torch
 from conftest import golden_model
 from helpers.processes import together
 
-from wan import cuda_graphs
-from wan.cuda_graphs import apply_cuda_graphs, forget_cuda_graphs
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.edits import intervene
-from wan.modules.interventions import Knockout
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
+from wan.edits import intervene
+from wan.interventions import Knockout
+from wan.kernels import graphs as cuda_graphs
+from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
+from wan.model import CausalWanModel
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 from wan.rolling_forcing import RollingForcingPipeline
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

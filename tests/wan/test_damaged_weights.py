@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from experiments import run_extraction_all
 from experiments.caches import load_cache
 from experiments.dev import random_weights
-from experiments.extraction import memory_estimate
+from experiments.extraction import memory as memory_estimate
 from experiments.running import cli
-from wan import checkpoint, native
+from wan import checkpoint
+from wan import checkpoint as native
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers.diffusers_pipeline import sample, small_wan_pipeline
 
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.captured_call import Site
+from wan.diffusers_capture import capture_diffusers
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.captured_call import Site
-from wan.modules.diffusers_capture import capture_diffusers
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.modules.captured_call import Pass, Site
-from wan.modules.edit_fields import InterventionError
-from wan.modules.edited_call import jittered_bases
-from wan.modules.edits import intervene
-from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
-from wan.modules.key_layout import KeyLayout, Slot
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.captured_call import Pass, Site
+from wan.edits import intervene, jittered_bases
+from wan.interventions import Ablate, Bias, InterventionError, Jitter, Knockout, Move, Patch
+from wan.keys import KeyLayout, Slot
 
 HEADS, DIM, S = 3, 12, 5  # the temporal share of 12 dims is 4: two frequencies
 PAST, OWN = (0, 1, 4, 5), (6, 7)  # frames 2 and 3 have left; key frames in order

@@ -6,14 +6,12 @@ import pytest
 import torch
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.edit_fields import InterventionError
-from wan.modules.edits import intervene
-from wan.modules.head_outputs import ReferenceMeans, record_head_outputs
-from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
-from wan.modules.run_in_step import RunInStep
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.edits import intervene
+from wan.interventions import Ablate, Bias, InterventionError, Jitter, Knockout, Move, Patch
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
+from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs
 
 FRAMES, HEADS = 12, 3
 

@@ -8,15 +8,14 @@ import torch
 from conftest import golden_model
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.edits import ACTIVE_EDITS, intervene
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.edit_fields import InterventionError
-from wan.modules.edits import ACTIVE_EDITS, intervene
-from wan.modules.head_outputs import ReferenceMeans, record_head_outputs
-from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move
-from wan.modules.model import WanModel
+from wan.interventions import Ablate, Bias, InterventionError, Jitter, Knockout, Move
+from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline, flow_to_x0
+from wan.policies import make_policy
+from wan.recorders import ReferenceMeans, record_head_outputs
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each

@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.modules.captured_call import Pass, Site
-from wan.modules.edit_fields import InterventionError
-from wan.modules.edited_call import jittered_bases
-from wan.modules.edits import intervene
-from wan.modules.interventions import Jitter, Move
-from wan.modules.key_layout import MIXED, KeyLayout, Slot
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.captured_call import Pass, Site
+from wan.edits import intervene, jittered_bases
+from wan.interventions import InterventionError, Jitter, Move
+from wan.keys import MIXED, KeyLayout, Slot
 
 HEADS, DIM, S = 3, 12, 5
 OWN = (6, 7)

@@ -6,9 +6,9 @@ from conftest import golden_model
 from helpers.kernels import drawn, require_triton, where
 from helpers.rollouts import TWO_STEPS
 
-from wan.modules import late_logits, reductions
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest
+from wan import late_logits, reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
 from wan.pipeline import CausalInferencePipeline
 
 require_triton()
@@ -23,7 +23,7 @@ require_triton()
 )
 def test_sums_of_queries_and_mean_keys(place, dtype, size):
     """Of queries between others, and keys in a cache; what lies around the means stays."""
-    from wan.modules import frame_sum_kernel
+    from wan.kernels import frame_sum as frame_sum_kernel
 
     heads, dim, S, query_frames, count = size
     q = drawn(2, query_frames * S, 3, heads, dim).to(place, dtype)[:, :, 1]  # as an exchange gives them
@@ -40,7 +40,7 @@ def test_sums_of_queries_and_mean_keys(place, dtype, size):
 
 @where
 def test_heads_that_do_not_lie_together(place):
-    from wan.modules import frame_sum_kernel
+    from wan.kernels import frame_sum as frame_sum_kernel
 
     q, k = (drawn(1, 10, 4, 16).to(place)[:, :, 1:] for _ in range(2))
     means = torch.empty(1, 2, 3, 16, device=place)
@@ -57,7 +57,7 @@ def test_a_rollout(place, monkeypatch):
     model = golden_model().to(place, dtype)
     noise, text = drawn(2, 12, 16, 4, 6).to(place, dtype), drawn(2, 32, 64).to(place, dtype)
     pipeline = CausalInferencePipeline(model, **TWO_STEPS)
-    from wan.modules import frame_sum_kernel
+    from wan.kernels import frame_sum as frame_sum_kernel
 
     found, launched, kernel = [], [], frame_sum_kernel.sums_and_means
     monkeypatch.setattr(

@@ -4,12 +4,12 @@ import pytest
 import torch
 from conftest import golden_arrays, golden_config, golden_model
 
-from wan.modules import layers, rope
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.captured_call import Pass
-from wan.modules.model import WanModel
-from wan.pipeline import CausalInferencePipeline
-from wan.scheduler import FlowSchedule, add_noise
+from wan import model as layers
+from wan import rope
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.captured_call import Pass
+from wan.model import WanModel
+from wan.pipeline import CausalInferencePipeline, FlowSchedule, add_noise
 
 CASES = list(golden_config()["cases"])
 ATOL = 2e-5  # tests/golden/README.md: the smallest real mistake moves the flow by 6e-5

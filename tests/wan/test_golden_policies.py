@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import GOLDEN, golden_model
 
-from wan.modules import layers
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.modules.cache_policies import make_policy
-from wan.modules.key_layout import CHOSEN, EMPTY, KeyLayout
+from wan import model as layers
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.keys import CHOSEN, EMPTY, KeyLayout
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 from wan.prompt_schedule import PromptSwitch
 
 ATOL = 2e-5  # the smallest wrong policy moves the latents by 5e-3

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wan.modules.attention import attention_with_lse
-from wan.modules.grouped_attention import KeyBias, attend_by_groups
+from wan.attention import attention_with_lse
+from wan.backends import KeyBias, attend_by_groups
 
 HEADS, QUERIES, DIM, SLOTS, S = 3, 10, 12, 5, 7
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 
-from wan.modules.head_outputs import HeadOutputs, ReferenceMeans, record_head_outputs
 from wan.pipeline import CausalInferencePipeline
+from wan.recorders import HeadOutputs, ReferenceMeans, record_head_outputs
 
 FRAMES, TOKENS, HEADS = 3, 5, 4
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from wan.modules import attention_backend, gelu_linear, reductions
+from wan import backends as attention_backend
+from wan import reductions
+from wan.kernels import gelu_linear
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(
@@ -37,7 +39,7 @@ def call(sizes, factor: float = 1.0):
 @pytest.mark.parametrize("sizes", CALLS.values(), ids=CALLS)
 def test_masses_are_those_of_the_softmax(sizes, factor):
     """Against float64, no worse than the kernel of their own; and the output is the same, bit for bit."""
-    from wan.modules.mass_kernel import query_frame_mass  # Triton is there only beside CUDA
+    from wan.kernels.mass import query_frame_mass  # Triton is there only beside CUDA
 
     q, k, v = call(sizes, factor)
     frames = sizes[3]
@@ -71,7 +73,7 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
     """They are rounded twice, so their error may be √2 times that of one rounding, in both directions alike;
     the others are what the kernel alone gives, bit for bit.
     """
-    from wan.modules import waves
+    from wan.kernels import fa4 as waves
 
     q, k, v = call((1, heads, 4680, 21, 1560), factor)
     whole, chunks = waves.plan(
@@ -91,7 +93,7 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
 
 @pytest.mark.parametrize("queries_each", [1, 3])
 def test_masses_by_query_frame(queries_each):
-    from wan.modules.mass_kernel import query_frame_mass
+    from wan.kernels.mass import query_frame_mass
 
     q, k, v = call(CALLS["two items"])
     _, lse, tails = attention_backend.fa4_with_tails(q, k, v, 7)

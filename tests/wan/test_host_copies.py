@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wan.modules import host_copies
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.captured_call import CapturedCall, Site, move_to_cpu
+from wan import keys as host_copies
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.captured_call import CapturedCall, Site, move_to_cpu
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: copies need its streams")
 LARGE = host_copies.SMALL + 1

@@ -4,9 +4,18 @@ import json
 
 import pytest
 
-from wan.modules.edit_dicts import edit_from_dict, fingerprint
-from wan.modules.edit_fields import InterventionError
-from wan.modules.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, Source
+from wan.interventions import (
+    Ablate,
+    Bias,
+    InterventionError,
+    Jitter,
+    Knockout,
+    Move,
+    Patch,
+    Source,
+    edit_from_dict,
+    fingerprint,
+)
 
 EDITS = {
     "knock out the first frame: layer 5, head 10, denoising passes": Knockout(

@@ -18,13 +18,14 @@ from helpers.rollouts import rollout, tiny_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from wan import cuda_graphs
+from wan import model as layers
+from wan import reductions, rope
 from wan.config import ModelConfig
-from wan.cuda_graphs import apply_cuda_graphs
-from wan.modules import layers, reductions, rope
-from wan.modules.layers import GatedAdd, ModulatedNorm, QueryKeyNorm
-from wan.modules.rope import RotaryTable
+from wan.kernels import graphs as cuda_graphs
+from wan.kernels.graphs import apply_cuda_graphs
+from wan.model import GatedAdd, ModulatedNorm, QueryKeyNorm
 from wan.pipeline import CausalInferencePipeline
+from wan.rope import RotaryTable
 
 require_triton()
 pytestmark = pytest.mark.skipif(
@@ -54,7 +55,7 @@ def test_mass_of_frames(call):
 
 def test_programs_share_the_frames(call, monkeypatch):
     """A program's share follows from KEYS_EACH and changes no bit."""
-    from wan.modules import mass_kernel
+    from wan.kernels import mass as mass_kernel
 
     q, k, lse, _ = call
     frames = next(n for n in (7, 9, 6, 4) if k.shape[1] % n == 0)
@@ -118,7 +119,7 @@ def test_key_tokens(call):
 
 
 def test_key_tokens_by_query_frame(call):
-    from wan.modules import map_kernel
+    from wan.kernels import mass as map_kernel
 
     q, k, lse, logits = call
     frames = next(n for n in (3, 5, 4, 7) if q.shape[1] % n == 0)
@@ -133,7 +134,7 @@ def test_key_tokens_by_query_frame(call):
 @pytest.mark.parametrize("tables", [1, 2], ids=["of all", "of each item"])
 def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
     """And what lies around them stays; rows that do not lie as a cache's do are turned without the kernel."""
-    from wan.modules import fused
+    from wan.kernels import fused
 
     raw, keys = drawn(2, 9, 3, 24).to(dtype), drawn(2, 12, 3, 24).to(dtype)
     cos, sin = RotaryTable(24)(range(4, 9), 1, 1, torch.device("cpu"))
@@ -155,7 +156,7 @@ def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
 @torch.no_grad()
 def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypatch):
     """Each module with its kernel against itself in float64 without it."""
-    from wan.modules import fused
+    from wan.kernels import fused
 
     dim, length = heads * head_dim, 15
     x, y = ((drawn(2, length, dim) * 3 + shift).to(dtype) for shift in (2, 0))
@@ -183,7 +184,7 @@ def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypa
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_behind_attention(rows, dtype, monkeypatch):
     """By the kernels that add and norm at once, where the module is in half or in whole precision."""
-    from wan.modules import fused
+    from wan.kernels import fused
 
     called, kernel = [], fused.add_norm
     monkeypatch.setattr(fused, "add_norm", lambda *given, **more: called.append(1) or kernel(*given, **more))
@@ -194,7 +195,7 @@ def test_a_layer_behind_attention(rows, dtype, monkeypatch):
 
 
 def test_queries_and_keys_in_a_place_of_their_own(monkeypatch):
-    from wan.modules import fused
+    from wan.kernels import fused
 
     norm = QueryKeyNorm(ModelConfig(dim=48, ffn_dim=8, num_heads=3, num_layers=1)).requires_grad_(False)
     tables = RotaryTable(16)(range(3), 1, 5, torch.device("cpu"))
@@ -209,7 +210,7 @@ def test_queries_and_keys_in_a_place_of_their_own(monkeypatch):
 @torch.no_grad()
 def test_what_comes_to_a_place_of_its_own(dtype, monkeypatch):
     """The same bits, also over what was read."""
-    from wan.modules import fused
+    from wan.kernels import fused
 
     monkeypatch.setattr(layers, "fused_kernels", lambda _: fused)
     (x, y), rows = drawn(2, 2, 15, 48).to(dtype), drawn(2, 3, 4, 48).unbind(2)
@@ -235,7 +236,7 @@ class Copies(TorchDispatchMode):
 
 def test_graphs_copy_activations_once_a_forward(monkeypatch):
     """A layer's input, and nothing within layers: other kernels write where graphs read, and to the cache."""
-    from wan.modules import fused
+    from wan.kernels import fused
 
     for module in (layers, cuda_graphs):
         monkeypatch.setattr(module, "fused_kernels", lambda _: fused)

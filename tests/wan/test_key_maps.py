@@ -4,14 +4,13 @@ import pytest
 import torch
 from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 
-from wan.modules import reductions
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention_with_lse
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
-from wan.modules.edits import intervene
-from wan.modules.interventions import Bias, Knockout
-from wan.modules.key_maps import MapQuery
-from wan.modules.key_segments import key_frames, key_tokens
+from wan import reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention_with_lse
+from wan.capture import CaptureRequest, MapQuery
+from wan.edits import intervene
+from wan.interventions import Bias, Knockout
+from wan.keys import key_frames, key_tokens
+from wan.policies import make_policy
 
 S = 5  # tokens of a frame of the tiny rollout
 HALF = 2**-10  # of float16's rounding, with a little room: relative

@@ -7,12 +7,12 @@ from helpers.rollouts import rollout, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wan import model as layers
+from wan.cache import KVCache
 from wan.errors import ConfigError
-from wan.modules import layers
-from wan.modules.cache_policies import make_policy, of_window
-from wan.modules.key_means import KeyMeans
-from wan.modules.kv_cache import KVCache
-from wan.modules.rope import rotate
+from wan.key_means import KeyMeans
+from wan.policies import make_policy, of_window
+from wan.rope import rotate
 
 LAYERS, HEADS, DIM = 2, 3, 4
 

@@ -7,11 +7,11 @@ import torch
 from helpers.kernels import drawn
 from helpers.rollouts import rollout, tiny_pipeline
 
-from wan.modules import late_logits, reductions
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.modules.capture import CaptureRequest
-from wan.modules.captured_call import Pass, Site
-from wan.modules.key_layout import KeyLayout, Slot
+from wan import late_logits, reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.capture import CaptureRequest
+from wan.captured_call import Pass, Site
+from wan.keys import KeyLayout, Slot
 
 S, AT = 5, Pass(query_frames=(2, 3))
 KINDS = pytest.mark.parametrize("of_rollout", [True, False], ids=["of a rollout", "of nobody's rollout"])

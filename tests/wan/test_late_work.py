@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.captured_call import Pass
-from wan.modules.key_layout import KeyLayout
-from wan.modules.late_work import BEHIND, LateWork
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.captured_call import Pass
+from wan.keys import KeyLayout
+from wan.late_logits import BEHIND, LateWork
 
 
 def test_work_is_done_in_order_and_no_later_than_said():

@@ -11,11 +11,10 @@ import torch
 from conftest import golden_config
 from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 
+from wan import model as layers
 from wan.config import ModelConfig
-from wan.modules import layers
-from wan.modules.causal_model import teacher_forcing_mask
-from wan.modules.layers import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm
-from wan.modules.rope import RotaryTable
+from wan.model import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm, teacher_forcing_mask
+from wan.rope import RotaryTable
 
 pytestmark = pytest.mark.real_gpu  # its kernels; test_kernels.py interprets them
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -78,7 +77,7 @@ def test_a_norm_behind_a_sum_has_the_bits_of_both_apart(
     """With graphs a layer's last sum and the next one's norm are one kernel, without they are two."""
     if device.type != "cuda":
         pytest.skip("it is a kernel of GPUs, which test_kernels.py interprets")
-    from wan.modules import fused
+    from wan.kernels import fused
 
     dim = heads * head_dim
     x, y = inputs(dtype, device, (batch, frames * tokens, dim), (batch, frames * tokens, dim))

@@ -13,10 +13,11 @@ from helpers.checkpoints import SMALL_UMT5
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan import checkpoint, native
+from wan import checkpoint
+from wan import checkpoint as native
 from wan.checkpoint import CheckpointError
 from wan.config import MODELS, ModelConfig
-from wan.modules.vae import VAE
+from wan.vae import VAE
 
 SMALL_VAE = {"base_dim": 8, "num_res_blocks": 2}
 

@@ -5,11 +5,9 @@ import torch
 from conftest import golden_arrays
 from helpers.checkpoints import GOLDEN_MODEL
 
-from wan import checkpoint
-from wan.modules import offload
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.model import WanModel
+from wan import checkpoint, offload
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.model import CausalWanModel, WanModel
 from wan.pipeline import CausalInferencePipeline
 
 pytestmark = pytest.mark.real_gpu  # its streams of copies

@@ -12,8 +12,8 @@ from helpers.processes import together
 
 from wan.errors import ConfigError
 from wan.exchange import WIDE, widened
-from wan.modules.cache_policies import make_policy
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
+from wan.policies import make_policy
 from wan.prompt_schedule import PromptSwitch
 
 ATOL = 1e-5

@@ -5,22 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.caches.schema import check
+from experiments.caches.formats import check
 from experiments.caches.view import open_passes, open_profiles
-from experiments.extraction import cache_builders, causal, memory_estimate
+from experiments.extraction import cache_builders, causal
+from experiments.extraction import memory as memory_estimate
 from tests.helpers.rollouts import TINY, TWO_STEPS, tiny_pipeline
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
 from wan.config import load_config
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
-from wan.modules.edit_fields import InterventionError
-from wan.modules.edits import intervene
-from wan.modules.interventions import Ablate, Jitter, Knockout
-from wan.pass_plan import PassPlan
-from wan.pipeline import RECACHE, CausalInferencePipeline
+from wan.interventions import Ablate, InterventionError, Jitter, Knockout
+from wan.pipeline import RECACHE, CausalInferencePipeline, FlowSchedule, PassPlan, add_noise, flow_to_x0
+from wan.policies import make_policy
 from wan.prompt_schedule import PromptSwitch
-from wan.scheduler import FlowSchedule, add_noise, flow_to_x0
 
 TWO_STEP = {"denoising_step_list": [1000, 500], "first_block_steps": [1000, 750, 500, 250]}
 

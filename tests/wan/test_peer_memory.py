@@ -11,13 +11,13 @@ from helpers.parallel_rollouts import POLICIES, REQUESTS, edited_runs, every_pol
 from helpers.peers import FileHandle, give_peers
 from helpers.processes import together
 
-from wan import peer_memory
-from wan.cuda_graphs import apply_cuda_graphs
+from wan.capture import CaptureRequest
 from wan.exchange import AllToAll
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
+from wan.kernels import peer_memory
+from wan.kernels.graphs import apply_cuda_graphs
+from wan.kernels.peer_memory import AFTER, BEFORE, PeerMemory, peer_memory_of
 from wan.parallel import apply_head_parallel
-from wan.peer_memory import AFTER, BEFORE, PeerMemory, peer_memory_of
+from wan.policies import make_policy
 from wan.process_group import TIMEOUT
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ from conftest import golden_model
 from helpers.policy_inputs import policy_inputs
 from helpers.rollouts import TWO_STEPS
 
+from wan import model as layers
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.modules import layers
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.capture import CaptureRequest
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 from wan.prompt_schedule import PromptSwitch
 
 HEADS, LAYERS, S = 12, 5, 6

@@ -5,7 +5,7 @@ import torch
 from conftest import golden_arrays, golden_model
 
 from wan.errors import ConfigError
-from wan.modules.causal_model import CausalWanModel
+from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.prompt_schedule import PromptSwitch
 

@@ -7,8 +7,8 @@ from conftest import ROOT
 
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.modules.cache_policies import POLICIES, make_policy, read_policy
-from wan.text_files import read_yaml
+from wan.files import read_yaml
+from wan.policies import POLICIES, make_policy, read_policy
 
 FILES = sorted((ROOT / "configs/policies").glob("*.yaml"))
 

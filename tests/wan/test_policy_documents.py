@@ -6,9 +6,9 @@ import re
 from conftest import ROOT, golden_model
 
 from experiments.dev.policy_figures import PICTURES
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import POLICIES
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import POLICIES
 
 
 def test_the_policy_of_the_contributors_page_runs():
@@ -17,7 +17,7 @@ def test_the_policy_of_the_contributors_page_runs():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     source = re.search(r"```python\n(@dataclass\nclass EveryOther.*?)```", text, re.S)[1]
     names: dict = {}
-    header = "from dataclasses import dataclass\nfrom wan.modules.policies.base import WindowedPolicy\n"
+    header = "from dataclasses import dataclass\nfrom wan.policies import WindowedPolicy\n"
     exec(header + source, names)
     policy = names["EveryOther"](window=8, sink=1)
     policy.check([3])

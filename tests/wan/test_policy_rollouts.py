@@ -8,10 +8,10 @@ from conftest import golden_model
 from helpers.policy_inputs import policy_inputs
 from helpers.rollouts import TWO_STEPS
 
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 from wan.prompt_schedule import PromptSwitch
 
 ANY = [

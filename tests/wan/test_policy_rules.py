@@ -12,12 +12,12 @@ from helpers.policy_oracle import Frame, LayerOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.modules import layers
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import POLICIES, make_policy
-from wan.modules.causal_model import CausalWanModel
-from wan.modules.key_segments import key_frames
+from wan import model as layers
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.keys import key_frames
+from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import POLICIES, make_policy
 from wan.prompt_schedule import PromptSwitch
 
 HEADS, LAYERS, WIDTH, S = 2, 2, 2, 2

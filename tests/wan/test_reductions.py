@@ -7,8 +7,8 @@ within 1e-6; in bfloat16 no worse than twice the error of the same formula in pl
 import pytest
 import torch
 
-from wan.modules import attention, reductions
-from wan.modules.attention import attention_with_lse
+from wan import attention, reductions
+from wan.attention import attention_with_lse
 
 # heads, head dim, tokens a frame, query frames, key frames
 SIZES = [

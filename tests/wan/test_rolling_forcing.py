@@ -4,20 +4,19 @@ import pytest
 import torch
 
 from experiments.analysis.reports import describe
-from experiments.caches.schema import check
+from experiments.caches.formats import check
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal
 from tests.helpers.rollouts import TINY, tiny_pipeline
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.captured_call import Site
 from wan.config import load_config
+from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.captured_call import Site
-from wan.modules.edits import intervene
-from wan.modules.interventions import Knockout
-from wan.modules.rolling_cache import RollingCache
-from wan.modules.rope import RotaryTable, rotate
-from wan.rolling_forcing import RollingForcingPipeline
-from wan.scheduler import add_noise, flow_to_x0
+from wan.interventions import Knockout
+from wan.pipeline import add_noise, flow_to_x0
+from wan.rolling_forcing import RollingCache, RollingForcingPipeline
+from wan.rope import RotaryTable, rotate
 
 STEPS = [1000, 800, 600, 400, 200]
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 from helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
 
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.edit_fields import InterventionError
-from wan.modules.edits import intervene
-from wan.modules.interventions import Jitter, Knockout
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.edits import intervene
+from wan.interventions import InterventionError, Jitter, Knockout
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 from wan.prompt_schedule import PromptSwitch
 
 FRAMES = 18

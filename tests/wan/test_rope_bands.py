@@ -11,10 +11,10 @@ from helpers.rollouts import rollout, tiny_pipeline
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache
-from wan.modules import reductions
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.capture import CaptureRequest
-from wan.modules.rope import RotaryTable, rotate
+from wan import reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import CaptureRequest
+from wan.rope import RotaryTable, rotate
 
 SIZES = [
     (16, 5, 3, 6),

@@ -6,16 +6,14 @@ import pytest
 import torch
 from helpers.rollouts import TINY, tiny_pipeline
 
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.edits import ACTIVE_EDITS, intervene
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.edit_fields import InterventionError
-from wan.modules.edits import ACTIVE_EDITS, intervene
-from wan.modules.head_outputs import record_head_outputs
-from wan.modules.interventions import Ablate, Patch, Source
-from wan.modules.offload import StreamedBlocks
-from wan.modules.run_in_step import RunInStep
+from wan.interventions import Ablate, InterventionError, Patch, Source
+from wan.offload import StreamedBlocks
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
+from wan.recorders import RunInStep, record_head_outputs
 
 CHOSEN = {"layers": [1], "heads": [2], "blocks": [1], "steps": [1], "passes": "denoise"}
 CALL = {"layers": [1], "blocks": [1], "steps": [1]}

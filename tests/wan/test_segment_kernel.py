@@ -10,12 +10,13 @@ from helpers.kernels import drawn, require_triton, where
 from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import TWO_STEPS
 
-from wan.modules import host_copies, reductions
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.cache_policies import make_policy
-from wan.modules.key_layout import CHOSEN, ChosenTokens, KeyLayout, Slot
-from wan.modules.key_means import KeyMeans
+from wan import keys as host_copies
+from wan import reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.key_means import KeyMeans
+from wan.keys import CHOSEN, ChosenTokens, KeyLayout, Slot
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
 
 require_triton()
 
@@ -25,7 +26,7 @@ require_triton()
 @pytest.mark.parametrize("shared", [True, False], ids=["bounds of all", "bounds of each item"])
 def test_mean_keys_of_runs(place, dtype, shared):
     """Of keys that lie in a cache; some runs are empty, one is longer than a tile."""
-    from wan.modules import segment_kernel
+    from wan.kernels import mass as segment_kernel
 
     edges = [[20, 20, 21, 150, 150, 163], [20, 64, 64, 84, 163, 163]][: 1 if shared else 2]
     bounds = torch.tensor(edges, dtype=torch.int32, device=place)
@@ -41,7 +42,7 @@ def test_mean_keys_of_runs(place, dtype, shared):
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (0, 2), (3, 0), (0, 0)])
 def test_masses_of_segments(place, before, after, monkeypatch):
     """Whole slots are means over queries, runs are sums over tokens, more than are read at once."""
-    from wan.modules import segment_kernel
+    from wan.kernels import mass as segment_kernel
 
     monkeypatch.setattr(segment_kernel, "SUMMED", 16)
     S, whole = 40, drawn(2, 3, before + after, 2 * 18).abs().to(place)
@@ -96,7 +97,7 @@ def test_whole_slots_are_taken_from_what_attention_kept(place, runs, monkeypatch
 @pytest.mark.parametrize("items", [1, 2])
 def test_values_by_frame_and_by_slot(place, mass, items):
     """Products with four matrices at once; a mean over no token stays NaN, and is nobody else's."""
-    from wan.modules import segment_kernel
+    from wan.kernels import mass as segment_kernel
 
     logits, masses = drawn(2, 3, 2, 70).to(place), drawn(2, 3, 2, 70)[..., :].abs().to(place)
     means, sums = ([drawn(items, 1, 70, n).to(place) for n in (37, 5)] for _ in range(2))

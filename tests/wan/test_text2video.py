@@ -9,10 +9,10 @@ from conftest import golden_arrays, golden_model
 from diffusers import UniPCMultistepScheduler
 from helpers.checkpoints import diffusers_model
 
-from wan import weight_names
+from wan import checkpoint as weight_names
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
-from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.modules.model import WanModel
+from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 4

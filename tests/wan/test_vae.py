@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wan.modules.vae import VAE, StreamedDecoder, channels_last
+from wan.vae import VAE, StreamedDecoder, channels_last
 
 SIZES = {"base_dim": 8, "decoder_base_dim": 4, "z_dim": 4, "num_res_blocks": 1, "dim_mult": [1, 2, 2, 2]}
 PATCHES = {"dim_mult": [1, 2, 2], "temperal_downsample": [True, True], "patch_size": 2}
@@ -65,7 +65,7 @@ def test_encoding_is_diffusers_own(vae, frames):
 
 def test_large_frames_go_alone_and_give_diffusers_bits(vae, monkeypatch):
     """The real model's: a latent frame of 60 x 104 is more than what goes at once."""
-    monkeypatch.setattr("wan.modules.vae.POSITIONS_AT_ONCE", 14)
+    monkeypatch.setattr("wan.vae.POSITIONS_AT_ONCE", 14)
     latents = torch.randn(1, 4, 4, 3, 5, generator=torch.Generator().manual_seed(3))
     assert torch.equal(vae.decode(latents), diffusers_decode(vae, latents))
 

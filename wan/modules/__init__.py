@@ -1,0 +1,1 @@
+"""The import path of the public repositories: wan.modules.attention."""

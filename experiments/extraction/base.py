@@ -1,0 +1,199 @@
+"""From a config to a cache of the base model: sample all frames at once, keep attention of some steps.
+
+The two branches of guidance, with the prompt and without, stay apart: a layer cache holds both, atlases are
+one each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.caches.files import RunError
+from experiments.caches.formats import LayerCache, PassTag
+from experiments.extraction import checks, rollout
+from experiments.extraction.causal import common_fields, draw_noise, run_in_background
+from experiments.extraction.devices import choose_device, choose_dtype, threads_for
+from experiments.extraction.edits import plain_edits_of, plainly_edited, record_of
+from experiments.extraction.memory import Memory, check_memory
+from experiments.extraction.observer import RunObserver
+from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
+from experiments.extraction.result import Extraction
+from wan import checkpoint
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
+from wan.capture import CaptureRequest
+from wan.config import MODELS, ModelConfig, RunConfig, load_config
+from wan.edits import ACTIVE_EDITS
+from wan.errors import ConfigError, quoted
+from wan.model import WanModel
+from wan.text2video import TextToVideoPipeline
+
+CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
+
+LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
+
+
+def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
+    """The config whose model has the sizes of a directory's. Raises ConfigError where none has.
+
+    home is where the project's configs/ and checkpoints/ are.
+    """
+    sizes = checkpoint.read_model_config(ckpt_dir)
+    for path in CONFIGS:
+        config = load_config(home / path)
+        if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(home / config.ckpt_dir)):
+            return path
+    raise ConfigError(
+        f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} "
+        f"is in {', '.join(CONFIGS)}; name its settings with --config_path"
+    )
+
+
+def as_one_block(config: RunConfig) -> RunConfig:
+    """The settings of a bidirectional run: base weights, base.num_video_frames as one block."""
+    frames = latent_frames(config.base.num_video_frames)
+    return replace(
+        config,
+        checkpoint_path=None,
+        lora_path=None,  # of the causal weights
+        lora_rank=None,
+        lora_alpha=None,
+        cache_policy=None,
+        num_frames=frames,
+        num_frame_per_block=frames,
+        independent_first_frame=False,
+        local_attn_size=-1,
+        sink_size=0,
+    )
+
+
+def choose_layer(config: RunConfig, layer: int | None) -> int:
+    """The layer asked for, else the config's, or the last one where the model has fewer."""
+    num_layers = checkpoint.read_model_config(config.ckpt_dir).num_layers
+    if layer is None:
+        return min(config.base.layer_index, num_layers - 1)
+    if not 0 <= layer < num_layers:
+        raise ConfigError(f"layer {layer} is not in 0..{num_layers - 1}")
+    return layer
+
+
+def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
+    """first, last, all or numbers -> increasing steps of the sampler."""
+    count = config.base.num_steps
+    chosen: set[int] = set()
+    for name in names:
+        known = {"first": [0], "last": [count - 1], "all": range(count)}
+        step = known.get(name, [int(name)] if name.isdecimal() and len(name) < 10 else [])
+        if not step or max(step) >= count:
+            raise ConfigError(f"step {quoted(name)} is not first, last, all or in 0..{count - 1}")
+        chosen.update(step)
+    return sorted(chosen)
+
+
+def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) -> Extraction:
+    """Generate one video with the base weights (see as_one_block), and capture both branches of guidance.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
+    right.
+    """
+    device = choose_device(config.device, config.offload)
+    dtype = choose_dtype(config.dtype, device)
+    model_config = checkpoint.read_model_config(config.ckpt_dir)
+    checks.check_model(config, model_config)
+    edits = plain_edits_of(config)
+    weights_file = checkpoint.transformer_file(config.ckpt_dir)
+    encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
+    check_memory(
+        Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), observer.quiet
+    )
+    sha256 = run_in_background(checkpoint.file_sha256, weights_file)
+    common = common_fields(config, model_config, weights_file, dtype, device) | _sampling_fields(config)
+    with rollout.out_of_memory("encoding the prompt"):
+        texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
+    (prompt, words), (negative, _) = (texts[text] for text in prompts_of(config))
+    with rollout.out_of_memory("loading the model"):
+        pipeline = load_pipeline(config, model_config, dtype, device)
+    noise, _ = draw_noise(config, model_config, torch.float32, device)
+    observer.log("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, model_config), plainly_edited(edits):
+        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
+        latents, calls, done = rollout.sample(pipeline, noise, prompt, negative, [request], observer)
+    common["weights_sha256"] = sha256.result()
+    if edits:
+        common["interventions"] = record_of(edits)
+    stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
+    if absent := [str(step) for step in request.steps or () if step >= done]:
+        note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "
+        common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
+    return Extraction(
+        config, model_config.num_layers, calls, latents, pipeline.pass_timesteps, words, common, stopped
+    )
+
+
+def load_pipeline(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> TextToVideoPipeline:
+    """The base model's pipeline with the weights of ckpt_dir."""
+    state = checkpoint.read_transformer_state(config.ckpt_dir)
+    model = checkpoint.build_model(
+        WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload
+    )
+    base = config.base
+    return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
+
+
+def _sampling_fields(config: RunConfig) -> dict[str, Any]:
+    """The fields of a cache that say how it was sampled; the causal rollout's settings do not apply."""
+    return {
+        "orig_num_frames": config.base.num_video_frames,
+        "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
+        "guidance_scale": config.base.guidance_scale,
+        "timestep_shift": config.base.shift,
+        "num_steps": config.base.num_steps,
+        "negative_prompt": config.base.negative_prompt,
+        "config": {"height": config.height, "width": config.width},
+    }
+
+
+def prompts_of(config: RunConfig) -> list[str]:
+    """The texts of guidance's two branches."""
+    return [config.prompt, config.base.negative_prompt]
+
+
+def select_branch(run: Extraction, branch: str) -> Extraction:
+    """The run as if only one branch of guidance, "cond" or "uncond", had been captured."""
+    return replace(run, records=[call for call in run.records if call["branch"] == branch])
+
+
+def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
+    """Mean logits of every frame pair of one layer at one step, with the prompt and without."""
+    cond, uncond = (
+        select_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
+    )
+    at = PassTag(step, run.pass_timesteps[step], False)
+    last = list(range(run.config.num_frames))[-LAST_FRAMES:]
+    common = {**run.common, "format": "layer", "is_logits": True}
+    return LayerCache.build(common, at, layer, cond, last, uncond=uncond).to_dict()
+
+
+def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
+    """Mean logits and mass of every layer at those of the steps that were reached, of one branch."""
+    layers, branch_run = list(range(run.num_layers)), select_branch(run, branch)
+    reached = {call["step"] for call in run.records}
+    steps = [step for step in steps if step in reached]
+    if not steps:
+        raise RunError(f"none of the steps was reached for {branch}")
+    own = {
+        "format": "atlas",
+        "is_logits": True,
+        "branch": branch,
+        "layers": layers,
+        "pass_steps": list(steps),
+        "pass_timesteps": [run.pass_timesteps[step] for step in steps],
+        "pass_is_clean": [False] * len(steps),
+    }
+    names = ("frame_logits", "frame_mass")
+    matrices = {name: branch_run.frame_matrices(name, layers, steps) for name in names}
+    return {**run.common, **matrices, **own}

@@ -1,0 +1,238 @@
+"""Which kernel computes attention on CUDA: cuDNN's, or FlashAttention-4's for long calls, and the FFN's GELU.
+
+    WAN_ATTENTION=auto|cudnn|fa4      auto, the default, takes FlashAttention-4 where it is and runs
+
+The choice follows from that variable, what is installed, the device and the sizes of a call, never from
+whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
+wan/kernels/fa4.py, and elsewhere by its own function: torch's
+activate_flash_attention_impl("FA4") unpacks two results where 4.0.0b36 gives five (torch 2.13). Where it is
+launched, the FFN is quack's, which comes with it (wan/kernels/gelu_linear.py).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan.errors import ConfigError, one_line, quoted
+from wan.keys import send
+
+# --- Which kernel computes attention on CUDA: cuDNN's, or FlashAttention-4's for long calls, and the
+VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
+FA4, QUACK = "flash-attn-4", "quack-kernels"
+HOPPER, BLACKWELL = 9, 10  # major compute capability, of data centres
+CAPABILITIES = (HOPPER, BLACKWELL)
+HALF = (torch.bfloat16, torch.float16)
+# The version whose kernel hopper_attention.py launches; of others the package's own function is called.
+LAUNCHED = "4.0.0b36"
+LAUNCHED_QUACK = "0.6.5"  # likewise, gelu_linear.py
+# On an H200 FlashAttention-4 and cuDNN are within a tenth of each other at 512 keys, the text's, and at 1024;
+# beyond, the former wins. Its own function is slower up to 2048 keys, for its 0.07 ms on the host
+# (docs/benchmarks/attention_h200.json).
+FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
+LARGEST_HEAD = 128
+TILE = 128  # queries, and keys, that hopper_attention.py takes at once: one may hold one frame's beginning
+ROW_BYTES = 16
+
+
+def wanted() -> str:
+    """One of CHOICES, as the environment says. ConfigError for anything else."""
+    choice = os.environ.get(VARIABLE) or CHOICES[0]
+    if choice not in CHOICES:
+        raise ConfigError(f"{VARIABLE} is {quoted(choice)}, not one of {', '.join(CHOICES)}; unset it")
+    return choice
+
+
+def check(device: torch.device) -> None:
+    """Refuse now what the first call would refuse. ConfigError, also on devices without a choice."""
+    wanted()
+    if device.type == "cuda":
+        has_fa4(device)
+
+
+def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What computes attention on a GPU, for the record of a run; None on other devices."""
+    if device.type != "cuda":
+        return None
+    if dtype not in HALF:
+        return "efficient"
+    if not has_fa4(device):
+        return "cudnn"
+    fewest = FEWEST_KEYS if _is_launched(device) else FEWEST_KEYS_OF_FUNCTION
+    name = f"fa4 {fa4_version()}, cudnn below {fewest} keys"
+    return f"{name}; FFN by quack {LAUNCHED_QUACK}" if has_quack(device) else name
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call over [B, H, L, D] on a GPU is FlashAttention-4's; those of a training step are not."""
+    head_dim = q.shape[3]
+    fits = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and q.dtype in HALF
+    if not fits or k.shape[2] < FEWEST_KEYS or not has_fa4(q.device):
+        return False
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return not trains and (k.shape[2] >= FEWEST_KEYS_OF_FUNCTION or launches(q))
+
+
+def gives_tails(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel of such a call can say what mass key frames of TILE keys or more have."""
+    return q.is_cuda and takes(q, k, v) and launches(q)
+
+
+def kernels_can_read(q: Tensor) -> bool:
+    """Whether rows [D] of q start at multiples of 16 bytes: D is 8n in half precision, 4n in float32.
+
+    cuDNN's attention ends the process by a segmentation fault where they do not (D = 12 in bfloat16, H200,
+    torch 2.11); the memory-efficient one has no kernel for them from compute capability 8 on.
+    """
+    return q.shape[-1] * q.element_size() % ROW_BYTES == 0
+
+
+def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over [B, H, L, D] and its natural log-sum-exp, float32 [B, H, Lq], by FlashAttention-4."""
+    if not launches(q):
+        return fa4_by_function(q, k, v)
+    out, lse, _ = _launched(q, k, v, frame_size=0)
+    return out, lse
+
+
+def fa4_by_function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """fa4_attention by the function of the package."""
+    out, lse, *_ = _fa4_function()(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True)  # [B, L, H, D]
+    return out.transpose(1, 2), lse
+
+
+def fa4_with_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> tuple[Tensor, Tensor, Tensor]:
+    """fa4_attention and the tails [2, B, H, Fk, Lq] of num_frames key frames (hopper_attention.py)."""
+    return _launched(q, k, v, k.shape[2] // num_frames)
+
+
+def _launched(q: Tensor, k: Tensor, v: Tensor, frame_size: int) -> tuple[Tensor, Tensor, Any]:
+    out, lse, tails = _hopper().attention(*(x.transpose(1, 2) for x in (q, k, v)), frame_size)
+    return out.transpose(1, 2), lse, tails
+
+
+def launches(q: Tensor) -> bool:
+    """Whether such calls, queries [B, H, L, D], where FlashAttention-4 takes them, go past its function."""
+    return q.shape[3] == LARGEST_HEAD and _is_launched(q.device)
+
+
+@cache
+def has_fa4(device: torch.device) -> bool:
+    """Whether a CUDA device uses FlashAttention-4. ConfigError where it was asked for and cannot be."""
+    choice = wanted()
+    if choice == "cudnn":
+        return False
+    lacks = None
+    if fa4_version() is None:
+        lacks = 'flash-attn-4 is not installed; run: pip install ".[fa4]"'
+    elif (major := torch.cuda.get_device_capability(device)[0]) not in CAPABILITIES:
+        lacks = f"it needs a GPU of compute capability 9 or 10, and {device} has {major}; unset it"
+    if lacks and choice == "fa4":
+        raise ConfigError(f"{VARIABLE} is fa4, but {lacks}")
+    return lacks is None
+
+
+@cache
+def _is_launched(device: torch.device) -> bool:
+    """Whether FlashAttention-4 is launched without its own function on a device that uses it."""
+    return fa4_version() == LAUNCHED and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+@cache
+def has_quack(device: torch.device) -> bool:
+    """Whether a device's FFN is quack's, which comes with FlashAttention-4 (gelu_linear.py)."""
+    is_hopper = device.type == "cuda" and has_fa4(device) and _is_launched(device)
+    return is_hopper and installed_version(QUACK) == LAUNCHED_QUACK
+
+
+def fa4_version() -> str | None:
+    return installed_version(FA4)
+
+
+def installed_version(package: str) -> str | None:
+    """None where it is not installed; looking imports nothing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _fa4_function() -> Callable[..., tuple[Tensor, ...]]:
+    return imported("flash_attn.cute").flash_attn_func
+
+
+@cache
+def _hopper() -> ModuleType:
+    return imported("wan.kernels.fa4")
+
+
+def imported(name: str) -> ModuleType:
+    """A module of FlashAttention-4 or of what comes with it. ConfigError where that is broken."""
+    try:
+        return import_module(name)
+    except Exception as error:  # the package's own dependencies, in any way
+        raise ConfigError(
+            f"flash-attn-4 {fa4_version()} cannot be imported ({one_line(error)}); install it again, or set "
+            f"{VARIABLE}=cudnn"
+        ) from error
+
+
+# --- Attention whose heads see different keys, without a mask kernel: attend to groups of keys, merge by LSE
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, LSE; heads first
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBias:
+    """What is added to the logits of each head's keys, slot by slot; −inf leaves a slot out.
+
+    values float32 [H, slots] lie on the CPU, where groups are found without waiting for the device.
+    """
+
+    values: Tensor
+    tokens_per_slot: int = 1
+
+    def runs(self) -> Iterator[tuple[slice, Tensor]]:
+        """Tokens and biases [H] of each run of equal slots that some head sees."""
+        slots = self.values.T  # [slots, H]
+        ends = [0, *(n for n in range(1, len(slots)) if not torch.equal(slots[n - 1], slots[n])), len(slots)]
+        for start, stop in pairwise(ends):
+            if slots[start].isfinite().any():
+                yield slice(start * self.tokens_per_slot, stop * self.tokens_per_slot), slots[start]
+
+    @property
+    def blind_heads(self) -> list[int]:
+        """Heads that see no key at all."""
+        return (~self.values.isfinite().any(1)).nonzero().flatten().tolist()
+
+    def per_token(self) -> Tensor:
+        """float32 [H, Lk] on the CPU."""
+        return self.values.repeat_interleave(self.tokens_per_slot, 1)
+
+
+def attend_by_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, H, Lq, D] over k, v [B, H, Lk, D] under a bias -> out, its LSE float32 [B, H, Lq].
+
+    attend is the fused attention of one group. Raises ValueError where a head would see no key.
+    """
+    if bias.blind_heads:
+        raise ValueError(f"head {bias.blind_heads[0]} would see no key at all")
+    parts = []
+    for tokens, added in bias.runs():
+        out, lse = attend(q, k[:, :, tokens], v[:, :, tokens])
+        parts.append((out, lse if not added.any() else lse + send(added, lse.device)[:, None]))
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.stack([part for _, part in parts]).logsumexp(0)  # [B, H, Lq]
+    merged = torch.zeros_like(parts[0][0], dtype=torch.float32)
+    for out, part in parts:
+        merged.addcmul_(out, (part - lse).exp()[..., None])
+    return merged.to(q.dtype), lse

@@ -1,0 +1,328 @@
+"""CUDA graphs of what stands around self-attention in every layer, put on a model from outside.
+
+A GPU that has a share of a layer may compute it sooner than Python launches its thirty kernels. Graphs launch
+most of them: the projections, and all that follows attention. Attention itself, the KV cache and whoever
+looks at them run as without graphs, in between.
+
+Graphs read and write at fixed addresses, and no activations are copied there. On one GPU one graph holds all
+from a layer's attention to the next layer's; keys and values are computed behind it, which lets them come to
+where the cache has them, and so is the product behind attention. On several a layer has two graphs, of which
+the first ends with what Exchange.send() of wan/parallel.py does, so all processes record and replay alike; an
+exchange has fixed addresses of its own.
+
+    model = build_model(...)
+    apply_cuda_graphs(model)  # before or after apply_head_parallel()
+
+The first calls of a shape run without graphs, so that its kernels are chosen and compiled; the next one
+records. Weights may change in place afterwards; before they are moved or replaced, forget_cuda_graphs(model).
+Hooks inside a layer are not heard while it is replayed. On a CPU a replay computes again.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention
+from wan.cache import KVCache, PerHeadCache
+from wan.edits import ACTIVE_EDITS
+from wan.kernels.switch import fused_kernels
+from wan.keys import KeyLayout
+from wan.model import Block, CausalWanModel, Modulation, Rope, SelfAttention, modulations_in, multiply
+
+Cache = KVCache | PerHeadCache
+Replay = Callable[[], None]
+Rows = tuple[Modulation, Modulation]  # of self-attention and of the FFN
+Following = tuple[Block, Modulation] | None  # the next layer, with those of its self-attention
+
+
+def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
+    """Replay layers in rollouts, once a shape was called so often: recording takes time of its own.
+
+    Under gradients, edits or captured text they run as before.
+    """
+    recorder, inputs = Recorder(model.device), dict[Hashable, Inputs]()
+    replayed = [ReplayedBlock(block, recorder, inputs, after) for block in model.blocks]
+    for one, following in zip(replayed, [*replayed[1:], None], strict=True):
+        one.following = following
+        vars(one.block)["forward"] = one
+
+
+def remove_cuda_graphs(model: CausalWanModel) -> None:
+    """Let layers run as before apply_cuda_graphs(), whose memory is free then."""
+    for block in model.blocks:
+        vars(block).pop("forward", None)
+
+
+def forget_cuda_graphs(model: CausalWanModel) -> None:
+    """Free what was recorded, which is recorded again when it is needed: before weights are moved."""
+    for block in model.blocks:
+        if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
+            replayed.forget()
+
+
+class Recorder:
+    """Records calls, which take their memory from one pool: what one is to find there must be kept."""
+
+    def __init__(self, device: torch.device):
+        self.device, on_gpu = device, device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+
+    def record(self, call: Callable[[], None]) -> Replay:
+        """What launches at once all that call() launches on a GPU; the call itself computes nothing there."""
+        if self.stream is None:
+            return call
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(now)
+        with torch.cuda.stream(self.stream):
+            # "global" forbids what NCCL's watchdog does in its own thread
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            call()
+            graph.capture_end()
+        now.wait_stream(self.stream)
+        return graph.replay
+
+
+class Inputs(ABC):
+    """What all layers' graphs of one shape read and write outside their own memory, at fixed addresses.
+
+    Subclasses say what is computed in which graph, and what between them.
+    """
+
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
+        self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
+        self.time = torch.empty_like(time)
+        self.rope = Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
+        self._projected: tuple[Block, int] | None = None  # whose projections are there already, and of what x
+        self._taken: tuple[Tensor, Rope] | None = None
+
+    def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
+        """Take over a layer's input: x unless the layer before left it here, the rest once a forward."""
+        if x is not self.x:
+            self.x.copy_(x)
+        if self._taken is None or self._taken[0] is not time or self._taken[1] is not rope:
+            self.time.copy_(time)
+            copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
+            self._taken = time, rope  # also so that nothing else can be the same object
+
+    def say_projected(self, block: Block | None) -> None:
+        """Whose project() came with the graph that was replayed last."""
+        self._projected = None if block is None or self.x.is_inference() else (block, self.x._version)
+
+    def has_projected(self, block: Block, x: Tensor) -> bool:
+        """Whether that is so, and nobody (a hook, say) changed x since: replays leave its version alone."""
+        return x is self.x and self._projected is not None and self._projected == (block, x._version)
+
+    @abstractmethod
+    def rehearse(self, finish: Callable[[], None]) -> None:
+        """Have the kernels of finish() compiled, which cannot be done while they are recorded."""
+
+    @abstractmethod
+    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
+        """What stands before attention and is recorded, from x on. The first call is not recorded."""
+
+    @abstractmethod
+    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+        """What is not recorded."""
+
+    @abstractmethod
+    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+        """What stands behind it, to x, and where a layer follows in the same graph, its project()."""
+
+
+class OnOneGPU(Inputs):
+    """Keys, values and the product behind attention are computed between the graphs."""
+
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope, num_heads: int):
+        super().__init__(x, time, rope)
+        self.normed = torch.empty_like(self.x)  # what self-attention is given, and then what it gives
+        self.keys = torch.empty_like(self.x)  # before their norm
+        self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
+
+    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
+        block.norm1(self.x, attend.scale, attend.shift, self.normed)
+        self._multiply(block.self_attn)
+
+    def rehearse(self, finish: Callable[[], None]) -> None:
+        x, normed = self.x.clone(), self.normed.clone()
+        finish()
+        copy_all([self.x, self.normed], [x, normed])
+
+    def _multiply(self, attn: SelfAttention) -> None:
+        attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
+        multiply(attn.k, self.normed, self.keys)
+
+    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+        of_k, of_v = attn.places(kv_cache, self.x.shape) or (None, None)
+        raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
+        k, v = attn.norm_k(self.keys, self.rope.keys, of_k), attn.values(self.normed, of_v)
+        attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
+
+    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+        x, fed = block.feed(self.x, self.normed, *rows, text)
+        if following is None:
+            block.gate2(x, fed, rows[1].gate, self.x)
+            return
+        then, attend = following
+        if kernels := fused_kernels(x):  # the sum and the next layer's norm at once
+            places = self.x, self.normed
+            kernels.add_norm(x, fed, rows[1].gate, attend.scale, attend.shift, then.norm1.eps, places=places)
+        else:
+            then.norm1(block.gate2(x, fed, rows[1].gate, self.x), attend.scale, attend.shift, self.normed)
+        self._multiply(then.self_attn)
+
+
+class OnSeveralGPUs(Inputs):
+    """The first graph sends tokens, the second one receives what heads saw."""
+
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
+        super().__init__(x, time, rope)
+        self.own: tuple[Tensor, ...] = ()  # what a layer projects
+        self.heads: Tensor | None = None  # what its heads saw
+
+    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
+        normed = block.norm1(self.x, attend.scale, attend.shift)
+        own = block.self_attn.project(normed, self.rope, with_raw)
+        self.own = self.own or own
+        copy_all(self.own, own)
+
+    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+        heads = attn.attend(self.own, kv_cache)
+        self.heads = heads if self.heads is None else self.heads
+        copy_all([self.heads], [heads])
+
+    def rehearse(self, finish: Callable[[], None]) -> None:
+        """They are those of layers without graphs."""
+
+    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+        assert self.heads is not None and following is None
+        x, fed = block.feed(self.x, block.self_attn.merge(self.heads), *rows, text)
+        block.gate2(x, fed, rows[1].gate, self.x)
+
+
+class TextInputs:
+    """A layer's keys and values of the prompt, at fixed addresses."""
+
+    def __init__(self, text: Sequence[Tensor]):
+        self.own = torch.empty_like(text[0]), torch.empty_like(text[1])
+        self._taken: Callable[[], Tensor | None] = lambda: None
+
+    def take(self, text: Sequence[Tensor]) -> None:
+        """Copy them once a prompt."""
+        if self._taken() is not text[0]:
+            copy_all(self.own, text)
+            self._taken = weakref.ref(text[0])
+
+
+class ReplayedBlock:
+    """The forward of a layer, from graphs and what stands between them."""
+
+    def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, Inputs], after: int):
+        self.block, self.recorder, self.inputs, self.after_calls = block, recorder, inputs, after
+        self.eager = block.forward
+        self.before: dict[Hashable, Replay] = {}
+        self.after: dict[Hashable, Replay] = {}
+        self.tables: dict[Hashable, Tensor] = {}  # modulations, from whichever graph projects to the next one
+        self.following: ReplayedBlock | None = None
+        self.texts: dict[Hashable, TextInputs] = {}
+        self.calls: Counter[Hashable] = Counter()  # without graphs
+
+    def __call__(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rope: Rope,
+        text: tuple[Tensor, Tensor],
+        kv_cache: Cache | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        if kv_cache is None or mask is not None or not self._may_replay():
+            return self.eager(x, time, rope, text, kv_cache, mask, layout)
+        shard = self.block.self_attn.site.shard
+        with_raw = shard is not None and kv_cache.stores_raw  # on one GPU they come between the graphs
+        key = with_raw, x.shape, time.shape, rope.keys[0].shape, text[0].shape
+        if self.calls[key] < self.after_calls:
+            self.calls[key] += 1
+            return self.eager(x, time, rope, text, kv_cache)
+
+        inputs, own_text = self._inputs(key, x, time, rope), self._text(text)
+        if not inputs.has_projected(self.block, x):
+            if key not in self.before:
+                self.before[key] = self._record_before(key, inputs, with_raw)
+            self.before[key]()
+        inputs.attend(self.block.self_attn, kv_cache)
+        following = None if shard is not None else self.following
+        if key not in self.after:
+            self.after[key] = self._record_after(key, inputs, own_text, following)
+        self.after[key]()
+        inputs.say_projected(None if following is None else following.block)
+        return inputs.x
+
+    def forget(self) -> None:
+        """Free all that was recorded, and its inputs."""
+        for kept in (self.before, self.after, self.tables, self.texts, self.inputs):
+            kept.clear()
+
+    def _may_replay(self) -> bool:
+        """Whether nobody wants what only the call itself can give."""
+        wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
+        return not (torch.is_grad_enabled() or ACTIVE_EDITS.active or wants_text)
+
+    def _inputs(self, key: Hashable, x: Tensor, time: Tensor, rope: Rope) -> Inputs:
+        if key not in self.inputs:  # of all layers
+            attn, given = self.block.self_attn, (x, time, rope)
+            is_whole = attn.site.shard is None
+            self.inputs[key] = OnOneGPU(*given, attn.num_heads) if is_whole else OnSeveralGPUs(*given)
+        self.inputs[key].take(x, time, rope)
+        return self.inputs[key]
+
+    def _text(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if text[0].shape not in self.texts:
+            self.texts[text[0].shape] = TextInputs(text)
+        self.texts[text[0].shape].take(text)
+        return self.texts[text[0].shape].own
+
+    def table(self, key: Hashable, inputs: Inputs) -> Tensor:
+        """The place of this layer's modulations."""
+        if key not in self.tables:
+            self.tables[key] = torch.empty_like(inputs.time)
+        return self.tables[key]
+
+    def _record_before(self, key: Hashable, inputs: Inputs, with_raw: bool) -> Replay:
+        table = self.table(key, inputs)
+
+        def project() -> None:
+            inputs.project(self.block, self.block.modulations(inputs.time, table)[0], with_raw)
+
+        project()  # kernels that no layer without graphs called are compiled, and places found
+        return self.recorder.record(project)
+
+    def _record_after(
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        text: tuple[Tensor, Tensor],
+        following: "ReplayedBlock | None",
+    ) -> Replay:
+        rows = modulations_in(self.table(key, inputs))
+        next_table = None if following is None else following.table(key, inputs)
+
+        def finish() -> None:
+            then = None
+            if following is not None:
+                then = following.block, following.block.modulations(inputs.time, next_table)[0]
+            inputs.finish(self.block, rows, text, then)
+
+        inputs.rehearse(finish)
+        return self.recorder.record(finish)
+
+
+def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        if target.data_ptr() != source.data_ptr():  # several GPUs exchange by places of their own
+            target.copy_(source)

@@ -1,0 +1,530 @@
+"""Triton kernel: softmax mass per key frame from q, k and the log-sum-exp of their attention call.
+
+It forms q kᵀ tile by tile, takes exp2(s − lse) and keeps one row sum per key frame: half the products of
+attention, no second softmax, and no matrix in memory.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# --- Triton kernel: softmax mass per key frame from q, k and the log-sum-exp of their attention call
+LOG2_E = 1.4426950408889634
+BLOCK_ROWS = 512  # queries whose sums are read at once
+BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
+# Keys that a program takes, in whole frames: 3 of the 1.3B. On an H200 that is fastest at 21 key frames, and
+# even with 1 frame at 12 (docs/benchmarks/mass_h200.json). More programs leave fewer multiprocessors idle at
+# the end, fewer programs read the queries less often.
+KEYS_EACH = 4800
+
+
+@triton.jit
+def _tile_mass(q, k, scale, lse):
+    """exp2(q kᵀ scale − lse) of one tile [BLOCK_Q, BLOCK_K]; scale and lse in units of log 2."""
+    return tl.math.exp2(tl.dot(q, k) * scale - lse[:, None])
+
+
+@triton.jit
+def _whole_tile(tile, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Keys [DIM_PAD, BLOCK_K] that are all there; masked loads cost time: none where none is needed."""
+    return tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_frames", "frames_each", "gap_at", "gap"])  # else some values compile anew
+def _mass_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    mass_ptr,
+    scale,
+    stride_qb,
+    stride_ql,
+    stride_qh,
+    stride_kb,
+    stride_kl,
+    stride_kh,
+    num_heads,
+    len_q,
+    num_frames,
+    frame_size,
+    frames_each,
+    gap_at,
+    gap,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program: BLOCK_Q queries of one head against frames_each frames of keys."""
+    batch_head = tl.program_id(1).to(tl.int64)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    dims, columns = tl.arange(0, DIM_PAD), tl.arange(0, BLOCK_K)
+    whole = frame_size // BLOCK_K * BLOCK_K
+
+    q_ptr += batch * stride_qb + head * stride_qh
+    there = (rows[:, None] < len_q) & (dims[None, :] < HEAD_DIM)
+    q = tl.load(q_ptr + rows[:, None] * stride_ql + dims[None, :], mask=there, other=0.0)
+    lse = tl.load(lse_ptr + batch_head * len_q + rows, mask=rows < len_q, other=0.0) * 1.4426950408889634
+    k_head = k_ptr + batch * stride_kb + head * stride_kh + dims[:, None]
+
+    begin = tl.program_id(2) * frames_each
+    for frame in range(begin, min(begin + frames_each, num_frames)):
+        first = frame * frame_size + tl.where(frame < gap_at, 0, gap)
+        tile = k_head + (first + columns).to(tl.int64)[None, :] * stride_kl
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        for _ in range(0, whole, BLOCK_K):
+            total += tl.sum(_tile_mass(q, _whole_tile(tile, dims, HEAD_DIM, DIM_PAD), scale, lse), 1)
+            tile += BLOCK_K * stride_kl
+        if whole < frame_size:  # the rest of the frame
+            inside = whole + columns < frame_size
+            k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
+            total += tl.sum(tl.where(inside[None, :], _tile_mass(q, k, scale, lse), 0.0), 1)
+        tl.store(mass_ptr + (batch_head * num_frames + frame) * len_q + rows, total, mask=rows < len_q)
+
+
+def query_frame_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    num_key_frames: int,
+    frames_each: int | None = None,
+    left_out: range = range(0),
+) -> Tensor:
+    """Mass of every query on every key frame -> float32 [B, H, Fk, Lq].
+
+    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or as many
+    as make KEYS_EACH keys. The keys left_out lie between two frames and are of none.
+    """
+    batch, len_q, heads, head_dim = q.shape
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    frame_size = (k.shape[1] - len(left_out)) // num_key_frames
+    frames_each = frames_each or max(1, KEYS_EACH // frame_size)
+    mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(num_key_frames, frames_each))
+    _mass_kernel[grid](
+        q,
+        k,
+        lse.float().contiguous(),
+        mass,
+        head_dim**-0.5 * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        heads,
+        len_q,
+        num_key_frames,
+        frame_size,
+        frames_each,
+        left_out.start // frame_size,
+        len(left_out),
+        HEAD_DIM=head_dim,
+        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+    )
+    return mass
+
+
+@triton.jit(do_not_specialize=["num_frames"])
+def _tails_kernel(tails_ptr, mass_ptr, part, num_frames, len_q, rows, BLOCK: tl.constexpr):
+    """One program: mean mass of a key frame over the queries of a query frame of one head."""
+    batch_head, query_frame, frame = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    sums = tails_ptr + batch_head * num_frames * len_q + query_frame * rows
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        there = row < rows
+        highest = tl.load(sums + part + row, mask=there, other=0.0)
+        here, after = sums + frame * len_q + row, sums + (frame + 1) * len_q + row
+        mass = _tail(here, part, highest, there)
+        mass -= _tail(after, part, highest, there & (frame + 1 < num_frames))
+        total += mass / tl.load(sums + row, mask=there, other=1.0)
+    out = mass_ptr + (batch_head * tl.num_programs(1) + query_frame) * num_frames + frame
+    tl.store(out, tl.sum(total) / rows)
+
+
+@triton.jit
+def _tail(sums, part, highest, there):
+    """Sums of exponentials, whose own maximum lies part behind them, as if the highest one was subtracted."""
+    maximum = tl.load(sums + part, mask=there, other=0.0)
+    return tl.load(sums, mask=there, other=0.0) * tl.math.exp2(maximum - highest)
+
+
+def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
+    """Mass by frame [B, H, Fq, Fk] from what the attention kernel kept, [2, B, H, Fk, Lq].
+
+    The whole sums and the largest maximum stand with the first frame: the kernel walks to it.
+    """
+    _, batch, heads, num_frames, len_q = tails.shape
+    mass = torch.empty(batch, heads, num_query_frames, num_frames, device=tails.device)
+    grid = (batch * heads, num_query_frames, num_frames)
+    rows = len_q // num_query_frames
+    _tails_kernel[grid](tails, mass, tails.stride(0), num_frames, len_q, rows, BLOCK=BLOCK_ROWS, num_warps=4)
+    return mass
+
+
+# --- Triton kernel: what every key token receives, from q, k and the log-sum-exp of their attention call
+MAP_LOG2_E = 1.4426950408889634
+MAP_BLOCK_Q, MAP_BLOCK_K, MAP_NUM_WARPS, MAP_NUM_STAGES = (
+    64,
+    128,
+    8,
+    3,
+)  # those of mass_kernel.py with keys and queries swapped
+
+
+@triton.jit
+def _weights(k, q, scale, lse):
+    """Softmax of one tile [MAP_BLOCK_K, MAP_BLOCK_Q]; scale in units of log 2, lse in natural ones."""
+    return tl.math.exp2(tl.dot(k, q) * scale - lse[None, :] * 1.4426950408889634)
+
+
+@triton.jit
+def _mean_logits(k, q_mean_ptr, dims, HEAD_DIM: tl.constexpr):
+    """Products of keys [MAP_BLOCK_K, DIM_PAD] with a mean query."""
+    q_mean = tl.load(q_mean_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+    return tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
+
+
+@triton.jit
+def _column_kernel(
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    q_mean_ptr,
+    mass_ptr,
+    logits_ptr,
+    scale,
+    stride_qb,
+    stride_kb,
+    num_heads,
+    num_frames,
+    len_q,
+    len_k,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    MAP_BLOCK_Q: tl.constexpr,
+    MAP_BLOCK_K: tl.constexpr,
+):
+    """One program: of MAP_BLOCK_K keys of one head the mass from a frame's queries, and maybe the mean logit."""
+    batch_head, frame = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    of_frame = batch_head * num_frames + frame
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    columns = tl.program_id(0) * MAP_BLOCK_K + tl.arange(0, MAP_BLOCK_K)
+    rows, dims = tl.arange(0, MAP_BLOCK_Q), tl.arange(0, DIM_PAD)
+    stride = num_heads * HEAD_DIM
+
+    k_ptr += batch * stride_kb + head * HEAD_DIM
+    inside = (columns[:, None] < len_k) & (dims[None, :] < HEAD_DIM)
+    k = tl.load(k_ptr + columns.to(tl.int64)[:, None] * stride + dims[None, :], mask=inside, other=0.0)
+    if q_mean_ptr is not None:
+        logits = _mean_logits(k, q_mean_ptr + of_frame * HEAD_DIM, dims, HEAD_DIM)
+        tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
+
+    total = tl.zeros([MAP_BLOCK_K], tl.float32)
+    tile = q_ptr + batch * stride_qb + head * HEAD_DIM + rows[None, :] * stride + dims[:, None]
+    tile += frame.to(tl.int64) * len_q * stride
+    lse_ptr += of_frame * len_q + rows
+    whole = len_q // MAP_BLOCK_Q * MAP_BLOCK_Q
+    for start in range(0, whole, MAP_BLOCK_Q):
+        # masked loads cost: none where none is needed
+        q = tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
+        total += tl.sum(_weights(k, q, scale, tl.load(lse_ptr + start)), 1)
+        tile += MAP_BLOCK_Q * stride
+    if whole < len_q:
+        there = whole + rows < len_q
+        q = tl.load(tile, mask=there[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
+        weights = _weights(k, q, scale, tl.load(lse_ptr + whole, mask=there, other=0.0))
+        total += tl.sum(tl.where(there[None, :], weights, 0.0), 1)
+    tl.store(mass_ptr + of_frame * len_k + columns, total / len_q, mask=columns < len_k)
+
+
+def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> tuple[Tensor, Tensor]:
+    """Mean logit and mass of every key token, means over each frame's queries -> float32 [B, H, F, Lk] each.
+
+    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq] in natural units.
+    """
+    by_frame = q.unflatten(1, (num_query_frames, -1))
+    q_mean = (by_frame.mean(2, dtype=torch.float32) * q.shape[-1] ** -0.5).transpose(1, 2).contiguous()
+    logits = torch.empty(*q_mean.shape[:3], k.shape[1], device=q.device)
+    return logits, _columns(q, k, lse, num_query_frames, q_mean, logits)
+
+
+def key_token_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> Tensor:
+    """The mass of key_token_means alone -> float32 [B, H, F, Lk]."""
+    return _columns(q, k, lse, num_query_frames, None, None)
+
+
+def _columns(
+    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, q_mean: Tensor | None, logits: Tensor | None
+) -> Tensor:
+    """Mass of every key token; with q_mean [B, H, F, D] its mean logit is written to logits, too."""
+    batch, len_q, heads, head_dim = q.shape
+    rows = (heads * head_dim, head_dim, 1)
+    q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
+    mass = torch.empty(batch, heads, num_query_frames, k.shape[1], device=q.device)
+    grid = (triton.cdiv(k.shape[1], MAP_BLOCK_K), batch * heads, num_query_frames)
+    _column_kernel[grid](
+        q,
+        k,
+        lse.float().contiguous(),
+        q_mean,
+        mass,
+        logits,
+        head_dim**-0.5 * MAP_LOG2_E,
+        q.stride(0),
+        k.stride(0),
+        heads,
+        num_query_frames,
+        len_q // num_query_frames,
+        k.shape[1],
+        HEAD_DIM=head_dim,
+        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_Q=MAP_BLOCK_Q,
+        BLOCK_K=MAP_BLOCK_K,
+        num_warps=MAP_NUM_WARPS,
+        num_stages=MAP_NUM_STAGES,
+    )
+    return mass
+
+
+# --- Triton kernels: what is known of unequal segments of keys, whose bounds the GPU alone knows
+TOKENS, COLUMNS = 64, 64  # of a tile of keys
+SUMMED = 1024  # masses at once: a frame of the 1.3B has 1560 queries
+SEGMENTS, GATHERED = 64, 32  # a tile of what gathers values
+
+
+@triton.jit(do_not_specialize=["stride_b", "stride_ob"])  # else some values compile anew
+def _run_mean_kernel(
+    k_ptr,
+    bounds_ptr,
+    out_ptr,
+    stride_kb,
+    stride_kl,
+    stride_b,
+    stride_ob,
+    stride_on,
+    first_token,
+    num_columns,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program: of one run the mean of COLUMNS numbers of its keys."""
+    run, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    rows, inside = tl.arange(0, TOKENS), columns < num_columns
+    start = tl.load(bounds_ptr + batch * stride_b + run).to(tl.int32) - first_token
+    stop = tl.load(bounds_ptr + batch * stride_b + run + 1).to(tl.int32) - first_token
+    tile = k_ptr + batch * stride_kb + columns[None, :]
+    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for at in range(start, stop, TOKENS):
+        here = (at + rows)[:, None]
+        there = (here < stop) & inside[None, :]
+        total += tl.load(tile + here.to(tl.int64) * stride_kl, mask=there, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / tl.maximum(stop - start, 1).to(tl.float32)
+    tl.store(out_ptr + batch * stride_ob + run * stride_on + columns, mean, mask=inside)
+
+
+def run_means(k: Tensor, bounds: Tensor, first_token: int, out: Tensor) -> None:
+    """Mean key of each run -> out [B, runs, H, D], float32; 0 of a run without tokens.
+
+    k [B, n, H, D] are the tokens from first_token on; run i of an item is bounds[i] .. bounds[i + 1] - 1 of
+    all keys, bounds [B or 1, runs + 1].
+    """
+    batch, _, heads, head_dim = k.shape
+    k = k if k.stride()[2:] == (head_dim, 1) else k.contiguous()
+    assert out.stride()[2:] == (head_dim, 1)
+    of_item = bounds.expand(batch, -1)
+    grid = (out.shape[1], triton.cdiv(heads * head_dim, COLUMNS), batch)
+    _run_mean_kernel[grid](
+        k,
+        bounds,
+        out,
+        k.stride(0),
+        k.stride(1),
+        of_item.stride(0),
+        out.stride(0),
+        out.stride(1),
+        first_token,
+        heads * head_dim,
+        TOKENS=TOKENS,
+        COLUMNS=COLUMNS,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _sum(x_ptr, length, BLOCK: tl.constexpr):
+    """Sum of length numbers that follow each other."""
+    places = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, length, BLOCK):
+        total += tl.load(x_ptr + at + places, mask=at + places < length, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["stride_b", "stride_wr", "stride_wf", "before", "num_runs", "count"])
+def _segment_sum_kernel(
+    whole_ptr,
+    tokens_ptr,
+    bounds_ptr,
+    out_ptr,
+    stride_b,
+    stride_wr,
+    stride_ws,
+    stride_wf,
+    num_heads,
+    num_frames,
+    frame_size,
+    num_tokens,
+    before,
+    num_runs,
+    num_skipped,
+    count,
+    first_token,
+    BLOCK: tl.constexpr,
+):
+    """One program: the mass of one segment, from a whole slot's queries or from the tokens of a run."""
+    segment, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch_head, frame = row // num_frames, row % num_frames
+    if (segment >= before) & (segment < before + num_runs):
+        bounds_ptr += batch_head // num_heads * stride_b + segment
+        start = tl.load(bounds_ptr).to(tl.int32)
+        length = tl.load(bounds_ptr + 1).to(tl.int32) - start
+        mass = _sum(tokens_ptr + row * num_tokens + start - first_token, length, BLOCK)
+    else:
+        slot = tl.where(segment < before, segment, segment - num_runs + num_skipped)
+        whole_ptr += batch_head * stride_wr + slot * stride_ws + frame * stride_wf
+        mass = _sum(whole_ptr, frame_size, BLOCK) / frame_size
+    tl.store(out_ptr + row * count + segment, mass)
+
+
+def segment_sums(whole: Tensor, tokens: Tensor, bounds: Tensor, runs: range, first_token: int) -> Tensor:
+    """Mass of every segment, averaged over the queries of each query frame -> float32 [B, H, Fq, n].
+
+    whole [B, H, slots, Lq or Fq] is the mass of every query, or query frame, on the slots around the runs; it
+    may hold those slots, too, in whose place the runs stand. tokens [B, H, Fq, keys] is that on the keys from
+    first_token on, and segment i of runs is the keys bounds[i] .. bounds[i + 1] - 1: bounds [B or 1, n + 1].
+    """
+    batch, heads, num_frames, num_tokens = tokens.shape
+    count = bounds.shape[1] - 1
+    frame_size = whole.shape[3] // num_frames
+    whole = whole if frame_size == 1 or whole.stride(3) == 1 else whole.contiguous()
+    rows = whole.flatten(0, 1)  # [B·H, slots, Lq or Fq]
+    out = tokens.new_empty(batch, heads, num_frames, count)
+    _segment_sum_kernel[count, batch * heads * num_frames](
+        rows,
+        tokens.contiguous(),
+        bounds,
+        out,
+        bounds.expand(batch, -1).stride(0),
+        rows.stride(0),
+        rows.stride(1),
+        rows.stride(2) * frame_size,
+        heads,
+        num_frames,
+        frame_size,
+        num_tokens,
+        runs.start,
+        len(runs),
+        whole.shape[2] - (count - len(runs)),
+        count,
+        first_token,
+        BLOCK=SUMMED,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _product(
+    x_ptr, matrix_ptr, out_ptr, num_segments, num_columns, first, ROWS: tl.constexpr, N: tl.constexpr
+):
+    """N columns from first on of a row x [num_segments] times a matrix."""
+    columns, rows = first + tl.arange(0, N), tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, N], tl.float32)
+    for at in range(0, num_segments, ROWS):
+        here = at + rows
+        x = tl.load(x_ptr + here, mask=here < num_segments, other=0.0)
+        there = (here[:, None] < num_segments) & (columns[None, :] < num_columns)
+        tile = matrix_ptr + here[:, None] * num_columns + columns[None, :]
+        total += x[:, None] * tl.load(tile, mask=there, other=0.0)
+    tl.store(out_ptr + columns, tl.sum(total, 0), mask=columns < num_columns)
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_frames", "num_slots"])
+def _gather_kernel(
+    logits_ptr,
+    mass_ptr,
+    frame_means_ptr,
+    slot_means_ptr,
+    frame_sums_ptr,
+    slot_sums_ptr,
+    frame_logits_ptr,
+    slot_logits_ptr,
+    frame_mass_ptr,
+    slot_mass_ptr,
+    rows_of_item,
+    num_segments,
+    num_frames,
+    num_slots,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One program: of one row of logits, and of mass, N frames or N slots."""
+    row = tl.program_id(0).to(tl.int64)
+    item = row // rows_of_item
+    logits_ptr += row * num_segments
+    first, frames = tl.program_id(1) * N, tl.cdiv(num_frames, N) * N
+    if first < frames:
+        at, out = item * num_segments * num_frames, row * num_frames
+        means, found = frame_means_ptr + at, frame_logits_ptr + out
+        _product(logits_ptr, means, found, num_segments, num_frames, first, ROWS, N)
+        if mass_ptr is not None:
+            values, sums, found = mass_ptr + row * num_segments, frame_sums_ptr + at, frame_mass_ptr + out
+            _product(values, sums, found, num_segments, num_frames, first, ROWS, N)
+    else:
+        at, out = item * num_segments * num_slots, row * num_slots
+        means, found = slot_means_ptr + at, slot_logits_ptr + out
+        _product(logits_ptr, means, found, num_segments, num_slots, first - frames, ROWS, N)
+        if mass_ptr is not None:
+            values, sums, found = mass_ptr + row * num_segments, slot_sums_ptr + at, slot_mass_ptr + out
+            _product(values, sums, found, num_segments, num_slots, first - frames, ROWS, N)
+
+
+def gathered(
+    logits: Tensor, mass: Tensor | None, means: Sequence[Tensor], sums: Sequence[Tensor]
+) -> dict[str, list[Tensor]]:
+    """Values of segments [B, H, Fq, n] by frame and by slot: "logits" times means, and "mass" times sums.
+
+    means and sums are a matrix of the frames and one of the slots, [B or 1, 1, n, m] each.
+    """
+    logits, mass = logits.contiguous(), None if mass is None else mass.contiguous()
+    frames, slots = (x.shape[-1] for x in means)
+    rows, count = logits[..., 0].numel(), logits.shape[-1]
+    found = [logits.new_empty(*logits.shape[:-1], n) for n in (frames, slots)]
+    masses = [] if mass is None else [torch.empty_like(x) for x in found]
+    _gather_kernel[rows, triton.cdiv(frames, GATHERED) + triton.cdiv(slots, GATHERED)](
+        logits,
+        mass,
+        *(x.contiguous() for x in (*means, *sums)),
+        *found,
+        *(masses or (None, None)),
+        rows // len(means[0]),
+        count,
+        frames,
+        slots,
+        ROWS=SEGMENTS,
+        N=GATHERED,
+        num_warps=4,
+    )
+    return {"logits": found} | ({"mass": masses} if masses else {})

@@ -1,0 +1,15 @@
+"""Where the Triton kernels of fused.py take the place of PyTorch's operations."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def fused_kernels(x: Tensor) -> ModuleType | None:
+    """The kernels, where they apply to x: on CUDA, when nobody wants gradients."""
+    if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    from wan.kernels import fused  # Triton is there only beside CUDA
+
+    return fused

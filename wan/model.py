@@ -1,0 +1,502 @@
+"""The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
+from wan.blocks import check_window
+from wan.cache import KVCache, PerHeadCache
+from wan.captured_call import HeadShard, Site
+from wan.config import ModelConfig
+from wan.errors import ConfigError
+from wan.kernels.gelu_linear import gelu_linear
+from wan.kernels.switch import fused_kernels
+from wan.keys import KeyLayout
+from wan.policies import CachePolicy, PerHead, of_window
+from wan.rope import RotaryTable, rotate
+
+
+# --- The parts of a Wan2.1 transformer layer. Parameter names are those of the released checkpoints
+class Rope(NamedTuple):
+    """Tables of RoPE for a call's queries and for its own keys, cos and sin [L, 1, D];
+    mostly the same ones.
+    """
+
+    queries: tuple[Tensor, Tensor]
+    keys: tuple[Tensor, Tensor]
+
+
+class Modulation(NamedTuple):
+    """What a sublayer does with its input and output per frame, float32 [B, F or 1, dim] each."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+
+
+def modulations_in(table: Tensor) -> tuple[Modulation, Modulation]:
+    """Those of self-attention and of the FFN, views of a layer's table [B, F or 1, 6, dim]."""
+    rows = table.unbind(2)
+    return Modulation(*rows[:3]), Modulation(*rows[3:])
+
+
+def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
+    """concat(cos, sin) of t·10000^(−i/(freq_dim/2)), in float64: [...] -> [..., freq_dim]."""
+    half = freq_dim // 2
+    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=timestep.device) / half)
+    angles = timestep.double()[..., None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+class QueryKeyNorm(nn.Module):
+    """RMSNorm of queries or keys over the whole dim, before they are split into heads and rotated."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.num_heads, self.eps = config.num_heads, config.eps
+        self.weight = nn.Parameter(torch.ones(config.dim))
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None, place: Tensor | None = None
+    ) -> Tensor:
+        """[B, L, dim] -> [B, L, H, D]; in a place that is given."""
+        if kernels := fused_kernels(x):
+            return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, place)
+        x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
+        return _stored(x if rope is None else rotate(x, *rope), place)
+
+
+class ModulatedNorm(nn.Module):
+    """LayerNorm(x) * (1 + scale) + shift, without affine parameters.
+
+    scale and shift are given per frame, float32 [B, F or 1, dim].
+    """
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor, place: Tensor | None = None) -> Tensor:
+        """[B, L, dim]; in a place that is given."""
+        if kernels := fused_kernels(x):
+            return kernels.modulated_norm(x, scale, shift, self.eps, place)
+        normed = F.layer_norm(x, (self.dim,), eps=self.eps)
+        normed = normed.unflatten(1, (scale.shape[1], -1))  # [B, F, S, dim]
+        modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None])
+        return _stored(modulated.flatten(1, 2).to(x.dtype), place)
+
+
+class GatedAdd(nn.Module):
+    """x + gate * y, with a gate per frame, float32 [B, F or 1, dim]."""
+
+    def forward(self, x: Tensor, y: Tensor, gate: Tensor, place: Tensor | None = None) -> Tensor:
+        """[B, L, dim]; in a place that is given."""
+        if kernels := fused_kernels(x):
+            return kernels.gated_add(x, y, gate, place)
+        x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
+        added = torch.addcmul(x_frames, y_frames, gate[:, :, None])
+        return _stored(added.flatten(1, 2).to(x.dtype), place)
+
+
+def multiply(linear: nn.Linear, x: Tensor, place: Tensor) -> Tensor:
+    """linear(x) of tokens [B, L, ...] in a place [B, L, ...] whose tokens are rows, bit for bit."""
+    rows = place.view(-1, linear.out_features)
+    torch.addmm(linear.bias, x.reshape(-1, linear.in_features), linear.weight.t(), out=rows)
+    return place
+
+
+def _stored(x: Tensor, place: Tensor | None) -> Tensor:
+    return x if place is None else place.copy_(x)
+
+
+class FeedForward(nn.Sequential):
+    """Linear, GELU (tanh), Linear."""
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__(nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not fused_kernels(x) or x.dtype == torch.float32:  # its tanh is not good enough for float32
+            return super().forward(x)
+        widen, _, narrow = cast(Iterator[nn.Linear], iter(self))
+        hidden = gelu_linear(x.flatten(0, 1), widen.weight, widen.bias)
+        return narrow(hidden).view(x.shape)
+
+
+class _Attention(nn.Module):
+    """Projections and query/key norms that self- and cross-attention share."""
+
+    def __init__(self, config: ModelConfig, site: Site):
+        super().__init__()
+        dim = config.dim
+        self.site, self.num_heads = site, config.num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
+
+    def values(self, x: Tensor, place: Tensor | None = None) -> Tensor:
+        """[B, L, dim] -> [B, L, H, D]; in a place [1, L, H, D] that is given."""
+        if place is None:
+            return self.v(x).unflatten(-1, (self.num_heads, -1))
+        return multiply(self.v, x, place)
+
+
+class SelfAttention(_Attention):
+    """Attention of a block's tokens to each other and, through the KV cache, to the past."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, Site(layer, "self"))
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        kv_cache: KVCache | PerHeadCache | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
+        in_place = fused_kernels(x) and not torch.is_grad_enabled()
+        places = self.places(kv_cache, x.shape) if in_place else None
+        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw, places)
+        return self.merge(self.attend(own, kv_cache, mask, layout))
+
+    def places(
+        self, kv_cache: KVCache | PerHeadCache | None, shape: torch.Size
+    ) -> tuple[Tensor, Tensor] | None:
+        """Where keys and values of tokens [B, L, dim] can be computed in the cache, if they can."""
+        return kv_cache.places(self.site.layer, shape) if isinstance(kv_cache, KVCache) else None
+
+    # What stands before and after attention knows nothing of the past, nor of who is looking:
+    # wan/parallel.py exchanges tokens for heads in between, wan/kernels/graphs.py replays both.
+
+    def project(
+        self, x: Tensor, rope: Rope, with_raw: bool, places: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values [B, L, H, D] of the tokens, and with_raw their keys without RoPE."""
+        of_k, of_v = places or (None, None)
+        q = self.norm_q(self.q(x), rope.queries)  # a norm finds its product in the GPU's cache
+        projected = self.k(x)
+        k = self.norm_k(projected, rope.keys, of_k)
+        raw_k = (self.norm_k(projected),) if with_raw else ()
+        return q, k, self.values(x, of_v), *raw_k
+
+    def attend(
+        self,
+        own: Sequence[Tensor],
+        kv_cache: KVCache | PerHeadCache | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        """What heads see with what project() gave, [B, L, H, D]."""
+        q, k, v = own[:3]
+        if kv_cache is not None:
+            raw_k = own[3] if len(own) > 3 else None
+            if isinstance(kv_cache, PerHeadCache):
+                return attention_by_heads(kv_cache.write(self.site.layer, q, k, v, raw_k), self.site)
+            k, v = kv_cache.write(self.site.layer, q, k, v, raw_k)  # [B, Lk, H, D]
+            layout = kv_cache.layouts[self.site.layer]
+        return attention(q, k, v, self.site, mask, layout)
+
+    def merge(self, seen: Tensor, place: Tensor | None = None) -> Tensor:
+        """What all heads saw, [B, L, H, D] -> [B, L, dim]; in a place that is given."""
+        return self.o(seen.flatten(2)) if place is None else multiply(self.o, seen, place)
+
+
+class CrossAttention(_Attention):
+    """Attention of video tokens to the text, whose keys and values are computed once per prompt."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__(config, Site(layer, "cross"))
+
+    def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedded text [B, n, dim] -> keys and values [B, n, H, D]."""
+        return self.norm_k(self.k(text)), self.values(text)
+
+    def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
+        return self.o(attention(self.norm_q(self.q(x)), *text, self.site).flatten(2))
+
+
+class Block(nn.Module):
+    """One transformer layer: modulated self-attention, cross-attention to the text, modulated FFN."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        dim, eps = config.dim, config.eps
+        self.norm1, self.norm2 = ModulatedNorm(dim, eps), ModulatedNorm(dim, eps)
+        self.norm3 = nn.LayerNorm(dim, eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.cross_attn = CrossAttention(config, layer)
+        self.ffn = FeedForward(dim, config.ffn_dim)
+        self.gate1, self.gate2 = GatedAdd(), GatedAdd()
+        self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rope: Rope,
+        text: tuple[Tensor, Tensor],
+        kv_cache: KVCache | PerHeadCache | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        """x [B, L, dim], time the time projection per frame, float32 [B, F or 1, 6, dim].
+
+        text are its keys and values, [B, n, H, D] each.
+        """
+        attend, feed = self.modulations(time)
+        seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
+        return self.finish(x, seen, attend, feed, text)
+
+    def modulations(self, time: Tensor, place: Tensor | None = None) -> tuple[Modulation, Modulation]:
+        """Those of self-attention and of the FFN; in a place like time that is given."""
+        return modulations_in(torch.add(self.modulation, time, out=place))  # float32 as time is
+
+    def finish(
+        self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The layer's output from its input and what self-attention gave, [B, L, dim] each."""
+        x, fed = self.feed(x, seen, attend, feed, text)
+        return self.gate2(x, fed, feed.gate)
+
+    def feed(
+        self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """finish() but for its last sum: what is added to, and what the FFN gave, [B, L, dim] each."""
+        if kernels := fused_kernels(x):  # a sum and the norm behind it at once
+            norm = self.norm3
+            x, normed = kernels.add_norm(x, seen, attend.gate, norm.weight, norm.bias, norm.eps, affine=True)
+            x, normed = kernels.add_norm(
+                x, self.cross_attn(normed, text), None, feed.scale, feed.shift, self.norm2.eps
+            )
+            return x, self.ffn(normed)
+        x = self.gate1(x, seen, attend.gate)
+        x = x + self.cross_attn(self.norm3(x), text)
+        return x, self.ffn(self.norm2(x, feed.scale, feed.shift))
+
+
+class Head(nn.Module):
+    """Modulated projection of every token to its patch of the flow, channels last."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        patch_h, patch_w = config.patch_size[1:]
+        self.norm = ModulatedNorm(config.dim, config.eps)
+        self.head = nn.Linear(config.dim, config.out_dim * patch_h * patch_w)
+        self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """x [B, L, dim], time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
+        shift, scale = (self.modulation + time[:, :, None]).unbind(2)  # float32 as time is
+        return self.head(self.norm(x, scale, shift))
+
+
+# --- The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow
+TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
+
+
+class WanModel(nn.Module):
+    """Bidirectional model; CausalWanModel shares every parameter, so one state dict serves both."""
+
+    def __init__(self, **sizes):
+        """sizes: the fields of ModelConfig."""
+        super().__init__()
+        self.config = config = ModelConfig(**sizes)
+        dim = config.dim
+        self.patch_embedding = nn.Conv3d(config.in_dim, dim, config.patch_size, stride=config.patch_size)
+        self.text_embedding = nn.Sequential(
+            nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+        self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.head = Head(config)
+        self.rotary = RotaryTable(config.head_dim)
+
+    def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
+        """Flow of latents x [B, C, F, h, w] at timestep t [B], context [B, n, text_dim] from umT5."""
+        text = self.text_keys_values(context)
+        return self.flow(x, t.expand(x.shape[0])[:, None], text, frames=range(x.shape[2]))
+
+    def text_keys_values(self, context: Tensor) -> TextKeysValues:
+        """Cross-attention keys and values of every layer, from prompt embeddings [B, n, text_dim].
+
+        Rows of zeros fill the text up to text_len before the embedding; their embeddings are attended, as in
+        training.
+        """
+        config = self.config
+        if context.ndim != 3 or context.shape[-1] != config.text_dim or context.shape[1] > config.text_len:
+            raise ConfigError(
+                f"prompt embeddings of shape {tuple(context.shape)} do not fit "
+                f"[B, at most {config.text_len}, {config.text_dim}]"
+            )
+        padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
+        text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))  # [B, text_len, dim]
+        return [block.cross_attn.keys_values(text) for block in self.blocks]
+
+    def flow(
+        self,
+        x: Tensor,
+        t: Tensor,
+        text: TextKeysValues,
+        frames: Sequence[int],
+        kv_cache: KVCache | PerHeadCache | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+    ) -> Tensor:
+        """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
+        config = self.config
+        ATTENTION_WEIGHT_CAPTURE.check_model(config.num_layers)
+        if x.ndim != 5 or x.shape[1] != config.in_dim:
+            raise ConfigError(
+                f"latents of shape {tuple(x.shape)} are not [B, {config.in_dim} channels, F, h, w]"
+            )
+        check_batch(text[0][0].shape[0], x.shape[0])
+        config.tokens_per_frame(*x.shape[3:])
+
+        dtype = self.patch_embedding.weight.dtype
+        x = self.patch_embedding(x.to(dtype))  # [B, dim, F, h, w]
+        grid_h, grid_w = x.shape[3:]
+        rope = self.rope_tables(frames, grid_h, grid_w, kv_cache)
+        x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
+        time = self.time_embedding(sinusoidal_embedding(t, config.freq_dim).to(dtype))  # [B, F or 1, dim]
+        rows = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
+        layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
+        for block, block_text in zip(self.blocks, text, strict=True):
+            x = block(x, rows, rope, block_text, kv_cache, mask, layout)
+        x = self.head(x, time.float())  # [B, L, ph·pw·channels]
+        return rearrange(
+            x,
+            "b (f h w) (ph pw c) -> b c f (h ph) (w pw)",
+            h=grid_h,
+            w=grid_w,
+            ph=config.patch_size[1],
+            pw=config.patch_size[2],
+        )
+
+    def rope_tables(
+        self, frames: Sequence[int], height: int, width: int, kv_cache: KVCache | PerHeadCache | None
+    ) -> Rope:
+        """Tables for the positions that a cache gives to queries and keys,
+        or for those of the frames without one.
+        """
+        at = frames if kv_cache is None else kv_cache.key_positions
+        keys = self.rotary(at, height, width, self.device)
+        asks = at if kv_cache is None else kv_cache.query_positions
+        if tuple(asks) == tuple(at):
+            return Rope(keys, keys)
+        return Rope(self.rotary(asks, height, width, self.device), keys)
+
+    def init_weights(self) -> None:
+        """Initial values for training: Xavier for products, normal for embeddings, zero for the head."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.patch_embedding.weight.flatten(1))
+        for embedding in (self.text_embedding, self.time_embedding):
+            for module in embedding:
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.02)
+        nn.init.zeros_(self.head.head.weight)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embedding.weight.device
+
+
+def check_batch(texts: int, videos: int) -> None:
+    """Raise ConfigError where each video has no text of its own: attention would read memory of others."""
+    if texts != videos:
+        raise ConfigError(
+            f"prompt embeddings of batch {texts} for latents of batch {videos}; give each video its own"
+        )
+
+
+# --- The block-causal Wan of Self-Forcing: the same parameters, one block of frames at a time, a KV cache
+class CausalWanModel(WanModel):
+    """local_attn_size (-1: the whole past) and sink_size, in frames, shape the KV cache of its rollouts."""
+
+    def __init__(self, *, local_attn_size: int = -1, sink_size: int = 0, **sizes):
+        super().__init__(**sizes)
+        check_window(local_attn_size, sink_size, block_size=1)
+        self.local_attn_size, self.sink_size = local_attn_size, sink_size
+        self.head_shard = HeadShard.whole(self.config.num_heads)  # wan/parallel.py has less of them here
+
+    def forward(  # type: ignore[override]  # it shares parameters with WanModel, not its call
+        self,
+        x: Tensor,
+        t: Tensor,
+        text: TextKeysValues,
+        kv_cache: KVCache | PerHeadCache | None = None,
+        frames: Sequence[int] | None = None,
+        mask: Tensor | MaskedAttention | None = None,
+    ) -> Tensor:
+        """Flow of x [B, F, C, h, w] at timesteps t ([], [B] or [B, F]), text from text_keys_values().
+
+        With a KV cache, x is the block it was last advanced to. Without one, frames gives the absolute
+        indices of the F frames (default 0..F-1) and mask [L, L] what may be attended: a training step.
+        """
+        if frames is None:
+            frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
+        t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]
+        return self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask).transpose(1, 2)
+
+    def new_kv_cache(
+        self,
+        batch: int,
+        num_frames: int,
+        height: int,
+        width: int,
+        policy: CachePolicy | None = None,
+        block_size: int = 3,
+    ) -> KVCache | PerHeadCache:
+        """An empty cache for a rollout of num_frames latent frames of height x width in blocks of block_size.
+
+        Without a policy it is that of the model's local_attn_size and sink_size.
+        """
+        config, device, shard = self.config, self.device, self.head_shard
+        policy = policy or of_window(self.local_attn_size, self.sink_size)
+        _, patch_h, patch_w = config.patch_size
+        rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
+
+        def build(num_heads: Sequence[int], of_class: CachePolicy) -> KVCache:
+            return KVCache(
+                num_heads,
+                batch,
+                config.head_dim,
+                config.tokens_per_frame(height, width),
+                num_frames,
+                of_class,
+                block_size,
+                rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
+                dtype=self.dtype,
+                device=device,
+                shard=shard,
+            )
+
+        if isinstance(policy, PerHead):
+            policy.check_model(config.num_layers, config.num_heads)
+            return PerHeadCache(policy, build, device, shard)
+        return build([len(shard.heads)] * config.num_layers, policy)
+
+
+def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:
+    """Block mask [2L, 2L] for clean frames followed by noisy copies of them, True where a query may look.
+
+    frame_blocks gives the block of each frame. Clean frames see clean blocks up to their own. Noisy frames
+    see the clean blocks before their own, and their own noisy block.
+    """
+    block = torch.as_tensor(frame_blocks).repeat_interleave(tokens_per_frame)
+    query, key = block[:, None], block[None, :]
+    clean_rows = torch.cat([key <= query, torch.zeros_like(key == query)], 1)
+    noisy_rows = torch.cat([key < query, key == query], 1)
+    return torch.cat([clean_rows, noisy_rows])

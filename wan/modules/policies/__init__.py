@@ -1,1 +1,0 @@
-"""The cache policies, a few to a file (see wan/modules/cache_policies.py)."""
