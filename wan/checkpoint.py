@@ -99,7 +99,7 @@ class CheckpointError(ConfigError):
 
 
 def is_native(ckpt_dir: str | Path) -> bool:
-    """Whether a directory has the layout of the original release (wan/checkpoint.py), not that of diffusers."""
+    """Return True for a directory in the layout of the original release, not that of diffusers."""
     return not (require_dir(ckpt_dir) / "transformer").is_dir() and (Path(ckpt_dir) / "config.json").is_file()
 
 

@@ -415,10 +415,10 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     known = {field.name: field for field in fields(kind)}
     if unknown := sorted(set(given) - set(known)):
         raise InterventionError(f"{name}: unknown field {unknown[0]!r}; it takes {', '.join(known)}")
-    for field in known.values():
-        if field.default is MISSING and field.name not in given:
-            choices = f": {', '.join(PASSES)}" if field.name == "passes" else ""
-            raise InterventionError(f"{name}: {field.name} is missing and has no default{choices}")
+    for declared in known.values():
+        if declared.default is MISSING and declared.name not in given:
+            choices = f": {', '.join(PASSES)}" if declared.name == "passes" else ""
+            raise InterventionError(f"{name}: {declared.name} is missing and has no default{choices}")
     try:
         return kind(**given)
     except InterventionError as error:

@@ -84,8 +84,8 @@ def wait() -> None:
     """Until all copies have been made. What one of them raised is raised here."""
     waiting = _under_way.copy()
     forget()
-    for copy in waiting:
-        copy.result()
+    for pending in waiting:
+        pending.result()
 
 
 def forget() -> None:

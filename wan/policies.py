@@ -1128,10 +1128,10 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
         raise ConfigError(f"cache_policy {quoted(name)} is not one of {', '.join(POLICIES)}")
     policy = POLICIES[name]
     known = {f.name: f for f in fields(policy)}
-    for field, value in chosen.items():
-        if field not in known:
-            raise ConfigError(f"cache_policy {name} has no field {quoted(field)}; it has {', '.join(known)}")
-        _check_type(name, field, value, known[field].default)
+    for key, value in chosen.items():
+        if key not in known:
+            raise ConfigError(f"cache_policy {name} has no field {quoted(key)}; it has {', '.join(known)}")
+        _check_type(name, key, value, known[key].default)
     if name == PerHead.name:
         chosen["policies"] = _of_classes(chosen.get("policies"))
     return policy(**chosen)

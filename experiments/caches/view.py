@@ -52,9 +52,9 @@ def averages_of_blocks(values: Tensor, slot_frame: Tensor, block_sizes: Sequence
     """Values of slots [H, F, slots] of every block's queries; slot_frame [blocks, slots] -> [H, F, most]."""
     found = torch.full((*values.shape[:2], most_averages(slot_frame)), torch.nan)
     blocks = block_ranges(list(block_sizes))
-    for queries, frames in zip(blocks, slot_frame, strict=False):  # slot_frame ends with the blocks done
+    for queries, shown in zip(blocks, slot_frame, strict=False):  # slot_frame ends with the blocks done
         rows = slice(queries.start, queries.stop)
-        found[:, rows] = averages_of_slots(values[:, rows], frames, found.shape[-1])
+        found[:, rows] = averages_of_slots(values[:, rows], shown, found.shape[-1])
     return found
 
 
