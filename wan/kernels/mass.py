@@ -215,7 +215,7 @@ def _column_kernel(
     MAP_BLOCK_Q: tl.constexpr,
     MAP_BLOCK_K: tl.constexpr,
 ):
-    """One program: the mass of MAP_BLOCK_K keys of a head from a frame's queries, and maybe the mean logit."""
+    """One program: the mass of MAP_BLOCK_K keys from a frame's queries, perhaps the mean logit."""
     batch_head, frame = tl.program_id(1).to(tl.int64), tl.program_id(2)
     of_frame = batch_head * num_frames + frame
     batch, head = batch_head // num_heads, batch_head % num_heads
