@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from experiments.caches.files import require_ffmpeg
 from experiments.running import sweep_state as sweep_plan
-from experiments.running.claims import workers_of
 from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
-from experiments.running.ranks import Rank
+from experiments.running.ranks import Rank, workers_of
 from wan.config import DTYPES
 from wan.errors import ConfigError
 

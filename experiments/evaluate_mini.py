@@ -14,9 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from experiments.miniature.recipe import Counts
-from experiments.running.claims import workers_of
 from experiments.running.cli import Parser, main, whole_number
-from experiments.running.ranks import Rank
+from experiments.running.ranks import Rank, workers_of
 from wan.errors import ConfigError
 
 MOST = 10_000  # of anything that is counted

@@ -33,7 +33,7 @@ def run(argv=None):
 
     from experiments.studies.causal_atlas import make_atlas  # after the flags: a --help needs no torch
 
-    config, rank = ranks.settle(args, config)
+    config, rank = ranks.assign_device(args, config)
     make_atlas(args, list(sweep_plan.plan(args, config).values()), rank)
 
 

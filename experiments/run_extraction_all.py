@@ -44,7 +44,7 @@ def run(argv=None):
     if not shares:
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
-    config, rank = ranks.settle(args, config)
+    config, rank = ranks.assign_device(args, config)
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {

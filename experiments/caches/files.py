@@ -11,8 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from torch import Tensor
-
 from wan.errors import OneLineError, one_line
 
 
@@ -123,6 +121,8 @@ MARGIN = 1 << 16  # bytes of a cache beside its tensors: names, numbers, the arc
 
 def tensor_bytes(value: Any, seen: set[int] | None = None) -> int:
     """Bytes that a cache, or what is in it, takes in a file; a little too many. One tensor counts once."""
+    from torch import Tensor  # a --help needs no torch
+
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         new = value.data_ptr() not in seen

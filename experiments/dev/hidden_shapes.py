@@ -70,9 +70,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """Make what is not done yet -> the report, of the first rank alone. StoppedError after Ctrl-C."""
     from experiments.miniature.evaluation import Judges
     from experiments.miniature.recipe import SIDE
-    from experiments.running.claims import workers_of
     from experiments.running.progress import Progress, stopping_when_asked
-    from experiments.running.ranks import on_own_device, this_rank
+    from experiments.running.ranks import on_own_device, this_rank, workers_of
     from experiments.studies.hidden_shapes import WAITING, Design
     from wan.config import load_config
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from experiments.dev.measure_capture import random_pipeline
 from experiments.extraction import causal, devices
-from experiments.running.claims import Claims
 from experiments.running.ranks import Rank, on_own_device
+from experiments.running.work_items import WorkItems
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest
 from wan.config import MODELS, ModelConfig, RunConfig
@@ -257,8 +257,8 @@ def measure_sweep(bench: Bench, inputs: Inputs, items: int) -> dict[str, Any]:
 
     def sweep(folder: Path, rank: Rank) -> float:
         start = last = time.perf_counter()
-        with Claims(folder / "items", rank) as claims:
-            for name in claims.to_make(names, lambda name: (folder / f"{name}.pt").exists()):
+        with WorkItems(folder / "items", rank) as claims:
+            for name in claims.claim(names, lambda name: (folder / f"{name}.pt").exists()):
                 drawn = inputs.draw(int(name.removeprefix("seed")))
                 latents, calls = inputs.roll_out([EVERYTHING], drawn)
                 with replacing(folder / f"{name}.pt") as file:

@@ -35,7 +35,7 @@ from experiments.miniature.moving_shapes import FPS, Scene, render
 from experiments.miniature.recipe import FRAMES, SIDE, Counts
 from experiments.miniature.tracking import judge, judge_seconds
 from experiments.miniature.vae_training import psnr, receptive_field, vae_quality
-from experiments.running.claims import end_with
+from experiments.running.ranks import exit_with_parent
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.model import WanModel
@@ -99,7 +99,7 @@ _shared: dict[str, Tensor] = {}  # in a worker: the videos
 
 
 def _begin(slots: Tensor, parent: int) -> None:
-    end_with(parent)
+    exit_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
     torch.set_num_threads(1)
     _shared["slots"] = slots

@@ -20,7 +20,6 @@ from threading import current_thread, main_thread
 from typing import Any, ClassVar, NoReturn, TextIO
 
 from experiments.caches.files import CacheError, RunError, StoppedError
-from experiments.extraction import edits as edit_files
 from experiments.running import locks as run_files
 from wan.config import DTYPES, RunConfig, load_config
 from wan.errors import ConfigError, named, one_line, quoted, reason_of, require_text
@@ -469,6 +468,8 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 
 def with_edits(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     """A config with the interventions that flags name, after its own have been checked."""
+    from experiments.extraction import edits as edit_files  # with torch: not for a --help
+
     path, heads, passes = (
         getattr(args, name, None) for name in ("interventions", "ablate_heads", "ablate_passes")
     )

@@ -15,11 +15,11 @@ from experiments.extraction.long_rollout import LatentFile, LongVideo, make_long
 from experiments.extraction.memory import amount
 from experiments.extraction.provenance import vae_files
 from experiments.extraction.video import check_video
-from experiments.running.claims import item_name
 from experiments.running.jobs import deterministic, name_inputs
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.sweep_state import NOT_SETTINGS
+from experiments.running.work_items import item_name
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError

@@ -6,6 +6,8 @@ stand in for them. A SLURM array, or a shell loop, needs none: every process cla
 
 import argparse
 import os
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,6 +17,8 @@ from wan.errors import ConfigError, quoted
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 MAX_RANKS = 65536
+MAX_WORKERS = 1024
+PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,11 @@ def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
     return replace(config, device=f"cuda:{index}")
 
 
-def settle(args: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Rank]:
-    """What a script does as one of several ranks of a sweep: its own GPU, and only the first one speaks."""
+def assign_device(args: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Rank]:
+    """Return the config and rank of one process of a sweep: each has its own GPU, only the first one prints.
+
+    Raises ConfigError for --gpus and for --overwrite by several ranks.
+    """
     rank = this_rank()
     if config.gpus > 1:
         raise ConfigError(
@@ -111,3 +118,33 @@ def settle(args: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Rank
     if not rank.is_first:
         args.quiet, args.log_file = True, None
     return config, rank
+
+
+def cores() -> int:
+    """Return how many cores this process may use; 1 on macOS, where forking threads is unsafe."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def workers_of(asked: int | None, rank: Rank, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of worker processes: as asked, else this rank's share of its host's cores.
+
+    Raises ConfigError for a number out of range.
+    """
+    if asked is not None:
+        if not 0 <= asked <= MAX_WORKERS:
+            raise ConfigError(f"--workers must be in 0..{MAX_WORKERS}, not {asked}")
+        return asked
+    on_this_host = environment.get("LOCAL_WORLD_SIZE", "")  # torchrun's number of ranks on this host
+    is_set = rank.count > 1 and on_this_host.isdecimal() and int(on_this_host)
+    return max(1, cores() // (int(on_this_host) if is_set else rank.count))
+
+
+def exit_with_parent(parent: int) -> None:
+    """End this worker when its parent process is gone; a pool's workers would outlive a killed parent."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

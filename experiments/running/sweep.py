@@ -16,13 +16,13 @@ from experiments.extraction import causal
 from experiments.extraction.memory import estimate_bytes
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import check_video
-from experiments.running.claims import Claims
 from experiments.running.cli import videos_of
 from experiments.running.jobs import BuildCache, deterministic, name_files, save
 from experiments.running.locks import claimed, require_space
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import Rank
 from experiments.running.sweep_state import Sweep, plan, settings_of
+from experiments.running.work_items import WorkItems
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 
@@ -56,8 +56,8 @@ def run_sweep(
         settings = {c: settings_of(replace(config, checkpoint_path=c), quantities) for c in checkpoints}
         sweep = Sweep(folder, settings, runs, args.save_video is not None)
         waiting = sweep.look(bool(args.overwrite))
-        with Claims(sweep.items) as claims:
-            claims.let_go_of(set(sweep.names.values()) - {sweep.names[path] for path in waiting})
+        with WorkItems(sweep.items) as claims:
+            claims.release_dead([sweep.names[path] for path in runs if path not in set(waiting)])
         sizes = dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(sweep.manifest): 0}
         require_space(folder, sizes)
         sweep.write()
@@ -96,8 +96,8 @@ class Making:
 
         tried = 0
         try:
-            with Claims(self.sweep.items, rank) as claims:
-                for tried, name in enumerate(claims.to_make(list(paths), is_done, self.watch), 1):
+            with WorkItems(self.sweep.items, rank) as claims:
+                for tried, name in enumerate(claims.claim(list(paths), is_done, self.watch), 1):
                     if rank.count == 1:
                         self.watch.print(f"run {tried}/{len(paths)}: {paths[name]}")
                     self._make(paths[name])

@@ -18,7 +18,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import CacheError, replacing
 from experiments.extraction import devices
 from experiments.extraction.provenance import files_of
-from experiments.running.claims import item_name
+from experiments.running.work_items import item_name
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError, quoted

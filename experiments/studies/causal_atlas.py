@@ -24,11 +24,11 @@ from experiments.extraction.causal import Session
 from experiments.extraction.edits import read_edits, record_of
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import files_of
-from experiments.running.claims import Claims, item_name
 from experiments.running.jobs import deterministic, name_inputs
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import Rank
 from experiments.running.sweep_state import NOT_SETTINGS
+from experiments.running.work_items import WorkItems, item_name
 from experiments.studies import direct_effects
 from wan import checkpoint
 from wan.config import RunConfig
@@ -177,8 +177,8 @@ def run(
 
     say_done()
     runs: direct_effects.Runs | None = None
-    with Claims(study.folder / "items", rank) as claims:
-        for name in claims.to_make(list(pieces), is_done, watch):
+    with WorkItems(study.folder / "items", rank) as claims:
+        for name in claims.claim(list(pieces), is_done, watch):
             piece = pieces[name]
             if runs is None or runs.configs is not piece.configs:
                 runs = None  # its tensors leave first
@@ -286,7 +286,7 @@ def _of_another_head(effects: torch.Tensor) -> torch.Tensor:
 
 
 # --- From flags to a causal atlas: pieces are made until asked to stop, the cache when all are there
-ATLAS = "pt"
+ATLAS = "causal_atlas.pt"
 
 
 def the_edit(path: str | None) -> Edit:

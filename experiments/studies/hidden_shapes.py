@@ -27,7 +27,7 @@ from experiments.miniature import tracking
 from experiments.miniature.evaluation import Answers, Judges
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import KINDS, Scene
-from experiments.running.claims import Claims
+from experiments.running import work_items
 from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.direct_effects import Runs
@@ -233,8 +233,8 @@ class HiddenShapes:
         """Make what is not done yet, beside other ranks -> whether all is done."""
         for name, make in (("selection", self.singles), ("test", self.conditions)):
             wanted = {self.items.path(self._settings(one)).stem: one for one in make()}
-            with Claims(self.folder / "claims", rank) as claims:
-                for number, one in enumerate(claims.to_make([*wanted], self._holds, behind=1), 1):
+            with work_items.WorkItems(self.folder / "claims", rank) as claims:
+                for number, one in enumerate(claims.claim([*wanted], self._holds, behind=1), 1):
                     self._make(wanted[one])
                     if number % 10 == 0:
                         self.say(f"{name}: {number} of {len(wanted)} conditions made here")

@@ -37,12 +37,12 @@ from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import judge_seconds
-from experiments.running.claims import Claims, end_with, item_name, workers_of
 from experiments.running.cli import policy_settings
 from experiments.running.jobs import name_inputs
 from experiments.running.progress import Progress, memory, stopping_when_asked
-from experiments.running.ranks import Rank, on_own_device, this_rank
+from experiments.running.ranks import Rank, exit_with_parent, on_own_device, this_rank, workers_of
 from experiments.running.sweep_state import NOT_SETTINGS, told_apart
+from experiments.running.work_items import WorkItems, item_name
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.captured_call import CapturedCall
 from wan.checkpoint import describe_files
@@ -573,9 +573,9 @@ def _make(
         return all(comparison.is_done(item) for item in groups[name])
 
     behind = 1 + WAITING // min(map(len, groups.values()))  # groups that videos which wait belong to
-    with _pool(workers, on_gpu, rank) as pool, Claims(comparison.folder / "claims", rank) as claims:
+    with _pool(workers, on_gpu, rank) as pool, WorkItems(comparison.folder / "claims", rank) as claims:
         maker = Maker(comparison, session, vae, pool)
-        for name in claims.to_make(list(groups), is_done, watch, behind):
+        for name in claims.claim(list(groups), is_done, watch, behind):
             maker.make(groups[name], watch.print)
             maker.settle(WAITING)
             if watch.stopping:
@@ -598,5 +598,5 @@ def _pool(workers: int | None, on_gpu: bool, rank: Rank) -> Iterator[ProcessPool
         yield None
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
-    with ProcessPoolExecutor(count, get_context("spawn"), end_with, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(count, get_context("spawn"), exit_with_parent, (os.getpid(),)) as pool:
         yield pool

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.caches.files import replacing
-from experiments.running.claims import item_name
+from experiments.running.work_items import item_name
 
 
 @dataclass(frozen=True)

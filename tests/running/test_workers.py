@@ -10,9 +10,8 @@ from multiprocessing import get_context
 import psutil
 import pytest
 
-from experiments.running import claims as workers
-from experiments.running.claims import end_with, workers_of
-from experiments.running.ranks import Rank
+from experiments.running import ranks as workers
+from experiments.running.ranks import Rank, exit_with_parent, workers_of
 from wan.errors import ConfigError
 
 
@@ -50,7 +49,7 @@ def test_workers_end_with_the_process_that_was_killed(method):
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        pool = ProcessPoolExecutor(2, get_context(method), end_with, (os.getpid(),))
+        pool = ProcessPoolExecutor(2, get_context(method), exit_with_parent, (os.getpid(),))
         pool.submit(os.getpid).result()
         os.write(writing, json.dumps(sorted(pool._processes)).encode())
         os.kill(os.getpid(), signal.SIGKILL)

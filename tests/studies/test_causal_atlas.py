@@ -17,8 +17,8 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
 from experiments.running import locks as run_files
-from experiments.running.claims import Claims
 from experiments.running.ranks import Rank
+from experiments.running.work_items import WorkItems
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.causal_atlas import atlas_cache, make_atlas
 from wan.config import load_config
@@ -162,8 +162,8 @@ def test_a_rank_that_waits_for_others_stops_too(tmp_path, session, configs):
     one = study(tmp_path, session, configs, replace(EDIT, layers=(1,)))
     watch = RunObserver()
     watch.stopping = True
-    with Claims(tmp_path / "items") as other:
-        assert list(islice(other.to_make(list(causal_atlas.pieces_of(one, 2)), lambda name: False), 1))
+    with WorkItems(tmp_path / "items") as other:
+        assert list(islice(other.claim(list(causal_atlas.pieces_of(one, 2)), lambda name: False), 1))
         assert causal_atlas.run(one, session, 2, str, lambda: True, Rank(), watch) is False
 
 

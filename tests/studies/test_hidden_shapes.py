@@ -20,8 +20,8 @@ from experiments.dev import hidden_shapes_report
 from experiments.extraction import causal
 from experiments.miniature.evaluation import Judges, rendered
 from experiments.miniature.tracking import judge
-from experiments.running.claims import Claims
 from experiments.running.ranks import Rank
+from experiments.running.work_items import WorkItems
 from experiments.studies import hidden_shapes as first_frame_removed
 from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall, measures_by_pass
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
@@ -140,7 +140,7 @@ def test_a_rank_that_waits_for_another_saves_what_is_judged(
     monkeypatch.setattr(HiddenShapes, "conditions", lambda self: iter(()))
     one = study(tmp_path, config, session, judges, say=lambda line: None)
     *paths, last = (one.items.path(one._settings(condition)) for condition in one.singles())
-    other, saved = Claims(tmp_path / "claims"), []
+    other, saved = WorkItems(tmp_path / "claims"), []
     for path in paths[:-1]:
         path.parent.mkdir(exist_ok=True)
         shutil.copy(finished.items.folder / path.name, path)  # made before

@@ -11,9 +11,9 @@ from helpers.forked import exit_code, forked
 from experiments.caches.files import CacheError
 from experiments.extraction.devices import choose_device
 from experiments.extraction.observer import RunObserver
-from experiments.running import claims as claims_module
-from experiments.running.claims import Claims, item_name
+from experiments.running import work_items
 from experiments.running.ranks import Rank, on_own_device, this_rank
+from experiments.running.work_items import WorkItems, item_name
 from wan import backends as attention_backend
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -24,8 +24,8 @@ LEASE = 0.8  # seconds
 
 def make_all(folder: Path, rank: Rank, seconds: float = 0.02, stuck: str = "") -> None:
     """What one process does: it appends its number to the file of every item that it makes."""
-    with Claims(folder / "items", rank, LEASE) as claims:
-        for name in claims.to_make(NAMES, lambda name: (folder / name).exists()):
+    with WorkItems(folder / "items", rank, LEASE) as claims:
+        for name in claims.claim(NAMES, lambda name: (folder / name).exists()):
             if name == stuck:
                 time.sleep(60)
             time.sleep(seconds)
@@ -36,8 +36,8 @@ def make_all(folder: Path, rank: Rank, seconds: float = 0.02, stuck: str = "") -
 
 def make_all_beside(folder: Path, rank: Rank) -> None:
     """make_all of a process that goes on from its first item when every other one has one too."""
-    with Claims(folder / "items", rank, LEASE) as claims:
-        for name in claims.to_make(NAMES, lambda name: (folder / name).exists()):
+    with WorkItems(folder / "items", rank, LEASE) as claims:
+        for name in claims.claim(NAMES, lambda name: (folder / name).exists()):
             (folder / f"begun.{rank.number}").touch()
             begin = time.monotonic()
             while len(list(folder.glob("begun.*"))) < rank.count:
@@ -79,17 +79,17 @@ def test_what_a_dead_process_had_claimed_is_made_by_another_that_joins(tmp_path)
 
 def test_a_claim_is_gone_whose_owner_died_right_after_it_was_done(tmp_path):
     def killed():
-        for name in Claims(tmp_path / "items").to_make(["item0", "item1"], lambda name: False):
+        for name in WorkItems(tmp_path / "items").claim(["item0", "item1"], lambda name: False):
             (tmp_path / name).touch()
             if name == "item1":
                 os.kill(os.getpid(), signal.SIGKILL)
 
     os.waitpid(in_child(killed), 0)
     assert [path.name for path in (tmp_path / "items").iterdir()] == ["item1.claim"]
-    living = Claims(tmp_path / "items")
-    with living._held("item0"):
-        with Claims(tmp_path / "items") as claims:
-            assert not list(claims.to_make(["item0", "item1"], lambda name: (tmp_path / name).exists()))
+    with WorkItems(tmp_path / "items") as living:
+        assert next(living.claim(["item0"])) == "item0"
+        with WorkItems(tmp_path / "items") as claims:
+            assert not list(claims.claim(["item0", "item1"], lambda name: (tmp_path / name).exists()))
         assert [path.name for path in (tmp_path / "items").iterdir()] == ["item0.claim"]
 
 
@@ -106,71 +106,84 @@ def test_what_a_killed_process_had_half_written_is_removed(tmp_path):
 
 def test_a_claim_of_another_host_is_taken_when_its_time_stands_still(tmp_path):
     """Its process ids mean nothing here: only the lease decides."""
-    claims = Claims(tmp_path / "items", lease=LEASE)
-    with claims._held("item0"):
+    with WorkItems(tmp_path / "items", lease=LEASE) as claims:
+        assert next(claims.claim(["item0"])) == "item0"
         text = (tmp_path / "items/item0.claim").read_text()
     host = os.uname().nodename
     assert host in text
     far = text.replace(host, "another-host")
     (tmp_path / "items/item0.claim").write_text(far)
     start = time.monotonic()
-    with Claims(tmp_path / "items", lease=LEASE) as claims:
-        assert list(claims.to_make(["item0"], lambda name: False)) == ["item0"]
+    with WorkItems(tmp_path / "items", lease=LEASE) as claims:
+        assert list(claims.claim(["item0"], lambda name: False)) == ["item0"]
     assert LEASE <= time.monotonic() - start < 6 * LEASE
 
 
 def test_an_item_that_fails_is_tried_once(tmp_path):
-    with Claims(tmp_path / "items") as claims:
-        assert list(claims.to_make(NAMES, lambda name: name == "item1")) == [n for n in NAMES if n != "item1"]
+    with WorkItems(tmp_path / "items") as claims:
+        assert list(claims.claim(NAMES, lambda name: name == "item1")) == [n for n in NAMES if n != "item1"]
 
 
 def test_items_that_are_finished_later_stay_claimed(tmp_path):
     """As many as `behind`, and at the end until the context is left: nobody makes them a second time."""
     claimed = lambda: sorted(file.stem for file in (tmp_path / "items").iterdir())  # noqa: E731
     done = set()
-    with Claims(tmp_path / "items") as claims:
-        for number, name in enumerate(claims.to_make(NAMES[:4], done.__contains__, behind=2)):
+    with WorkItems(tmp_path / "items") as claims:
+        for number, name in enumerate(claims.claim(NAMES[:4], done.__contains__, behind=2)):
             assert claimed() == NAMES[max(0, number - 2) : number + 1]
-            with Claims(tmp_path / "items") as others:
-                assert not others._take(name) and not others._take(NAMES[max(0, number - 2)])
+            with WorkItems(tmp_path / "items") as others:
+                assert not others._acquire(name) and not others._acquire(NAMES[max(0, number - 2)])
             done.update(NAMES[: max(0, number - 1)])
         assert claimed() == NAMES[2:4]
         done.update(NAMES)
-        assert not list(claims.to_make(NAMES[:4], done.__contains__)) and claimed() == NAMES[2:4]
+        assert not list(claims.claim(NAMES[:4], done.__contains__)) and claimed() == NAMES[2:4]
     assert not claimed()
 
 
 def test_ranks_begin_at_different_items(tmp_path):
-    with Claims(tmp_path / "items", Rank(2, 3)) as claims:
-        assert next(iter(claims.to_make(NAMES, lambda name: False))) == "item8"
+    with WorkItems(tmp_path / "items", Rank(2, 3)) as claims:
+        assert next(iter(claims.claim(NAMES, lambda name: False))) == "item8"
 
 
 def test_one_line_tells_how_far_all_ranks_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims_module, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(work_items, "REPORT_SECONDS", 0.0)
     said, done = [], {"item0"}
     watch = RunObserver()
     watch.print = said.append
-    with Claims(tmp_path / "items", Rank(0, 4)) as claims:
-        for name in claims.to_make(NAMES[:3], done.__contains__, watch):
+    with WorkItems(tmp_path / "items", Rank(0, 4)) as claims:
+        for name in claims.claim(NAMES[:3], done.__contains__, watch):
             done.add(name)
     assert said[0].startswith("2 of 3 done, 0 in work by 4 ranks") and said[-1].startswith("3 of 3 done")
     said.clear()
-    with Claims(tmp_path / "items", Rank(1, 4)) as claims:
-        list(claims.to_make(NAMES[:3], lambda name: False, watch))
+    with WorkItems(tmp_path / "items", Rank(1, 4)) as claims:
+        list(claims.claim(NAMES[:3], lambda name: False, watch))
     assert not said
 
 
 def test_a_folder_that_cannot_hold_claims(tmp_path):
     (tmp_path / "items").write_text("a file")
-    done = forked(lambda: list(Claims(tmp_path / "items").to_make(["a"], lambda name: False)))
+    done = forked(lambda: list(WorkItems(tmp_path / "items").claim(["a"], lambda name: False)))
     assert done.code and "cannot hold the claims of a sweep" in str(done.value)
     with pytest.raises(CacheError):
-        list(Claims(tmp_path / "items").to_make(["a"], lambda name: False))
+        list(WorkItems(tmp_path / "items").claim(["a"], lambda name: False))
 
 
 def test_names_differ_where_settings_do():
     names = {item_name(*parts) for parts in (("a", 1), ("a", 2), ("b", 1), ("a", 1, None), ({"x": 1}, 1))}
     assert len(names) == 5 and item_name({"x": 1, "y": 2}) == item_name({"y": 2, "x": 1})
+
+
+def test_results_are_read_back_and_damaged_ones_are_made_again(tmp_path):
+    names = [item_name(n) for n in range(3)]
+    for _ in range(2):
+        with WorkItems(tmp_path) as items:
+            for number, name in enumerate(items.claim(names)):
+                items.write(name, {"number": number, "prompt": "一只猫"})
+        assert [items.read(name)["number"] for name in names] == [0, 1, 2]
+    items.path(names[1]).write_text('{"number"')
+    items.path(names[2]).write_text("[1]")
+    assert items.read(names[1]) is None is items.read(names[2]) and items.read("absent") is None
+    assert list(items.claim(names)) == names[1:]
 
 
 # -- the environment -----------------------------------------------------------------------------------------
