@@ -1,34 +1,38 @@
-"""What is fixed before a training and must not change until its evaluation: scenes, held-out captions,
-tracker."""
+"""Held-out scenes and hashes of what must not change between a training and its evaluation."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import json
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
+from hashlib import sha256
 
-from experiments.miniature.moving_shapes import Scene, sample_scenes
-from experiments.miniature.recipe import HELD_OUT_SEED, Counts
+from experiments.miniature.moving_shapes import FPS, Scene, render, sample_scenes
+from experiments.miniature.recipe import FRAMES, HELD_OUT_SEED, SIDE, Counts
+from experiments.miniature.tracking import in_sight, judge, track
 
 SETS = {"one shape": ("single", "landmark"), "two that cross": ("crossing",), "behind a wall": ("wall",)}
-CODE = ("moving_shapes.py", "tracking.py", "long_tracking.py")
 
 
 def held_out_scenes(kinds: Iterable[str], count: int) -> list[Scene]:
-    """The first held-out scenes of these kinds, the same for every model."""
+    """Return the first held-out scenes of these kinds, the same for every model."""
     return list(itertools.islice(sample_scenes(HELD_OUT_SEED + 1, True, kinds), count))
 
 
 @cache
-def _listed(kinds: tuple[str, ...]) -> bytes:
-    """A set's first 96 scenes with their captions, a line each; every stage of a training asks for them."""
-    return "\n".join(f"{s.caption}: {s}" for s in held_out_scenes(kinds, Counts.captions)).encode()
-
-
 def hashes() -> dict[str, str]:
-    """SHA-256 of the code of scenes and tracker, and of each set's first 96 scenes with their captions."""
-    code = {name: (Path(__file__).with_name(name)).read_bytes() for name in CODE}
-    scenes = {f"scenes, {name}": _listed(kinds) for name, kinds in SETS.items()}
-    return {name: hashlib.sha256(content).hexdigest() for name, content in (code | scenes).items()}
+    """Return SHA-256 of each set's first 96 scenes with their captions, and of what the tracker sees.
+
+    The tracker's is of its answers to one rendered scene of each set and of a centre for every second, to
+    the hundredth of a side: the same on every CPU, whatever the code looks like.
+    """
+    found, seen = {}, []
+    for name, kinds in SETS.items():
+        scenes = held_out_scenes(kinds, Counts.captions)
+        listed = "\n".join(f"{scene.caption}: {scene}" for scene in scenes)
+        found[f"scenes, {name}"] = sha256(listed.encode()).hexdigest()
+        video = render(scenes[0], FRAMES, SIDE) / 2 + 0.5
+        centres = track(video, in_sight(scenes[0], SIDE)).centre[::FPS]
+        seen.append([judge(video, scenes[0]), [[round(x, 2) for x in at] for at in centres.tolist()]])
+    return {"tracker": sha256(json.dumps(seen).encode()).hexdigest()} | found

@@ -4,7 +4,6 @@ Heads are ranked on selection captions and judged on others. All captions and se
 batched rollout; a condition is a work item, and the same command goes on where it stopped.
 """
 
-import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +22,8 @@ from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
 from experiments.extraction.causal import Session
-from experiments.miniature import tracking
 from experiments.miniature.evaluation import Answers, Judges
-from experiments.miniature.frozen import SETS, held_out_scenes
+from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.running import work_items
 from experiments.running.ranks import Rank
@@ -162,14 +160,13 @@ class HiddenShapes:
 
     @cached_property
     def items(self) -> WorkItems:
-        code = Path(tracking.__file__).read_bytes()
         shared = {
             "weights": self.session.sha256.result(),
             "dtype": str(self.session.dtype),
             "device": self.session.device.type,
             "frames": self.config.num_frames,
             "settings": {k: str(v) for k, v in self.session.common["config"].items()},
-            "tracker": hashlib.sha256(code).hexdigest(),
+            "tracker": hashes()["tracker"],
         }
         return WorkItems(self.folder / "items", shared)
 
