@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, one_line, quoted
+from wan.errors import ConfigError, one_line, short_repr
 from wan.keys import send
 
 # --- Which kernel computes attention on CUDA: cuDNN's, or FlashAttention-4's for long calls, and the
@@ -47,7 +47,7 @@ def wanted() -> str:
     """One of CHOICES, as the environment says. ConfigError for anything else."""
     choice = os.environ.get(VARIABLE) or CHOICES[0]
     if choice not in CHOICES:
-        raise ConfigError(f"{VARIABLE} is {quoted(choice)}, not one of {', '.join(CHOICES)}; unset it")
+        raise ConfigError(f"{VARIABLE} is {short_repr(choice)}, not one of {', '.join(CHOICES)}; unset it")
     return choice
 
 

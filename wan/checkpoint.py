@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wan.config import MODELS, ModelConfig, RunConfig
-from wan.errors import ConfigError, library_reads, named, quoted
+from wan.errors import ConfigError, library_reads, short_repr
 from wan.files import MAX_LAYERS, MAX_LIST, MAX_RES_BLOCKS, MAX_SIZE, UnreadableError, load_tensors, read_json
 from wan.model import WanModel
 from wan.offload import StreamedBlocks
@@ -153,13 +153,15 @@ def _plausible(ckpt_dir: str | Path, sizes: dict) -> ModelConfig:
     patch = sizes.get("patch_size", (1, 2, 2))
     numbers = {name: value for name, value in sizes.items() if name not in ("eps", "patch_size")}
     if not isinstance(patch, (list, tuple)) or len(patch) != 3:
-        raise CheckpointError(f"{ckpt_dir}: patch_size is {quoted(patch, 40)}, not three numbers")
+        raise CheckpointError(f"{ckpt_dir}: patch_size is {short_repr(patch, 40)}, not three numbers")
     for name, value in [*numbers.items(), *(("patch_size", n) for n in patch)]:
         limit = MAX_LAYERS if name == "num_layers" else MAX_SIZE
         if type(value) is not int or not 1 <= value <= limit:
-            raise CheckpointError(f"{ckpt_dir}: {name} is {quoted(value, 40)}, not a number of 1..{limit}")
+            raise CheckpointError(
+                f"{ckpt_dir}: {name} is {short_repr(value, 40)}, not a number of 1..{limit}"
+            )
     if "eps" in sizes and not (type(sizes["eps"]) in (int, float) and 0 <= sizes["eps"] < 1):
-        raise CheckpointError(f"{ckpt_dir}: eps is {quoted(sizes['eps'], 40)}, not a small number")
+        raise CheckpointError(f"{ckpt_dir}: eps is {short_repr(sizes['eps'], 40)}, not a small number")
     return ModelConfig(**sizes)
 
 
@@ -193,7 +195,7 @@ def shards(path: Path) -> list[Path]:
     if not files or not all(isinstance(name, str) and Path(name).name.isprintable() for name in files):
         raise CheckpointError(f"{path} has no weight_map of file names: not an index of shards")
     if no_names := [name for name in files if Path(name).name in ("", "..")]:
-        raise CheckpointError(f"{path}: its weight_map names {quoted(no_names[0])}, which is no file")
+        raise CheckpointError(f"{path}: its weight_map names {short_repr(no_names[0])}, which is no file")
     return [path.with_name(Path(name).name) for name in sorted(set(files))]  # beside the index alone
 
 
@@ -250,13 +252,13 @@ def report_keys(source: str | Path, state: StateDict, wanted: StateDict) -> None
         "unexpected": [name for name in state if name not in wanted],
         "not of floating point": [name for name in both if not state[name].is_floating_point()],
         "of another shape": [
-            f"{named(name)} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
+            f"{short_repr(name)} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
             for name in both
             if state[name].shape != wanted[name].shape
         ],
     }
     found = [
-        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(map(named, names[:3]))}"
+        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(map(short_repr, names[:3]))}"
         + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         for what, names in problems.items()
         if names
@@ -329,10 +331,12 @@ def read_component_config(folder: str | Path) -> dict:
         limit = MAX_LAYERS if "layers" in name else MAX_RES_BLOCKS if "blocks" in name else MAX_SIZE
         values = value if isinstance(value, list) else [value]
         if len(values) > MAX_LIST:
-            raise CheckpointError(f"{path}: {named(name)} has {len(values)} values, at most {MAX_LIST}")
+            raise CheckpointError(f"{path}: {short_repr(name)} has {len(values)} values, at most {MAX_LIST}")
         for number in values:
             if type(number) in (int, float) and not -limit <= number <= limit:
-                raise CheckpointError(f"{path}: {named(name)} is {quoted(number, 40)}, not within {limit}")
+                raise CheckpointError(
+                    f"{path}: {short_repr(name)} is {short_repr(number, 40)}, not within {limit}"
+                )
     return config
 
 
@@ -422,13 +426,13 @@ def _pick(path: str | Path, content: dict[str, Any], use_ema: bool, report: Load
         state = content
     if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise CheckpointError(
-            f"{path} holds no state dict of tensors, but: {', '.join(map(named, list(content)[:SHOWN]))}"
+            f"{path} holds no state dict of tensors, but: {', '.join(map(short_repr, list(content)[:SHOWN]))}"
         )
     return {str(name): tensor for name, tensor in state.items()}
 
 
 def _described(name: Any, value: Any) -> str:
-    return f"{named(name)} ({len(value)})" if isinstance(value, dict) else named(name)
+    return f"{short_repr(name)} ({len(value)})" if isinstance(value, dict) else short_repr(name)
 
 
 def without_prefixes(path: str | Path, state: StateDict, report: LoadReport | None = None) -> StateDict:
@@ -443,7 +447,7 @@ def without_prefixes(path: str | Path, state: StateDict, report: LoadReport | No
         leads[lead] += 1
         if bare[len(lead) :] in found:
             raise CheckpointError(
-                f"{path} has two keys for {named(bare[len(lead) :])}, such as {named(name)}"
+                f"{path} has two keys for {short_repr(bare[len(lead) :])}, such as {short_repr(name)}"
             )
         found[bare[len(lead) :]] = tensor
         if report:
@@ -473,7 +477,7 @@ def lead_of(name: str) -> str:
 def prefixes_of(names: Iterable[str]) -> str:
     """The beginnings of names with their numbers, the most frequent first: "encoder.blocks. (40), ..."."""
     starts = Counter(re.sub(r"\d+", "N", ".".join(name.split(".")[:2])) for name in names)
-    shown = ", ".join(f"{named(start)} ({count})" for start, count in starts.most_common(SHOWN))
+    shown = ", ".join(f"{short_repr(start)} ({count})" for start, count in starts.most_common(SHOWN))
     return shown + (f" and {len(starts) - SHOWN} more" if len(starts) > SHOWN else "")
 
 
@@ -620,18 +624,20 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
     alphas: dict[str, float] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {named(name)} is no tensor; not a LoRA")
+            raise CheckpointError(f"{path}: {short_repr(name)} is no tensor; not a LoRA")
         bare = _bare(name)
         if match := KEY.fullmatch(bare):
             half, layer = halves[HALVES[match[2]]], _native(match[1])
             if layer in half:
-                raise CheckpointError(f"{path} has two keys for one half of {named(layer)}: {named(name)}")
+                raise CheckpointError(
+                    f"{path} has two keys for one half of {short_repr(layer)}: {short_repr(name)}"
+                )
             half[layer] = value
         elif bare.endswith(".alpha") and value.numel() == 1:
             alphas[_native(bare.removesuffix(".alpha"))] = float(value)
         else:
             raise CheckpointError(
-                f"{path}: {named(name)} is not of a LoRA's names; its keys begin with {prefixes_of(state)}"
+                f"{path}: {short_repr(name)} is not of a LoRA's names; its keys begin with {prefixes_of(state)}"  # noqa: E501
             )
     pairs = _paired(path, halves)
     found = _rank(path, pairs, rank)
@@ -659,24 +665,24 @@ def _paired(path: str | Path, halves: dict[str, dict[str, Tensor]]) -> dict[str,
         missing = "lora_B" if half[0] in A else "lora_A"
         raise CheckpointError(
             f"{path} holds half a LoRA: {len(half)} of {len(A.keys() | B.keys())} layers have one half, "
-            f"such as {named(half[0])} without {missing}; get the file again"
+            f"such as {short_repr(half[0])} without {missing}; get the file again"
         )
     for layer, down in A.items():
         up = B[layer]
         shapes = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}"
         if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
-            raise CheckpointError(f"{path}: {named(layer)} has {shapes}, which do not multiply")
+            raise CheckpointError(f"{path}: {short_repr(layer)} has {shapes}, which do not multiply")
         if not (down.is_floating_point() and up.is_floating_point()):
-            raise CheckpointError(f"{path}: {named(layer)} is not of floating point, but {down.dtype}")
+            raise CheckpointError(f"{path}: {short_repr(layer)} is not of floating point, but {down.dtype}")
         if not (down.float().isfinite().all() and up.float().isfinite().all()):
-            raise CheckpointError(f"{path}: {named(layer)} has values that are not finite; get it again")
+            raise CheckpointError(f"{path}: {short_repr(layer)} has values that are not finite; get it again")
     return {layer: (A[layer], B[layer]) for layer in A}
 
 
 def _rank(path: str | Path, pairs: Mapping[str, tuple[Tensor, Tensor]], wanted: int | None) -> int:
     ranks = {down.shape[0]: layer for layer, (down, _) in pairs.items()}
     if len(ranks) > 1:
-        parts = ", ".join(f"{rank} of {named(layer)}" for rank, layer in list(ranks.items())[:SHOWN])
+        parts = ", ".join(f"{rank} of {short_repr(layer)}" for rank, layer in list(ranks.items())[:SHOWN])
         raise CheckpointError(f"{path} has layers of different ranks: {parts}")
     rank = next(iter(ranks))
     if wanted is not None and rank != wanted:
@@ -709,11 +715,11 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
     for layer, change in lora.changes():
         name = f"{layer}.weight"
         if name not in state:
-            raise CheckpointError(f"{lora.file} changes {named(layer)}, which {source} does not have")
+            raise CheckpointError(f"{lora.file} changes {short_repr(layer)}, which {source} does not have")
         weight = state[name].float()
         if weight.shape != change.shape:
             raise CheckpointError(
-                f"{lora.file} changes {named(layer)} {list(weight.shape)} by {list(change.shape)}: "
+                f"{lora.file} changes {short_repr(layer)} {list(weight.shape)} by {list(change.shape)}: "
                 "it is of another model"
             )
         merged[name] = weight + change

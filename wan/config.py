@@ -15,7 +15,7 @@ from wan.blocks import (
     rolling_attention_size,
     steps_of_blocks,
 )
-from wan.errors import ConfigError, quoted, reason_of
+from wan.errors import ConfigError, reason_of, short_repr
 from wan.files import (
     MAX_FRAMES,
     MAX_GPUS,
@@ -58,7 +58,9 @@ def merged(settings: type, path: str | Path, *sources: dict[str, Any]) -> dict[s
         raise
     except Exception as error:  # OmegaConf's own error classes, and whatever a value of a wrong type raises
         key = getattr(error, "full_key", None)
-        raise ConfigError(f"{path}: {reason_of(error)}{f' (key {quoted(key)})' if key else ''}") from error
+        raise ConfigError(
+            f"{path}: {reason_of(error)}{f' (key {short_repr(key)})' if key else ''}"
+        ) from error
 
 
 @cache
@@ -79,7 +81,7 @@ def _literal(value: Any) -> Any:
         return {name: _literal(inner) for name, inner in value.items()}
     if isinstance(value, list) and len(value) > MAX_LAYERS:
         raise ConfigError(
-            f"a list of {len(value)} values, such as {quoted(value[:3])}; at most {MAX_LAYERS} are read"
+            f"a list of {len(value)} values, such as {short_repr(value[:3])}; at most {MAX_LAYERS} are read"
         )
     return [_literal(inner) for inner in value] if isinstance(value, list) else value
 
@@ -250,13 +252,13 @@ class RunConfig:
         self._check_layers()
         check_device(self.device)
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {quoted(self.dtype)} is not one of {', '.join(DTYPES)}")
+            raise ConfigError(f"dtype {short_repr(self.dtype)} is not one of {', '.join(DTYPES)}")
 
     def _check_policy(self) -> None:
         schedule = [] if self.prompt_schedule is None else self.prompt_schedule
         if not isinstance(schedule, list) or not all(isinstance(switch, dict) for switch in schedule):
             raise ConfigError(
-                f"prompt_schedule is {quoted(schedule)}, not a list of switches of a frame and a prompt"
+                f"prompt_schedule is {short_repr(schedule)}, not a list of switches of a frame and a prompt"
             )
         if self.cache_policy is not None and (self.local_attn_size != -1 or self.sink_size):
             raise ConfigError(
@@ -309,14 +311,16 @@ class RunConfig:
         check_number("context_noise", self.context_noise, 0, NUM_TRAIN_TIMESTEPS)
         last = self.num_passes - 1
         if not 0 <= self.step <= last:
-            raise ConfigError(f"step {quoted(self.step)} is not in 0..{last}; {last} is the clean pass")
+            raise ConfigError(f"step {short_repr(self.step)} is not in 0..{last}; {last} is the clean pass")
 
     def _check_layers(self) -> None:
         if not 1 <= len(self.layer_indices) <= MAX_LAYERS:
             raise ConfigError(f"layer_indices has {len(self.layer_indices)} layers, not 1..{MAX_LAYERS}")
         for layer in (*self.layer_indices, self.layer_index):
             if not 0 <= layer < MAX_LAYERS:
-                raise ConfigError(f"layer {quoted(layer)} is not in 0..{MAX_LAYERS - 1}; layers count from 0")
+                raise ConfigError(
+                    f"layer {short_repr(layer)} is not in 0..{MAX_LAYERS - 1}; layers count from 0"
+                )
 
     @property
     def block_sizes(self) -> list[int]:
@@ -345,7 +349,9 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     from_file = read_yaml(path)
     known = {f.name for f in fields(RunConfig)}
     if unknown := [name for name in from_file if name not in known]:
-        raise ConfigError(f"{path}: unknown key {quoted(unknown[0])}; known keys: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{path}: unknown key {short_repr(unknown[0])}; known keys: {', '.join(sorted(known))}"
+        )
     chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
     replaced = {name for name in ("cache_policy", "prompt_schedule") if name in chosen}
     settings = merged(RunConfig, path, {k: v for k, v in from_file.items() if k not in replaced}, chosen)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from wan.errors import ConfigError, OneLineError, named, quoted, reason_of
+from wan.errors import ConfigError, UserError, reason_of, short_repr
 
 # --- What lies where in a .pt: a strict reader of the zip archives that torch.save writes, and their
 MAGIC = b"PK\x03\x04"  # by which torch tells an archive from the older format
@@ -34,7 +34,7 @@ ENTRY, LOCAL = (struct.Struct(f"<4s{rest}") for rest in ("6H3L5H2L", "5H3L2H"))
 FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF  # the number stands in the 64-bit fields
 
 
-class UnreadableError(OneLineError, ValueError):
+class UnreadableError(UserError, ValueError):
     """Why a file was not read, in one line without its name."""
 
 
@@ -110,12 +110,14 @@ def _entry(content: bytes, place: int, file: BinaryIO, limit: int) -> tuple[Reco
     if sign != b"PK\1\2" or comment or flags & 1 or not name.isprintable():
         raise UnreadableError("damaged: an entry of its directory")
     if method or packed != size:
-        raise UnreadableError(f"its record {named(name)} is compressed, as no cache's or checkpoint's is")
+        raise UnreadableError(
+            f"its record {short_repr(name)} is compressed, as no cache's or checkpoint's is"
+        )
     file.seek(local)
     sign, *_, name_length, extra_length = LOCAL.unpack(file.read(LOCAL.size))
     start = local + LOCAL.size + name_length + extra_length
     if sign != MAGIC or file.read(name_length) != name.encode() or start + size > limit:
-        raise UnreadableError(f"its record {named(name)} is not where its directory says")
+        raise UnreadableError(f"its record {short_repr(name)} is not where its directory says")
     return Record(name, start, size, crc), names + len(name.encode()) + len(extra) + comment
 
 
@@ -229,7 +231,7 @@ def _check_mapped(waiting: _Waiting, storage: torch.UntypedStorage) -> None:
             raise UnreadableError(f"{path} was cut off after it was opened; make or get it again")
     content = torch.empty(0, dtype=torch.uint8).set_(storage)
     if crc32(content.numpy().data) != record.crc:
-        raise UnreadableError(f"{path}: its record {named(record.name)} is damaged (checksum)")
+        raise UnreadableError(f"{path}: its record {short_repr(record.name)} is damaged (checksum)")
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
@@ -272,7 +274,7 @@ def _check_crcs(file: BinaryIO, records: Iterable[Record], limit: int) -> None:
                 with view[record.start : record.start + record.size] as data:
                     damaged = crc32(data) != record.crc
                 if damaged:
-                    raise UnreadableError(f"its record {named(record.name)} is damaged (checksum)")
+                    raise UnreadableError(f"its record {short_repr(record.name)} is damaged (checksum)")
 
 
 def _check_content(content: Any, size: int) -> list[torch.UntypedStorage]:
@@ -333,9 +335,7 @@ def _values(content: Any, depth: int = 0) -> Iterator[Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnpicklingError) and "GLOBAL" in str(error):
         name = (str(error).partition("GLOBAL ")[2].split() or ["an unnamed object"])[0]
-        return (
-            f"it holds a {named(name)}, which is neither tensor nor plain value, and is not opened for safety"
-        )
+        return f"it holds a {short_repr(name)}, which is neither tensor nor plain value, and is not opened for safety"  # noqa: E501
     return reason_of(error)
 
 
@@ -364,7 +364,7 @@ SEED_BITS = 64  # signed
 
 
 # --- Text, JSON and YAML of bounded size, UTF-8 by name whatever the locale; any other file is refused in one
-def read_text(path: str | Path, limit: int = TEXT_BYTES, error: type[OneLineError] = ConfigError) -> str:
+def read_text(path: str | Path, limit: int = TEXT_BYTES, error: type[UserError] = ConfigError) -> str:
     """A file of UTF-8, with or without its mark, of at most limit bytes. Raises error for any other file."""
     try:
         with open(path, "rb", opener=_without_waiting) as file:
@@ -387,7 +387,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
 
 
-def read_json(path: str | Path, error: type[OneLineError] = ConfigError) -> dict[str, Any]:
+def read_json(path: str | Path, error: type[UserError] = ConfigError) -> dict[str, Any]:
     """A JSON file that holds a table of settings. Raises error for any other."""
     text = read_text(path, JSON_BYTES, error)
     try:
@@ -416,7 +416,7 @@ def _yaml_loader() -> type:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict:
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if twice := [name for name in names if names.count(name) > 1]:
-                problem = f"the key {quoted(twice[0])} twice; keep one"
+                problem = f"the key {short_repr(twice[0])} twice; keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
             return super().construct_mapping(node, deep)
 

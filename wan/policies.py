@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, named, quoted
+from wan.errors import ConfigError, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, read_text
 from wan.keys import AVERAGE, CHOSEN, MIXED, STALE, ChosenTokens, Slot
 from wan.rope import rotate_into
@@ -45,7 +45,7 @@ class CachePolicy:
         if isinstance(self.released, str) and self.released not in self.releases:
             known = ", ".join(self.releases) or "none"
             raise ConfigError(
-                f"cache_policy {self.name}: released {quoted(self.released)} is not one of {known}"
+                f"cache_policy {self.name}: released {short_repr(self.released)} is not one of {known}"
             )
         self.validate()
 
@@ -987,7 +987,7 @@ class PerHead(CachePolicy):
         if missing:
             known = ", ".join(self.classes)
             raise ConfigError(
-                f"cache_policy per_head: class {quoted(missing[0])} of {self.file} has no policy: {known}"
+                f"cache_policy per_head: class {short_repr(missing[0])} of {self.file} has no policy: {known}"
             )
         self._check_positions()
 
@@ -1068,7 +1068,7 @@ def read_labels(file: str) -> Labels:
     class under such a header.
     """
     if not isfile(file):
-        said = f"cache_policy per_head: {named(file)} not found"
+        said = f"cache_policy per_head: {short_repr(file)} not found"
         raise ConfigError(f"{said}; it is a CSV of classes, layers x heads")
     lines = (line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#"))
     try:
@@ -1095,7 +1095,7 @@ def _from_columns(rows: list[list[str]], file: str) -> list[list[str]]:
         return [[found[i, j] for j in range(heads)] for i in range(layers)]
     except (ValueError, IndexError, KeyError) as error:
         raise ConfigError(
-            f"cache_policy per_head: {file} does not name every layer and head: {named(error)}"
+            f"cache_policy per_head: {file} does not name every layer and head: {short_repr(error)}"
         ) from None
 
 
@@ -1125,12 +1125,13 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
     Raises ConfigError for what it does not have or cannot do.
     """
     if name not in POLICIES:
-        raise ConfigError(f"cache_policy {quoted(name)} is not one of {', '.join(POLICIES)}")
+        raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
     policy = POLICIES[name]
     known = {f.name: f for f in fields(policy)}
     for key, value in chosen.items():
         if key not in known:
-            raise ConfigError(f"cache_policy {name} has no field {quoted(key)}; it has {', '.join(known)}")
+            said = short_repr(key)
+            raise ConfigError(f"cache_policy {name} has no field {said}; it has {', '.join(known)}")
         _check_type(name, key, value, known[key].default)
     if name == PerHead.name:
         chosen["policies"] = _of_classes(chosen.get("policies"))
@@ -1144,10 +1145,11 @@ def _of_classes(policies: Any) -> dict[str, CachePolicy]:
     found = {}
     for label, settings in policies.items():
         if not isinstance(settings, (Mapping, CachePolicy)):
-            raise ConfigError(f"cache_policy per_head: class {quoted(label)} needs the settings of a policy")
+            said = short_repr(label)
+            raise ConfigError(f"cache_policy per_head: class {said} needs the settings of a policy")
         found[str(label)] = settings if isinstance(settings, CachePolicy) else read_policy(settings)
         if isinstance(found[str(label)], PerHead):
-            raise ConfigError(f"cache_policy per_head: class {quoted(label)} cannot be per_head again")
+            raise ConfigError(f"cache_policy per_head: class {short_repr(label)} cannot be per_head again")
     return found
 
 
@@ -1166,9 +1168,10 @@ def _check_type(name: str, field: str, value: Any, default: Any) -> None:
     else:
         return
     if not fits and not (value is None and default is None):
-        raise ConfigError(f"cache_policy {name}: {field} must be {kind}, not {quoted(value)}")
+        raise ConfigError(f"cache_policy {name}: {field} must be {kind}, not {short_repr(value)}")
     if type(value) is int and value > MAX_FRAMES:
-        raise ConfigError(f"cache_policy {name}: {field} may be at most {MAX_FRAMES}, not {quoted(value)}")
+        said = short_repr(value)
+        raise ConfigError(f"cache_policy {name}: {field} may be at most {MAX_FRAMES}, not {said}")
 
 
 def read_policy(settings: Mapping[str, Any]) -> CachePolicy:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, require_text, short_repr
 from wan.files import MAX_TEXT
 from wan.policies import FLUSH_KEEPS, CachePolicy
-from wan.validation import check_texts
 
 if TYPE_CHECKING:
     from wan.cache import KVCache, PerHeadCache
@@ -33,7 +32,8 @@ class PromptSwitch:
 
     def __post_init__(self) -> None:
         if self.how not in get_args(How):
-            raise ConfigError(f"prompt_schedule: {quoted(self.how)} is not one of {', '.join(get_args(How))}")
+            known = ", ".join(get_args(How))
+            raise ConfigError(f"prompt_schedule: {short_repr(self.how)} is not one of {known}")
 
 
 def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
@@ -43,14 +43,14 @@ def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     known = ("frame", "prompt", "how")
     for name in settings:
         if name not in known:
-            raise ConfigError(f"prompt_schedule has no {quoted(name)}; a switch has {', '.join(known)}")
+            raise ConfigError(f"prompt_schedule has no {short_repr(name)}; a switch has {', '.join(known)}")
     frame, prompt = settings.get("frame"), settings.get("prompt")
     if type(frame) is not int or not isinstance(prompt, str) or not prompt.strip():
         raise ConfigError(
             "prompt_schedule: a switch needs a frame (a whole number) and a prompt, not "
-            f"{quoted(dict(settings))}"
+            f"{short_repr(dict(settings))}"
         )
-    check_texts(prompt_schedule=(prompt, MAX_TEXT))
+    require_text(prompt, "prompt_schedule", MAX_TEXT)
     return PromptSwitch(frame, prompt, settings.get("how", "keep"))
 
 

@@ -19,7 +19,7 @@ from wan.checkpoint import (
     require_dir,
     require_file,
 )
-from wan.errors import library_reads, quoted
+from wan.errors import library_reads, short_repr
 
 if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
     from transformers import UMT5Config, UMT5EncoderModel
@@ -110,7 +110,7 @@ class TextEncoder(nn.Module):
                 cut = self.tokenizer.decode(ids[self.text_len - 1 :], skip_special_tokens=True)
                 warnings.warn(
                     f"the prompt has {len(ids)} tokens, the model reads {self.text_len}; cut: "
-                    f"{quoted(cut, 300)}",
+                    f"{short_repr(cut, 300)}",
                     stacklevel=3,
                 )
         batch = self.tokenizer(

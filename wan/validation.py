@@ -6,7 +6,7 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
-from wan.errors import ConfigError, quoted, require_text
+from wan.errors import ConfigError, require_text, short_repr
 from wan.files import (
     MAX_DENOISING_STEPS,
     MAX_PATH,
@@ -23,7 +23,7 @@ SAMPLERS = ("blocks", "rolling_forcing")
 def check_number(name: str, value: float, low: float, high: float) -> None:
     """Raise ConfigError for a number that is not in low..high, as nan never is."""
     if not low <= value <= high:
-        raise ConfigError(f"{name} is {quoted(value)}, not in {low:g}..{high:g}")
+        raise ConfigError(f"{name} is {short_repr(value)}, not in {low:g}..{high:g}")
 
 
 def check_sampling(shift: float, num_steps: int) -> None:
@@ -35,7 +35,9 @@ def check_sampling(shift: float, num_steps: int) -> None:
 def check_shift(name: str, shift: float) -> None:
     """A shift s of noise levels, sigma -> s sigma / (1 + (s - 1) sigma), is above 0 and finite."""
     if not 0 < shift <= MAX_SCALE:
-        raise ConfigError(f"{name} must be above 0 and at most {MAX_SCALE:g}, not {quoted(shift)}; try 5.0")
+        raise ConfigError(
+            f"{name} must be above 0 and at most {MAX_SCALE:g}, not {short_repr(shift)}; try 5.0"
+        )
 
 
 def check_steps(name: str, steps: Sequence[int]) -> None:
@@ -48,7 +50,7 @@ def check_steps(name: str, steps: Sequence[int]) -> None:
     falls = all(a > b for a, b in pairwise(steps))
     if not falls or not 1 <= steps[0] <= T or steps[-1] < 0:
         raise ConfigError(
-            f"{name} {quoted(list(steps))} does not go down within {T}..1, or to a last 0; "
+            f"{name} {short_repr(list(steps))} does not go down within {T}..1, or to a last 0; "
             "try [1000, 750, 500, 250]"
         )
 
@@ -58,14 +60,14 @@ def check_device(name: str) -> str:
     operations.
     """
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
-        raise ConfigError(f"device {quoted(name)} is not one of auto, cpu, cuda, cuda:N")
+        raise ConfigError(f"device {short_repr(name)} is not one of auto, cpu, cuda, cuda:N")
     return name
 
 
 def check_seed(seed: int) -> int:
     """Raise ConfigError for a seed beyond 64 bits."""
     if not -(2 ** (SEED_BITS - 1)) <= seed < 2 ** (SEED_BITS - 1):
-        raise ConfigError(f"seed {quoted(seed)} does not fit {SEED_BITS} bits; try 0")
+        raise ConfigError(f"seed {short_repr(seed)} does not fit {SEED_BITS} bits; try 0")
     return seed
 
 
@@ -83,9 +85,9 @@ def check_types(config: Any) -> None:
         value, allowed = getattr(config, declared.name), wider.get(declared.type, (declared.type,))
         plain = all(isinstance(kind, type) for kind in allowed)
         if declared.type in (str, int, float, bool, *wider) and plain and type(value) not in allowed:
-            raise ConfigError(f"{declared.name} is {quoted(value)}, not a {declared.type}")
+            raise ConfigError(f"{declared.name} is {short_repr(value)}, not a {declared.type}")
         if isinstance(value, (list, tuple)) and "list[int]" in str(declared.type) and not _whole(value):
-            raise ConfigError(f"{declared.name} is {quoted(value)}, not a list of whole numbers")
+            raise ConfigError(f"{declared.name} is {short_repr(value)}, not a list of whole numbers")
 
 
 def _whole(values: Sequence[Any]) -> bool:
@@ -95,7 +97,7 @@ def _whole(values: Sequence[Any]) -> bool:
 def check_sampler(name: str) -> None:
     """Raise ConfigError for a sampler that is not one of SAMPLERS."""
     if name not in SAMPLERS:
-        raise ConfigError(f"sampler {quoted(name)} is not one of {', '.join(SAMPLERS)}")
+        raise ConfigError(f"sampler {short_repr(name)} is not one of {', '.join(SAMPLERS)}")
 
 
 def check_lora(path: str | None, rank: int | None, alpha: float | None) -> None:
@@ -104,9 +106,9 @@ def check_lora(path: str | None, rank: int | None, alpha: float | None) -> None:
         if value is None:
             continue
         if path is None:
-            raise ConfigError(f"{name} {quoted(value)} is of no file; give lora_path, or leave it out")
+            raise ConfigError(f"{name} {short_repr(value)} is of no file; give lora_path, or leave it out")
         if not 0 < value <= MAX_SIZE:
-            raise ConfigError(f"{name} must be above 0 and at most {MAX_SIZE}, not {quoted(value)}")
+            raise ConfigError(f"{name} must be above 0 and at most {MAX_SIZE}, not {short_repr(value)}")
 
 
 def check_texts(**texts: tuple[str | None, int | None]) -> None:

@@ -11,19 +11,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from wan.errors import OneLineError, one_line
+from wan.errors import UserError, one_line
 
 
 # --- What can be wrong with files and runs, told in one line that says what to do
-class CacheError(OneLineError, ValueError):
+class CacheError(UserError, ValueError):
     """What is wrong with a cache, in one line that says what to do."""
 
 
-class RunError(OneLineError, RuntimeError):
+class RunError(UserError, RuntimeError):
     """A run that started but cannot give a result, such as NaN in the latents."""
 
 
-class StoppedError(OneLineError):
+class StoppedError(UserError):
     """A run that was asked to stop, and has saved what it could; the message says how to go on."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experiments.caches.files import CacheError
 from wan.blocks import block_frames, later_block
-from wan.errors import ConfigError, named, quoted, require_text
+from wan.errors import ConfigError, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_TEXT, is_verified
 
 # --- Dicts of a file as typed objects, and the check that their entries have the declared types and lengths
@@ -173,7 +173,7 @@ def describe(value: Any) -> str:
     """A value in a few words, for messages: "float32 [12, 21]", or the beginning of its text."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return quoted(value, 60)
+    return short_repr(value, 60)
 
 
 def _with_sizes(declared: str, sizes: Mapping[str, int]) -> str:
@@ -194,7 +194,7 @@ def check_counts(values: Mapping[str, Any]) -> None:
     for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
         value = values.get(name)
         if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
-            raise CacheError(f"{name} is {quoted(value)}, not a number of 1..{MAX_COUNT}")
+            raise CacheError(f"{name} is {short_repr(value)}, not a number of 1..{MAX_COUNT}")
 
 
 def check_texts(value: Any, name: str = "") -> None:
@@ -209,7 +209,7 @@ def check_texts(value: Any, name: str = "") -> None:
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             check_texts(key, "a key")
-            check_texts(inner, named(key))
+            check_texts(inner, short_repr(key))
     elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # such as frames
         for inner in value:
             check_texts(inner, name)

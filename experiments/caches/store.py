@@ -29,7 +29,7 @@ from experiments.caches.formats import (
     check_counts,
 )
 from experiments.caches.view import Profiles, open_profiles
-from wan.errors import quoted, reason_of
+from wan.errors import reason_of, short_repr
 from wan.files import UnreadableError, load_tensors
 
 # --- The one reader and writer of .pt caches
@@ -237,7 +237,7 @@ def _require_one_rollout(views: Mapping[Path, Profiles]) -> None:
     for path, view in views.items():
         for mine, other in zip(_said(view), expected, strict=True):
             if mine != other:
-                raise CacheError(f"{path} is of {quoted(mine)}, {first} of {quoted(other)}; {REMEDY}")
+                raise CacheError(f"{path} is of {short_repr(mine)}, {first} of {short_repr(other)}; {REMEDY}")
         for layer in view.layers:
             if there.setdefault(layer, path) != path:
                 raise CacheError(f"{there[layer]} and {path} both hold layer {layer}; {REMEDY}")

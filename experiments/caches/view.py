@@ -27,7 +27,7 @@ from experiments.caches.formats import (
     as_cache,
 )
 from wan.blocks import block_frames, block_of_frame, block_ranges, window_levels
-from wan.errors import quoted
+from wan.errors import short_repr
 from wan.files import UnreadableError, is_verified, verify
 
 # --- Averages of frames that are gone: keys of a cache policy that are of no frame, as columns of their own
@@ -101,7 +101,7 @@ class PassReading:
 def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
     """One pass (None: the first) in a quantity. Raises CacheError for one that the cache does not hold."""
     if quantity not in QUANTITIES:
-        raise CacheError(f"quantity {quoted(quantity)} is not one of {', '.join(QUANTITIES)}")
+        raise CacheError(f"quantity {short_repr(quantity)} is not one of {', '.join(QUANTITIES)}")
     if not isinstance(cache, (Figure4Cache, LayerCache, InferenceCache, AtlasCache)):
         raise CacheError(
             f"a cache of format {cache.format} holds no values per frame; give one of figure4, inference, "

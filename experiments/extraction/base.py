@@ -26,7 +26,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.edits import ACTIVE_EDITS
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, short_repr
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 
@@ -87,7 +87,7 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
         known = {"first": [0], "last": [count - 1], "all": range(count)}
         step = known.get(name, [int(name)] if name.isdecimal() and len(name) < 10 else [])
         if not step or max(step) >= count:
-            raise ConfigError(f"step {quoted(name)} is not first, last, all or in 0..{count - 1}")
+            raise ConfigError(f"step {short_repr(name)} is not first, last, all or in 0..{count - 1}")
         chosen.update(step)
     return sorted(chosen)
 

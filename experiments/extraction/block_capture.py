@@ -15,7 +15,7 @@ from experiments.caches.files import CacheError, replacing
 from wan.capture import CaptureRequest
 from wan.captured_call import CapturedCall
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
 
 KINDS = ("none", "last", "band", "all")
@@ -37,7 +37,7 @@ class BlockCapture:
         counted = kind in ("last", "band")
         fits = kind in KINDS and bool(colon) == counted and (not counted or number.isascii())
         if not fits or (counted and not (number.isdigit() and 0 < len(number) < 8)):
-            raise ConfigError(f"--capture {quoted(text)} is not none, all, last:N or band:D")
+            raise ConfigError(f"--capture {short_repr(text)} is not none, all, last:N or band:D")
         count = int(number) if counted else 0
         if counted and not 1 <= count <= MAX_COUNT:
             raise ConfigError(f"--capture {text}: {count} is not in 1..{MAX_COUNT}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from wan.config import ModelConfig, RunConfig
 from wan.edits import Edits, intervene, needed_by
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, short_repr
 from wan.files import UnreadableError, load_tensors, load_yaml, read_text
 from wan.interventions import Ablate, Edit, Patch, Source, edit_from_dict, fingerprint, in_words
 from wan.recorders import HeadOutputs, Key, ReferenceMeans, RunInStep, record_head_outputs
@@ -229,7 +229,7 @@ def _check_prompt(edit: Edit, source: object, config: RunConfig) -> None:
     if isinstance(edit, Ablate) and edit.how == "mean" and source is None:
         needed = "the reference prompts of a mean; name a file of means as its source"
     elif isinstance(source, Source) and source.prompt not in (None, config.prompt):
-        needed = f"the source's {quoted(source.prompt)}; leave --prompt_embeds out"
+        needed = f"the source's {short_repr(source.prompt)}; leave --prompt_embeds out"
     else:
         return
     raise ConfigError(f"{config.prompt_embeds} holds the states of one prompt, and {edit} needs {needed}")

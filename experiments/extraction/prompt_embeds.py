@@ -18,7 +18,7 @@ from experiments.caches.frames import one_thread
 from experiments.extraction.provenance import device_name, versions
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, quoted, require_text
+from wan.errors import ConfigError, require_text, short_repr
 from wan.text_encoder import TextEncoder, encoder_files
 
 PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
@@ -45,8 +45,8 @@ def encode_prompts(
             )
         if prompts and prompts[0] != (own := with_given_prompt(config, None)):
             raise ConfigError(
-                f"{config.prompt_embeds} holds the states of {quoted(own)}, and this run needs those of "
-                f"{quoted(prompts[0])}; leave --prompt_embeds out"
+                f"{config.prompt_embeds} holds the states of {short_repr(own)}, and this run needs those of "
+                f"{short_repr(prompts[0])}; leave --prompt_embeds out"
             )
         states, tokens = read_states(config.prompt_embeds, model_config)
         return dict.fromkeys(prompts, (states.to(device, dtype), tokens))
@@ -144,7 +144,8 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
         raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
     if prompt is not None and own is not None and prompt != own:
         raise ConfigError(
-            f"--prompt is {quoted(prompt)}, but {config.prompt_embeds} holds the states of {quoted(own)}"
+            f"--prompt is {short_repr(prompt)}, but {config.prompt_embeds} holds the states of "
+            f"{short_repr(own)}"
         )
     return next(text for text in (own, prompt, config.prompt) if text is not None)  # "" is a prompt too
 

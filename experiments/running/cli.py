@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NoReturn, TextIO
 from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.running import locks as run_files
 from wan.config import DTYPES, RunConfig, load_config
-from wan.errors import ConfigError, named, one_line, quoted, reason_of, require_text
+from wan.errors import ConfigError, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, read_yaml
 from wan.interventions import PASSES
 from wan.validation import check_seed
@@ -222,7 +222,7 @@ def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
         return {"name": name}
     published = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
     raise ConfigError(
-        f"cache_policy {quoted(name)} is no file, none of {folder} ({published}) and no policy "
+        f"cache_policy {short_repr(name)} is no file, none of {folder} ({published}) and no policy "
         f"({', '.join(POLICIES)})"
     )
 
@@ -230,11 +230,11 @@ def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
 def schedule_settings(path: str) -> list[Any]:
     """The list under `prompts` in a YAML file: frame, prompt and how of every switch."""
     if not isfile(path):
-        raise ConfigError(f"prompt schedule {named(path)} not found; it is a YAML with a list `prompts`")
+        raise ConfigError(f"prompt schedule {short_repr(path)} not found; it is a YAML with a list `prompts`")
     settings = read_yaml(path)
     if unknown := [name for name in settings if name != "prompts"]:
         raise ConfigError(
-            f"{path} has no {quoted(unknown[0])}; it has a list `prompts` of frame, prompt and how"
+            f"{path} has no {short_repr(unknown[0])}; it has a list `prompts` of frame, prompt and how"
         )
     prompts = settings.get("prompts")
     if not isinstance(prompts, list) or not all(isinstance(entry, dict) for entry in prompts):
@@ -281,7 +281,7 @@ def whole_number(text: str) -> int:
     try:
         return check_seed(int(text))
     except ValueError:  # no number, or a ConfigError
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number of 64 bits") from None
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a whole number of 64 bits") from None
 
 
 def finite_number(text: str) -> float:
@@ -291,7 +291,7 @@ def finite_number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a finite number")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a finite number")
     return number
 
 
@@ -506,7 +506,7 @@ def numbers(text: str, what: str) -> Place:
     """Three whole numbers from 0, separated by commas."""
     words = text.split(",")
     if len(words) != 3 or not all(word.strip().isdecimal() and len(word) < 10 for word in words):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}: three whole numbers from 0")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}: three whole numbers from 0")
     first, second, third = (int(word) for word in words)
     return first, second, third
 
@@ -524,7 +524,7 @@ def grid(text: str) -> Place:
 def frame(text: str) -> int:
     """--query_frame: 18."""
     if not text.isdecimal() or len(text) >= 10:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a latent frame, counted from 0")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a latent frame, counted from 0")
     return int(text)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from wan.config import RunConfig
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, short_repr
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
@@ -67,7 +67,8 @@ def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Rank:
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise ConfigError(f"{name} is {quoted(text, 40)}, not a number: start ranks by torchrun, or unset it")
+        said = short_repr(text, 40)
+        raise ConfigError(f"{name} is {said}, not a number: start ranks by torchrun, or unset it")
     return int(text)
 
 

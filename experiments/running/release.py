@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from wan.config import RunConfig, load_config
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, short_repr
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FIELDS = {"source": str, "licence": str, "ask": bool, "repository": str, "files": list, "folder": str}
@@ -23,18 +23,18 @@ def released() -> list[str]:
 def release_of(name: str) -> RunConfig:
     """The configuration of a name, whose release is complete. Raises ConfigError for any other."""
     if name not in released():
-        raise ConfigError(f"{quoted(name)} is not one of {', '.join(released())}")
+        raise ConfigError(f"{short_repr(name)} is not one of {', '.join(released())}")
     config = load_config(CONFIGS / f"{name}.yaml")
     release = config.release or {}
     for field, kind in FIELDS.items():
         value = release.get(field)
         if not isinstance(value, kind):
             raise ConfigError(
-                f"configs/{name}.yaml: release.{field} is {quoted(value)}, not a {kind.__name__}"
+                f"configs/{name}.yaml: release.{field} is {short_repr(value)}, not a {kind.__name__}"
             )
         texts = value if isinstance(value, list) else [str(value)]
         if any(not isinstance(text, str) or "\n" in text for text in texts):
-            raise ConfigError(f"configs/{name}.yaml: release.{field} is {quoted(value)}, not plain text")
+            raise ConfigError(f"configs/{name}.yaml: release.{field} is {short_repr(value)}, not plain text")
     return config
 
 

@@ -21,7 +21,7 @@ from experiments.extraction.provenance import files_of
 from experiments.running.work_items import item_name
 from wan import checkpoint
 from wan.config import RunConfig
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, short_repr
 from wan.files import MAX_PROMPTS, read_json, read_text
 
 # --- The runs of a sweep on disk: which are done, of what settings, and the manifest that says so
@@ -164,8 +164,8 @@ class Sweep:
         settings = ours["settings"]
         name = next((n for n in settings if before.get(n) != settings[n]), "a setting")
         raise CacheError(
-            f"{self.manifest} is of a sweep with {name} {quoted(before.get(name))}, this one has "
-            f"{quoted(settings.get(name))}; {OTHERWISE}"
+            f"{self.manifest} is of a sweep with {name} {short_repr(before.get(name))}, this one has "
+            f"{short_repr(settings.get(name))}; {OTHERWISE}"
         )
 
     def write(self, now_and_then: bool = False) -> None:
@@ -193,8 +193,8 @@ def state_of(path: str | Path, expected: str, run: RunConfig) -> str:
     wanted = {"prompt": run.prompt, "seed": run.seed, "fingerprint": expected}
     for name, value in wanted.items():
         if cache.get(name) != value:
-            found = quoted(cache.get(name))
-            raise CacheError(f"{path} has {name} {found}, this sweep {quoted(value)}; {OTHERWISE}")
+            found = short_repr(cache.get(name))
+            raise CacheError(f"{path} has {name} {found}, this sweep {short_repr(value)}; {OTHERWISE}")
     return "partial" if cache.get("partial") else "done"
 
 

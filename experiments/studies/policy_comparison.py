@@ -47,7 +47,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.captured_call import CapturedCall
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
-from wan.errors import ConfigError, quoted
+from wan.errors import ConfigError, short_repr
 from wan.policies import read_policy
 from wan.vae import VAE
 
@@ -111,7 +111,7 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
         settings = _read(word)
         read_policy(settings)
         if found.setdefault(word, settings) != settings:
-            raise ConfigError(f"--policies names {quoted(word)} twice")
+            raise ConfigError(f"--policies names {short_repr(word)} twice")
     return found
 
 
@@ -121,7 +121,7 @@ def _read(word: str) -> dict[str, Any]:
     for pair in pairs:
         field, equals, text = pair.partition("=")
         if not (field and equals and text):
-            raise ConfigError(f"--policies: {quoted(pair)} in {quoted(word)} is not FIELD=VALUE")
+            raise ConfigError(f"--policies: {short_repr(pair)} in {short_repr(word)} is not FIELD=VALUE")
         settings[field] = _value(text)
     return settings
 

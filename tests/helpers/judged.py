@@ -17,7 +17,7 @@ from typing import Any
 from conftest import ROOT
 
 from helpers.forked import FULL, forked
-from wan.errors import OneLineError
+from wan.errors import UserError
 
 SECONDS, BYTES = 2.0, 500 << 20  # that a reader may take of a small file
 HUNG = 10.0  # seconds
@@ -32,7 +32,7 @@ def outcome(read: Read, path: Path) -> tuple[str, Any, float]:
     start, cpu = time.monotonic(), time.process_time()
     try:
         kind, value = "read", read(path)
-    except OneLineError as error:
+    except UserError as error:
         kind, value = "refused", str(error)
     except BaseException as error:
         kind, value = "escaped", f"{type(error).__name__}: {error}"[:500]

@@ -25,7 +25,7 @@ from experiments.running import (
 )
 from experiments.running.cli import Unfailing
 from experiments.running.progress import Progress
-from wan.errors import ConfigError, OneLineError, one_line, quoted, reason_of
+from wan.errors import ConfigError, UserError, one_line, reason_of, short_repr
 
 SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
 
@@ -152,20 +152,20 @@ HOSTILE = ["a\nb", "\x1b[31mred\x1b[0m", "\x00", "\ud800", "x" * 10**6, "\u202ea
 @pytest.mark.parametrize("said", HOSTILE, ids=range(len(HOSTILE)))
 def test_whatever_is_quoted_is_one_short_line(said):
     for text in (
-        quoted(said),
-        quoted([said] * 1000),
-        quoted({"a": said}),
-        reason_of(ValueError(quoted(said))),
+        short_repr(said),
+        short_repr([said] * 1000),
+        short_repr({"a": said}),
+        reason_of(ValueError(short_repr(said))),
     ):
         assert len(text) <= 300 and text.isprintable(), text
     if isinstance(said, str):
-        for error in (ConfigError, *OneLineError.__subclasses__()):
+        for error in (ConfigError, *UserError.__subclasses__()):
             assert str(error(said)).isprintable() and len(str(error(said))) <= 1005
         assert one_line(said).isprintable()
 
 
 def test_every_error_of_ours_is_one_line_by_construction():
-    """The next class of errors that a user sees derives from OneLineError, or this fails."""
+    """The next class of errors that a user sees derives from UserError, or this fails."""
     own = []
     for path in [*(ROOT / "wan").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -177,7 +177,7 @@ def test_every_error_of_ours_is_one_line_by_construction():
                 bases = {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}
                 ours = {base for base in bases if base.endswith("Error") and base not in dir(__builtins__)}
                 own.append((path.name, node.name, bool(ours - {"ValueError", "RuntimeError"})))
-    assert len(own) >= 6 and all(derived for *_, derived in own if _[1] != "OneLineError"), own
+    assert len(own) >= 6 and all(derived for *_, derived in own if _[1] != "UserError"), own
 
 
 def opens_without_encoding(path: Path) -> list[int]:
