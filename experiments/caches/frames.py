@@ -20,11 +20,8 @@ from torch import Tensor
 CHUNK_ELEMENTS = 2**20  # 4 MiB of float32: a chunk is still in the CPU's cache when it is summed
 
 
-def _row_chunks(tokens: Tensor, S: int):
-    """(head, query frame, rows [n, Lk]) for every few rows of tokens [H, Lq, Lk].
-
-    The rows are float32 and valid until the next ones come.
-    """
+def _row_chunks(tokens: Tensor, S: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (head, query frame, float32 rows [n, Lk]) of tokens [H, Lq, Lk]; rows live until the next come."""
     H, Lq, Lk = tokens.shape
     if Lq % S or Lk % S:
         raise ValueError(f"{Lq} x {Lk} tokens are not whole frames of {S} tokens")
@@ -39,7 +36,7 @@ def _row_chunks(tokens: Tensor, S: int):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one CPU thread: handing data from core to core takes longer than operations this small."""
+    """Run torch on one CPU thread: for small operations, handing data between cores takes longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -51,8 +48,7 @@ def one_thread() -> Iterator[None]:
 def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
     """Mean over each query frame's tokens of tokens [H, Lq, Lk] of any dtype -> [H, Fq, Lk] float32.
 
-    Everything else here is a mean of this. Reads a memory-mapped tensor once, a few MiB at a time, a head in
-    each thread.
+    Reads a memory-mapped tensor once, a few MiB at a time, a head in each thread.
     """
 
     def of_head(one: Tensor) -> Tensor:  # [1, Lq, Lk] -> [Fq, Lk]
@@ -63,19 +59,6 @@ def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
 
     with one_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
         return torch.stack(list(pool.map(of_head, tokens.split(1))))
-
-
-def token_matrix_to_frames(tokens: Tensor, S: int) -> Tensor:
-    """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk] float32.
-
-    Of logits this is mean_logit, of probabilities mean_prob.
-    """
-    return curves_to_frames(query_frame_curves(tokens, S), S)
-
-
-def mass_from_probabilities(probabilities: Tensor, S: int) -> Tensor:
-    """Mass of softmax probabilities [H, Lq, Lk] -> [H, Fq, Fk] float32; rows over all keys sum to 1."""
-    return token_matrix_to_frames(probabilities, S) * S
 
 
 def softmax_curves(logits: Tensor, S: int) -> Tensor:
@@ -92,21 +75,23 @@ def curves_to_frames(curves: Tensor, S: int) -> Tensor:
     return curves.unflatten(-1, (-1, S)).mean(-1)
 
 
-def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
-    """Pieces (query_frames, key_frames, values [H, Fq, Fk]) -> [H, F, F] float32, NaN where not attended.
+def token_matrix_to_frames(tokens: Tensor, S: int) -> Tensor:
+    """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk] float32.
 
-    Frame numbers are global, so a sliding window's pieces land where they belong. Further axes of values are
-    kept.
+    Of logits this is mean_logit, of probabilities mean_prob.
+    """
+    return curves_to_frames(query_frame_curves(tokens, S), S)
+
+
+def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
+    """Pieces (query_frames, key_frames, values [H, Fq, Fk, ...]) -> [H, F, F, ...] float32, NaN elsewhere.
+
+    Frame numbers are global, so a sliding window's pieces land where they belong.
     """
     pieces = list(pieces)
     heads, _, _, *more = pieces[0][2].shape
     matrix = torch.full((heads, num_frames, num_frames, *more), float("nan"))
     for query_frames, key_frames, values in pieces:
-        if values.shape[1:3] != (len(query_frames), len(key_frames)):
-            raise ValueError(
-                f"piece of {tuple(values.shape[1:3])} frames for queries {list(query_frames)} "
-                f"and keys {list(key_frames)}"
-            )
         rows, columns = torch.as_tensor(query_frames), torch.as_tensor(key_frames)
         matrix[:, rows[:, None], columns] = values.float().cpu()
     return matrix
@@ -138,12 +123,9 @@ def spread_tokens(
     A token that lies in two slots has the mean of both.
     """
     place = {frame: i for i, frame in enumerate(frames)}
-    columns = [(place[f] * S + t, i) for i, (f, t) in enumerate(_pairs(key_frame, key_token)) if f in place]
+    pairs = zip(key_frame.tolist(), key_token.tolist(), strict=True)
+    columns = [(place[f] * S + t, i) for i, (f, t) in enumerate(pairs) if f in place]
     at, tokens = (torch.tensor(x) for x in zip(*columns, strict=True))
     index = at.expand(*curves.shape[:-1], -1)
     spread = torch.full((*curves.shape[:-1], len(place) * S), float("nan"))
     return spread.scatter_reduce(-1, index, curves[..., tokens].float(), "mean", include_self=False)
-
-
-def _pairs(key_frame: Tensor, key_token: Tensor) -> Iterator[tuple[int, int]]:
-    return zip(key_frame.tolist(), key_token.tolist(), strict=True)

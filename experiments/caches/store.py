@@ -1,8 +1,7 @@
-"""The one reader and writer of .pt caches.
+"""The one reader and writer of .pt caches, and caches made of others.
 
 A cache is a dict of tensors and plain Python values; experiments/caches/formats.py has the fields of each
-format. Data flows extraction -> save_cache -> load_cache -> experiments/caches/view.py, which gives notebooks
-one view of all formats.
+format. Data flows extraction -> save_cache -> load_cache -> experiments/caches/view.py.
 """
 
 import re
@@ -14,17 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from experiments.caches import legacy
-from experiments.caches.files import CacheError, replacing, tensor_bytes
+from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import (
     FORMATS,
     SCHEMA_VERSION,
     AtlasCache,
     Cache,
-    LayerCache,
     PassTag,
     Sampling,
+    as_cache,
+    build_layer_cache,
     check,
     check_counts,
 )
@@ -32,7 +33,6 @@ from experiments.caches.view import Profiles, open_profiles
 from wan.errors import reason_of, short_repr
 from wan.files import UnreadableError, load_tensors
 
-# --- The one reader and writer of .pt caches
 __all__ = ["SCHEMA_VERSION", "CacheError", "check", "load_cache", "save_cache"]
 
 
@@ -43,7 +43,7 @@ def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
     written from where they are: the only copies are of those not contiguous on the CPU.
     """
     try:
-        values = _plain(cache.to_dict() if isinstance(cache, Cache) else cache, "cache")
+        values = _plain(cache.to_dict() if isinstance(cache, Cache) else cache, "cache", {})
         check(values)
     except CacheError as error:
         raise CacheError(f"{path} not written: {error}") from None
@@ -51,12 +51,41 @@ def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
         with replacing(path) as file:
             torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        needed, free = (
-            tensor_bytes(values),
-            shutil.disk_usage(Path(path).parent).free if Path(path).parent.is_dir() else 0,
-        )
+        tensors = {x.data_ptr(): x.nbytes for x in tree_leaves(values) if isinstance(x, Tensor)}
+        needed, folder = sum(tensors.values()), Path(path).parent
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
         full = f"; it needs {needed} bytes, {free} are free" if 0 < free < needed else ""
         raise CacheError(f"{path} cannot be written: {reason_of(error)}{full}") from error
+
+
+def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
+    """Copy a dict's structure so that its bytes depend on its content alone; tensors are kept, not copied.
+
+    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
+    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for
+    what is neither tensor nor plain value.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in kept:
+            x = value.detach()
+            in_place = x.device.type == "cpu" and x.untyped_storage().nbytes() == x.nbytes
+            kept[id(value)] = x.contiguous() if in_place else x.cpu().clone().contiguous()
+        return kept[id(value)]
+    if isinstance(value, Mapping):
+        return {
+            _plain(key, f"a key of {where}", kept): _plain(inner, f"{where}[{key!r}]", kept)
+            for key, inner in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]
+    if type(value) is str:
+        return sys.intern(value)
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise CacheError(
+        f"{where} is a {type(value).__module__}.{type(value).__name__}; "
+        "only tensors and plain Python values are stored"
+    )
 
 
 def load_cache(
@@ -70,7 +99,12 @@ def load_cache(
     """
     path, expect = Path(path), tuple(expect)
     if not path.is_file():
-        raise CacheError(f"{path} not found{_others_of_its_kind(path)}; run: {_command(path, expect)}")
+        others = ""
+        if re.fullmatch(r"layer\d+\.pt", path.name):
+            there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
+            names = ", ".join(p.name for p in there[:8]) + ", ..." * (len(there) > 8)
+            others = f"; there is {names}" if there else ""
+        raise CacheError(f"{path} not found{others}; run: {_command(path, expect)}")
     try:
         with torch.serialization.safe_globals(legacy.ALLOWED):
             raw = load_tensors(path, mmap, verify)
@@ -86,14 +120,9 @@ def load_cache(
             check_counts(raw)
             raw = legacy.modernise(raw)
         check(raw)
-    except (
-        Exception
-    ) as error:  # fields of unheard-of types can fail in any way; the reader must hear of it in one line
-        reason = (
-            str(error)
-            if isinstance(error, ValueError)
-            else f"{type(error).__name__} in its fields: {reason_of(error)}"
-        )
+    except Exception as error:  # fields of unheard-of types can fail in any way
+        known = isinstance(error, ValueError)
+        reason = str(error) if known else f"{type(error).__name__} in its fields: {reason_of(error)}"
         raise CacheError(f"{path}: {reason}; make it again: {_command(path, expect)}") from None
     if expect and raw["format"] not in expect:
         raise CacheError(
@@ -104,95 +133,44 @@ def load_cache(
     return raw
 
 
-def _plain(value: Any, where: str, kept: dict[int, Tensor] | None = None) -> Any:
-    """A copy of a dict's structure whose bytes depend on its content alone; tensors are kept, not copied.
-
-    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
-    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for
-    what is neither tensor nor plain value.
-    """
-    kept = {} if kept is None else kept  # by the id of a tensor: what is written for it
-    if isinstance(value, Tensor):
-        if id(value) not in kept:
-            kept[id(value)] = _whole(value.detach())
-        return kept[id(value)]
-    if isinstance(value, Mapping):
-        return {
-            _plain(key, f"a key of {where}"): _plain(inner, f"{where}[{key!r}]", kept)
-            for key, inner in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]
-    if type(value) is str:
-        return sys.intern(value)
-    if value is None or type(value) in (bool, int, float):
-        return value
-    raise CacheError(
-        f"{where} is a {type(value).__module__}.{type(value).__name__}; "
-        "only tensors and plain Python values are stored"
-    )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A contiguous tensor on the CPU with a storage of its own, a copy only where it is none."""
-    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor.contiguous() if tensor.device.type == "cpu" and own else tensor.cpu().clone().contiguous()
-
-
 def _command(path: Path, expect: Sequence[str]) -> str:
-    """The command that makes a cache, by its expected format or else by its name."""
+    """Return the command that makes a cache, by its expected format or else by its name."""
     by_name = [kind for kind, form in FORMATS.items() if form.default == path.name]
     kind = (by_name or list(expect) or (["layer"] if path.name.startswith("layer") else ["figure4"]))[0]
-    flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
+    script = f"python experiments/{FORMATS[kind].script}"
     if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
         published = "python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt"
-        return (
-            f"python experiments/{FORMATS[kind].script} --layer_index {layer[1]} "
-            f"(without a model: {published} --layers {layer[1]})"
-        )
-    return (
-        f"python experiments/{FORMATS[kind].script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
-    )
+        return f"{script} --layer_index {layer[1]} (without a model: {published} --layers {layer[1]})"
+    flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
+    return f"{script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
 
 
-def _others_of_its_kind(path: Path) -> str:
-    """Which layerN.pt are there where one is not."""
-    if not re.fullmatch(r"layer\d+\.pt", path.name):
-        return ""
-    there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
-    return (
-        f"; there is {', '.join(p.name for p in there[:8])}{', ...' if len(there) > 8 else ''}"
-        if there
-        else ""
-    )
-
-
-# --- From one cache format to another: layers or passes taken out of an atlas
+# --- Layers or passes taken out of an atlas
 def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
-    """An atlas of one of an atlas's layers."""
+    """Return an atlas of one of an atlas's layers."""
     i = atlas["layers"].index(layer)
     by_layer = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N" in declared]
     return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}
 
 
 def select_passes(atlas: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
-    """An atlas of some of an atlas's passes, given by their steps (0 is the noisiest). Raises CacheError."""
-    stored = list(atlas.get("pass_steps") or range(len(atlas["pass_timesteps"])))
-    clean = atlas.get("pass_is_clean") or [float(t) == 0 for t in atlas["pass_timesteps"]]
+    """Return an atlas of some passes, given by their steps (0 is the noisiest). CacheError for an absent one."""
+    passes = as_cache(atlas).passes()
+    stored = [at.step for at in passes]
     if absent := [step for step in steps if step not in stored]:
         raise CacheError(f"pass {absent[0]} is not in this cache; it has {', '.join(map(str, stored))}")
     rows = [stored.index(step) for step in steps]
     by_pass = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N, P" in declared]
     return dict(atlas) | {
         **{name: atlas[name][:, rows].clone() for name in by_pass if name in atlas},
-        "pass_timesteps": [float(atlas["pass_timesteps"][row]) for row in rows],
+        "pass_timesteps": [passes[row].timestep for row in rows],
         "pass_steps": list(steps),
-        "pass_is_clean": [bool(clean[row]) for row in rows],
+        "pass_is_clean": [bool(passes[row].is_clean_pass) for row in rows],
     }
 
 
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
-    """The layer cache of one layer of an atlas in one pass (None: the first); mean logits.
+    """Return the layer cache of one layer of an atlas in one pass (None: the first); mean logits.
 
     Where the atlas has the last block's mean alone, the frame matrix is NaN. Raises CacheError for a layer,
     pass or quantity that the atlas does not hold.
@@ -208,16 +186,12 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     names = [field.rstrip("?") for field in Cache.table() | Sampling.table()]
     common = {name: atlas[name] for name in names if name in atlas}
     at = PassTag(view.step, view.timestep, view.is_clean_pass)
-    values = matrix.float(), last, profile.float()
-    return LayerCache.build(common, at, layer, *values, averages=averages).to_dict()
+    return build_layer_cache(common, at, layer, matrix.float(), last, profile.float(), averages=averages)
 
 
 # --- A folder of layerN.pt: one rollout, each layer once
-REMEDY = "a folder of layers is of one rollout, each layer once: move one of the files out"
-
-
 def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[str, Any]]:
-    """Path -> cache of every layerN.pt, by their numbers.
+    """Open every layerN.pt of a folder, path -> cache, by their numbers.
 
     formats: those that will do, () all. Raises CacheError where there are none, for other formats, for a
     layer twice, and for two rollouts.
@@ -227,24 +201,22 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
         command = f"bash experiments/extract_all_layers.sh CONFIG {folder}"
         raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
     caches = {path: load_cache(path, expect=formats) for path in paths}
-    _require_one_rollout({path: open_profiles(cache) for path, cache in caches.items()})
+    remedy = "a folder of layers is of one rollout, each layer once: move one of the files out"
+    expected, holders = _rollout_of(open_profiles(caches[paths[0]])), dict[int, Path]()
+    for path, cache in caches.items():
+        view = open_profiles(cache)
+        for mine, other in zip(_rollout_of(view), expected, strict=True):
+            if mine != other:
+                raise CacheError(
+                    f"{path} is of {short_repr(mine)}, {paths[0]} of {short_repr(other)}; {remedy}"
+                )
+        for layer in view.layers:
+            if holders.setdefault(layer, path) != path:
+                raise CacheError(f"{holders[layer]} and {path} both hold layer {layer}; {remedy}")
     return caches
 
 
-def _require_one_rollout(views: Mapping[Path, Profiles]) -> None:
-    first, expected = next((path, _said(view)) for path, view in views.items())
-    there: dict[int, Path] = {}
-    for path, view in views.items():
-        for mine, other in zip(_said(view), expected, strict=True):
-            if mine != other:
-                raise CacheError(f"{path} is of {short_repr(mine)}, {first} of {short_repr(other)}; {REMEDY}")
-        for layer in view.layers:
-            if there.setdefault(layer, path) != path:
-                raise CacheError(f"{there[layer]} and {path} both hold layer {layer}; {REMEDY}")
-
-
-def _said(view: Profiles) -> tuple[str, ...]:
-    """What all layers of a rollout have in common, in words."""
+def _rollout_of(view: Profiles) -> tuple[str, ...]:
+    """Return what all layers of a rollout have in common, in words."""
     edited = f"a run edited by {view.edits}" if view.edits else "a run without edits"
-    sizes = f"{view.num_frames} frames", f"{view.num_heads} heads"
-    return view.source, *sizes, view.pass_label, edited
+    return view.source, f"{view.num_frames} frames", f"{view.num_heads} heads", view.pass_label, edited

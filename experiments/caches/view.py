@@ -1,4 +1,4 @@
-"""One view of every cache format: what each head gives to each frame, and what exactly that number is.
+"""One view of every cache format: attention of each head to each frame, and which quantity that is.
 
 A notebook opens any cache with open_profiles(load_cache(path)) and never asks which format it was.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from experiments.caches import frames
 from experiments.caches.files import CacheError
 from experiments.caches.formats import (
+    AVERAGE,
     QUANTITIES,
     AtlasCache,
     Cache,
@@ -30,332 +31,18 @@ from wan.blocks import block_frames, block_of_frame, block_ranges, window_levels
 from wan.errors import short_repr
 from wan.files import UnreadableError, is_verified, verify
 
-# --- Averages of frames that are gone: keys of a cache policy that are of no frame, as columns of their own
-AVERAGE = -1  # in slot_frame and key_frame
-
-
-def average_names(count: int) -> tuple[str, ...]:
-    """What their columns are called: μ1, μ2, ..., in the order of their slots."""
-    return tuple(f"μ{n}" for n in range(1, count + 1))
-
-
-def averages_of_slots(values: Tensor, slot_frame: Tensor, count: int) -> Tensor:
-    """Values of slots [H, rows, slots], which hold the frames slot_frame [slots] -> [H, rows, count]; NaN for
-    an average that is not there."""
-    found = torch.full((*values.shape[:-1], count), torch.nan)
-    columns = (slot_frame == AVERAGE).nonzero()[:, 0]
-    found[..., : len(columns)] = values[..., columns].float()
-    return found
-
-
-def averages_of_blocks(values: Tensor, slot_frame: Tensor, block_sizes: Sequence[int]) -> Tensor:
-    """Values of slots [H, F, slots] of every block's queries; slot_frame [blocks, slots] -> [H, F, most]."""
-    found = torch.full((*values.shape[:2], most_averages(slot_frame)), torch.nan)
-    blocks = block_ranges(list(block_sizes))
-    for queries, shown in zip(blocks, slot_frame, strict=False):  # slot_frame ends with the blocks done
-        rows = slice(queries.start, queries.stop)
-        found[:, rows] = averages_of_slots(values[:, rows], shown, found.shape[-1])
-    return found
-
-
-def averages_of_tokens(curves: Tensor, key_frame: Tensor, key_token: Tensor, mean: bool) -> Tensor:
-    """Curves per key token [H, rows, Lk] -> their mean or sum over each average's tokens [H, rows, count].
-
-    The tokens of a slot lie together; an average begins where key_token [Lk] is 0.
-    """
-    there = key_frame == AVERAGE
-    index = (there & (key_token == 0)).cumsum(0) - 1
-    members = ((index[:, None] == torch.arange(int(index.max()) + 1)) & there[:, None]).float()
-    values = curves.float() @ members
-    return values / members.sum(0) if mean else values
-
-
-def most_averages(slot_frame: Tensor) -> int:
-    """How many averages a row of slots [..., slots] holds at most."""
-    return int((slot_frame == AVERAGE).sum(-1).max()) if slot_frame.numel() else 0
-
-
-# --- How each format is read: one pass of a cache as profiles, matrices and key curves of its layers
-class LayerValues(NamedTuple):
-    """Frame attention of one layer."""
-
-    profile: Tensor  # [H, F], mean over the queries of the last block
-    matrix: Tensor | None  # [H, rows, F]
-    key_curve: Tensor | None  # [H, Lk]
-    averages: Tensor | None = None  # [H, rows, averages] beside the matrix: keys that are of no frame
-
-
-@dataclass(frozen=True)
-class PassReading:
-    """One pass of a cache: which frames its values are of, and how the values of a layer are had."""
-
-    at: PassTag
-    layers: Sequence[int]
-    key_frames: Sequence[int]
-    matrix_rows: Sequence[int]  # query frames of the matrix, () where there is none
-    read: Callable[[int], LayerValues]
-    query_frames: Sequence[int] | None = None  # what the profile averages; None: the last block
-    num_averages: int = 0  # columns of LayerValues.averages
-
-
-def read_pass(cache: Cache, step: int | None, quantity: str) -> PassReading:
-    """One pass (None: the first) in a quantity. Raises CacheError for one that the cache does not hold."""
-    if quantity not in QUANTITIES:
-        raise CacheError(f"quantity {short_repr(quantity)} is not one of {', '.join(QUANTITIES)}")
-    if not isinstance(cache, (Figure4Cache, LayerCache, InferenceCache, AtlasCache)):
-        raise CacheError(
-            f"a cache of format {cache.format} holds no values per frame; give one of figure4, inference, "
-            "layer or atlas"
-        )
-    at = _pick(cache.passes(), step)
-    if isinstance(cache, Figure4Cache):
-        return _figure4(cache, at, quantity)
-    if isinstance(cache, LayerCache):
-        return _layer(cache, at, quantity)
-    if isinstance(cache, InferenceCache):
-        return _inference(cache, at, quantity)
-    return _atlas(cache, at, quantity)
-
-
-def _pick(passes: Sequence[PassTag], step: int | None) -> PassTag:
-    for at in passes:
-        if step is None or at.step == step:
-            return at
-    known = ", ".join("an unrecorded one" if at.step is None else str(at.step) for at in passes)
-    raise CacheError(f"pass {step} is not in this cache; it has {known}")
-
-
-def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> PassReading:
-    entries = {entry.layer: entry for entry in cache.entries}
-    queries, keys, S = cache.query_frames, cache.key_frames, cache.frame_seq_length
-    by_means = quantity == "mean_logit"
-
-    @remember
-    def read(layer: int) -> LayerValues:
-        entry = entries[layer]
-        if entry.token_logits is not None or entry.token_probabilities is not None:
-            return _from_tokens(entry, keys, cache, quantity)
-        curve = _verified(entry.key_curve) if by_means and entry.key_curve is not None else None
-        spread = None if curve is None else _at_frames(curve, entry.named_keys, keys, S)
-        if curve is not None and entry.frame_logits is None:
-            profile = _by_frame(curve.float(), entry.named_keys, keys, cache, mean=True)
-            return LayerValues(profile, None, spread)
-        matrix = _in_quantity(entry.frame_logits, entry.frame_mass, S, quantity)
-        slots = _slots_in_quantity(entry.slot_logits, entry.slot_mass, S, quantity)
-        gone = None
-        if slots is not None and entry.slot_frame is not None:
-            gone = averages_of_slots(slots, entry.slot_frame, count)
-        return LayerValues(matrix.mean(1), matrix, spread, gone)
-
-    count = max(_averages_of(entry) for entry in entries.values())
-    return PassReading(at, list(entries), keys, queries, read, queries, count)
-
-
-def _layer(cache: LayerCache, at: PassTag, quantity: str) -> PassReading:
-    stored = cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
-    matrix, profile = (
-        _convert(_verified(values).float(), stored, quantity, cache.frame_seq_length)
-        for values in (cache.full_frame_attention, cache.last_block_frame_attention)
-    )
-    gone = cache.average_attention
-    if gone is not None:
-        gone = _convert(_verified(gone).float(), stored, quantity, cache.frame_seq_length)
-    return PassReading(
-        at,
-        [cache.layer_index],
-        _seen(profile),
-        cache.query_frames,
-        lambda layer: LayerValues(profile, matrix, None, gone),
-        cache.last_block_query_frames,
-        0 if gone is None else gone.shape[-1],
-    )
-
-
-def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> PassReading:
-    """The last captured block's calls of one pass."""
-    by_layer = {call.layer: call for call in reversed(cache.last_calls()) if call.step == at.step}
-    first = by_layer[min(by_layer)]
-
-    @remember
-    def read(layer: int) -> LayerValues:
-        return _from_tokens(by_layer[layer], by_layer[layer].key_frames, cache, quantity)
-
-    return PassReading(
-        first.tag,
-        sorted(by_layer),
-        first.key_frames,
-        first.query_frames,
-        read,
-        first.query_frames,
-        max(_averages_of(call) for call in by_layer.values()),
-    )
-
-
-def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> PassReading:
-    p, S, layers = cache.passes().index(at), cache.frame_seq_length, cache.layers
-    last = block_frames(cache.block_sizes, cache.done - 1)
-    by_means = quantity == "mean_logit"
-    logits, mass, last_logits, curves = (
-        None if values is None else values[:, p]
-        for values in (
-            cache.frame_logits,
-            cache.frame_mass,
-            cache.last_block_frame_logits if by_means else None,  # exact where the matrix is quantised
-            cache.key_curve if by_means else None,
-        )
-    )
-    matrices = None
-    if last_logits is None or logits is not None:
-        matrices = _in_quantity(logits, mass, S, quantity)  # [layers, H, F, F]
-        if last_logits is None:
-            last = _last_block_with(matrices, cache.block_sizes, last)
-    if last_logits is not None:
-        profiles = _verified(last_logits)
-    else:
-        assert matrices is not None
-        profiles = matrices[..., last, :].float().mean(-2)
-    slots = _slots_in_quantity(cache.slot_logits, cache.slot_mass, S, quantity)
-    has_slots = slots is not None and matrices is not None
-    count = most_averages(cache.slot_frame) if has_slots and cache.slot_frame is not None else 0
-    keys = _seen(profiles)
-    columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
-
-    def curve_of(i: int, curve: Tensor) -> Tensor:
-        if cache.key_frame is None or cache.key_token is None:
-            return curve[:, columns]
-        return frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
-
-    def averages_at(i: int) -> Tensor | None:
-        if slots is None or cache.slot_frame is None or not count:
-            return None
-        return averages_of_blocks(slots[i, p], cache.slot_frame[i], cache.block_sizes)
-
-    def read(layer: int) -> LayerValues:
-        i = layers.index(layer)
-        return LayerValues(
-            profiles[i],
-            None if matrices is None else matrices[i],
-            None if curves is None else curve_of(i, _verified(curves)[i]),
-            averages_at(i),
-        )
-
-    rows = [] if matrices is None else list(range(cache.num_frames))
-    return PassReading(at, layers, keys, rows, read, last, count)
-
-
-def _last_block_with(matrices: Tensor, block_sizes: list[int], last: list[int]) -> list[int]:
-    """The last block's frames, or those of the last block that has the pass: the first one may have more."""
-    for block in reversed(block_ranges(block_sizes)):
-        if block.start <= last[0] and not matrices[..., block.start, :].isnan().all():
-            return list(block)
-    return last
-
-
-def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str) -> LayerValues:
-    """A token matrix [1, H, Lq, Lk], logits or probabilities, read once."""
-    S = cache.frame_seq_length
-    if entry.token_logits is not None:
-        by_means = quantity == "mean_logit"
-        reduce = frames.query_frame_curves if by_means else frames.softmax_curves
-        curves = reduce(_verified(entry.token_logits)[0], S)
-    elif quantity == "mean_logit":
-        raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
-    else:
-        assert entry.token_probabilities is not None
-        curves = frames.query_frame_curves(_verified(entry.token_probabilities)[0], S)
-    matrix = _by_frame(curves, entry.named_keys, keys, cache, mean=quantity != "mass")
-    gone = None
-    key_frame, key_token, _ = entry.named_keys
-    if key_frame is not None and key_token is not None and _averages_of(entry):
-        gone = averages_of_tokens(curves, key_frame, key_token, mean=quantity != "mass")
-    return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry.named_keys, keys, S), gone)
-
-
-NamedKeys = tuple[Tensor | None, Tensor | None, Tensor | None]  # frame, token and position of every key
-
-
-def _by_frame(curves: Tensor, named: NamedKeys, keys: Sequence[int], cache: Cache, mean: bool) -> Tensor:
-    """Curves per key [..., Lk] by frame [..., F], as the mean or the sum of a frame's tokens."""
-    S = cache.frame_seq_length
-    if named[0] is not None:
-        return frames.by_key_frame(curves, named[0], cache.num_frames, mean)
-    values = frames.curves_to_frames(curves, S) * (1 if mean else S)
-    return frames.spread_keys(values, keys, cache.num_frames)
-
-
-def _at_frames(curve: Tensor, named: NamedKeys, keys: Sequence[int], S: int) -> Tensor:
-    """A curve per key [..., Lk] at the tokens of key frames [..., Fk·S]; NaN for tokens that did not stay."""
-    frame, token, _ = named
-    return curve if frame is None or token is None else frames.spread_tokens(curve, frame, token, keys, S)
-
-
-def _averages_of(entry: Tokens) -> int:
-    """How many averages of frames that are gone are among the keys of a token matrix, or the slots."""
-    key_frame, key_token, _ = entry.named_keys
-    if entry.token_logits is None and entry.token_probabilities is None:
-        slot_frame = getattr(entry, "slot_frame", None)
-        return 0 if slot_frame is None else most_averages(slot_frame)
-    if key_frame is None or key_token is None:
-        return 0
-    return int(((key_frame == AVERAGE) & (key_token == 0)).sum())
-
-
-def _slots_in_quantity(
-    slot_logits: Tensor | None, slot_mass: Tensor | None, S: int, quantity: str
-) -> Tensor | None:
-    """Values of slots in a quantity; None where the cache does not have them."""
-    if (slot_logits if quantity == "mean_logit" else slot_mass) is None:
-        return None
-    return _in_quantity(slot_logits, slot_mass, S, quantity)
-
-
-def _verified(values: Tensor) -> Tensor:
-    """A tensor on disk, compared with its checksum before it is first reduced. Raises CacheError."""
-    try:
-        verify(values)
-    except UnreadableError as error:
-        raise CacheError(f"{error}; make it again") from None
-    return values
-
-
-def _in_quantity(frame_logits: Tensor | None, frame_mass: Tensor | None, S: int, quantity: str) -> Tensor:
-    """Stored mean logits or masses as the wanted quantity."""
-    stored = frame_logits if quantity == "mean_logit" else frame_mass
-    if stored is None:
-        held = (("mean_logit", frame_logits), ("mass", frame_mass))
-        has = ", ".join(name for name, values in held if values is not None)
-        raise CacheError(f"this cache holds no {quantity}; it has {has or 'a key curve alone'}")
-    return _convert(_verified(stored), "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
-
-
-def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:
-    factors: Mapping[tuple[str, str], float] = {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
-    if stored != wanted and (stored, wanted) not in factors:
-        raise CacheError(f"this cache holds no {wanted}; it has {stored}")
-    return values * factors.get((stored, wanted), 1)
-
-
-def _seen(profiles: Tensor) -> list[int]:
-    """Frames with a value in any row of [..., F]."""
-    frames_with = (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
-    if not frames_with:
-        raise CacheError("this cache holds no values for its last block")
-    return frames_with
-
-
-# --- What a figure says about the numbers it draws: quantity, pass and queries, frames to point out
 NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})
+LONGEST_WORDS = 100  # of edits in a subtitle
 
 
+# --- Captions: quantity, pass and queries, frames to point out
 @dataclass(frozen=True)
 class Caption:
     """Goes with frame profiles or matrices from a view to every drawing function."""
 
     quantity: str  # mean_logit, mass or mean_prob
     subtitle: str  # pass and queries, for titles: "pass 0 (t = 1000), query frames 18–20"
-    highlighted_frames: Mapping[str, Sequence[int]] = field(
-        default_factory=lambda: NOTHING
-    )  # legend -> frames
+    highlighted_frames: Mapping[str, Sequence[int]] = field(default_factory=lambda: NOTHING)  # legend: frames
     unit: str = "latent"  # what the frame axis counts: latent or video frames
     averages: int = 0  # columns after the frames: averages of frames that are gone
 
@@ -372,7 +59,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -> str:
-    """What a pass is called: "pass 0 (t = 1000)", "clean pass (t = 0)"; a denoising one at t = 0 says so."""
+    """Return "pass 0 (t = 1000)" or "clean pass (t = 0)"; a denoising one at t = 0 says so."""
     name = "clean pass" if is_clean else f"pass {step}"
     if timestep == 0 and is_clean is False:
         name += ", denoising"
@@ -380,20 +67,77 @@ def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -
 
 
 def subtitle(pass_label: str, query_frames: Sequence[int]) -> str:
-    """Pass and queries in one line: "clean pass (t = 0), query frame 3"."""
+    """Return pass and queries in one line: "clean pass (t = 0), query frame 3"."""
     return f"{pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)}"
 
 
 def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> str:
-    """Legend entry of the queries' own block in a noisy pass, or of a window at several noise levels."""
+    """Return the legend of the queries' own block in a noisy pass, or of a window at several noise levels."""
     known = {level for level in levels if level is not None}
     if len(known) > 1:
         return f"window (noise from t = {min(known):.4g} to {max(known):.4g})"
     return "own block (noise)" if timestep is None else f"own block (noise at t = {timestep:g})"
 
 
-# --- One view of every cache format: what each head gives to each frame, and what exactly that number is
-LONGEST_WORDS = 100  # of edits in a subtitle
+def edits_in_words(interventions: Mapping[str, Any] | None) -> str:
+    """Return what was edited, short enough for a subtitle, with the hash that tells edits apart."""
+    if not interventions:
+        return ""
+    words = str(interventions.get("words", "not said"))
+    cut = words if len(words) <= LONGEST_WORDS else f"{words[: LONGEST_WORDS - 3]}..."
+    return f"{cut} ({interventions.get('hash', 'no hash')})"
+
+
+def source_of(cache: Cache) -> str:
+    """Return model, weights, prompt and seed in a line."""
+    weights = ": ".join(filter(None, (cache.weights, cache.weights_file)))
+    prompt = f"“{cache.prompt}”" if cache.prompt else "prompt not recorded"
+    seed = "not recorded" if cache.seed is None else cache.seed
+    return f"{cache.model} ({weights}), {prompt}, seed {seed}"
+
+
+# --- Keys that are averages of frames that are gone: columns of their own, after the frames
+def average_names(count: int) -> tuple[str, ...]:
+    """Return the names of their columns: μ1, μ2, ..., in the order of their slots."""
+    return tuple(f"μ{n}" for n in range(1, count + 1))
+
+
+def most_averages(slot_frame: Tensor) -> int:
+    """Return how many averages a row of slots [..., slots] holds at most."""
+    return int((slot_frame == AVERAGE).sum(-1).max()) if slot_frame.numel() else 0
+
+
+def averages_of_slots(values: Tensor, slot_frame: Tensor, count: int) -> Tensor:
+    """Pick the averages out of values [H, rows, slots] -> [H, rows, count], NaN for those that are not there.
+
+    slot_frame [slots] says which frame each slot holds.
+    """
+    found = torch.full((*values.shape[:-1], count), torch.nan)
+    columns = (slot_frame == AVERAGE).nonzero()[:, 0]
+    found[..., : len(columns)] = values[..., columns].float()
+    return found
+
+
+def averages_of_tokens(curves: Tensor, key_frame: Tensor, key_token: Tensor, mean: bool) -> Tensor:
+    """Take the mean or sum over each average's tokens of curves [H, rows, Lk] -> [H, rows, count].
+
+    The tokens of a slot lie together; an average begins where key_token [Lk] is 0.
+    """
+    there = key_frame == AVERAGE
+    index = (there & (key_token == 0)).cumsum(0) - 1
+    members = ((index[:, None] == torch.arange(int(index.max()) + 1)) & there[:, None]).float()
+    values = curves.float() @ members
+    return values / members.sum(0) if mean else values
+
+
+# --- The view
+class LayerValues(NamedTuple):
+    """Frame attention of one layer."""
+
+    profile: Tensor  # [H, F], mean over the queries of the last block
+    matrix: Tensor | None  # [H, rows, F]
+    key_curve: Tensor | None  # [H, Lk]
+    averages: Tensor | None = None  # [H, rows, averages] beside the matrix: keys that are of no frame
 
 
 @dataclass(frozen=True)
@@ -424,9 +168,19 @@ class Profiles:
     _read: Callable[[int], LayerValues]
     _is_verified: Callable[[], bool]
 
+    def values(self, layer: int) -> LayerValues:
+        """Return profile, matrix and key curve of a layer as tensors. CacheError for an absent layer."""
+        if layer not in self.layers:
+            raise CacheError(f"layer {layer} is not in this cache; it has {', '.join(map(str, self.layers))}")
+        return self._read(layer)
+
     def frame_profile(self, layer: int) -> np.ndarray:
         """[H, F] float32: mean over the last block's query frames."""
         return self.values(layer).profile.float().numpy()
+
+    def profiles(self) -> np.ndarray:
+        """[layers, H, F] float32: frame_profile of all layers."""
+        return np.stack([self.frame_profile(layer) for layer in self.layers])
 
     def frame_matrix(self, layer: int) -> np.ndarray | None:
         """[H, rows, F] float32 for the query frames matrix_rows, None where only profiles are stored."""
@@ -447,17 +201,17 @@ class Profiles:
             gone = gone[:, [self.matrix_rows.index(frame) for frame in self.query_frames]].mean(1)
         return self._beside(self.frame_profile(layer), gone)
 
+    def key_profiles(self) -> np.ndarray:
+        """[layers, H, F + num_averages] float32: key_profile of all layers."""
+        return np.stack([self.key_profile(layer) for layer in self.layers])
+
     def key_matrix(self, layer: int) -> np.ndarray | None:
         """[H, rows, F + num_averages] float32: frame_matrix, then the averages of frames that are gone."""
         matrix = self.frame_matrix(layer)
         return None if matrix is None else self._beside(matrix, self.values(layer).averages)
 
-    def key_profiles(self) -> np.ndarray:
-        """[layers, H, F + num_averages] float32: key_profile of all layers."""
-        return np.stack([self.key_profile(layer) for layer in self.layers])
-
     def _beside(self, frames: np.ndarray, gone: Tensor | None) -> np.ndarray:
-        """Averages after frames; NaN where a layer has none."""
+        """Put averages after frames; NaN where a layer has none."""
         if not self.num_averages:
             return frames
         columns = np.full((*frames.shape[:-1], self.num_averages), np.nan, np.float32)
@@ -472,10 +226,6 @@ class Profiles:
         """
         curve = self.values(layer).key_curve
         return None if curve is None else curve.float().numpy()
-
-    def profiles(self) -> np.ndarray:
-        """[layers, H, F] float32: frame_profile of all layers."""
-        return np.stack([self.frame_profile(layer) for layer in self.layers])
 
     @property
     def verified(self) -> bool:
@@ -530,24 +280,17 @@ class Profiles:
 
     @property
     def caption(self) -> Caption:
-        """What figures say about this view: quantity, pass and queries, and the frames that are noise."""
+        """For figures: quantity, pass and queries, and the frames that are noise."""
         has_context = len(self.noise_frames) < len(self.key_frames)  # else nothing to tell noise from
         label = noise_label(self.timestep, self.noise_levels.values())
         noise = {label: self.noise_frames} if self.noise_frames and has_context else {}
-        said = subtitle(self.pass_label, self.query_frames) + (
-            f"; edited: {self.edits}" if self.edits else ""
-        )
-        return Caption(self.quantity, said, noise, averages=self.num_averages)
-
-    def values(self, layer: int) -> LayerValues:
-        """Profile, matrix and key curve of a layer as they are stored, as tensors."""
-        if layer not in self.layers:
-            raise CacheError(f"layer {layer} is not in this cache; it has {', '.join(map(str, self.layers))}")
-        return self._read(layer)
+        edited = f"; edited: {self.edits}" if self.edits else ""
+        title = subtitle(self.pass_label, self.query_frames) + edited
+        return Caption(self.quantity, title, noise, averages=self.num_averages)
 
 
 def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: str | None = None) -> Profiles:
-    """View of a cache that load_cache returned.
+    """Open a view of a cache that load_cache returned.
 
     step picks the pass (None: the first one stored). quantity is mean_logit, mass or mean_prob; None takes
     mean_logit from logits, mass from probabilities. Raises CacheError for a pass or quantity that the cache
@@ -555,8 +298,12 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     """
     typed = as_cache(cache)
     quantity = quantity or ("mean_logit" if typed.is_logits else "mass")
-    found = read_pass(typed, step, quantity)
-    last = block_frames(typed.block_sizes, typed.done - 1)
+    found = _read_pass(typed, step, quantity)
+    notes, total = list(typed.notes or ()), len(typed.block_sizes)
+    if typed.done < total:
+        notes.append(
+            f"partial: the run was stopped after {typed.done} of {total} blocks; what comes later is absent"
+        )
     return Profiles(
         kind=typed.format,
         model=typed.model,
@@ -565,7 +312,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         num_frames=typed.num_frames,
         frame_seq_length=typed.frame_seq_length,
         block_sizes=tuple(typed.block_sizes),
-        query_frames=tuple(last if found.query_frames is None else found.query_frames),
+        query_frames=tuple(found.query_frames),
         key_frames=tuple(found.key_frames),
         matrix_rows=tuple(found.matrix_rows),
         quantity=quantity,
@@ -574,27 +321,18 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         is_clean_pass=found.at.is_clean_pass,
         branch=cache.get("branch"),
         source=source_of(typed),
-        notes=(*(typed.notes or ()), *_partial_note(typed)),
+        notes=tuple(notes),
         settings=typed.config or {},
         edits=edits_in_words(typed.interventions),
         rolling_timesteps=tuple(typed.rolling_timesteps or ()),
         num_averages=found.num_averages,
-        _read=found.read,
+        _read=remember(found.read),
         _is_verified=lambda: is_verified(cache),
     )
 
 
-def edits_in_words(interventions: Mapping[str, Any] | None) -> str:
-    """What was edited, short enough for a subtitle, with the hash that tells edits apart."""
-    if not interventions:
-        return ""
-    words = str(interventions.get("words", "not said"))
-    cut = words if len(words) <= LONGEST_WORDS else f"{words[: LONGEST_WORDS - 3]}..."
-    return f"{cut} ({interventions.get('hash', 'no hash')})"
-
-
 def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
-    """Every pass of a cache, in the quantity of one that is open already, which is not read again."""
+    """Open every pass of a cache, in the quantity of one that is open already, which is not read again."""
     return [
         opened if at.step == opened.step else open_profiles(cache, at.step, opened.quantity)
         for at in as_cache(cache).passes()
@@ -602,41 +340,238 @@ def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
 
 
 def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob") -> Profiles:
-    """View of one captured call alone, whatever its layer, block and pass. CacheError for an absent one.
+    """Open one captured call alone, whatever its layer, block and pass. CacheError for an absent one.
 
     The calls of an atlas are its layers, pass after pass, with the queries of the last block.
     """
-    typed = as_cache(cache)
-    if typed.format == "atlas":
-        return _atlas_call(cache, index, quantity)
-    calls = cache["attention_weights"]
-    if not 0 <= index < len(calls):
-        raise CacheError(f"call {index} is not in 0..{len(calls) - 1}, the calls of this cache")
-    view = open_profiles({**cache, "attention_weights": [calls[index]]}, quantity=quantity)
+    if as_cache(cache).format == "atlas":
+        layers, passes = cache["layers"], as_cache(cache).passes()
+        count, holder = len(passes) * len(layers), "the layers and passes of this atlas"
+    else:
+        count, holder = len(cache["attention_weights"]), "the calls of this cache"
+    if not 0 <= index < count:
+        raise CacheError(f"call {index} is not in 0..{count - 1}, {holder}")
+    if as_cache(cache).format == "atlas":
+        step, layer = passes[index // len(layers)].step, layers[index % len(layers)]
+        return replace(open_profiles(cache, step, quantity), layers=(layer,))
+    call = cache["attention_weights"][index]
+    view = open_profiles({**cache, "attention_weights": [call]}, quantity=quantity)
     view.values(view.layers[0])  # a call that does not hold the quantity says so here
     return view
 
 
-def _atlas_call(cache: Mapping[str, Any], index: int, quantity: str) -> Profiles:
-    passes, layers = as_cache(cache).passes(), cache["layers"]
-    if not 0 <= index < len(passes) * len(layers):
+# --- How each format is read
+class _Pass(NamedTuple):
+    """One pass of a cache in a quantity."""
+
+    at: PassTag
+    layers: Sequence[int]
+    query_frames: Sequence[int]  # what the profile averages
+    key_frames: Sequence[int]
+    matrix_rows: Sequence[int]  # query frames of the matrix, () where there is none
+    num_averages: int  # columns of LayerValues.averages
+    read: Callable[[int], LayerValues]
+
+
+def _read_pass(cache: Cache, step: int | None, quantity: str) -> _Pass:
+    if quantity not in QUANTITIES:
+        raise CacheError(f"quantity {short_repr(quantity)} is not one of {', '.join(QUANTITIES)}")
+    if type(cache) not in READERS:
         raise CacheError(
-            f"call {index} is not in 0..{len(passes) * len(layers) - 1}, the layers and passes of this atlas"
+            f"a cache of format {cache.format} holds no values per frame; give one of figure4, inference, "
+            "layer or atlas"
         )
-    at, layer = passes[index // len(layers)], layers[index % len(layers)]
-    return replace(open_profiles(cache, at.step, quantity), layers=(layer,))
+    passes = cache.passes()
+    at = next((at for at in passes if step is None or at.step == step), None)
+    if at is None:
+        known = ", ".join("an unrecorded one" if at.step is None else str(at.step) for at in passes)
+        raise CacheError(f"pass {step} is not in this cache; it has {known}")
+    return READERS[type(cache)](cache, at, quantity)
 
 
-def _partial_note(cache: Cache) -> list[str]:
-    total = len(cache.block_sizes)
-    if cache.done == total:
-        return []
-    return [f"partial: the run was stopped after {cache.done} of {total} blocks; what comes later is absent"]
+def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
+    entries = {entry.layer_idx: entry for entry in cache.attention_weights}
+    queries, keys, S = cache.query_frames, cache.key_frames, cache.frame_seq_length
+    count = max(_num_averages(entry) for entry in entries.values())
+
+    def read(layer: int) -> LayerValues:
+        entry = entries[layer]
+        if entry.has_tokens:
+            return _from_tokens(entry, keys, cache, quantity)
+        spread = None
+        if quantity == "mean_logit" and entry.key_curve is not None:
+            curve = _verified(entry.key_curve)
+            spread = _at_frames(curve, entry, keys, S)
+            if entry.frame_logits is None:
+                return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
+        matrix = _in_quantity(entry.frame_logits, entry.frame_mass, S, quantity)
+        gone = None
+        stored = entry.slot_logits if quantity == "mean_logit" else entry.slot_mass
+        if stored is not None and entry.slot_frame is not None:
+            slots = _in_quantity(entry.slot_logits, entry.slot_mass, S, quantity)
+            gone = averages_of_slots(slots, entry.slot_frame, count)
+        return LayerValues(matrix.mean(1), matrix, spread, gone)
+
+    return _Pass(at, list(entries), queries, keys, queries, count, read)
 
 
-def source_of(cache: Cache) -> str:
-    """Model, weights, prompt and seed in a line."""
-    weights = ": ".join(filter(None, (cache.weights, cache.weights_file)))
-    prompt = f"“{cache.prompt}”" if cache.prompt else "prompt not recorded"
-    seed = "not recorded" if cache.seed is None else cache.seed
-    return f"{cache.model} ({weights}), {prompt}, seed {seed}"
+def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
+    """The last captured block's calls of one pass."""
+    by_layer = {call.layer_idx: call for call in reversed(cache.last_calls()) if call.step == at.step}
+    first = by_layer[min(by_layer)]
+    count = max(_num_averages(call) for call in by_layer.values())
+
+    def read(layer: int) -> LayerValues:
+        return _from_tokens(by_layer[layer], by_layer[layer].key_frames, cache, quantity)
+
+    queries = first.query_frames
+    return _Pass(first.tag, sorted(by_layer), queries, first.key_frames, queries, count, read)
+
+
+def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
+    stored = cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
+    matrix, profile, gone = (
+        None if x is None else _convert(_verified(x).float(), stored, quantity, cache.frame_seq_length)
+        for x in (cache.full_frame_attention, cache.last_block_frame_attention, cache.average_attention)
+    )
+    assert profile is not None
+    values = LayerValues(profile, matrix, None, gone)
+    count = 0 if gone is None else gone.shape[-1]
+    queries, rows = cache.last_block_query_frames, cache.query_frames
+    return _Pass(at, [cache.layer_index], queries, _seen(profile), rows, count, lambda layer: values)
+
+
+def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
+    p, S, by_means = cache.passes().index(at), cache.frame_seq_length, quantity == "mean_logit"
+    last = block_frames(cache.block_sizes, cache.done - 1)
+    exact = cache.last_block_frame_logits if by_means else None  # where the matrix is quantised
+    matrices = None
+    if exact is None or cache.frame_logits is not None:
+        logits, mass = (None if x is None else x[:, p] for x in (cache.frame_logits, cache.frame_mass))
+        matrices = _in_quantity(logits, mass, S, quantity)  # [layers, H, F, F]
+    if exact is not None:
+        profiles = _verified(exact[:, p])
+    else:
+        assert matrices is not None
+        for block in reversed(block_ranges(cache.block_sizes)):  # the first may have passes that others lack
+            if block.start <= last[0] and not matrices[..., block.start, :].isnan().all():
+                last = list(block)
+                break
+        profiles = matrices[..., last, :].float().mean(-2)
+    keys = _seen(profiles)
+    columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
+    count, slots = 0, cache.slot_logits if by_means else cache.slot_mass
+    if slots is not None and matrices is not None and cache.slot_frame is not None:
+        slots = _in_quantity(cache.slot_logits, cache.slot_mass, S, quantity)
+        count = most_averages(cache.slot_frame)
+
+    def curve_of(i: int) -> Tensor | None:
+        if not by_means or cache.key_curve is None:
+            return None
+        curve = _verified(cache.key_curve)[i, p]
+        if cache.key_frame is None or cache.key_token is None:
+            return curve[:, columns]
+        return frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
+
+    def averages_of(i: int) -> Tensor | None:
+        if slots is None or cache.slot_frame is None or not count:
+            return None
+        found = torch.full((cache.num_heads, cache.num_frames, most_averages(cache.slot_frame[i])), torch.nan)
+        for queries, shown in zip(block_ranges(cache.block_sizes), cache.slot_frame[i], strict=False):
+            rows = slice(queries.start, queries.stop)
+            found[:, rows] = averages_of_slots(slots[i, p][:, rows], shown, found.shape[-1])
+        return found
+
+    def read(layer: int) -> LayerValues:
+        i = cache.layers.index(layer)
+        return LayerValues(
+            profiles[i], None if matrices is None else matrices[i], curve_of(i), averages_of(i)
+        )
+
+    rows = [] if matrices is None else list(range(cache.num_frames))
+    return _Pass(at, cache.layers, last, keys, rows, count, read)
+
+
+READERS: Mapping[type[Cache], Callable[[Any, PassTag, str], _Pass]] = {
+    Figure4Cache: _figure4,
+    LayerCache: _layer,
+    InferenceCache: _inference,
+    AtlasCache: _atlas,
+}
+
+
+def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str) -> LayerValues:
+    """Reduce a token matrix [1, H, Lq, Lk], logits or probabilities, in one reading."""
+    S, mean = cache.frame_seq_length, quantity != "mass"
+    if entry.attn_logits is not None:
+        reduce = frames.query_frame_curves if quantity == "mean_logit" else frames.softmax_curves
+        curves = reduce(_verified(entry.attn_logits)[0], S)
+    elif quantity == "mean_logit":
+        raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
+    else:
+        assert entry.attn_weights is not None
+        curves = frames.query_frame_curves(_verified(entry.attn_weights)[0], S)
+    matrix, gone = _by_frame(curves, entry, keys, cache, mean), None
+    if _num_averages(entry):
+        assert entry.key_frame is not None and entry.key_token is not None
+        gone = averages_of_tokens(curves, entry.key_frame, entry.key_token, mean)
+    return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry, keys, S), gone)
+
+
+def _by_frame(curves: Tensor, entry: Tokens, keys: Sequence[int], cache: Cache, mean: bool) -> Tensor:
+    """Curves per key [..., Lk] -> [..., F], as the mean or the sum of a frame's tokens."""
+    S = cache.frame_seq_length
+    if entry.key_frame is not None:
+        return frames.by_key_frame(curves, entry.key_frame, cache.num_frames, mean)
+    values = frames.curves_to_frames(curves, S) * (1 if mean else S)
+    return frames.spread_keys(values, keys, cache.num_frames)
+
+
+def _at_frames(curve: Tensor, entry: Tokens, keys: Sequence[int], S: int) -> Tensor:
+    """A curve per key [..., Lk] at the tokens of key frames [..., Fk·S]; NaN for tokens that did not stay."""
+    if entry.key_frame is None or entry.key_token is None:
+        return curve
+    return frames.spread_tokens(curve, entry.key_frame, entry.key_token, keys, S)
+
+
+def _num_averages(entry: Tokens) -> int:
+    """Count the averages of frames that are gone, among the keys of a token matrix or among the slots."""
+    if not entry.has_tokens:
+        slot_frame = getattr(entry, "slot_frame", None)
+        return 0 if slot_frame is None else most_averages(slot_frame)
+    if entry.key_frame is None or entry.key_token is None:
+        return 0
+    return int(((entry.key_frame == AVERAGE) & (entry.key_token == 0)).sum())
+
+
+def _verified(values: Tensor) -> Tensor:
+    """Compare a tensor on disk with its checksum before it is first reduced. Raises CacheError."""
+    try:
+        verify(values)
+    except UnreadableError as error:
+        raise CacheError(f"{error}; make it again") from None
+    return values
+
+
+def _in_quantity(logits: Tensor | None, mass: Tensor | None, S: int, quantity: str) -> Tensor:
+    """Return stored mean logits or masses as the wanted quantity."""
+    stored = logits if quantity == "mean_logit" else mass
+    if stored is None:
+        has = "mean_logit" if logits is not None else "mass" if mass is not None else "a key curve alone"
+        raise CacheError(f"this cache holds no {quantity}; it has {has}")
+    return _convert(_verified(stored), "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
+
+
+def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:
+    factors: Mapping[tuple[str, str], float] = {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
+    if stored != wanted and (stored, wanted) not in factors:
+        raise CacheError(f"this cache holds no {wanted}; it has {stored}")
+    return values * factors.get((stored, wanted), 1)
+
+
+def _seen(profiles: Tensor) -> list[int]:
+    """List the frames with a value in any row of [..., F]."""
+    there = (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
+    if not there:
+        raise CacheError("this cache holds no values for its last block")
+    return there
