@@ -27,8 +27,8 @@ MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key fr
 
 # In key_frame and slot_frame, where a key or slot is not of one frame:
 AVERAGE = -1  # of frames that are gone
-NO_KEY = -9  # another layer, pass or block has more keys; between them -2 zeros, -3 tokens of several frames
-ANY = -1  # in the queries of maps; of a frame: all queries of the block, of a row and column: all of the frame
+NO_KEY = -9  # no key: others have more; between them -2 zeros, -3 tokens of several frames
+ANY = -1  # in queries of maps; frame: all queries of the block; row and column: all of the frame
 
 Table = dict[str, Any]  # name, with "?" where it may be absent -> declared text, or [Table]: a list of dicts
 
@@ -650,8 +650,10 @@ def _check_fields(
     sizes = {letter: n for letter, n in outer.items() if letter in LENGTHS}
     for letter, name in LENGTHS.items():
         value = values.get(name)
-        if type(value) is int or isinstance(value, Sized):
-            sizes[letter] = value if type(value) is int else len(value)
+        if isinstance(value, Sized):
+            sizes[letter] = len(value)
+        elif type(value) is int:
+            sizes[letter] = value
     for tokens, frames in (("L", "F"), ("Lq", "Fq"), ("Lk", "Fk")):
         if frames in sizes and "S" in sizes:
             sizes[tokens] = sizes[frames] * sizes["S"]
@@ -720,7 +722,7 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
             raise CacheError(
                 f"{where}query_frames {there['query_frames']} are not those of block {block} of {blocks}"
             )
-    keys = there.get("key_frames") or getattr(cache, "key_frames", range(F))
+    keys = there["key_frames"] if "key_frames" in there else getattr(cache, "key_frames", range(F))
     if "key_frames" in there:
         later = later_block(cache.block_sizes, cache.ahead)
         if later[there["query_frames"][-1], keys].any():

@@ -21,7 +21,7 @@ CHUNK_ELEMENTS = 2**20  # 4 MiB of float32: a chunk is still in the CPU's cache 
 
 
 def _row_chunks(tokens: Tensor, S: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (head, query frame, float32 rows [n, Lk]) of tokens [H, Lq, Lk]; rows live until the next come."""
+    """Yield (head, query frame, float32 rows [n, Lk]) of tokens [H, Lq, Lk], for a moment."""
     H, Lq, Lk = tokens.shape
     if Lq % S or Lk % S:
         raise ValueError(f"{Lq} x {Lk} tokens are not whole frames of {S} tokens")

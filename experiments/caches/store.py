@@ -154,7 +154,7 @@ def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
 
 
 def select_passes(atlas: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
-    """Return an atlas of some passes, given by their steps (0 is the noisiest). CacheError for an absent one."""
+    """Return an atlas of some passes, given by their steps. Raises CacheError for an absent one."""
     passes = as_cache(atlas).passes()
     stored = [at.step for at in passes]
     if absent := [step for step in steps if step not in stored]:

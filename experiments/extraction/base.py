@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.caches.files import RunError
-from experiments.caches.formats import LayerCache, PassTag
+from experiments.caches.formats import PassTag, build_layer_cache
 from experiments.extraction import checks, rollout
 from experiments.extraction.causal import common_fields, draw_noise, run_in_background
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
@@ -175,7 +175,7 @@ def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
     at = PassTag(step, run.pass_timesteps[step], False)
     last = list(range(run.config.num_frames))[-LAST_FRAMES:]
     common = {**run.common, "format": "layer", "is_logits": True}
-    return LayerCache.build(common, at, layer, cond, last, uncond=uncond).to_dict()
+    return build_layer_cache(common, at, layer, cond, last, uncond=uncond)
 
 
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from experiments.caches import frames
 from experiments.caches.files import RunError
-from experiments.caches.formats import LEAST_KEY as NO_KEY
-from experiments.caches.formats import Figure4Layer, InferenceCall, LayerCache
+from experiments.caches.formats import AVERAGE, NO_KEY, Figure4Layer, build_layer_cache
 from experiments.caches.frames import query_frame_curves
-from experiments.caches.view import AVERAGE, averages_of_slots, averages_of_tokens, most_averages
+from experiments.caches.view import averages_of_slots, averages_of_tokens, most_averages
 from experiments.extraction.result import Extraction
 from wan.capture import CaptureRequest
 from wan.captured_call import CapturedCall
@@ -134,8 +133,13 @@ WHOLE = ("token_logits", "token_probabilities", "attended")  # kept with their a
 
 def call_values(call: CapturedCall) -> dict[str, Any]:
     """The values of a call as caches have them: of one video, key and token numbers as int32."""
+    names = {"token_logits": "attn_logits", "token_probabilities": "attn_weights"}
     return {
-        name: value if name in WHOLE else value[0] if value.is_floating_point() else value[0].int()
+        names.get(name, name): value
+        if name in WHOLE
+        else value[0]
+        if value.is_floating_point()
+        else value[0].int()
         for name, value in call.values.items()
     }
 
@@ -247,7 +251,10 @@ def _figure4_layer(run: Extraction, layer: int, is_logits: bool, key_frames: lis
         for name in ("frame_logits", "frame_mass"):
             if name in values and name in call.values:
                 values[name] = frames.spread_keys(values[name], call["key_frames"], run.config.num_frames)
-    return Figure4Layer.from_dict({"layer": layer, "is_logits": is_logits, **repeated, **values}).to_dict()
+    entry = {"layer_idx": layer, "is_logits": is_logits, **repeated, **values}
+    if "attn_logits" in entry:
+        entry["attn_weights"] = entry["attn_logits"]  # older notebooks read either name
+    return entry
 
 
 def _version(run: Extraction) -> dict[str, int]:
@@ -284,16 +291,14 @@ def inference_cache(run: Extraction) -> dict[str, Any]:
     tags = ("is_logits", "block", "step", "timestep", "is_clean_pass")
     shapes = ("query_frames", "q_shape", "k_shape")
     calls = [
-        InferenceCall.from_dict(
-            {"layer": call.site.layer, **call_values(call), **{name: call[name] for name in (*tags, *shapes)}}
-            | {"key_frames": sorted(call["key_frames"])}
-        )
+        {"layer_idx": call.site.layer, **call_values(call), **{name: call[name] for name in (*tags, *shapes)}}
+        | {"key_frames": sorted(call["key_frames"])}
         for call in run.records
     ]
     own = {
         "format": "inference",
         "is_logits": run.records[0].is_logits,
-        "attention_weights": [call.to_dict() for call in calls],
+        "attention_weights": calls,
         "layer_indices": list(dict.fromkeys(run.config.layer_indices)),
         "num_transformer_blocks": run.num_layers,
     }
@@ -314,7 +319,7 @@ def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
     matrix = run.frame_matrix("frame_logits", layer, run.config.step)
     at = run.pass_tag(run.config.step)
     averages = average_columns(run, layer, run.config.step)
-    return LayerCache.build(run.common, at, layer, matrix, run.last_block, averages=averages).to_dict()
+    return build_layer_cache(run.common, at, layer, matrix, run.last_block, averages=averages)
 
 
 def atlas_requests(

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from experiments.caches.files import MARGIN
 from experiments.extraction import prompt_embeds
 from wan import checkpoint
 from wan.blocks import block_frames, rolling_attention_size
@@ -207,6 +206,7 @@ def _kept_of_call(
 
 
 # --- What a run will need, computed before anything is loaded, whether it fits, and which flags make it fit
+MARGIN = 1 << 16  # bytes of a cache beside its tensors: names, numbers, the archive
 GB = 10**9
 
 

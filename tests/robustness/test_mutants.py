@@ -167,10 +167,10 @@ def test_one_bit_of_a_large_record(tmp_path):
             file.seek(place)
             file.write(b"x")
         content = load_tensors(path)
-        with pytest.raises(UnreadableError, match=r"record c/data/0 is damaged .checksum"):
+        with pytest.raises(UnreadableError, match=r"record 'c/data/0' is damaged .checksum"):
             verify(content["large"])
         for more in ({"verify_all": True}, {"mmap": False}):
-            with pytest.raises(UnreadableError, match=r"record c/data/0 is damaged .checksum"):
+            with pytest.raises(UnreadableError, match=r"record 'c/data/0' is damaged .checksum"):
                 load_tensors(path, **more)
     os.truncate(path, 1000)  # to read it now would end the process
     with pytest.raises(UnreadableError, match="was cut off after it was opened"):

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.caches import frames, load_cache, save_cache
-from experiments.caches.files import tensor_bytes
 from experiments.running.sweep_state import slugs_of
 from wan.blocks import (
     block_frames,
@@ -45,8 +44,7 @@ def test_frame_reductions_against_loops(H, S, Fq, Fk, seed):
             means[:, q, k] = logits.double()[:, rows, columns].mean((1, 2))
             mass[:, q, k] = probabilities[:, rows, columns].sum(2).mean(1)
     np.testing.assert_allclose(frames.token_matrix_to_frames(logits, S), means, atol=5e-6)
-    np.testing.assert_allclose(frames.mass_from_probabilities(probabilities.float(), S), mass, atol=1e-6)
-    np.testing.assert_allclose(frames.mass_from_probabilities(probabilities.float(), S).sum(-1), 1, atol=1e-5)
+    np.testing.assert_allclose(frames.token_matrix_to_frames(probabilities.float(), S) * S, mass, atol=1e-6)
 
 
 @given(sizes=BLOCKS, sink=st.integers(0, 3), extra=st.integers(0, 4), windowed=st.booleans(), seed=SEEDS)
@@ -152,7 +150,6 @@ def test_any_layer_cache_comes_back(sizes, H, half, prompt, seed, extra, noise_s
         assert same(read, cache)
         save_cache(b, read)
         assert a.read_bytes() == b.read_bytes()
-        assert tensor_bytes(cache["full_frame_attention"]) <= a.stat().st_size
 
 
 @given(length=st.integers(0, 3 * CHUNK + 5), seed=st.integers(0, 255))
