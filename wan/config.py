@@ -1,9 +1,10 @@
-"""Sizes of the models, the settings of a run, and the block structure that follows from them."""
+"""Sizes of the models, and the settings of a run."""
 
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,78 +16,19 @@ from wan.blocks import (
     rolling_attention_size,
     steps_of_blocks,
 )
-from wan.errors import ConfigError, reason_of, short_repr
-from wan.files import (
-    MAX_FRAMES,
-    MAX_GPUS,
-    MAX_LAYERS,
-    MAX_NAME,
-    MAX_SCALE,
-    MAX_SIDE,
-    MAX_TEXT,
-    read_yaml,
-)
-from wan.validation import (
-    NUM_TRAIN_TIMESTEPS,
-    check_device,
-    check_lora,
-    check_number,
-    check_sampler,
-    check_sampling,
-    check_seed,
-    check_shift,
-    check_steps,
-    check_texts,
-    check_types,
-)
+from wan.errors import ConfigError, reason_of, require_text, short_repr
+from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, read_yaml
 
-# --- The fields of a dataclass from several dicts of settings, each value of the type that its field has
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from wan.policies import CachePolicy
+    from wan.prompt_schedule import PromptSwitch
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+SAMPLERS = ("blocks", "rolling_forcing")
+NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
+MAX_SCALE = 1000.0  # shift of noise levels, guidance
 
-def merged(settings: type, path: str | Path, *sources: dict[str, Any]) -> dict[str, Any]:
-    """Plain values of all fields of a dataclass; later sources win. Raises ConfigError, which names path."""
-    from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
-
-    try:
-        found = OmegaConf.merge(
-            _schema(settings), *(OmegaConf.create(_literal(source)) for source in sources)
-        )
-        return OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # OmegaConf's own error classes, and whatever a value of a wrong type raises
-        key = getattr(error, "full_key", None)
-        raise ConfigError(
-            f"{path}: {reason_of(error)}{f' (key {short_repr(key)})' if key else ''}"
-        ) from error
-
-
-@cache
-def _schema(settings: type) -> "DictConfig":
-    """A dataclass as OmegaConf knows it; a merge copies it, so one is enough."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(settings)
-
-
-def _literal(value: Any) -> Any:
-    """A value in which OmegaConf fills nothing in, as it would for ${...}."""
-    if value == "???":
-        raise ConfigError("??? stands for a value that is missing; give it, or leave its key out")
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {name: _literal(inner) for name, inner in value.items()}
-    if isinstance(value, list) and len(value) > MAX_LAYERS:
-        raise ConfigError(
-            f"a list of {len(value)} values, such as {short_repr(value[:3])}; at most {MAX_LAYERS} are read"
-        )
-    return [_literal(inner) for inner in value] if isinstance(value, list) else value
-
-
-# --- The default reference set of mean ablation: subjects, cameras and styles that lie apart
+# The default reference set of mean ablation: subjects, cameras and styles that lie apart.
 REFERENCE_PROMPTS = (
     "A majestic eagle soaring through a cloudy sky, cinematic lighting",
     "An old fisherman repairs a net on a pier at dawn",
@@ -97,14 +39,6 @@ REFERENCE_PROMPTS = (
     "A watercolour animation of a paper boat drifting under a bridge",
     "Two dancers turn in an empty hall, long shadows on the floor",
 )
-
-
-# --- Sizes of the models, the settings of a run, and the block structure that follows from them
-if TYPE_CHECKING:
-    from wan.policies import CachePolicy
-    from wan.prompt_schedule import PromptSwitch
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -159,7 +93,7 @@ WAN_NEGATIVE_PROMPT = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class BaseSampling:
     """Bidirectional sampling of the base weights with classifier-free guidance (wan/text2video.py)."""
 
@@ -171,17 +105,15 @@ class BaseSampling:
     layer_index: int = 20  # the last one where the model has fewer
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that no sampling can have."""
-        check_types(self)
         check_sampling(self.shift, self.num_steps)
         check_number("guidance_scale", self.guidance_scale, -MAX_SCALE, MAX_SCALE)
-        check_texts(negative_prompt=(self.negative_prompt, MAX_TEXT))
+        require_text(self.negative_prompt, "negative_prompt", MAX_TEXT)
         check_number("num_frames", self.num_video_frames, 1, 4 * MAX_FRAMES - 3)
         latent_frames(self.num_video_frames)
         check_number("base.layer_index", self.layer_index, 0, MAX_LAYERS - 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
     """All that one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
 
@@ -233,49 +165,63 @@ class RunConfig:
     embeds_dir: str | None = "cache/prompt_embeds"  # where prompt embeddings are remembered; None: nowhere
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that no run can have, before anything is loaded for one."""
-        check_types(self)
-        paths = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir")
-        check_texts(model=(self.model, MAX_NAME), prompt=(self.prompt, MAX_TEXT))
-        check_texts(**{name: (getattr(self, name), None) for name in paths})
-        check_number("num_frames", self.num_frames, 1, MAX_FRAMES)
-        check_number("gpus", self.gpus, 1, MAX_GPUS)
-        for name in ("height", "width"):
-            check_number(name, getattr(self, name), 1, MAX_SIDE)
+        require_text(self.model, "model", 200)
+        require_text(self.prompt, "prompt", MAX_TEXT)
+        for name in ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir"):
+            path = getattr(self, name)
+            if path is not None and not require_text(path, name, 4096).strip():
+                raise ConfigError(f"{name} is empty; give a path, or null where nothing is meant")
+        for name, most in (("num_frames", MAX_FRAMES), ("gpus", 4096), ("height", 1024), ("width", 1024)):
+            check_number(name, getattr(self, name), 1, most)
         check_seed(self.seed)
+        check_device(self.device)
+        for name, known in (("dtype", DTYPES), ("sampler", SAMPLERS)):
+            if getattr(self, name) not in known:
+                value = short_repr(getattr(self, name))
+                raise ConfigError(f"{name} {value} is not one of {', '.join(known)}")
+        for name in ("lora_rank", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and self.lora_path is None:
+                raise ConfigError(f"{name} {value} is of no file; give lora_path, or leave it out")
+            if value is not None and not 0 < value <= MAX_SIZE:
+                raise ConfigError(f"{name} must be above 0 and at most {MAX_SIZE}, not {short_repr(value)}")
+
+        if not 1 <= len(self.layer_indices) <= MAX_LAYERS:
+            raise ConfigError(f"layer_indices has {len(self.layer_indices)} layers, not 1..{MAX_LAYERS}")
+        for layer in (*self.layer_indices, self.layer_index):
+            if not 0 <= layer < MAX_LAYERS:
+                said = short_repr(layer)
+                raise ConfigError(f"layer {said} is not in 0..{MAX_LAYERS - 1}; layers count from 0")
+
+        check_steps("denoising_step_list", self.denoising_step_list)
+        if self.first_block_steps is not None:
+            check_steps("first_block_steps", self.first_block_steps)
+        check_shift("timestep_shift", self.timestep_shift)
+        check_number("context_noise", self.context_noise, 0, NUM_TRAIN_TIMESTEPS)
+        last = self.num_passes - 1
+        if not 0 <= self.step <= last:
+            raise ConfigError(f"step {short_repr(self.step)} is not in 0..{last}; {last} is the clean pass")
+
         block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
         check_window(self.local_attn_size, self.sink_size, self.num_frame_per_block)
-        check_sampler(self.sampler)
-        check_lora(self.lora_path, self.lora_rank, self.lora_alpha)
-        self._check_policy()
-        self._check_passes()
-        self._check_layers()
-        check_device(self.device)
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {short_repr(self.dtype)} is not one of {', '.join(DTYPES)}")
-
-    def _check_policy(self) -> None:
-        schedule = [] if self.prompt_schedule is None else self.prompt_schedule
-        if not isinstance(schedule, list) or not all(isinstance(switch, dict) for switch in schedule):
-            raise ConfigError(
-                f"prompt_schedule is {short_repr(schedule)}, not a list of switches of a frame and a prompt"
-            )
+        if self.sampler == "rolling_forcing":
+            self._check_rolling()
         if self.cache_policy is not None and (self.local_attn_size != -1 or self.sink_size):
             raise ConfigError(
                 f"local_attn_size {self.local_attn_size} and sink_size {self.sink_size} mean cache_policy "
                 f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}; leave them out "
                 "where cache_policy is given"
             )
-        if self.sampler == "rolling_forcing":
-            self._check_rolling()
-        if self.cache_policy is None and not self.prompt_schedule and not self.recompute_context:
-            return  # a config must not wait for torch
-        from wan.prompt_schedule import check_recompute, check_schedule
+        if self.cache_policy is not None or self.prompt_schedule or self.recompute_context:
+            from wan.prompt_schedule import (  # a config must not wait for torch
+                check_recompute,
+                check_schedule,
+            )
 
-        policy = self.policy
-        policy.check(self.block_sizes)
-        check_schedule(self.switches, block_ranges(self.block_sizes), policy)
-        check_recompute(self.recompute_context, policy, self.num_frame_per_block)
+            policy = self.policy
+            policy.check(self.block_sizes)
+            check_schedule(self.switches, block_ranges(self.block_sizes), policy)
+            check_recompute(self.recompute_context, policy, self.num_frame_per_block)
 
     def _check_rolling(self) -> None:
         rolling_attention_size(self.local_attn_size, len(self.denoising_step_list), self.num_frame_per_block)
@@ -302,26 +248,6 @@ class RunConfig:
 
         return [read_switch(settings) for settings in self.prompt_schedule or []]
 
-    def _check_passes(self) -> None:
-        for name in ("denoising_step_list", "first_block_steps"):
-            steps = getattr(self, name)
-            if steps is not None:
-                check_steps(name, steps)
-        check_shift("timestep_shift", self.timestep_shift)
-        check_number("context_noise", self.context_noise, 0, NUM_TRAIN_TIMESTEPS)
-        last = self.num_passes - 1
-        if not 0 <= self.step <= last:
-            raise ConfigError(f"step {short_repr(self.step)} is not in 0..{last}; {last} is the clean pass")
-
-    def _check_layers(self) -> None:
-        if not 1 <= len(self.layer_indices) <= MAX_LAYERS:
-            raise ConfigError(f"layer_indices has {len(self.layer_indices)} layers, not 1..{MAX_LAYERS}")
-        for layer in (*self.layer_indices, self.layer_index):
-            if not 0 <= layer < MAX_LAYERS:
-                raise ConfigError(
-                    f"layer {short_repr(layer)} is not in 0..{MAX_LAYERS - 1}; layers count from 0"
-                )
-
     @property
     def block_sizes(self) -> list[int]:
         return block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
@@ -332,7 +258,7 @@ class RunConfig:
         return len({*self.denoising_step_list, *(self.first_block_steps or ())}) + 1
 
     def passes_of_block(self, block: int) -> list[int]:
-        """The passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
+        """Return the passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
         _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
         return [*(later if block else first), self.num_passes - 1]
 
@@ -341,25 +267,74 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     """Read a YAML file into a RunConfig; entries of overrides that are not None win.
 
     With an independent first frame, frames that do not fit whole blocks are left out, with a warning.
-    Raises ConfigError for a file that is not there, an unknown key, or a value that no run can have.
+    Raise ConfigError for a file that is not there, an unknown key, or a value that no run can have.
     """
+    from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
+
     if not Path(path).is_file():
         beside = ", ".join(sorted(p.name for p in Path("configs").glob("*.yaml")))
         raise ConfigError(f"config {path} not found; configs/ holds: {beside}")
     from_file = read_yaml(path)
     known = {f.name for f in fields(RunConfig)}
     if unknown := [name for name in from_file if name not in known]:
-        raise ConfigError(
-            f"{path}: unknown key {short_repr(unknown[0])}; known keys: {', '.join(sorted(known))}"
-        )
+        said = short_repr(unknown[0])
+        raise ConfigError(f"{path}: unknown key {said}; known keys: {', '.join(sorted(known))}")
     chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
-    replaced = {name for name in ("cache_policy", "prompt_schedule") if name in chosen}
-    settings = merged(RunConfig, path, {k: v for k, v in from_file.items() if k not in replaced}, chosen)
-    first, n = settings["independent_first_frame"], settings["num_frame_per_block"]
-    if first and settings["num_frames"] > 1 and n >= 1:
-        asked = settings["num_frames"]
-        settings["num_frames"] = 1 + (asked - 1) // n * n
-        if settings["num_frames"] != asked:
-            fits = settings["num_frames"]
+    for name in {"cache_policy", "prompt_schedule"} & chosen.keys():
+        from_file.pop(name, None)  # replaced as a whole, not merged
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, chosen)
+        settings = OmegaConf.to_container(merged, throw_on_missing=True)
+    except Exception as error:  # OmegaConf's own classes, and whatever a value of a wrong type raises
+        key = getattr(error, "full_key", None)
+        said = f" (key {short_repr(key)})" if key else ""
+        raise ConfigError(f"{path}: {reason_of(error)}{said}") from error
+    asked, n = settings["num_frames"], settings["num_frame_per_block"]
+    if settings["independent_first_frame"] and asked > 1 and n >= 1:
+        settings["num_frames"] = fits = 1 + (asked - 1) // n * n
+        if fits != asked:
             warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
     return RunConfig(**settings | {"base": BaseSampling(**settings["base"])})
+
+
+def check_number(name: str, value: float, low: float, high: float) -> None:
+    """Raise ConfigError for a number that is not in low..high, as nan never is."""
+    if type(value) not in (int, float) or not low <= value <= high:  # ${...} in a YAML is a text
+        raise ConfigError(f"{name} is {short_repr(value)}, not in {low:g}..{high:g}")
+
+
+def check_sampling(shift: float, num_steps: int) -> None:
+    """Raise ConfigError unless a sampler of the base model takes a step, at levels between 0 and 1."""
+    check_number("num_steps", num_steps, 1, 10_000)
+    check_shift("shift", shift)
+
+
+def check_shift(name: str, shift: float) -> None:
+    """Raise ConfigError unless a shift s of levels, σ -> s σ / (1 + (s - 1) σ), is above 0 and finite."""
+    if not 0 < shift <= MAX_SCALE:
+        said = short_repr(shift)
+        raise ConfigError(f"{name} must be above 0 and at most {MAX_SCALE:g}, not {said}; try 5.0")
+
+
+def check_steps(name: str, steps: Sequence[int]) -> None:
+    """Raise ConfigError unless denoising steps go down from at most 1000; the last one alone may be 0."""
+    T, falls = NUM_TRAIN_TIMESTEPS, all(a > b for a, b in pairwise(steps))
+    if not 1 <= len(steps) <= 100 or not falls or not 1 <= steps[0] <= T or steps[-1] < 0:
+        raise ConfigError(
+            f"{name} {short_repr(list(steps))} does not go down within {T}..1, or to a last 0, in 1..100 "
+            "steps; try [1000, 750, 500, 250]"
+        )
+
+
+def check_device(name: str) -> str:
+    """Return auto, cpu, cuda or cuda:N. Raise ConfigError for any other device: they lack operations."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"device {short_repr(name)} is not one of auto, cpu, cuda, cuda:N")
+    return name
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed. Raise ConfigError beyond 64 bits."""
+    if not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed {short_repr(seed)} does not fit 64 bits; try 0")
+    return seed

@@ -10,13 +10,13 @@ from torch import Tensor
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges, block_sizes, check_window, steps_of_blocks
 from wan.captured_call import Pass
+from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.edits import ACTIVE_EDITS, RolloutPlan, blocks_of_policy
 from wan.errors import ConfigError
 from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.policies import CachePolicy, of_window
 from wan.prompt_schedule import PromptSwitch, check_recompute, check_schedule, forget
-from wan.validation import NUM_TRAIN_TIMESTEPS
 
 
 # --- The flow-matching noise schedule of https://github.com/guandeh17/Self-Forcing and its two formulas

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.captured_call import Pass
+from wan.config import check_sampling
 from wan.edits import ACTIVE_EDITS, BlockKeys, RolloutPlan
 from wan.errors import ConfigError
 from wan.model import TextKeysValues, WanModel
-from wan.validation import check_sampling
 
 if TYPE_CHECKING:
     from diffusers import UniPCMultistepScheduler

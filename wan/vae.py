@@ -6,20 +6,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from wan import checkpoint as native
 from wan.checkpoint import (
     CheckpointError,
+    assign,
     is_native,
     read_component_config,
     read_safetensors,
+    read_torch_file,
     require_dir,
+    require_file,
 )
 from wan.errors import library_reads
 
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
     from diffusers import AutoencoderKLWan
 
+VAE_FILE = "Wan2.1_VAE.pth"  # of the original release
 POSITIONS_AT_ONCE = 1024  # of latents, in one call of the decoder: 16 latent frames of 8 x 8, one of 60 x 104
+
+
+def load_native_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes: object) -> "AutoencoderKLWan":
+    """Load the VAE of a directory of the original release. Tests give other sizes than the real model's."""
+    from diffusers import AutoencoderKLWan
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+
+    path = require_file(Path(ckpt_dir) / VAE_FILE)
+    vae = AutoencoderKLWan(**sizes)
+    assign(vae, convert_wan_vae_to_diffusers(read_torch_file(path)), path, dtype, "cpu")
+    return vae
 
 
 class VAE(nn.Module):
@@ -42,22 +56,21 @@ class VAE(nn.Module):
     def from_pretrained(
         cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "VAE":
-        """From a model directory of either layout. Raises CheckpointError for one that holds no such VAE."""
+        """Load a model directory of either layout. Raise CheckpointError for one that holds no such VAE."""
         from diffusers import AutoencoderKLWan
 
         with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
             if is_native(ckpt_dir):
-                model = cls(native.load_vae(ckpt_dir, dtype))
+                vae = load_native_vae(ckpt_dir, dtype)
             else:
                 folder = require_dir(Path(ckpt_dir) / "vae")
-                config, path = read_component_config(folder), folder / "diffusion_pytorch_model.safetensors"
+                path = folder / "diffusion_pytorch_model.safetensors"
                 with torch.device("meta"):
-                    vae = AutoencoderKLWan.from_config(config)
-                native.assign(vae, read_safetensors(path), path, dtype, device)
-                model = cls(vae)
+                    vae = AutoencoderKLWan.from_config(read_component_config(folder))
+                assign(vae, read_safetensors(path), path, dtype, device)
             if torch.device(device).type == "cpu":
-                channels_last(model.vae)
-            return model.to(device)
+                channels_last(vae)
+            return cls(vae).to(device)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Normalised latents [B, F, C, h, w] -> video [B, 1 + 4 (F − 1), 3, 8h, 8w] in 0..1."""
@@ -70,7 +83,7 @@ class VAE(nn.Module):
         Frames beyond the last whole 1 + 4 n are left out, as diffusers does.
         """
         whole = 1 + (video.shape[1] - 1) // 4 * 4
-        x = (video[:, :whole].transpose(1, 2) * 2 - 1).to(self.vae.dtype)
+        x = (video[:, :whole].transpose(1, 2) * 2 - 1).to(self.vae.dtype)  # [B, 3, frames, H, W]
         features = [None] * self.vae._cached_conv_counts["encoder"]
         parts = [
             self.vae.encoder(to_patches(self.vae, part), feat_cache=features, feat_idx=[0])
@@ -98,43 +111,40 @@ class StreamedDecoder:
 
         A latent frame is four video frames, the first of a video one.
         """
+        vae = self.model.vae
         z = latents.transpose(1, 2).float() * self.model.latents_std + self.model.latents_mean
-        z = self.model.vae.post_quant_conv(z.to(self.model.vae.dtype))
-        alone = 0 if self.started else 1  # the first latent frame is one video frame
-        video = [self._next(part) for part in _pieces(z, alone, _at_once(*z.shape[3:]))]
-        return (torch.cat(video, 2).float() / 2 + 0.5).clamp(0, 1).transpose(1, 2)
-
-    def _next(self, z: Tensor) -> Tensor:
-        """Pixels in -1..1 [B, 3, frames, H, W] of z [B, C, F, h, w]."""
-        is_first, self.started = not self.started, True
-        x = self.model.vae.decoder(z, feat_cache=self.features, feat_idx=[0], first_chunk=is_first)
-        return from_patches(self.model.vae, x)
+        z = vae.post_quant_conv(z.to(vae.dtype))  # [B, C, F, h, w]
+        parts = []
+        for part in _pieces(z, 0 if self.started else 1, _at_once(*z.shape[3:])):
+            x = vae.decoder(part, feat_cache=self.features, feat_idx=[0], first_chunk=not self.started)
+            self.started = True
+            parts.append(from_patches(vae, x))
+        return (torch.cat(parts, 2).float() / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
 
 def to_patches(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
-    """What the encoder takes: video [B, 3, F, H, W], its patches of pixels as channels where the VAE has
-    patches (as Wan2.2's; Wan2.1's has none)."""
+    """Move patches of pixels of [B, 3, F, H, W] to channels where the VAE has patches (Wan2.2's)."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
     return video if vae.config.patch_size is None else patchify(video, vae.config.patch_size)
 
 
 def from_patches(vae: "AutoencoderKLWan", x: Tensor) -> Tensor:
-    """to_patches() undone, of what the decoder gives."""
+    """Undo to_patches() of what the decoder gives."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
     return x if vae.config.patch_size is None else unpatchify(x, vae.config.patch_size)
 
 
 def _at_once(height: int, width: int) -> int:
-    """Latent frames of this size in one call."""
+    """Return how many latent frames of this size go in one call."""
     return max(1, POSITIONS_AT_ONCE // (height * width))
 
 
 def _pieces(x: Tensor, alone: int, size: int) -> list[Tensor]:
-    """Parts of x [B, C, F, h, w] along its frames: the first `alone`, then at most `size` at a time."""
-    rest = x[:, :, alone:]
-    return ([x[:, :, :alone]] if alone else []) + (list(rest.split(size, 2)) if rest.shape[2] else [])
+    """Split x [B, C, F, h, w] along its frames: the first `alone`, then at most `size` at a time."""
+    first, rest = x[:, :, :alone], x[:, :, alone:]
+    return [*([first] if alone else []), *(rest.split(size, 2) if rest.shape[2] else [])]
 
 
 def channels_last(module: nn.Module) -> None:

@@ -88,13 +88,10 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
     )
 
 
-def load_cache(
-    path: str | Path, mmap: bool = True, expect: Sequence[str] = (), verify: bool = False
-) -> dict[str, Any]:
+def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
     """Read a cache of any format and age as a dict with today's fields; with mmap, tensors stay on disk.
 
-    Tensors that stay on disk are compared with their checksums when a view first reduces them, or here with
-    verify. expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged,
+    expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged,
     of another format, or with fields that are missing or wrong. Nothing in the file is executed.
     """
     path, expect = Path(path), tuple(expect)
@@ -107,7 +104,7 @@ def load_cache(
         raise CacheError(f"{path} not found{others}; run: {_command(path, expect)}")
     try:
         with torch.serialization.safe_globals(legacy.ALLOWED):
-            raw = load_tensors(path, mmap, verify)
+            raw = load_tensors(path, mmap)
     except UnreadableError as error:
         raise CacheError(
             f"{path} cannot be read as a cache: {error}; make it again: {_command(path, expect)}"

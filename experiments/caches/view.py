@@ -29,7 +29,6 @@ from experiments.caches.formats import (
 )
 from wan.blocks import block_frames, block_of_frame, block_ranges, window_levels
 from wan.errors import short_repr
-from wan.files import UnreadableError, is_verified, verify
 
 NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})
 LONGEST_WORDS = 100  # of edits in a subtitle
@@ -166,7 +165,6 @@ class Profiles:
     rolling_timesteps: tuple[float, ...]  # of a rolling window's blocks; () of other samplers
     num_averages: int  # keys that are averages of frames that are gone; 0 but under some cache policies
     _read: Callable[[int], LayerValues]
-    _is_verified: Callable[[], bool]
 
     def values(self, layer: int) -> LayerValues:
         """Return profile, matrix and key curve of a layer as tensors. CacheError for an absent layer."""
@@ -226,14 +224,6 @@ class Profiles:
         """
         curve = self.values(layer).key_curve
         return None if curve is None else curve.float().numpy()
-
-    @property
-    def verified(self) -> bool:
-        """Whether all of the cache was compared with its checksums.
-
-        Large tensors are when they are first reduced, or by load_cache(path, verify=True).
-        """
-        return self._is_verified()
 
     @property
     def own_block(self) -> tuple[int, ...]:
@@ -327,7 +317,6 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         rolling_timesteps=tuple(typed.rolling_timesteps or ()),
         num_averages=found.num_averages,
         _read=remember(found.read),
-        _is_verified=lambda: is_verified(cache),
     )
 
 
@@ -400,7 +389,7 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
             return _from_tokens(entry, keys, cache, quantity)
         spread = None
         if quantity == "mean_logit" and entry.key_curve is not None:
-            curve = _verified(entry.key_curve)
+            curve = entry.key_curve
             spread = _at_frames(curve, entry, keys, S)
             if entry.frame_logits is None:
                 return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
@@ -431,7 +420,7 @@ def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
 def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
     stored = cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
     matrix, profile, gone = (
-        None if x is None else _convert(_verified(x).float(), stored, quantity, cache.frame_seq_length)
+        None if x is None else _convert(x.float(), stored, quantity, cache.frame_seq_length)
         for x in (cache.full_frame_attention, cache.last_block_frame_attention, cache.average_attention)
     )
     assert profile is not None
@@ -450,7 +439,7 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
         logits, mass = (None if x is None else x[:, p] for x in (cache.frame_logits, cache.frame_mass))
         matrices = _in_quantity(logits, mass, S, quantity)  # [layers, H, F, F]
     if exact is not None:
-        profiles = _verified(exact[:, p])
+        profiles = exact[:, p]
     else:
         assert matrices is not None
         for block in reversed(block_ranges(cache.block_sizes)):  # the first may have passes that others lack
@@ -468,7 +457,7 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     def curve_of(i: int) -> Tensor | None:
         if not by_means or cache.key_curve is None:
             return None
-        curve = _verified(cache.key_curve)[i, p]
+        curve = cache.key_curve[i, p]
         if cache.key_frame is None or cache.key_token is None:
             return curve[:, columns]
         return frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
@@ -505,12 +494,12 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     S, mean = cache.frame_seq_length, quantity != "mass"
     if entry.attn_logits is not None:
         reduce = frames.query_frame_curves if quantity == "mean_logit" else frames.softmax_curves
-        curves = reduce(_verified(entry.attn_logits)[0], S)
+        curves = reduce(entry.attn_logits[0], S)
     elif quantity == "mean_logit":
         raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
     else:
         assert entry.attn_weights is not None
-        curves = frames.query_frame_curves(_verified(entry.attn_weights)[0], S)
+        curves = frames.query_frame_curves(entry.attn_weights[0], S)
     matrix, gone = _by_frame(curves, entry, keys, cache, mean), None
     if _num_averages(entry):
         assert entry.key_frame is not None and entry.key_token is not None
@@ -544,22 +533,13 @@ def _num_averages(entry: Tokens) -> int:
     return int(((entry.key_frame == AVERAGE) & (entry.key_token == 0)).sum())
 
 
-def _verified(values: Tensor) -> Tensor:
-    """Compare a tensor on disk with its checksum before it is first reduced. Raises CacheError."""
-    try:
-        verify(values)
-    except UnreadableError as error:
-        raise CacheError(f"{error}; make it again") from None
-    return values
-
-
 def _in_quantity(logits: Tensor | None, mass: Tensor | None, S: int, quantity: str) -> Tensor:
     """Return stored mean logits or masses as the wanted quantity."""
     stored = logits if quantity == "mean_logit" else mass
     if stored is None:
         has = "mean_logit" if logits is not None else "mass" if mass is not None else "a key curve alone"
         raise CacheError(f"this cache holds no {quantity}; it has {has}")
-    return _convert(_verified(stored), "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
+    return _convert(stored, "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
 
 
 def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:

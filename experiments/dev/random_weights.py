@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan import checkpoint as native
+from wan import text_encoder as native
 from wan.config import ModelConfig
 from wan.model import CausalWanModel
 

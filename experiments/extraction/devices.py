@@ -8,9 +8,8 @@ from torch import Tensor
 
 from experiments.caches import frames
 from wan import backends as attention_backend
-from wan.config import DTYPES, ModelConfig
+from wan.config import DTYPES, ModelConfig, check_device
 from wan.errors import ConfigError
-from wan.validation import check_device
 
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
 

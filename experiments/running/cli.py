@@ -21,11 +21,10 @@ from typing import Any, ClassVar, NoReturn, TextIO
 
 from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.running import locks as run_files
-from wan.config import DTYPES, RunConfig, load_config
+from wan.config import DTYPES, RunConfig, check_seed, load_config
 from wan.errors import ConfigError, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, read_yaml
 from wan.interventions import PASSES
-from wan.validation import check_seed
 
 # --- What a run prints never decides what it writes: a terminal that is gone, a full disk or a small alphabet
 GONE = (OSError, ValueError)  # a closed pipe, a full disk; a file that is closed

@@ -9,7 +9,7 @@ from helpers.checkpoints import GOLDEN_MODEL, SMALL_UMT5
 
 from experiments.dev import measure_memory, random_weights
 from wan import checkpoint
-from wan import checkpoint as native
+from wan import text_encoder as native
 from wan.checkpoint import read_self_forcing_state
 from wan.config import load_config
 from wan.model import CausalWanModel
@@ -55,7 +55,7 @@ def test_the_text_encoder_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "UMT5_XXL", SMALL_UMT5.to_dict())
     monkeypatch.chdir(ROOT)
     random_weights.make_text_encoder(tmp_path, torch.bfloat16, CPU)
-    encoder = native.load_umt5(tmp_path, torch.bfloat16, config=SMALL_UMT5)
+    encoder = native.load_umt5(tmp_path, SMALL_UMT5, torch.bfloat16)
     assert encoder.shared.weight.std() < 0.03 and (tmp_path / "google/umt5-xxl/tokenizer.json").is_file()
 
 

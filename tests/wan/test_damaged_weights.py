@@ -19,7 +19,7 @@ from experiments.dev import random_weights
 from experiments.extraction import memory as memory_estimate
 from experiments.running import cli
 from wan import checkpoint
-from wan import checkpoint as native
+from wan import text_encoder as native
 
 CPU = torch.device("cpu")
 
