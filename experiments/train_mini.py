@@ -23,6 +23,7 @@ from pathlib import Path
 
 from experiments.miniature.recipe import HARD_KINDS, LOG, OPTIMIZERS, RECIPES, StageRun
 from experiments.running.cli import Parser, main
+from experiments.running.ranks import this_rank
 from wan.config import DTYPES
 from wan.errors import ConfigError
 
@@ -92,13 +93,15 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
     if missing:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
-    from experiments.extraction.devices import choose_device, choose_dtype
-    from experiments.miniature.ranks import start_ranks  # after the flags: --help needs no torch
+    rank = this_rank()
+    if args.resume and rank.count > 1:
+        raise ConfigError("a stage of several processes keeps no state; leave --resume out")
+    for name in ("batch", "clips"):
+        if (clips := getattr(recipe, name)) % rank.count:
+            raise ConfigError(f"--{name}: {clips} clips cannot be shared evenly by {rank.count} processes")
+    from experiments.extraction.devices import choose_device, choose_dtype  # a --help needs no torch
 
     device = choose_device(args.device)
-    ranks = start_ranks(device.type == "cuda")
-    if args.resume and ranks.count > 1:
-        raise ConfigError("a stage of several processes keeps no state; leave --resume out")
     return StageRun(
         args.stage,
         recipe,
@@ -111,7 +114,7 @@ def stage_run(args: argparse.Namespace) -> StageRun:
         device.type == "cuda" if args.compile is None else args.compile,
         args.training_checkpoints,
         args.start_from,
-        ranks,
+        rank,
     )
 
 
@@ -120,12 +123,13 @@ def run(argv=None):
     stage = stage_run(args)
 
     import torch
+    import torch.distributed as dist
     from diffusers.utils import logging as diffusers_logging
 
     from experiments.caches.files import require_writable
     from experiments.extraction.provenance import device_name
     from experiments.miniature.frozen import hashes
-    from experiments.miniature.stages import ALL_STAGES as STAGES
+    from experiments.miniature.stages import STAGES
     from experiments.miniature.training import log_stage
     from wan.checkpoint import file_sha256
 
@@ -135,20 +139,25 @@ def run(argv=None):
     if args.training_checkpoints:
         require_writable(args.training_checkpoints / "step_00000.pt")
     start = stage.start_from and stage.start_from / STARTS[args.stage]
+    if stage.rank.count > 1:
+        if stage.device.type == "cuda":
+            torch.cuda.set_device(stage.rank.local)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if stage.device.type == "cuda" else "gloo")
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
     diffusers_logging.set_verbosity_error()
     numbers = STAGES[args.stage](stage)
-    stage.ranks.leave()
-    if not stage.ranks.first:
+    if stage.rank.count > 1:
+        dist.destroy_process_group()
+    if not stage.rank.is_first:
         return
     about = {
         "device": device_name(stage.device),
         "torch": torch.__version__,
         "seed": args.seed,
         "dtype": str(stage.dtype),
-        "processes": stage.ranks.count,
+        "processes": stage.rank.count,
         "frozen": hashes(),
         "start_from": start and file_sha256(start),
         **asdict(stage.recipe),

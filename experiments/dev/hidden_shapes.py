@@ -68,11 +68,11 @@ def run(argv=None):
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     """Make what is not done yet -> the report, of the first rank alone. StoppedError after Ctrl-C."""
-    from experiments.miniature.evaluation import Judges
+    from experiments.miniature.evaluation import EvalPool
     from experiments.miniature.recipe import SIDE
     from experiments.running.progress import Progress, stopping_when_asked
     from experiments.running.ranks import on_own_device, this_rank, workers_of
-    from experiments.studies.hidden_shapes import WAITING, Design
+    from experiments.studies.hidden_shapes import Design
     from wan.config import load_config
 
     if args.seeds > 9:
@@ -90,11 +90,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     design = Design(
         args.captions, args.selection, args.seeds, args.draws, tuple(sorted(set(args.counts))), layers
     )
-    shape = (1 + 4 * (config.num_frames - 1), 3, SIDE, SIDE)
     with (
         Progress(quiet=not rank.is_first) as watch,
         stopping_when_asked(watch, "condition"),
-        Judges(workers, WAITING, shape) as judges,  # before a GPU is touched: it forks
+        EvalPool(workers) as judges,  # before a GPU is touched: it forks
     ):
         return study(args, design, on_own_device(config, rank), judges, watch, rank)
 

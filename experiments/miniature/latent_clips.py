@@ -1,4 +1,4 @@
-"""What the transformer stages train on: latents of rendered clips, their captions embedded, noise."""
+"""Data of the transformer stages: latents of rendered clips, tokens of their captions, noise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import string
 from collections.abc import Sequence
 from hashlib import sha256
-from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -26,7 +25,7 @@ from experiments.miniature.moving_shapes import (
 from experiments.miniature.recipe import CAPTION_DROPOUT, StageRun
 from experiments.miniature.vae_training import encode_scenes, set_layout
 
-# --- The miniature's tokenizer: a unigram model laid out like umT5's (pad 0, </s> 1, byte fallback), without
+# The tokenizer is a unigram model laid out like umT5's: pad 0, </s> 1, byte fallback.
 SPECIAL = ("<pad>", "</s>", "<s>", "<unk>")
 WORD_START = "▁"
 WORDS = (
@@ -45,7 +44,7 @@ LETTER_GROUPS = (
 
 
 def vocabulary() -> list[tuple[str, float]]:
-    """(piece, log probability) by id; longer pieces win because every piece costs."""
+    """Return (piece, log probability) by id; longer pieces win because every piece costs."""
     grammar = " ".join((*SHAPES, *COLORS, *BACKGROUNDS, *DIRECTIONS, *CORNERS))
     words = dict.fromkeys(WORD_START + w for w in f"{grammar} {WORDS}".split())
     groups = dict.fromkeys(mark + g for g in LETTER_GROUPS.split() for mark in (WORD_START, ""))
@@ -59,7 +58,7 @@ def vocabulary() -> list[tuple[str, float]]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer that any text passes through; `save_pretrained` makes it readable by AutoTokenizer."""
+    """Build a fast tokenizer that takes any text; AutoTokenizer reads what its `save_pretrained` writes."""
     pad, end, _, unknown = SPECIAL
     tokenizer = Tokenizer(models.Unigram(vocabulary(), unk_id=SPECIAL.index(unknown), byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
@@ -73,42 +72,34 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# --- What the transformer stages train on: latents of rendered clips, their captions embedded, noise
 class LatentClips:
-    """Normalised latents [N, C, F, h, w] of random scenes and their captions, made once and kept on the
-    device."""
+    """Normalised latents [N, C, F, h, w] of random scenes on the device, and their captions."""
 
     def __init__(self, run: StageRun):
-        device, seed = run.device, run.ranks.seed(run.seed + 2)
+        device, seed = run.device, run.rank_seed + 2
         scenes = list(itertools.islice(sample_scenes(seed, kinds=run.recipe.kinds), run.clips))
         weights = (run.output_dir / "vae/diffusion_pytorch_model.safetensors").read_bytes()
         made_of = [seed, run.clips, list(run.recipe.kinds), sha256(weights).hexdigest()]
-        latents = _saved(run.latents_file, made_of)
-        if latents is None:
-            latents = _encoded(run, scenes)
-            torch.save({"made_of": made_of, "latents": latents}, run.latents_file)
-        self.latents = latents.to(device)
+        saved = {}
+        if run.latents_file.is_file():  # an earlier stage's
+            saved = torch.load(run.latents_file, weights_only=True, map_location="cpu")
+        if saved.get("made_of") != made_of:
+            saved = {"made_of": made_of, "latents": _encoded(run, scenes)}
+            torch.save(saved, run.latents_file)
+        self.latents = saved["latents"].to(device)
         captions = ["", *(scene.caption for scene in scenes)]  # row 0 is the empty one
         tokens = build_tokenizer()(captions, padding=True, return_tensors="pt")
         self.ids, self.mask = tokens.input_ids.to(device), tokens.attention_mask.to(device)
 
     def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Random latents with token ids and mask [B, n]; some captions are empty, for guidance."""
+        """Draw latents with token ids and mask [B, n]; some captions are empty, for guidance."""
         chosen = self.draw(size)
         row = torch.where(torch.rand(size, device=chosen.device) < CAPTION_DROPOUT, 0, chosen + 1)
         return self.latents[chosen], self.ids[row], self.mask[row]
 
     def draw(self, size: int) -> Tensor:
-        """Numbers of random clips; clip i has the caption in row i + 1 of ids and mask."""
+        """Draw numbers of clips; clip i has the caption in row i + 1 of ids and mask."""
         return torch.randint(len(self.latents), (size,), device=self.latents.device)
-
-
-def _saved(file: Path, made_of: list) -> Tensor | None:
-    """Latents of the same scenes and VAE, where an earlier stage left them."""
-    if not file.is_file():
-        return None
-    saved = torch.load(file, weights_only=True, map_location="cpu")
-    return saved["latents"] if saved["made_of"] == made_of else None
 
 
 def _encoded(run: StageRun, scenes: Sequence[Scene]) -> Tensor:
@@ -123,16 +114,16 @@ def _encoded(run: StageRun, scenes: Sequence[Scene]) -> Tensor:
 
 
 def encode_text(encoder: UMT5EncoderModel, ids: Tensor, mask: Tensor) -> Tensor:
-    """umT5 states [B, n, text_dim], zero beyond each caption's end."""
+    """Return umT5 states [B, n, text_dim], zero beyond each caption's end."""
     return encoder(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None].to(encoder.dtype)
 
 
 def draw(timesteps: Tensor, *shape: int) -> Tensor:
-    """Random entries of a table of timesteps."""
+    """Draw entries of a table of timesteps."""
     return timesteps[torch.randint(len(timesteps), shape, device=timesteps.device)]
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """x_t of the flow path, in the dtype of x0; sigma broadcasts from the left."""
+    """Return x_t of the flow path, in the dtype of x0; sigma broadcasts from the left."""
     sigma = sigma.view(*sigma.shape, *[1] * (x0.ndim - sigma.ndim))
     return ((1 - sigma) * x0 + sigma * noise).to(x0.dtype)

@@ -1,4 +1,4 @@
-"""What the miniature is made of, the table of its training stages, how much of it is measured. No torch."""
+"""Sizes of the miniature, the table of its training stages, counts of its evaluation. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.miniature.ranks import Ranks
+from experiments.running.ranks import Rank
 from wan.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -38,11 +38,9 @@ SAMPLER_STEPS = (1000, 750, 500, 250)  # of the few-step sampler, before warping
 OPTIMIZERS = ("muon", "adamw")
 CAPTION_DROPOUT = 0.1
 KL_WEIGHT = 1e-4
-SHORT_CLIPS, LONG_CLIPS = (
-    (5, 17),
-    (17, 33, FRAMES, 129),
-)  # video frames; the VAE's, which must see beyond its past
+SHORT_CLIPS, LONG_CLIPS = (5, 17), (17, 33, FRAMES, 129)  # video frames; the VAE must see beyond its past
 HELD_OUT_SEED = 1_000_003
+SEEDS_APART = 10_007  # between the seeds of neighbouring processes
 LOG = "training.json"  # in the checkpoint's folder: the numbers of every stage
 CHECKPOINT_REPORT = Path("cache/wan-mini-training/moments.json")  # of measure_checkpoints.py
 
@@ -55,7 +53,7 @@ KEPT_STEPS = (0, 100, 250, 500, 1000, 2000, 4000, 8000)
 
 @dataclass(frozen=True)
 class Recipe:
-    """One stage: its steps, what a step sees, and what the stage starts from."""
+    """One stage: its steps, the data of a step, and the files that it needs."""
 
     steps: int
     lr: float  # at its peak
@@ -84,7 +82,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage as it is run here: where its files are, on what, and for how long at most."""
+    """A stage on this machine: its folder, device and limits."""
 
     stage: str
     recipe: Recipe
@@ -97,32 +95,37 @@ class StageRun:
     compile: bool = False
     training_checkpoints: Path | None = None
     start_from: Path | None = None  # a folder of earlier weights; of the VAE, the base and the causal model
-    ranks: Ranks = field(default_factory=Ranks)
+    rank: Rank = field(default_factory=Rank)  # of torchrun's processes, which share a step's clips
 
     @property
     def batch(self) -> int:
         """Clips of 81 frames that this process sees in a step."""
-        return self.ranks.share(self.recipe.batch)
+        return self.recipe.batch // self.rank.count
 
     @property
     def clips(self) -> int:
         """Different clips that this process trains on."""
-        return self.ranks.share(self.recipe.clips)
+        return self.recipe.clips // self.rank.count
+
+    @property
+    def rank_seed(self) -> int:
+        """The seed of this process, whose clips and noise are its own."""
+        return self.seed + SEEDS_APART * self.rank.number
 
     @property
     def latents_file(self) -> Path:
-        """The transformer stages' latents, which the first of them makes."""
-        return self.output_dir / f"latents.{self.ranks.rank}.pt"
+        """Latents of the transformer stages, made by the first of them."""
+        return self.output_dir / f"latents.{self.rank.number}.pt"
 
     @property
     def state_file(self) -> Path:
-        """Everything that a stopped training needs to go on."""
+        """The state of a training that was stopped."""
         return self.output_dir / f"{self.stage}.resume.pt"
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How much evaluate_mini.py measures."""
+    """Counts of evaluate_mini.py."""
 
     captions: int = 96  # of each set
     pasts: int = 96  # captions of the table of pasts

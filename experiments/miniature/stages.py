@@ -1,5 +1,4 @@
-"""Stages 2 and 3: the bidirectional base with its umT5, and its block-causal fine-tune. The table of all
-stages."""
+"""Stages 2 to 4, the bidirectional base, its block-causal fine-tune and the few-step one, and LoRAs of it."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ from experiments.miniature.recipe import (
 from experiments.miniature.training import (
     CAUSAL,
     TEACHER,
-    Schedule,
     Trainer,
     kept_steps,
     save_causal,
@@ -43,37 +41,26 @@ from wan.checkpoint import read_self_forcing_state, read_transformer_state
 from wan.model import CausalWanModel, TextKeysValues, WanModel, teacher_forcing_mask
 from wan.pipeline import FlowSchedule
 
-# --- Stages 2 and 3: the bidirectional base with its umT5, and its block-causal fine-tune. The table of all
-OWN_PAST_AFTER = 1 / 3  # of the causal stage; from then on every other past is the model's own
-
-
-def compile_blocks(model: WanModel, wanted: bool) -> None:
-    """Fuse each transformer layer; all layers share one compiled graph."""
-    for block in model.blocks if wanted else ():
-        block.compile()
-
-
-def layer_matrices(run: StageRun) -> Callable[[str, Tensor], bool]:
-    """Which parameters are Muon's: the matrices of the transformer's layers."""
-    return lambda name, p: run.recipe.optimizer == "muon" and name.startswith("blocks.") and p.ndim == 2
+OWN_PAST_AFTER = 1 / 3  # of a causal stage; from then on every other past is the model's own
+TEACHER_BATCH = 256  # clips of one call of the teacher, each with and without its caption
+PATH_USES = 4  # steps that draw a path before the teacher makes the clip another, on average
+PATHS_APART = 1_000_003  # between the random numbers of a rank's batches of paths
+EVERY = TEACHER_STEPS // len(SAMPLER_STEPS)  # of the teacher's noise levels are the sampler's
+ALPHA_PER_RANK = 1.0  # of a LoRA: alpha = rank, as LongLive's
 
 
 def train_base(run: StageRun) -> dict:
-    """Flow matching over whole clips, jointly with the text encoder: transformer/, text_encoder/,
-    tokenizer/."""
-    recipe, device = run.recipe, run.device
+    """Match the flow of whole clips, jointly with the text encoder -> files of both and the tokenizer."""
     tokenizer, clips = build_tokenizer(), LatentClips(run)
-    timesteps = FlowSchedule(SHIFT).timesteps.to(device)
-    model = WanModel(**asdict(MODEL)).to(device)
+    timesteps = FlowSchedule(SHIFT).timesteps.to(run.device)
+    model = WanModel(**asdict(MODEL)).to(run.device)
     model.init_weights()
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **TEXT))
     if run.start_from:
         model.load_state_dict(read_transformer_state(run.start_from))
         encoder = UMT5EncoderModel.from_pretrained(run.start_from / "text_encoder")
-    encoder.to(device)
-    schedule = Schedule(recipe.steps, run.minutes, run.ranks)
-    trainer = Trainer([model, encoder], recipe.lr, schedule, run.dtype, layer_matrices(run))
-    compile_blocks(model, run.compile)
+    encoder.to(run.device)
+    trainer = transformer_trainer(run, model, encoder)
 
     def save() -> None:
         averaged, averaged_encoder = trainer.averaged()
@@ -88,17 +75,27 @@ def train_base(run: StageRun) -> dict:
         flow = model(add_noise(x0, noise, t / 1000), t, encode_text(encoder, ids, mask))
         return F.mse_loss(flow.float(), (noise - x0).float())
 
-    trainer.train(run.state_file, run.resume, lambda _: trainer.step("clips", loss), save)
+    trainer.train(lambda _: trainer.update("clips", loss), save)
     return trainer.numbers()
+
+
+def transformer_trainer(run: StageRun, model: WanModel, *others: nn.Module) -> Trainer:
+    """Train a transformer: matrices of its layers are Muon's, and each layer is compiled where asked for."""
+    muon = run.recipe.optimizer == "muon"
+    trainer = Trainer(
+        run, [model, *others], lambda name, p: muon and name.startswith("blocks.") and p.ndim == 2
+    )
+    for block in model.blocks if run.compile else ():
+        block.compile()  # all layers share one compiled graph
+    return trainer
 
 
 def masked_attention(
     blocks: Sequence[range], tokens: int, run: StageRun, queries: Literal["all", "clean", "noisy"] = "all"
 ) -> Tensor | MaskedAttention:
-    """The mask of teacher forcing; where a stage is compiled, attention that skips what the mask hides.
+    """Return the mask of teacher forcing; where a stage is compiled, attention that skips what it hides.
 
-    Of the clean queries alone, over the clean keys, or of the noisy ones, it is for layers that are not
-    compiled themselves.
+    queries "clean" (over the clean keys) and "noisy" are for layers that are not compiled themselves.
     """
     block_of_frame = torch.tensor([i for i, block in enumerate(blocks) for _ in block])
     length, block_length = tokens * len(block_of_frame), tokens * len(blocks[0])
@@ -118,8 +115,7 @@ def masked_attention(
 
 
 class TeacherForcing:
-    """The causal loss: noisy copies of all blocks are predicted at once, each from the clean blocks before
-    it."""
+    """The causal loss: predict noisy copies of all blocks at once, each from the clean blocks before it."""
 
     def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
         self.model, self.clips, self.batch = model, clips, run.batch
@@ -135,8 +131,10 @@ class TeacherForcing:
         self.sampler_steps = schedule.warp(SAMPLER_STEPS).to(run.device)
 
     def __call__(self, own_past: bool) -> Tensor:
-        """Loss of a random batch; half of the timesteps are the sampler's. own_past: of a past that the
-        model made."""
+        """Return the loss of a random batch, half of whose timesteps are the sampler's.
+
+        own_past: the clean frames are the model's own.
+        """
         latents, ids, text_mask = self.clips.batch(self.batch)
         x0 = latents.transpose(1, 2)  # [B, F, C, h, w]
         noise = torch.randn_like(x0)
@@ -151,22 +149,21 @@ class TeacherForcing:
         return F.mse_loss(flow.float(), (noise - x0).float())
 
     def before(self, step: int) -> None:
-        """Called before every step."""
+        """Prepare a step."""
 
     def numbers(self) -> dict:
-        """What a log says of it beside the training's own numbers."""
+        """Return what a log says of the loss beside the training's own numbers."""
         return {}
 
     def predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
-        """Flow of the noisy frames x [B, F, C, h, w] at t [B, F], with `past` as clean frames."""
+        """Return the flow of noisy frames x [B, F, C, h, w] at t [B, F], with `past` as clean frames."""
         both = torch.cat([torch.zeros_like(t), t], 1)
         clean_and_noisy = torch.cat([past, x], 1)
         flow = self.model(clean_and_noisy, both, text, frames=self.frames, mask=self.mask)
         return flow[:, self.num_frames :]
 
     def _own_past(self, x0: Tensor, text: TextKeysValues) -> Tensor:
-        """x0 as the model sees it from the last step's noise level: the kind of past it will have in a
-        rollout."""
+        """Return x0 as the model predicts it from the last step's noise level, as in a rollout."""
         t = self.sampler_steps[-1].expand(x0.shape[:2])
         x = add_noise(x0, torch.randn_like(x0), t / 1000)
         x0 = x - t[:, :, None, None, None] / 1000 * self.predict(x0, x, t, text)
@@ -182,57 +179,52 @@ def train_causal(run: StageRun) -> dict:
     return train_rollouts(run, state, TeacherForcing, TEACHER)
 
 
+def train_few_step(run: StageRun) -> dict:
+    """Train the causal stage's weights to jump; of the kept steps its end is the last."""
+    after = max(kept_steps(run.training_checkpoints), default=0) if run.training_checkpoints else 0
+    return train_rollouts(run, read_self_forcing_state(run.output_dir / TEACHER), FewStep, CAUSAL, after)
+
+
 def train_rollouts(
     run: StageRun, state: dict[str, Tensor], forcing: type[TeacherForcing], file: str, after: int = 0
 ) -> dict:
-    """A causal model from these weights into this file; after a third of the stage half of the pasts are the
-    model's own.
+    """Train a causal model from these weights into this file.
 
-    Of a stage after others, of so many steps, only the end is among the kept steps.
+    A stage that begins after that many kept steps keeps its end alone.
     """
     clips = LatentClips(run)
     model = CausalWanModel(**asdict(MODEL)).to(run.device)
     model.load_state_dict(state)
     loss = forcing(run, model, clips)
-    schedule = Schedule(run.recipe.steps, run.minutes, run.ranks)
-    trainer = Trainer([model], run.recipe.lr, schedule, run.dtype, layer_matrices(run))
-    compile_blocks(model, run.compile)
-    keeps = run.training_checkpoints is not None and run.ranks.first
+    trainer = transformer_trainer(run, model)
+    kept = run.training_checkpoints if run.rank.is_first else None
 
-    def save(name: str = file) -> None:
-        folder = run.output_dir if name == file else run.training_checkpoints
-        assert folder is not None  # steps are kept only where there is a place for them
-        save_causal(trainer.averaged()[0].state_dict(), folder / name)
+    def save() -> None:
+        save_causal(trainer.averaged()[0].state_dict(), run.output_dir / file)
 
     def one_step(step: int) -> None:
-        if keeps and not after and step in KEPT_STEPS:
-            save(f"step_{step:05d}.pt")
+        if kept and not after and step in KEPT_STEPS:
+            save_causal(trainer.averaged()[0].state_dict(), kept / f"step_{step:05d}.pt")
         loss.before(step)
-        own = bool(step % 2) and schedule.progress > OWN_PAST_AFTER
-        trainer.step("own past" if own else "true past", lambda: loss(own))
+        update_with_past(trainer, loss)
 
-    trainer.train(run.state_file, run.resume, one_step, save)
-    if keeps:
-        save(f"step_{after + trainer.steps:05d}.pt")
+    trainer.train(one_step, save)
+    if kept:
+        save_causal(trainer.averaged()[0].state_dict(), kept / f"step_{after + trainer.step:05d}.pt")
     return trainer.numbers() | loss.numbers()
 
 
-STAGES: dict[str, Callable[[StageRun], dict]] = {
-    "vae": train_vae,
-    "base": train_base,
-    "causal": train_causal,
-}
+def update_with_past(trainer: Trainer, loss: TeacherForcing) -> None:
+    """Take a step; after a third of the stage every other past is the model's own."""
+    own = bool(trainer.step % 2) and trainer.progress > OWN_PAST_AFTER
+    trainer.update("own past" if own else "true past", lambda: loss(own))
 
 
-# --- Stage 4: the few steps of the rollout's sampler land where many steps of the causal model do
-TEACHER_BATCH = 256  # clips of one call of the teacher, each with and without its caption
-PATH_USES = 4  # steps that draw a path before the teacher makes the clip another, on average
-PATHS_APART = 1_000_003  # between the random numbers of a rank's batches of paths
-EVERY = TEACHER_STEPS // len(SAMPLER_STEPS)  # of the teacher's noise levels are the sampler's
+# --- The few-step stage: the sampler's few steps land where many steps of the causal model do
 
 
 def teacher_sigmas() -> Tensor:
-    """Noise levels of the teacher's ODE, float32 [TEACHER_STEPS + 1], from 1 to 0."""
+    """Return the noise levels of the teacher's ODE, float32 [TEACHER_STEPS + 1], from 1 to 0."""
     sigmas = torch.linspace(1, 0, TEACHER_STEPS + 1)
     return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
 
@@ -253,15 +245,11 @@ class Teacher:
 
     @torch.no_grad()
     def path(self, some: Tensor, seed: int) -> list[Tensor]:
-        """x_t of these clips at the sampler's noise levels and at 0, [B, F, C, h, w] each."""
-        past = self.clips.latents[some].transpose(1, 2)
+        """Take Euler steps from noise -> x_t [B, F, C, h, w] of these clips at the sampler's levels and 0."""
+        model, past = self.model, self.clips.latents[some].transpose(1, 2)
         random = torch.Generator(past.device).manual_seed(seed)
-        return self._path(past, torch.randn(past.shape, generator=random, device=past.device), some)
-
-    def _path(self, past: Tensor, x: Tensor, some: Tensor) -> list[Tensor]:
-        """Euler steps from noise x [B, F, C, h, w]; every EVERY-th point."""
+        x = torch.randn(past.shape, generator=random, device=past.device)
         rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
-        model = self.model
         text = model.text_keys_values(encode_text(self.encoder, self.clips.ids[rows], self.clips.mask[rows]))
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
         cache = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
@@ -288,7 +276,7 @@ class FewStep(TeacherForcing):
     def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
         super().__init__(run, model, clips)
         self.teacher = Teacher(run, clips, self.encoder, self.blocks)
-        self.ranks, self.seed = run.ranks, run.ranks.seed(run.seed)
+        self.processes, self.seed = run.rank.count, run.rank_seed
         self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
         latents = clips.latents
         self.paths = latents.new_empty(
@@ -299,8 +287,10 @@ class FewStep(TeacherForcing):
         self.before(0)
 
     def before(self, step: int) -> None:
-        """New paths, from new noise, of the clips whose turn it is: of a clip after PATH_USES draws, on
-        average. They follow from the step alone."""
+        """Make paths of the clips whose turn it is anew, each after PATH_USES draws on average.
+
+        Paths follow from the step alone.
+        """
         turns = len(self.turns)
         wanted = turns + step * self.batch * turns // (PATH_USES * len(self.paths))
         for number in range(max(self.made, wanted - turns), wanted):
@@ -310,14 +300,13 @@ class FewStep(TeacherForcing):
         self.made = wanted
 
     def numbers(self) -> dict:
-        """Of all processes, which make as many."""
+        """Count the paths of all processes, which make as many."""
         rounds, more = divmod(self.made, len(self.turns))
         paths = rounds * len(self.paths) + sum(len(some) for some in self.turns[:more])
-        return {"paths": paths * self.ranks.count}
+        return {"paths": paths * self.processes}
 
     def __call__(self, own_past: bool) -> Tensor:
-        """Loss of a random batch, each block at one of the sampler's noise levels. own_past: the past is
-        the model's."""
+        """Return the loss of a random batch, each block at one of the sampler's noise levels."""
         chosen = self.clips.draw(self.batch)
         paths, x0 = self.paths[chosen], self.clips.latents[chosen].transpose(1, 2)
         with torch.no_grad():
@@ -334,21 +323,12 @@ class FewStep(TeacherForcing):
         return F.mse_loss(jump, paths[:, -1].float())
 
 
-def train_few_step(run: StageRun) -> dict:
-    """The causal stage's weights, trained to jump; among the steps which that stage kept, this one's end is
-    the last."""
-    after = max(kept_steps(run.training_checkpoints), default=0) if run.training_checkpoints else 0
-    state = read_self_forcing_state(run.output_dir / TEACHER)
-    return train_rollouts(run, state, FewStep, CAUSAL, after)
-
-
-# --- Stages of low-rank changes to the causal miniature: a window that forgets, and blocks of one frame
-ALPHA_PER_RANK = 1.0  # alpha = rank, as LongLive's
+# --- Low-rank changes to the causal miniature: a window that forgets, and blocks of one frame
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a stage changes: its file, the LoRA's rank, and the rollout that it trains for."""
+    """A LoRA: its file and rank, and the rollout that it is trained for."""
 
     file: str
     rank: int
@@ -364,7 +344,7 @@ CHANGES = {
 
 
 class LowRank(nn.Linear):
-    """A linear layer that stays as it is, and beside it alpha / rank · B A x, which is trained."""
+    """A linear layer that stays as it is, plus alpha / rank · B A x, which is trained."""
 
     def __init__(self, linear: nn.Linear, pair: Sequence[nn.Parameter]):
         super().__init__(linear.in_features, linear.out_features, device="meta")
@@ -394,7 +374,7 @@ def adapt(model: CausalWanModel, rank: int) -> nn.ParameterDict:
 
 
 def lora_state(adapters: nn.ParameterDict) -> dict[str, Tensor]:
-    """The names that PEFT gives: base_model.model.blocks.0.self_attn.q.lora_A.weight."""
+    """Name weights as PEFT does: base_model.model.blocks.0.self_attn.q.lora_A.weight."""
     return {
         f"base_model.model.{name.replace('/', '.')}.weight": value.detach().cpu()
         for name, value in adapters.items()
@@ -402,7 +382,7 @@ def lora_state(adapters: nn.ParameterDict) -> dict[str, Tensor]:
 
 
 def frame_mask(sizes: Sequence[int], window: int = -1, sink: int = 0) -> Tensor:
-    """[2F, 2F] bool for clean frames and then noisy copies: what each frame may look at.
+    """Return the mask [2F, 2F] of clean frames and then noisy copies: rows see columns.
 
     Clean frames see what a rollout's block sees, and noisy ones the same with their own block noisy.
     """
@@ -434,7 +414,7 @@ class AdaptedForcing(FewStep):
 
 
 def train_change(run: StageRun) -> dict:
-    """A LoRA on the causal weights; after a third of the stage half of the pasts are the model's own."""
+    """Train a LoRA on the causal weights."""
     # CUDA graphs alone: a step takes 1.0 ms a clip on an H200, and 0.7 ms with the causal stage's compiled
     # layers, but to compile those took 30 s, and this stage lasts about a minute.
     run = replace(run, compile=False)
@@ -444,22 +424,20 @@ def train_change(run: StageRun) -> dict:
     model.to(run.dtype)
     adapters = adapt(model, change.rank)
     loss = AdaptedForcing(run, model, clips, change)
-    schedule = Schedule(run.recipe.steps, run.minutes, run.ranks)
-    trainer = Trainer([adapters], run.recipe.lr, schedule, run.dtype)
+    trainer = Trainer(run, [adapters])
 
     def save() -> None:
         with replacing(run.output_dir / change.file) as file:
             torch.save({"generator_lora": lora_state(trainer.averaged()[0])}, file)
 
-    def one_step(step: int) -> None:
-        own = bool(step % 2) and schedule.progress > OWN_PAST_AFTER
-        trainer.step("own past" if own else "true past", lambda: loss(own))
-
-    trainer.train(run.state_file, run.resume, one_step, save)
+    trainer.train(lambda _: update_with_past(trainer, loss), save)
     return trainer.numbers() | asdict(change) | {"alpha": change.rank * ALPHA_PER_RANK}
 
 
-# --- Every stage of training by its name: the miniature's own, and low-rank changes to it
-ALL_STAGES: dict[str, Callable[[StageRun], dict]] = (
-    STAGES | {"few_step": train_few_step} | dict.fromkeys(CHANGES, train_change)
-)
+STAGES: dict[str, Callable[[StageRun], dict]] = {
+    "vae": train_vae,
+    "base": train_base,
+    "causal": train_causal,
+    "few_step": train_few_step,
+    **dict.fromkeys(CHANGES, train_change),
+}

@@ -1,5 +1,4 @@
-"""Stage 1: the VAE. Short clips first, which teach shapes and colours soonest; then clips longer than it
-can see back."""
+"""Stage 1: the VAE, on short clips first, then on clips longer than it can see back; its quality."""
 
 from __future__ import annotations
 
@@ -29,14 +28,22 @@ from experiments.miniature.recipe import (
     VAE,
     StageRun,
 )
-from experiments.miniature.training import Schedule, Trainer
+from experiments.miniature.training import Trainer
 from wan.vae import from_patches, to_patches
 
+SHORT_SHARE = 0.4  # of the stage, with short clips
+QUALITY_POINTS = 10  # of the PSNR curve
+CHECKED_CLIPS, FINAL_CLIPS = 8, 32
+LONG_SECONDS = 60
+# A shape is its outline: pixels that differ from the mean of their 5 x 5 neighbours count more.
+EDGE_CONTRAST, EDGE_WEIGHT = 0.1, 5.0
 
-# --- The miniature's VAE on whole clips: encode, decode, how far back it sees, and what it loses
+
 def encode(vae: AutoencoderKLWan, video: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and log variance [B, z, f, h, w] of video [B, 3, F, H, W]; vae.encode in two calls, frame 0 and
-    the others."""
+    """Return mean and log variance [B, z, f, h, w] of video [B, 3, F, H, W].
+
+    As vae.encode, in two calls: frame 0 and the others.
+    """
     cache = [None] * vae._cached_conv_counts["encoder"]
     parts = [
         vae.encoder(to_patches(vae, x), feat_cache=cache, feat_idx=[0])
@@ -47,7 +54,7 @@ def encode(vae: AutoencoderKLWan, video: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(vae: AutoencoderKLWan, z: Tensor) -> Tensor:
-    """Latents to video, not clamped; vae.decode in two calls, frame 0 and the others."""
+    """Decode latents to video, not clamped. As vae.decode, in two calls: frame 0 and the others."""
     cache, z = [None] * vae._cached_conv_counts["decoder"], vae.post_quant_conv(z)
     first = vae.decoder(z[:, :, :1], feat_cache=cache, feat_idx=[0], first_chunk=True)
     rest = [vae.decoder(z[:, :, 1:], feat_cache=cache, feat_idx=[0])] if z.shape[2] > 1 else []
@@ -55,14 +62,13 @@ def decode(vae: AutoencoderKLWan, z: Tensor) -> Tensor:
 
 
 def set_layout(vae: AutoencoderKLWan, planes: torch.memory_format, volumes: torch.memory_format) -> None:
-    """Memory layout of the kernels of 2D and 3D convolutions, which their outputs take over."""
+    """Set the memory layout of 2D and 3D convolutions' kernels, which their outputs take over."""
     for p in vae.parameters():
         p.data = p.data.contiguous(memory_format={4: planes, 5: volumes}.get(p.ndim, torch.contiguous_format))
 
 
 def receptive_field(config: Mapping) -> int:
-    """Video frames back to which the last frame of a long video sees through the decoder, its own latent
-    included.
+    """Return how many video frames the decoder's last frame depends on, its own latent included.
 
     Read off the gradient of a decoder of the same layers with as few channels as it can have.
     """
@@ -85,7 +91,7 @@ def receptive_field(config: Mapping) -> int:
 def encode_scenes(
     vae: AutoencoderKLWan, scenes: Sequence[Scene], device: torch.device, batch: int = 32
 ) -> Tensor:
-    """Latent means [N, z, f, h, w] of rendered clips of 81 frames."""
+    """Render clips of 81 frames -> latent means [N, z, f, h, w]."""
     parts = (
         render_batch(list(scenes[i : i + batch]), FRAMES, SIDE, device) for i in range(0, len(scenes), batch)
     )
@@ -96,7 +102,7 @@ def encode_scenes(
 def squared_errors(
     vae: AutoencoderKLWan, device: torch.device, clips: int, frames: int, batch: int = 8
 ) -> Tensor:
-    """Mean squared error [clips, frames], for values in 0..1, of held-out scenes through the VAE."""
+    """Put held-out scenes through the VAE -> mean squared errors [clips, frames] of values in 0..1."""
     scenes = list(itertools.islice(sample_scenes(HELD_OUT_SEED, held_out=True), clips))
     errors = []
     for i in range(0, clips, batch):
@@ -107,29 +113,19 @@ def squared_errors(
 
 
 def psnr(squared: Tensor) -> Tensor:
-    """dB of each clip [clips] from its squared errors [clips, frames]."""
+    """Return dB of each clip [clips] from its squared errors [clips, frames]."""
     return -10 * squared.mean(1).log10()
 
 
 def vae_quality(vae: AutoencoderKLWan, device: torch.device, clips: int) -> dict[str, float]:
-    """PSNR in dB of held-out clips of 81 frames, mean over clips: all frames, the first second, the last
-    second."""
+    """Return the mean PSNR in dB of held-out clips of 81 frames: all frames, first second, last second."""
     squared = squared_errors(vae, device, clips, FRAMES)
     parts = {"psnr": squared, "psnr_first_second": squared[:, :FPS], "psnr_last_second": squared[:, -FPS:]}
     return {name: round(psnr(errors).mean().item(), 2) for name, errors in parts.items()}
 
 
-# --- Stage 1: the VAE. Short clips first, which teach shapes and colours soonest; then clips longer than it
-SHORT_SHARE = 0.4  # of the stage, with short clips
-QUALITY_POINTS = 10  # of the PSNR curve
-CHECKED_CLIPS, FINAL_CLIPS = 8, 32
-LONG_SECONDS = 60
-# A shape is its outline: pixels that differ from the mean of their 5 x 5 neighbours count more.
-EDGE_CONTRAST, EDGE_WEIGHT = 0.1, 5.0
-
-
 def pixel_weights(video: Tensor) -> Tensor:
-    """Of each pixel in the loss [B, 1, F, H, W]: EDGE_WEIGHT within two pixels of an outline, else 1.
+    """Weigh each pixel of the loss [B, 1, F, H, W]: EDGE_WEIGHT within two pixels of an outline, else 1.
 
     video [B, 3, F, H, W] is in -1..1, and so is the contrast.
     """
@@ -139,7 +135,7 @@ def pixel_weights(video: Tensor) -> Tensor:
 
 
 def vae_loss(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
-    """Squared and absolute error of the reconstruction, outlines before areas, and a little KL."""
+    """Return the squared and absolute error of the reconstruction, weighted by pixel, and a little KL."""
     mean, log_var = encode(vae, video.to(vae.dtype))
     log_var = log_var.float().clamp(-20, 10)
     z = mean + (torch.randn_like(mean) * (0.5 * log_var).exp()).to(mean.dtype)
@@ -149,14 +145,13 @@ def vae_loss(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
 
 
 def clip_length(step: int, progress: float, short_share: float = SHORT_SHARE) -> int:
-    """Video frames of a step's clips: each length in turn."""
+    """Return the video frames of a step's clips: each length in turn."""
     lengths = SHORT_CLIPS if progress < short_share else LONG_CLIPS
     return lengths[step % len(lengths)]
 
 
 def train_vae(run: StageRun) -> dict:
-    """Random or earlier weights -> vae/. Returns what the log keeps: losses, PSNR while training and of a
-    minute of video."""
+    """Train random or earlier weights -> vae/. Return losses and PSNR, while training and of a minute."""
     recipe, device = run.recipe, run.device
     earlier = run.start_from and run.start_from / "vae"
     vae = AutoencoderKLWan.from_pretrained(earlier) if earlier else AutoencoderKLWan(**VAE)
@@ -166,13 +161,7 @@ def train_vae(run: StageRun) -> dict:
     set_layout(vae, torch.channels_last, torch.channels_last_3d)
     scenes = list(itertools.islice(sample_scenes(run.seed, kinds=recipe.kinds), recipe.clips))
     table = scene_table(scenes).to(device)
-    trainer = Trainer(
-        [vae],
-        recipe.lr,
-        Schedule(recipe.steps, run.minutes, run.ranks),
-        run.dtype,
-        lambda _, p: recipe.optimizer == "muon" and p.ndim >= 4,
-    )
+    trainer = Trainer(run, [vae], lambda _, p: recipe.optimizer == "muon" and p.ndim >= 4)
 
     def loss(frames: int) -> Tensor:
         size = (max(1, round(run.batch * FRAMES / frames)),)
@@ -188,20 +177,20 @@ def train_vae(run: StageRun) -> dict:
         averaged.save_pretrained(run.output_dir / "vae")
 
     def one_step(step: int) -> None:
-        if run.ranks.first and step % max(1, recipe.steps // QUALITY_POINTS) == 0:
+        if run.rank.is_first and step % max(1, recipe.steps // QUALITY_POINTS) == 0:
             now = vae_quality(trainer.averaged()[0], device, min(CHECKED_CLIPS, recipe.clips))
             trainer.notes.setdefault("psnr_curve", []).append([step, *now.values()])
-        frames = clip_length(step, trainer.schedule.progress, 0.0 if earlier else SHORT_SHARE)
-        trainer.step(f"{frames} frames", lambda: loss(frames))
+        frames = clip_length(step, trainer.progress, 0.0 if earlier else SHORT_SHARE)
+        trainer.update(f"{frames} frames", lambda: loss(frames))
 
-    trainer.train(run.state_file, run.resume, one_step, save)
-    if not run.ranks.first:
+    trainer.train(one_step, save)
+    if not run.rank.is_first:
         return {}
     return trainer.numbers() | {"receptive_field": sees} | final_quality(trainer, run)
 
 
 def final_quality(trainer: Trainer, run: StageRun) -> dict[str, float]:
-    """PSNR of held-out clips of 81 frames, and of the first and last second of a minute."""
+    """Return PSNR of held-out clips of 81 frames, and of the first and last second of a minute."""
     vae, clips = trainer.averaged()[0], min(FINAL_CLIPS, run.recipe.clips)
     frames = LONG_SECONDS * FPS + 1 if clips == FINAL_CLIPS else FRAMES  # a rehearsal is short
     minute = squared_errors(vae, run.device, max(1, clips // 8), frames, batch=1)

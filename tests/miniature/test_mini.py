@@ -1,19 +1,24 @@
-"""The shipped miniature: its size, its layout, and that its videos show what they should."""
+"""The shipped miniature: its size, its videos, its committed evaluation and training checkpoints."""
 
 import itertools
 import json
-from pathlib import Path
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from experiments import measure_checkpoints
+from experiments.caches import load_cache
+from experiments.caches.files import CacheError
 from experiments.extraction import causal
-from experiments.miniature import evaluation
-from experiments.miniature.evaluation import Judges, Miniature, Parts
-from experiments.miniature.moving_shapes import sample_scenes
-from experiments.miniature.recipe import FRAMES, SIDE, Counts
+from experiments.miniature import checkpoint_analysis, evaluation
+from experiments.miniature.checkpoint_analysis import read_report
+from experiments.miniature.evaluation import EvalPool, Miniature, Parts
+from experiments.miniature.moving_shapes import render_batch, sample_scenes
+from experiments.miniature.recipe import Counts
+from experiments.running import cli
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
 from wan.text_encoder import TextEncoder, clean_prompt
@@ -65,11 +70,11 @@ def test_its_training_is_logged():
 def measured(tmp_path_factory) -> dict:
     """Two clips and four captions, measured anew as evaluate_mini.py measures."""
     mini, parts = Miniature(config(device="cpu")), Parts(tmp_path_factory.mktemp("parts") / "partial", {})
-    counts, judges = Counts(captions=4, base=False), Judges(1, 1, (FRAMES, 3, SIDE, SIDE))
+    counts, pool = Counts(captions=4, base=False), EvalPool(1)
     return {
         "weights": evaluation.weight_hashes(mini.config),
-        "vae": evaluation.measure_vae(mini, 2, judges),
-        "captions": {"one shape": evaluation.caption_set(mini, "one shape", counts, parts, judges)},
+        "vae": evaluation.measure_vae(mini, 2, pool),
+        "captions": {"one shape": evaluation.caption_set(mini, "one shape", counts, parts, pool)},
     }
 
 
@@ -77,30 +82,6 @@ def measured(tmp_path_factory) -> dict:
 def test_its_vae_is_sharp_and_does_not_drift_in_what_the_model_makes(measured):
     vae = measured["vae"]
     assert vae["psnr"] > 27 and vae["psnr_first_second"] - vae["psnr_last_second"] < 1.5
-
-
-class Convolutions(TorchDispatchMode):
-    """Counts them."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten.convolution.default
-        return function(*args, **kwargs or {})
-
-
-@pytest.mark.beside
-@torch.no_grad()
-def test_decoding_takes_many_frames_at_once(vae):
-    """Frame by frame each call costs more to begin: docs/benchmarks/decoding_mini.json has the seconds."""
-    latents = torch.randn(1, 21, 16, 8, 8)
-    with Convolutions() as ours:
-        vae.decode(latents)
-    with Convolutions() as diffusers:
-        vae.vae.decode(latents.transpose(1, 2))
-    assert 0 < ours.count < diffusers.count / 5
 
 
 @pytest.mark.beside
@@ -178,8 +159,6 @@ def test_prompts_are_cleaned_as_wan_does(dirty, clean):
 
 def test_latents_are_normalised_by_the_vae_config(vae):
     scene = HELD_OUT[0]
-    from experiments.miniature.moving_shapes import render_batch
-
     video = render_batch([scene], 17, 64).transpose(1, 2) / 2 + 0.5  # [1, frames, 3, H, W]
     latents = vae.encode(video)
     assert latents.shape == (1, 5, 16, 8, 8)
@@ -193,6 +172,72 @@ def test_latents_are_normalised_by_the_vae_config(vae):
     assert decoded.shape == video.shape and (decoded - video).square().mean() < 0.002  # 27 dB
 
 
-def test_paths_in_the_config_are_relative_to_the_root():
-    settings = load_config(ROOT / "configs" / "wan_mini.yaml")
-    assert (ROOT / settings.ckpt_dir).is_dir() and (ROOT / Path(settings.checkpoint_path)).is_file()
+# -- checkpoints that the training kept --
+
+REPORT = read_report(ROOT / "cache/wan-mini-training/moments.json")
+LAST = REPORT["training_checkpoints"][-1]["step"]
+
+
+@pytest.mark.beside
+def test_the_last_checkpoint_is_the_shipped_checkpoint_and_measures_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", tmp_path / f"step_{LAST:05d}.pt")
+    out = tmp_path / "out" / "checkpoints.json"
+    measure_checkpoints.run([str(tmp_path), "--device", "cpu", "--steps", "-1", "--output_path", str(out)])
+    report = json.loads(out.read_text())
+    assert report["captions"] == REPORT["captions"]
+    for name in ("first pass", "clean pass"):
+        for measure, values in report["training_checkpoints"][0][
+            name
+        ].items():  # rounded to 4 places; 1e-4 between CPU and GPU
+            np.testing.assert_allclose(
+                values, REPORT["training_checkpoints"][-1][name][measure], atol=5e-4, rtol=0
+            )
+    ours, theirs = (
+        load_cache(folder / f"step_{LAST:05d}.pt")
+        for folder in (out.parent, ROOT / "cache/wan-mini-training")
+    )
+    assert theirs["prompt"] == REPORT["captions"][0] and theirs["weights"] == "checkpoint"
+    np.testing.assert_allclose(
+        ours["frame_logits"], theirs["frame_logits"], atol=5e-3, rtol=0
+    )  # 1.3e-3 between CPU and GPU
+
+
+def test_atlases_of_three_checkpoints_are_there_and_differ():
+    atlases = [load_cache(path) for path in sorted((ROOT / "cache/wan-mini-training").glob("step_*.pt"))]
+    assert len(atlases) == 3 and len({atlas["weights_sha256"] for atlas in atlases}) == 3
+    assert {"frame_logits", "frame_mass"} <= atlases[0].keys()
+    assert all(atlas["pass_steps"] == [0, 4] and atlas["pass_is_clean"] == [False, True] for atlas in atlases)
+
+
+def test_a_report_is_extended_by_other_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    shutil.copy("cache/wan-mini-training/moments.json", tmp_path / "out.json")
+    (tmp_path / "step_00007.pt").write_bytes(b"")
+    made = {"step": 7, "first pass": {"equal_distance_excess": [[1.0]]}}
+    monkeypatch.setattr(checkpoint_analysis, "measure", lambda *_: iter([(made, {})]))
+    flags = [str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / "out.json"), "--extend"]
+    measure_checkpoints.run(flags)
+    rows = read_report(tmp_path / "out.json")["training_checkpoints"]
+    assert [row["step"] for row in rows] == sorted(
+        [7, *(row["step"] for row in REPORT["training_checkpoints"])]
+    )
+    before = REPORT["training_checkpoints"][0].get("environment", REPORT["environment"])
+    assert rows[0]["environment"] == before
+    assert rows[1]["step"] == 7 and rows[1]["environment"]["device"].endswith("CPU threads")
+    with pytest.raises(CacheError, match="is of other captions; leave --extend out"):
+        measure_checkpoints.run([*flags, "--captions", "2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere has no step_*.pt; make them with"),
+        (["FOLDER", "--steps", "7"], "has no step_*.pt of step 7"),
+    ],
+)
+def test_bad_input(arguments, said, tmp_path, capfd):
+    (tmp_path / "step_00001.pt").write_bytes(b"")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(measure_checkpoints.run, [str(tmp_path) if a == "FOLDER" else a for a in arguments])
+    assert ended.value.code == 2 and said in capfd.readouterr().err

@@ -7,26 +7,46 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from experiments.miniature.frozen import held_out_scenes
 from experiments.miniature.moving_shapes import (
     BACKGROUNDS,
     COLORS,
     FPS,
+    KINDS,
     Landmark,
     Mover,
     Scene,
     render,
     sample_scenes,
 )
-from experiments.miniature.tracking import background, in_sight, judge, nearest, track
+from experiments.miniature.tracking import (
+    answers,
+    background,
+    in_sight,
+    judge,
+    judge_seconds,
+    nearest,
+    scene_of,
+    track,
+)
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
 SCENE = Scene((MOVER,), "dark blue")
 HIDING = Scene((replace(MOVER, radius=0.12, speed=0.3, x=0.2),), "dark blue", wall="white")
+AGAIN = Scene((replace(MOVER, radius=0.12, speed=0.28, x=0.2),), "dark blue", wall="white")
+TWO = Scene(
+    (
+        replace(MOVER, radius=0.12, x=0.2, y=0.3, speed=0.2),
+        Mover("circle", "yellow", "left", x=0.8, y=0.34, radius=0.12, speed=0.2),
+    ),
+    "dark blue",
+)
+LONG = 12  # seconds
 
 
-def video_of(scene: Scene) -> torch.Tensor:
-    """[81, 3, 64, 64] in 0..1."""
-    return render(scene, 81, 64) / 2 + 0.5
+def video_of(scene: Scene, frames: int = 81) -> torch.Tensor:
+    """Render [frames, 3, 64, 64] in 0..1."""
+    return render(scene, frames, 64) / 2 + 0.5
 
 
 def blurred(video: torch.Tensor) -> torch.Tensor:
@@ -39,7 +59,7 @@ def blurred(video: torch.Tensor) -> torch.Tensor:
 def test_what_is_rendered_is_seen(kind):
     """Of the blurred scenes one may be wrong: the smallest shapes lose their corners."""
     wrong: dict[str, list[str]] = {"rendered": [], "blurred": []}
-    for scene in itertools.islice(sample_scenes(21, held_out=True, kinds=[kind]), 10):
+    for scene in itertools.islice(sample_scenes(21, held_out=True, kinds=[kind]), 5):
         video = video_of(scene)
         for name, shown in (("rendered", video), ("blurred", blurred(video))):
             wrong[name] += [] if all(judge(shown, scene).values()) else [scene.caption]
@@ -49,16 +69,9 @@ def test_what_is_rendered_is_seen(kind):
 def test_two_shapes_are_told_apart_by_their_colours():
     scenes = list(itertools.islice(sample_scenes(21, held_out=True, kinds=["crossing"]), 10))
     answers = [judge(video_of(scene), scene) for scene in scenes]
-    for question, least in {
-        "background": 10,
-        "color": 10,
-        "direction": 10,
-        "crossing": 10,
-        "shape": 8,
-    }.items():
-        assert sum(answer[question] for answer in answers) >= least, (
-            question
-        )  # never apart: no outline to judge
+    least = dict.fromkeys(("background", "color", "direction", "crossing"), 10) | {"shape": 8}
+    for question, count in least.items():  # shapes that are never apart have no outline to judge
+        assert sum(answer[question] for answer in answers) >= count, question
 
 
 @pytest.mark.parametrize(
@@ -109,3 +122,81 @@ def test_track_measures_place_area_and_colour():
     assert shape.area[0] == pytest.approx((2 * 0.82 * 0.18) ** 2, rel=0.05)
     torch.testing.assert_close(shape.color[0], torch.tensor(COLORS["red"]))
     assert nearest(background(video_of(SCENE), in_sight(SCENE, 64)), BACKGROUNDS) == "dark blue"
+
+
+# -- long videos --
+
+
+@pytest.mark.parametrize("scene", [SCENE, AGAIN, TWO], ids=["one", "wall", "two"])
+def test_every_second_of_what_is_rendered_is_right(scene):
+    seconds = judge_seconds(video_of(scene, LONG * FPS), scene)
+    assert len(seconds.right) == LONG and seconds.background.all()
+    assert (seconds.right == seconds.visible).all()
+    assert seconds.visible.float().mean() > 0.5
+
+
+def test_a_shape_that_hides_again_and_again_is_neither_right_nor_wrong_meanwhile():
+    seconds = judge_seconds(video_of(AGAIN, LONG * FPS), AGAIN)
+    hidden = (~seconds.visible).long()
+    assert (hidden.diff() == 1).sum() >= 2 and seconds.shares()["right"] == 1.0
+
+
+def test_the_second_from_which_a_video_is_wrong_is_found():
+    good, at = video_of(SCENE, LONG * FPS), 8
+    for other, wrong in (
+        (replace(SCENE, movers=(replace(MOVER, color="green"),)), "color"),
+        (replace(SCENE, movers=(replace(MOVER, shape="circle"),)), "shape"),
+        (replace(SCENE, background="dark gray"), "background"),
+    ):
+        seconds = judge_seconds(torch.cat([good[: at * FPS], video_of(other, LONG * FPS)[at * FPS :]]), SCENE)
+        answers = {q: getattr(seconds, q) for q in ("color", "shape", "background")}
+        assert all(answer[:at].all() for answer in answers.values())
+        assert [q for q, answer in answers.items() if not answer[at:].any()] == [wrong]
+
+
+def test_a_shape_that_never_comes_back_is_not_visible():
+    video = video_of(AGAIN, LONG * FPS)
+    seconds = judge_seconds(video, AGAIN)
+    first = int((~seconds.visible).nonzero()[0]) + 1
+    gone = torch.cat([video[: first * FPS], video[first * FPS - 1 :][:1].expand(8 * FPS, -1, -1, -1)])
+    assert not judge_seconds(gone, AGAIN).visible[first:].any()
+
+
+def test_a_colour_that_is_not_said_is_that_of_the_first_second():
+    scene = replace(AGAIN, unnamed_color=True)
+    other = replace(scene, movers=(replace(AGAIN.movers[0], color="yellow"),))
+    assert judge_seconds(video_of(other, LONG * FPS), scene).shares()["color"] == 1.0
+    later = torch.cat([video_of(scene, LONG * FPS)[: 8 * FPS], video_of(other, LONG * FPS)[8 * FPS :]])
+    seconds = judge_seconds(later, scene)
+    assert seconds.color[:8].any() and not seconds.color[8:].any()
+
+
+def test_an_empty_video_is_never_right():
+    empty = video_of(SCENE, 1)[:1, :, :1, :1].expand(3 * FPS, 3, 64, 64)
+    shown = judge_seconds(empty, SCENE).shares()
+    assert shown == {"visible": 0.0, "background": 1.0, "color": 0.0, "shape": 0.0, "right": 0.0}
+
+
+# -- captions --
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_video_is_judged_by_its_caption_as_by_its_scene(kind):
+    scenes = held_out_scenes([kind], 8)
+    for scene in scenes:
+        found = scene_of(scene.caption)
+        assert found is not None and found.caption == scene.caption and found.kind == scene.kind
+        assert found.unnamed_color == scene.unnamed_color and found.landmark == scene.landmark
+    video = video_of(scenes[0], 33)
+    other = video.flip(3)  # what it shows moves the other way, or is elsewhere
+    said = answers(scenes[0].caption, [video, other])
+    assert {question: first for question, (first, _) in said.items()} == judge(video, scenes[0])
+    assert any(first != second for first, second in said.values()) or kind == "wall"
+
+
+def test_other_texts_and_sizes_have_no_answers():
+    caption = "a red circle moving right over a dark blue background"
+    assert scene_of(caption) is not None and set(answers(caption, [torch.rand(20, 3, 64, 64)])) > {"color"}
+    for text in ("", "a red fox", f"{caption}.", f"{caption} at night", caption.replace("a red", "an red")):
+        assert scene_of(text) is None and answers(text, [torch.rand(20, 3, 64, 64)]) == {}
+    assert answers(caption, [torch.rand(20, 3, 64, 96)]) == {}

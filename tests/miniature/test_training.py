@@ -1,7 +1,7 @@
-"""Training the miniature: a killed training goes on to the same bytes, and the recipe is what it says."""
+"""Training: Muon is PyTorch's, ranks are one process, a killed training goes on to the same bytes."""
 
 import json
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,17 +9,19 @@ from conftest import ROOT
 
 from experiments import train_mini
 from experiments.caches.files import CacheError, StoppedError
-from experiments.miniature import stages as few_step
-from experiments.miniature import training, vae_training
-from experiments.miniature import vae_training as autoencoder
-from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIPS, VAE
-from experiments.miniature.training import Schedule, Trainer
+from experiments.miniature import stages, training, vae_training
+from experiments.miniature.latent_clips import build_tokenizer
+from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIPS, VAE, Recipe, StageRun
+from experiments.miniature.training import Muon, Trainer, orthogonal
 from experiments.miniature.vae_training import SHORT_SHARE, clip_length, decode, receptive_field
 from experiments.running import cli
+from experiments.running.ranks import Rank
 from wan.checkpoint import file_sha256, read_self_forcing_state
+from wan.errors import ConfigError
 
+LR = 1e-3
 SMALL = ["--batch", "1", "--clips", "2", "--device", "cpu", "--no-compile"]
-STAGES = {"vae": "2", "base": "2", "causal": "3", "few_step": "2"}
+STEPS = {"vae": "2", "base": "2", "causal": "3", "few_step": "2"}
 WEIGHTS = {
     "vae": "vae/diffusion_pytorch_model.safetensors",
     "base": "transformer/diffusion_pytorch_model.safetensors",
@@ -32,19 +34,18 @@ WEIGHTS = {
 def short_clips_without_measurements():
     """Of 21 video frames at most; the VAE's PSNR and the teacher's paths take longer than these trainings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autoencoder, "FRAMES", 21)
-        patch.setattr(vae_training, "FRAMES", 9)
+        patch.setattr(vae_training, "FRAMES", 21)
         patch.setattr(vae_training, "SHORT_CLIPS", (5, 9))
         patch.setattr(vae_training, "LONG_CLIPS", (9, 13))
         patch.setattr(vae_training, "vae_quality", lambda *_: {"psnr": 0.0})
         patch.setattr(vae_training, "final_quality", lambda *_: {})
-        patch.setattr(few_step, "TEACHER_STEPS", 4)
-        patch.setattr(few_step, "EVERY", 1)
+        patch.setattr(stages, "TEACHER_STEPS", 4)
+        patch.setattr(stages, "EVERY", 1)
         yield
 
 
 def train(folder, stage: str, *more: str) -> None:
-    train_mini.run(["--stage", stage, "--steps", STAGES[stage], "--output_dir", str(folder), *SMALL, *more])
+    train_mini.run(["--stage", stage, "--steps", STEPS[stage], "--output_dir", str(folder), *SMALL, *more])
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +66,17 @@ def undisturbed(tmp_path_factory):
 
 def stop_at(monkeypatch, number: int) -> None:
     """Ctrl-C before this step."""
-    step = Trainer.step
+    update = Trainer.update
 
     def stopped(self, kind, loss):
-        if self.steps == number:
+        if self.step == number:
             raise KeyboardInterrupt
-        step(self, kind, loss)
+        update(self, kind, loss)
 
-    monkeypatch.setattr(Trainer, "step", stopped)
+    monkeypatch.setattr(Trainer, "update", stopped)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["vae", "few_step"])
 def test_a_stopped_training_goes_on_to_the_same_bytes(stage, undisturbed, tmp_path, monkeypatch):
     for name in RECIPES[stage].needs:
         (tmp_path / name).symlink_to(undisturbed / name)
@@ -91,7 +92,7 @@ def test_a_stopped_training_goes_on_to_the_same_bytes(stage, undisturbed, tmp_pa
     ours, theirs = (
         json.loads((folder / "training.json").read_text())[stage] for folder in (tmp_path, undisturbed)
     )
-    assert ours["steps"] == theirs["steps"] == int(STAGES[stage])
+    assert ours["steps"] == theirs["steps"] == int(STEPS[stage])
     assert [row[::2] for row in ours["loss_curve"]] == [row[::2] for row in theirs["loss_curve"]]
 
 
@@ -99,16 +100,16 @@ def test_a_killed_training_goes_on_from_the_state_of_the_last_minute(undisturbed
     class Killed(BaseException):
         """Nothing in the loop may handle it, as nothing handles SIGKILL."""
 
-    def kill_at_the_last_step(self, kind, loss, step=Trainer.step):
-        if self.steps == 2:
+    def kill_at_the_last_step(self, kind, loss, update=Trainer.update):
+        if self.step == 2:
             raise Killed
-        step(self, kind, loss)
+        update(self, kind, loss)
 
     for name in RECIPES["causal"].needs:
         (tmp_path / name).symlink_to(undisturbed / name)
     with monkeypatch.context() as patched:
         patched.setattr(training, "SAVE_SECONDS", 0)
-        patched.setattr(Trainer, "step", kill_at_the_last_step)
+        patched.setattr(Trainer, "update", kill_at_the_last_step)
         with pytest.raises(Killed):
             train(tmp_path, "causal")
     train(tmp_path, "causal", "--resume")
@@ -127,13 +128,6 @@ def test_the_causal_stage_goes_on_from_few_step_weights(undisturbed, tmp_path):
         assert torch.equal(found[name], weight.to(found[name].dtype)), name
     log = json.loads((tmp_path / "training.json").read_text())["causal"]
     assert log["start_from"] == file_sha256(undisturbed / WEIGHTS["few_step"])
-
-
-def test_other_seeds_give_other_weights(undisturbed, tmp_path):
-    for name in RECIPES["causal"].needs:
-        (tmp_path / name).symlink_to(undisturbed / name)
-    train(tmp_path, "causal", "--seed", "1")
-    assert (tmp_path / WEIGHTS["causal"]).read_bytes() != (undisturbed / WEIGHTS["causal"]).read_bytes()
 
 
 def test_checkpoints_of_the_training_are_kept(undisturbed):
@@ -167,18 +161,45 @@ def test_what_cannot_be_resumed(more, said, undisturbed, tmp_path, monkeypatch, 
     assert ended.value.code == 2 and said in capfd.readouterr().err
 
 
-def test_progress_is_of_steps_or_minutes_whichever_is_further(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
-    by_steps, both = Schedule(10), Schedule(10, minutes=1)
-    for schedule in (by_steps, both):
-        schedule.step = 2
-    now[0] += 30
-    assert by_steps.progress == 0.2 and both.progress == 0.5
-    both.step, both.earlier_seconds = 9, 0.0
-    assert both.progress == 0.9
-    now[0] += 3000
-    assert both.progress == 1.0 and by_steps.progress == 0.2
+ALONE = Rank()
+
+
+def stage_run(steps=4, minutes=None, lr=LR, rank=ALONE) -> StageRun:
+    """Return a stage without files on the CPU."""
+    recipe = Recipe(steps, lr, batch=4)
+    return StageRun("base", recipe, Path(), torch.device("cpu"), torch.float32, minutes=minutes, rank=rank)
+
+
+def test_progress_is_of_steps_or_minutes_whichever_is_further():
+    by_steps, both = (Trainer(stage_run(10, minutes), [torch.nn.Linear(2, 2)]) for minutes in (None, 1))
+    for seconds, of_steps, of_both in ((0, 0.2, 0.2), (30, 0.2, 0.5), (3000, 0.2, 1.0)):
+        for trainer in (by_steps, both):
+            trainer.step, trainer.seconds = 2, seconds
+        assert (by_steps.progress, both.progress) == (of_steps, of_both)
+
+
+def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_average():
+    """AdamW alone, by PyTorch itself."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(3, 2, bias=False), torch.randn(5, 3)
+    weight = torch.nn.Parameter(layer.weight.detach().clone())
+    average = weight.detach().clone()
+    reference = torch.optim.AdamW([weight], betas=(0.9, 0.95), weight_decay=0.01)
+    trainer = Trainer(stage_run(), [layer])
+    for step in range(3):
+        trainer.update("rows", lambda: 100 * layer(x).square().mean())
+        reference.param_groups[0]["lr"] = (
+            LR * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / 4))) * ((step + 1) / 200)
+        )
+        weight.grad = None
+        (100 * (x @ weight.T).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        reference.step()
+        average.lerp_(weight.detach(), 1 - (1 + step) / (10 + step))
+        torch.testing.assert_close(layer.weight, weight, atol=1e-7, rtol=0)
+    torch.testing.assert_close(trainer.averaged_modules[0].weight, average, atol=1e-7, rtol=0)
+    numbers = trainer.numbers()
+    assert numbers["steps"] == 3 and numbers["parameters"] == 6 and len(numbers["loss_curve"]) == 1
 
 
 def test_the_longest_clips_are_longer_than_the_decoder_sees(monkeypatch):
@@ -216,31 +237,104 @@ def test_outlines_weigh_more():
     assert torch.equal(weights[0, 0], near)
 
 
-def test_recipes_can_be_narrowed():
-    assert {stage: recipe.needs for stage, recipe in RECIPES.items()} == {
-        "vae": (),
-        "base": ("vae",),
-        "causal": ("vae", "transformer", "text_encoder"),
-        "few_step": ("vae", "text_encoder", "causal.pt"),
-        "lora": ("vae", "text_encoder", "causal.pt", "self_forcing_mini.pt"),
-        "framewise": ("vae", "text_encoder", "causal.pt", "self_forcing_mini.pt"),
-    }
-    hard = RECIPES["base"].kinds
-    assert hard.count("crossing") == hard.count("wall") == 2 > hard.count("single")
-    assert replace(RECIPES["base"], kinds=("single",)).kinds == ("single",)
-
-
 def test_a_damaged_log_is_said_in_one_line(tmp_path):
-    from experiments.miniature.training import log_stage
-
     (tmp_path / "training.json").write_text("not JSON")
     with pytest.raises(CacheError, match="is no log of a training"):
-        log_stage(tmp_path / "training.json", "vae", {})
+        training.log_stage(tmp_path / "training.json", "vae", {})
 
 
 def test_the_tokenizer_is_the_shipped_one(tmp_path):
-    from experiments.miniature.latent_clips import build_tokenizer
-
     build_tokenizer().save_pretrained(tmp_path)
     shipped = ROOT / "checkpoints/wan-mini/tokenizer/tokenizer.json"
     assert json.loads((tmp_path / "tokenizer.json").read_text()) == json.loads(shipped.read_text())
+
+
+# -- Muon, and several processes --
+
+
+def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
+    monkeypatch.setattr(training, "fast_dtype", lambda device: torch.bfloat16)  # as PyTorch's, everywhere
+    torch.manual_seed(0)
+    shapes = [(8, 8), (8, 24), (24, 8), (8, 8)]
+    ours = [torch.randn(shape) for shape in shapes]
+    theirs = [torch.nn.Parameter(m.clone()) for m in ours]
+    muon = Muon(ours, torch.tensor(LR))
+    reference = torch.optim.Muon(theirs, lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        muon.step()
+        reference.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other.data, atol=2e-5, rtol=0)  # products of bf16 in another order
+
+
+def test_a_kernel_is_a_matrix_of_its_outputs():
+    torch.manual_seed(0)
+    kernel, gradient = torch.randn(6, 2, 3, 3), torch.randn(6, 2, 3, 3)
+    matrix = kernel.flatten(1).clone()
+    kernel.grad, matrix.grad = gradient, gradient.flatten(1).clone()
+    for x in (kernel, matrix):
+        Muon([x], torch.tensor(LR)).step()
+    assert torch.equal(kernel.flatten(1), matrix)
+
+
+def test_singular_values_come_near_one():
+    torch.manual_seed(0)
+    x = torch.randn(3, 16, 40)
+    found = orthogonal(x)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(5):  # the same polynomial of singular values alone
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(found.double(), u * s[:, None] @ v, atol=1e-4, rtol=0)
+
+
+def two_ranks_worth(rank: int, count: int, init_file: str) -> list[torch.Tensor]:
+    """Weights after four steps, each on the rows of a fixed batch that are this rank's."""
+    if count > 1:
+        torch.distributed.init_process_group("gloo", f"file://{init_file}", rank=rank, world_size=count)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 4)
+    rows = torch.randn(8, 6)
+    trainer = Trainer(stage_run(lr=1e-2, rank=Rank(rank, count)), [layer], lambda _, p: p.ndim == 2)
+    for _ in range(4):
+        trainer.update("rows", lambda: layer(rows.chunk(count)[rank]).square().mean())
+    if count > 1:
+        torch.distributed.destroy_process_group()
+    return [m.clone() for m in trainer.masters]
+
+
+def _write(rank: int, count: int, init_file: str) -> None:
+    torch.save(two_ranks_worth(rank, count, init_file), f"{init_file}.{rank}")
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_step_of_one_with_both_batches(tmp_path):
+    init_file = str(tmp_path / "init")
+    torch.multiprocessing.spawn(_write, (2, init_file), nprocs=2)
+    one = two_ranks_worth(0, 1, init_file)
+    for rank in range(2):
+        for ours, alone in zip(torch.load(f"{init_file}.{rank}"), one, strict=True):
+            torch.testing.assert_close(ours, alone, atol=1e-6, rtol=0)
+
+
+def test_start_from_is_of_three_stages_and_needs_weights(tmp_path):
+    for stage, folder in (("few_step", "checkpoints/wan-mini"), ("vae", str(tmp_path))):
+        with pytest.raises(ConfigError, match="--start_from is of the stages vae, base, causal, and names"):
+            train_mini.run(["--stage", stage, "--start_from", folder, "--output_dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["--resume"], "keeps no state"), (["--batch", "5"], "5 clips cannot be shared evenly by 2")],
+)
+def test_what_several_processes_cannot_do(more, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(train_mini, "this_rank", lambda: Rank(1, 2))
+    with pytest.raises(ConfigError, match=said):
+        train_mini.run(["--stage", "vae", *more, "--output_dir", str(tmp_path), "--device", "cpu"])
+    one, other = (stage_run(rank=Rank(number, 2)) for number in range(2))
+    assert one.batch == other.batch == 2 and other.rank_seed != one.rank_seed == one.seed

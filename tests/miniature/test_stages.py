@@ -1,0 +1,206 @@
+"""The few-step stage and its teacher's paths; LoRAs, and that a rollout sees what they were trained for."""
+
+import inspect
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.nn.attention.flex_attention import create_mask
+
+from experiments import train_mini
+from experiments.miniature import stages, vae_training
+from experiments.miniature.latent_clips import build_tokenizer, encode_text
+from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, SAMPLER_STEPS, SHIFT, StageRun
+from experiments.miniature.stages import CHANGES, FewStep, adapt, frame_mask, lora_state, teacher_sigmas
+from experiments.running.ranks import Rank
+from wan.blocks import block_ranges, block_sizes, visible_frames
+from wan.checkpoint import lora_of, merge_lora, read_lora, read_self_forcing_state
+from wan.model import CausalWanModel, teacher_forcing_mask
+from wan.pipeline import FlowSchedule
+
+MINI = ROOT / "checkpoints" / "wan-mini"
+SMALL = ["--steps", "1", "--batch", "1", "--clips", "1", "--device", "cpu"]
+CAPTIONS = [
+    "",
+    "a red circle moving right over a dark blue background",
+    "a square moving up behind a red wall",
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A stage whose teacher takes four steps, on two clips of six frames: noise, as good as any other."""
+    monkeypatch.setattr(stages, "TEACHER_STEPS", 4)
+    monkeypatch.setattr(stages, "EVERY", 1)
+    shutil.copytree(MINI / "text_encoder", tmp_path / "text_encoder")
+    shutil.copy(MINI / "self_forcing_mini.pt", tmp_path / "causal.pt")
+    recipe = replace(RECIPES["few_step"], batch=2, clips=2)
+    return StageRun("few_step", recipe, tmp_path, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture
+def clips():
+    tokens = build_tokenizer()(CAPTIONS, padding=True, return_tensors="pt")
+    latents = torch.randn(2, 16, 6, 8, 8, generator=torch.Generator().manual_seed(1))
+    return SimpleNamespace(
+        latents=latents,
+        ids=tokens.input_ids,
+        mask=tokens.attention_mask,
+        draw=lambda size: torch.arange(size),
+    )
+
+
+def loss_of(run, clips) -> FewStep:
+    """The stage's, of the weights that it starts from."""
+    model = CausalWanModel(**asdict(MODEL)).requires_grad_(False)
+    model.load_state_dict(read_self_forcing_state(run.output_dir / "causal.pt"))
+    return FewStep(run, model, clips)
+
+
+def test_the_samplers_noise_levels_are_on_the_teachers_way():
+    samplers = FlowSchedule(SHIFT).warp(SAMPLER_STEPS) / 1000
+    torch.testing.assert_close(teacher_sigmas()[:: stages.EVERY], torch.cat([samplers, torch.zeros(1)]))
+
+
+@torch.no_grad()
+def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, clips):
+    """All blocks at once under the mask of teacher forcing, and one by one with a cache."""
+    teacher = loss_of(run, clips).teacher
+    paths, model = torch.stack(teacher.path(torch.arange(2), seed=0), 1), teacher.model
+    sigmas = teacher_sigmas()
+    clip, rows = clips.latents[1:].transpose(1, 2), torch.tensor([2, 0])  # its caption, and the empty one
+    text = model.text_keys_values(encode_text(teacher.encoder, clips.ids[rows], clips.mask[rows]))
+    cache = model.new_kv_cache(2, 6, 8, 8)
+    for frames in (range(3), range(3, 6)):
+        cache.advance(frames, text)
+        x = paths[1:, 0, frames.start : frames.stop]
+        for step in range(4):
+            cache.begin_pass(False)
+            guided, free = model(x.repeat(2, 1, 1, 1, 1), 1000 * sigmas[step], text, cache).chunk(2)
+            x = x + (sigmas[step + 1] - sigmas[step]) * (free + GUIDANCE * (guided - free))
+            at = paths[1:, step + 1, frames.start : frames.stop]
+            torch.testing.assert_close(at, x, atol=1e-4, rtol=1e-4)
+        cache.begin_pass(True)
+        model(clip[:, frames.start : frames.stop].repeat(2, 1, 1, 1, 1), torch.tensor(0.0), text, cache)
+    assert (paths[0, 0] - paths[1, 0]).abs().min() > 0  # other noise for every clip
+
+
+def test_paths_are_made_anew_clip_by_clip_and_follow_from_the_step_alone(run, clips, monkeypatch):
+    """Two clips, each a turn of its own; a step draws two paths, so one of them is new every other step."""
+    monkeypatch.setattr(stages, "TEACHER_BATCH", 1)
+    loss, later = loss_of(run, clips), loss_of(run, clips)
+    first = loss.paths.clone()
+    loss.before(1)
+    assert torch.equal(loss.paths, first)
+    changed = []
+    for step in (2, 3, 4, 5, 6):
+        before = loss.paths.clone()
+        loss.before(step)
+        changed.append([not torch.equal(old, new) for old, new in zip(before, loss.paths, strict=True)])
+    assert changed == [[True, False], [False, False], [False, True], [False, False], [True, False]]
+    later.before(6)  # as a training that goes on there
+    assert torch.equal(later.paths, loss.paths) and later.numbers() == loss.numbers() == {"paths": 5}
+
+
+@pytest.mark.parametrize("own_past", [False, True])
+def test_the_loss_is_the_distance_of_jumps_from_the_ends(run, clips, own_past, monkeypatch):
+    loss, off = loss_of(run, clips), 0.3
+
+    def jumps(past, x, t, text):
+        """Flow of a model that lands `off` beside the end of the path from wherever it is."""
+        return (x - loss.paths[:, -1] - off) / (t / 1000)[..., None, None, None]
+
+    monkeypatch.setattr(loss, "predict", jumps)
+    assert loss(own_past).item() == pytest.approx(off**2, rel=1e-4)
+
+
+def test_all_paths_are_counted(run, clips, monkeypatch):
+    """Two clips are a turn that is not full, in each of two processes; after eight steps it is the third."""
+    run = replace(run, rank=Rank(0, 2), recipe=replace(run.recipe, batch=4))
+    loss = loss_of(run, clips)
+    assert loss.numbers() == {"paths": 4}
+    loss.before(8)
+    assert loss.numbers() == {"paths": 12}
+
+
+@pytest.mark.parametrize("queries", ["all", "clean", "noisy"])
+def test_what_is_compiled_skips_what_the_mask_hides(queries):
+    run = StageRun("causal", RECIPES["causal"], Path(), torch.device("cpu"), torch.float32, compile=True)
+    blocks = block_ranges(block_sizes(21))
+    attend = stages.masked_attention(blocks, 16, run, queries)
+    dense = stages.masked_attention(blocks, 16, replace(run, compile=False), queries)
+    assert dense.shape == {"all": (672, 672), "clean": (336, 336), "noisy": (336, 672)}[queries]
+    rule = inspect.getclosurevars(attend).nonlocals["mask"].mask_mod
+    assert torch.equal(create_mask(rule, None, None, *dense.shape, device="cpu")[0, 0], dense)
+
+
+# -- LoRAs --
+
+
+def test_without_a_window_the_mask_is_teacher_forcings():
+    blocks = [0, 0, 0, 1, 1, 1]
+    assert torch.equal(frame_mask([3, 3]), teacher_forcing_mask(blocks, 1))
+    assert torch.equal(frame_mask([1] * 4), teacher_forcing_mask(range(4), 1))
+
+
+def test_a_window_hides_what_a_rollout_forgets():
+    sizes = [3] * 5
+    mask = frame_mask(sizes, window=9, sink=3)
+    for frame in range(15):
+        seen = visible_frames(sizes, frame // 3, 9, 3)
+        assert mask[frame].nonzero().flatten().tolist() == seen
+        own = range(frame // 3 * 3, frame // 3 * 3 + 3)
+        noisy = [f for f in seen if f not in own] + [15 + f for f in own]
+        assert mask[15 + frame].nonzero().flatten().tolist() == noisy
+
+
+def test_an_adapted_model_is_the_merged_one():
+    """What training sees, W x + B A x, is what the loader makes of the file."""
+    torch.manual_seed(0)
+    model = CausalWanModel(**asdict(MODEL))
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    x, text = torch.randn(1, 3, 16, 8, 8), torch.randn(1, 4, MODEL.text_dim)
+    adapters = adapt(model, rank=4)
+    assert not any(p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        for value in adapters.values():
+            value.copy_(0.02 * torch.randn_like(value))
+        tuned = model(x, torch.tensor(500.0), model.text_keys_values(text))
+        lora = lora_of("made", lora_state(adapters), rank=4, alpha=4)
+        plain = CausalWanModel(**asdict(MODEL))
+        untuned = plain.load_state_dict(base) and plain(x, torch.tensor(500.0), plain.text_keys_values(text))
+        plain.load_state_dict(merge_lora(base, lora, "base"))
+        merged = plain(x, torch.tensor(500.0), plain.text_keys_values(text))
+    assert len(lora.pairs) == 10 * MODEL.num_layers
+    torch.testing.assert_close(tuned, merged, atol=1e-4, rtol=1e-4)
+    assert (tuned - untuned).abs().max() > 1e-2
+
+
+@pytest.fixture(params=CHANGES)
+def trained(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(vae_training, "FRAMES", 45)  # 12 latent frames, more than the window
+    monkeypatch.setattr(stages, "TEACHER_STEPS", 4)
+    monkeypatch.setattr(stages, "EVERY", 1)
+    for name in ("vae", "transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt"):
+        (tmp_path / name).symlink_to(MINI / name)
+    (tmp_path / "causal.pt").symlink_to(MINI / "self_forcing_mini.pt")  # as good a teacher as any
+    train_mini.run(["--stage", request.param, "--output_dir", str(tmp_path), *SMALL])
+    return request.param, tmp_path
+
+
+def test_a_stage_writes_a_lora_that_loads(trained):
+    stage, folder = trained
+    change = CHANGES[stage]
+    lora = read_lora(folder / change.file, change.rank, alpha=change.rank)
+    moved = [layer for layer, (_, up) in lora.pairs.items() if up.abs().max() > 0]
+    assert len(lora.pairs) == 10 * MODEL.num_layers and len(moved) == len(lora.pairs)
+    merge_lora(read_self_forcing_state(MINI / "self_forcing_mini.pt"), lora, "self_forcing_mini.pt")
+    assert (folder / change.file).stat().st_size < 3_000_000
+    log = json.loads((folder / "training.json").read_text())[stage]
+    assert log["steps"] == 1 and log["rank"] == log["alpha"] == change.rank
+    assert log["parameters"] == sum(down.numel() + up.numel() for down, up in lora.pairs.values())
