@@ -22,7 +22,7 @@ from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
 from experiments.extraction.causal import Session
-from experiments.miniature.evaluation import Answers, Judges
+from experiments.miniature.evaluation import Answers, EvalPool
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.running import work_items
@@ -144,7 +144,7 @@ class HiddenShapes:
     config: RunConfig
     session: Session
     vae: VAE
-    judges: Judges
+    judges: EvalPool
     folder: Path
     say: Callable[[str], None] = print
     stopping: Callable[[], bool] = lambda: False

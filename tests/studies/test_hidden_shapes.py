@@ -18,7 +18,7 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.dev import hidden_shapes as script
 from experiments.dev import hidden_shapes_report
 from experiments.extraction import causal
-from experiments.miniature.evaluation import Judges, rendered
+from experiments.miniature.evaluation import EvalPool, rendered
 from experiments.miniature.tracking import judge
 from experiments.running.ranks import Rank
 from experiments.running.work_items import WorkItems
@@ -48,7 +48,7 @@ def session(config):
 
 @pytest.fixture(scope="module")
 def judges():
-    with Judges(1, 2, (1 + 4 * (FRAMES - 1), 3, 64, 64)) as one:
+    with EvalPool(1) as one:
         yield one
 
 
@@ -188,7 +188,7 @@ def test_selection_captions_are_others():
 def test_workers_judge_as_this_process_does():
     scenes = [scene for _, scene in captions_behind_a_wall(Design(captions=3, selection=0))[0]]
     videos = torch.stack(rendered(scenes, 81))
-    with Judges(2, 4, videos.shape[1:]) as two:
+    with EvalPool(2) as two:
         both = [*zip(videos, scenes, strict=True)] * 4
         found = [future.result() for future in [two.submit(video, scene) for video, scene in both]]
     expected = [judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
