@@ -1,27 +1,170 @@
-"""Keys and values of one rollout: buffers, and slots that a cache policy fills, moves and empties.
+"""The KV cache of a rollout, and the face of the policies that fill and empty it.
 
-Letters: B batch, S tokens per frame, H heads, D head dim. What may stay, and where it stands, is the policy's
-to say (wan/policies.py).
+A KVCache holds slots of one frame each. It appends, moves, drops and rotates them; which ones, a CachePolicy
+says (wan/policies.py has ten). Letters: B batch, S tokens per frame, H heads, D head dim.
 """
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from wan.captured_call import HeadGroup, HeadShard
-from wan.errors import ConfigError
-from wan.keys import EMPTY, STALE, ChosenTokens, KeyLayout, Slot, send
-from wan.policies import CachePolicy, PerHead
+from wan.errors import ConfigError, short_repr
+from wan.keys import EMPTY, ChosenTokens, KeyLayout, Slot, send
 from wan.rope import rotate_into
 
-# --- Keys and values of one rollout: buffers, and slots that a cache policy fills, moves and empties
-if TYPE_CHECKING:
-    from wan.policies import CachePolicy
+CUT_POSITION = 45  # where Infinity-RoPE's cut puts a block
+FLUSH_KEEPS = 2  # the newest frames that a flush leaves
+NEEDS_ROTATION = -97  # Slot.position of keys that were moved and are about to be rotated
 
 RopeTables = tuple[Tensor, Tensor]
+Text = Sequence[tuple[Tensor, Tensor]]  # the prompt's cross-attention keys and values of every layer
+Seen = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
+
+
+def require(fits: bool, message: str) -> None:
+    """Raise ConfigError with a message where something does not fit."""
+    if not fits:
+        raise ConfigError(message)
+
+
+class Capacity(NamedTuple):
+    """Memory of a policy, in slots of one frame."""
+
+    slots: int
+    raw_slots: int = 0  # the first slots that keep un-rotated keys as well
+    state_frames: int = 0  # keys and values in float32 that the policy holds beside the cache
+
+
+@dataclass
+class CachePolicy:
+    """Decide what a block may look at: which slots stay, and at which temporal positions their keys stand.
+
+    A policy is a subclass with its settings as fields. Every KV cache works with a copy, so state set in
+    start() lives as long as one video. `released` asks for the numbers of a public release, quirks included:
+    by its name, or True for the first of `releases`.
+    """
+
+    released: bool | str = False
+
+    name: ClassVar[str]
+    releases: ClassVar[tuple[str, ...]] = ()
+    block_bound: ClassVar[tuple[str, ...]] = ()  # releases that only know blocks of 3 frames
+    positions_follow_slots: ClassVar[bool] = False  # keys stand at 0..n-1, whatever their frames
+    keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own
+    chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
+    can_recache: ClassVar[bool] = True
+    raw_by_frame: ClassVar[bool] = False  # un-rotated keys lie at their frame's number, not at its slot
+
+    def __post_init__(self) -> None:
+        fits = self.released in (False, *self.releases) or (self.released is True and bool(self.releases))
+        problem = f"released {short_repr(self.released)} is not one of {', '.join(self.releases) or 'none'}"
+        require(fits, f"cache_policy {self.name}: {problem}; leave it out for the clean rule")
+        self.check()
+
+    @property
+    def source(self) -> str:
+        """The public release to reproduce, or ""."""
+        return self.releases[0] if self.released is True else str(self.released or "")
+
+    @property
+    def num_frames(self) -> int | None:
+        """Frames that a call sees at most; None without a limit."""
+        return None
+
+    @property
+    def lasting_sink(self) -> int:
+        """Frames of the sink that outlive a recache."""
+        return 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the policy as a config has it: its name and the fields that differ from their defaults."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {"name": self.name, **chosen}
+
+    # -- what a policy may override --------------------------------------------------------------------------
+
+    def check(self, block_sizes: Sequence[int] = ()) -> None:
+        """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
+        fits = self.source not in self.block_bound or set(block_sizes) <= {3}
+        problem = f"released by {self.source} has blocks of 3 frames; leave released out"
+        require(fits, f"cache_policy {self.name} {problem}")
+
+    def check_switch(self, how: str, frame: int) -> None:
+        """Raise ConfigError where a prompt that changes at a frame cannot change the cache in this way."""
+        policy = f"prompt_schedule: cache_policy {self.name}"
+        fits = how != "recache" or self.can_recache
+        require(fits, f"{policy} cannot compute its cache again; use keep or flush")
+        fits = how != "cut" or self.positions_follow_slots
+        require(fits, f"{policy} cannot cut, as those with keys at 0..n-1, such as relative, can; use flush")
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        """Return the memory for a video of num_frames frames in blocks of at most block_size."""
+        return Capacity(num_frames, num_frames if self.positions_follow_slots else 0)
+
+    def most_slots(self, frames: int) -> int:
+        """Return how many slots a block sees at most once there were so many frames, its own among them."""
+        return min(frames, self.num_frames or frames)
+
+    def start(self, cache: "KVCache") -> None:
+        """Begin a video, or go on after the cache was computed again: set the policy's state."""
+
+    def admit(self, cache: "KVCache", block: range) -> None:
+        """Make room for the frames of a block, and append them."""
+        cache.append(block)
+
+    def positions(self, cache: "KVCache", cut: bool) -> Sequence[int]:
+        """Return the temporal positions of all slots up to the block's own, which come last."""
+        if not self.positions_follow_slots:
+            return [slot.position for slot in cache.slots[: cache.own.stop]]
+        first = CUT_POSITION if cut else cache.own.start
+        return [*range(cache.own.start), *range(first, first + len(cache.own))]
+
+    def query_positions(self, cache: "KVCache") -> Sequence[int]:
+        """Return the temporal positions of the block's queries."""
+        return cache.key_positions
+
+    def own_slots(self, cache: "KVCache", layer: int) -> range:
+        """Return the slots that the present pass writes in a layer: of the block's frames the last ones."""
+        return cache.own
+
+    def written(self, cache: "KVCache", layer: int, q: Tensor) -> Seen:
+        """Return what the call sees, after a write by queries q [B, L, H, D]."""
+        return cache.view(layer)
+
+    def of_layer(self, cache: "KVCache", layer: int) -> tuple[Sequence[Slot], ChosenTokens | None]:
+        """Return the slots as one layer has them, and the tokens it chose, where chooses_by_layer."""
+        return cache.slots, None
+
+    def flush(self, cache: "KVCache") -> None:
+        """Forget the past but for the sink and the last two frames."""
+        sink = min(getattr(self, "sink", 0), len(cache.slots))
+        cache.drop(sink, len(cache.slots) - sink - FLUSH_KEEPS)
+        kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
+        cache.own = range(len(cache.slots) - kept, len(cache.slots))
+        cache.newest = range(cache.newest.stop - kept, cache.newest.stop)
+
+    def recache(self, cache: "KVCache", frames: range) -> None:
+        """Make the slots of frames, whose keys one forward is about to compute, the whole cache."""
+        kept = min(self.lasting_sink, len(cache.slots))
+        self.start(cache)
+        del cache.slots[kept:]
+        cache.append(frames, own=len(frames) - kept)
+
+    def new_cache(
+        self,
+        build: "Callable[[Sequence[int], CachePolicy], KVCache]",
+        num_layers: int,
+        shard: HeadShard,
+        device: torch.device,
+    ) -> "KVCache | PerHeadCache":
+        """Return an empty cache; build makes one from its number of heads in every layer and its policy."""
+        return build([len(shard.heads)] * num_layers, self)
 
 
 class KVCache:
@@ -38,36 +181,36 @@ class KVCache:
         head_dim: int,
         tokens_per_frame: int,
         num_frames: int,
-        policy: "CachePolicy",
+        policy: CachePolicy,
         block_size: int = 3,
         rope: Callable[[Sequence[int]], RopeTables] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shard: HeadShard | None = None,
     ):
-        """num_heads of each layer that are here; shard says which, where others are in other processes.
+        """num_heads: local heads per layer (see shard under head parallelism).
 
-        rope gives the tables [n·S, 1, D] of n temporal positions; some policies need it.
+        rope gives the tables [n·S, 1, D] of n temporal positions; policies that move keys need it.
         """
         self.num_frames, self.tokens_per_frame, self.rope = num_frames, tokens_per_frame, rope
-        self.capacity = policy.capacity(num_frames, block_size)
-        self.slots: list[Slot] = []
-        self.own = range(0)
-        self.newest = range(0)
-        self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
-        self.text: Sequence[tuple[Tensor, Tensor]] = ()  # the prompt's keys and values per layer
+        self.policy = copy(policy)  # its state belongs to one video
+        size = self.policy.capacity(num_frames, block_size)
+        self.capacity, self.raw_slots = size.slots, min(size.raw_slots, size.slots)
+        self.sink: int = getattr(policy, "sink", 0)  # the first slots, which are never dropped
         self.shard = shard or HeadShard.whole(max(num_heads, default=0))
-        self.policy = copy(policy)  # state belongs to one video
-        self.sink: int = getattr(policy, "sink", 0)  # the first slots, which are never let go
+        self.slots: list[Slot] = []
+        self.own, self.newest = range(0), range(0)  # slots and frames of the newest block
+        self.query_positions: Sequence[int] = ()
+        self.key_positions: Sequence[int] = ()
+        self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
+        self.text: Text = ()
 
         def buffers(slots: int) -> list[Tensor]:
             shapes = [(batch, slots * tokens_per_frame, heads, head_dim) for heads in num_heads]
             return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
         self.keys, self.values = buffers(self.capacity), buffers(self.capacity)
-        self.raw_slots = min(policy.raw_slots(self.capacity), self.capacity)  # the first slots keep raw keys
         self.raw_keys = buffers(self.raw_slots) if self.raw_slots else []
-        self.raw_keys_move = self.raw_slots == self.capacity
         self._rollout = object()
         self._given: tuple[Tensor, ...] = ()  # the last places()
         self.layouts = [KeyLayout((), tokens_per_frame)] * len(self.keys)
@@ -82,41 +225,24 @@ class KVCache:
     def num_layers(self) -> int:
         return len(self.keys)
 
-    @property
-    def query_positions(self) -> Sequence[int]:
-        """Temporal positions of the newest block's queries."""
-        return self.policy.query_positions(self)
-
-    @property
-    def key_positions(self) -> Sequence[int]:
-        """Temporal positions of the newest block's keys."""
-        return self.policy.key_positions(self)
-
     # -- the rollout -----------------------------------------------------------------------------------------
 
-    def advance(
-        self,
-        block: range,
-        text: Sequence[tuple[Tensor, Tensor]] = (),
-        cut: bool = False,
-    ) -> None:
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
         """Make room for the next block. From here on its queries see slots, and writes go to own.
 
-        text are the prompt's cross-attention keys and values, which some policies ask. cut: the block stands
-        far away from what came before (Infinity-RoPE).
+        text is for policies that choose by the prompt. cut: the block stands far away from what came before.
         """
         self.text = text or self.text
         self._drop_empty()
-        self.policy.admit(self, block, cut)
-        self.begin_pass(is_clean=True)
-        self.publish()
+        self.policy.admit(self, block)
+        self._publish(cut)
 
     def flush(self) -> None:
         """Forget the past but for the policy's sink and the last two frames."""
         self._drop_empty()
         self.policy.flush(self)
 
-    def recache(self, frames: range, text: Sequence[tuple[Tensor, Tensor]], lasts: bool = True) -> None:
+    def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
         """Make room for a forward over clean frames of the past, whose keys become the cache.
 
         Where it lasts for one block alone, none of them becomes the sink.
@@ -125,60 +251,53 @@ class KVCache:
         self.sink = self.sink if lasts else self.policy.lasting_sink
         self._drop_empty()
         self.policy.recache(self, frames)
-        self.begin_pass(is_clean=True)
-        self.publish()
+        self._publish(cut=False)
 
     def begin_pass(self, is_clean: bool) -> None:
-        """Say which pass comes next; raw keys are kept of clean ones alone."""
-        self.stores_raw = is_clean and self.policy.raw_places(self, 0).start < self.raw_slots
+        """Announce the next pass; only clean ones store un-rotated keys."""
+        self.stores_raw = is_clean and self._raw_rows(self.policy.own_slots(self, 0)).start < self.raw_slots
 
     def places(self, layer: int, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-        """Where write() will put keys and values [1, L, H, D] of tokens [1, L, dim], if in one piece."""
-        own, length = self.policy.own_slots(self, layer), shape[1]
-        whole = len(own) * self.tokens_per_frame == length and not self.policy.unwritten(self, layer)
-        if not whole or shape[0] != 1:
+        """Return where write() will put keys and values [1, L, H, D] of L tokens, if in one piece.
+
+        shape is that of the tokens, [B, L, dim].
+        """
+        own = self.policy.own_slots(self, layer)
+        if shape[0] != 1 or len(own) * self.tokens_per_frame != shape[1]:
             return None
-        tokens = self.tokens(own.start, own.stop)
-        self._given = self.keys[layer][:, tokens], self.values[layer][:, tokens]
+        self._given = self.keys[layer][:, self.tokens(own)], self.values[layer][:, self.tokens(own)]
         return self._given
 
-    def write(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Seen:
         """Store the newest block's keys and values [B, L, H, D], over those of its earlier passes.
 
-        q [B, L, H, D] are its queries, for policies that choose by them. Returns views of all visible keys
-        and values [B, Lk, H, D].
+        q [B, L, H, D] are its queries, for policies that choose by them. Returns what the call sees.
         """
-        S, own = self.tokens_per_frame, self.policy.own_slots(self, layer)
-        skipped = self.policy.unwritten(self, layer)
-        start, end = (own.start + skipped) * S, own.stop * S
-        first = k.shape[1] - (end - start)  # a recomputed cache may have no place for the first frames
-        keys, values = self.keys[layer], self.values[layer]
-        if first:
-            k, v = k[:, first:], v[:, first:]
+        own, S = self.policy.own_slots(self, layer), self.tokens_per_frame
+        first = k.shape[1] - len(own) * S  # the first frames may have no slot
         if not any(k is place for place in self._given):  # else both were computed there
-            keys[:, start:end] = k
-            values[:, start:end] = v
+            self.keys[layer][:, self.tokens(own)] = k[:, first:]
+            self.values[layer][:, self.tokens(own)] = v[:, first:]
         if raw_k is not None:
-            place = self.policy.raw_places(self, layer)
-            start, stop = (place.start + skipped) * S, min(place.stop, self.raw_slots) * S
-            self.raw_keys[layer][:, start:stop] = raw_k[:, first : first + stop - start]
+            rows = self._raw_rows(own)
+            rows = range(rows.start, min(rows.stop, self.raw_slots))
+            self.raw_keys[layer][:, self.tokens(rows)] = raw_k[:, first : first + len(rows) * S]
         return self.policy.written(self, layer, q)
 
-    def view(self, layer: int, stop: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first stop slots, or of all of them."""
-        end = (len(self.slots) if stop is None else stop) * self.tokens_per_frame
-        return self.keys[layer][:, :end], self.values[layer][:, :end]
+    def view(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return views of the keys and values of all slots [B, Lk, H, D]."""
+        seen = self.tokens(range(len(self.slots)))
+        return self.keys[layer][:, seen], self.values[layer][:, seen]
 
     # -- what policies do ------------------------------------------------------------------------------------
 
-    def tokens(self, start: int, stop: int) -> slice:
-        """The tokens of slots start..stop - 1 in a buffer."""
+    def tokens(self, slots: range | int) -> slice:
+        """Return the tokens of consecutive slots, or of one, in a buffer."""
+        start, stop = (slots, slots + 1) if isinstance(slots, int) else (slots.start, slots.stop)
         return slice(start * self.tokens_per_frame, stop * self.tokens_per_frame)
 
     def append(self, block: range, own: int | None = None) -> None:
-        """The frames of the next block, or the last own of them, take the slots after the present ones."""
+        """Give the frames of the next block, or the last own of them, the slots after the present ones."""
         frames = block[len(block) - (len(block) if own is None else own) :]
         if len(self.slots) + len(frames) > self.capacity:
             raise ValueError(
@@ -190,75 +309,80 @@ class KVCache:
         self.newest = block
 
     def append_empty(self, count: int) -> None:
-        """Slots of zeros after the present ones, until the next block."""
-        zeros = self.tokens(len(self.slots), len(self.slots) + count)
+        """Append slots of zeros, which leave before the next block."""
+        zeros = self.tokens(range(len(self.slots), len(self.slots) + count))
         for buffer in (*self.keys, *self.values):
             buffer[:, zeros] = 0
         self.slots.extend(Slot(EMPTY, EMPTY) for _ in range(count))
 
-    def remove(self, start: int, count: int) -> None:
-        """count slots leave, and those after them close up."""
-        if count <= 0:
-            return
-        self.move(start + count, len(self.slots), start)
-        del self.slots[start : start + count]
+    def drop(self, start: int, count: int) -> None:
+        """Delete count slots from start on; shift the rest left."""
+        if count > 0:
+            self.move(range(start + count, len(self.slots)), start)
+            del self.slots[start : start + count]
 
-    def move(self, start: int, stop: int, to: int) -> None:
-        """Copy the keys and values of slots start..stop - 1 to the slots from to on;
-        their Slots stay where they are.
-        """
-        source, target = self.tokens(start, stop), self.tokens(to, to + stop - start)
-        moved = [*self.values, *(self.raw_keys if self.raw_keys_move else ())]
-        if self.policy.stands_by_slot:  # their keys will be rotated anew
-            self.slots[start:stop] = [Slot(slot.frame, STALE) for slot in self.slots[start:stop]]
+    def move(self, slots: range, to: int) -> None:
+        """Copy the keys and values of slots to the slots from to on; self.slots keeps its order."""
+        source, target = self.tokens(slots), self.tokens(range(to, to + len(slots)))
+        moved = [*self.values]
+        if self.raw_slots == self.capacity:
+            moved += self.raw_keys
+        if self.policy.positions_follow_slots:  # their keys will be rotated anew
+            self.slots[slots.start : slots.stop] = [
+                Slot(slot.frame, NEEDS_ROTATION) for slot in self.slots[slots.start : slots.stop]
+            ]
         else:
             moved += self.keys
         for buffer in moved:
             buffer[:, target] = buffer[:, source].clone()  # the two ranges may overlap
 
-    def stand(self, positions: Sequence[int], start: int = 0) -> None:
-        """Put the keys of the slots from start on to these temporal positions,
-        rotating those that stood elsewhere.
-        """
-        turned = []
-        for index, position in enumerate(positions, start):
-            slot = self.slots[index]
-            if slot.position != position:
-                self.slots[index] = Slot(slot.frame, position)
-                if index not in self.own:
-                    turned.append(index)
-        for run in _runs(turned):
-            self.rotate(run, [self.slots[index].position for index in run])
+    def set_positions(self, positions: Sequence[int]) -> None:
+        """Put the keys of the first slots on to temporal positions; rotate past ones that stood elsewhere."""
+        moved = [index for index, position in enumerate(positions) if self.slots[index].position != position]
+        for index in moved:
+            self.slots[index] = Slot(self.slots[index].frame, positions[index])
+        moved = [index for index in moved if index not in self.own]
+        for _, run in groupby(enumerate(moved), lambda pair: pair[1] - pair[0]):  # consecutive slots together
+            indices = [index for _, index in run]
+            slots = range(indices[0], indices[-1] + 1)
+            self.rotate(slots, positions[slots.start : slots.stop])
 
     def rotate(self, slots: range, positions: Sequence[int]) -> None:
         """Rotate the raw keys of slots to temporal positions."""
         if self.rope is None:
             raise ValueError("this policy moves keys: the KV cache needs the tables of RoPE")
-        cos, sin = self.rope(_as_range(positions))
-        tokens = self.tokens(slots.start, slots.stop)
+        whole = range(positions[0], positions[0] + len(positions))
+        cos, sin = self.rope(whole if list(positions) == list(whole) else positions)  # a range costs no copy
         for keys, raw in zip(self.keys, self.raw_keys, strict=True):
-            rotate_into(keys[:, tokens], raw[:, tokens], cos, sin)
+            rotate_into(keys[:, self.tokens(slots)], raw[:, self.tokens(slots)], cos, sin)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _raw_rows(self, own: range) -> range:
+        return self.newest if self.policy.raw_by_frame else own
 
     def _drop_empty(self) -> None:
         while self.slots and self.slots[-1].frame == EMPTY:
             self.slots.pop()
 
-    # -- what others see -------------------------------------------------------------------------------------
-
-    def publish(self) -> None:
-        """Make the layouts of the calls to come."""
-        shared = self._layout(self.slots, self.layouts[0])
-        if not self.policy.chooses_by_layer:
-            self.layouts = [shared] * self.num_layers
-            return
+    def _publish(self, cut: bool) -> None:
+        """Put keys on to their positions, and make the layouts of the calls to come."""
+        self.set_positions(self.policy.positions(self, cut))
+        self.key_positions = self.newest  # of a recomputed cache, where some frames get no slot
+        if len(self.own) == len(self.newest):
+            first = self.slots[self.own.start].position
+            self.key_positions = range(first, first + len(self.own))
+        self.query_positions = self.policy.query_positions(self)
+        self.begin_pass(is_clean=True)
+        shared = self._layout(self.slots, None, self.layouts[0])
         self.layouts = [
-            self._layout(self.policy.layer_slots(self, layer), before, self.policy.layer_tokens(layer))
+            self._layout(*self.policy.of_layer(self, layer), before)
+            if self.policy.chooses_by_layer
+            else shared
             for layer, before in enumerate(self.layouts)
         ]
 
-    def _layout(
-        self, slots: Sequence[Slot], before: KeyLayout, chosen: ChosenTokens | None = None
-    ) -> KeyLayout:
+    def _layout(self, slots: Sequence[Slot], chosen: ChosenTokens | None, before: KeyLayout) -> KeyLayout:
         same = [new is old for new, old in zip(slots, before.slots, strict=False)]
         return KeyLayout(
             tuple(slots),
@@ -273,30 +397,8 @@ class KVCache:
         )
 
 
-def _runs(indices: Sequence[int]) -> list[range]:
-    """Consecutive indices together: [0, 1, 4] -> [range(0, 2), range(4, 5)]."""
-    runs: list[range] = []
-    for index in indices:
-        if runs and runs[-1].stop == index:
-            runs[-1] = range(runs[-1].start, index + 1)
-        else:
-            runs.append(range(index, index + 1))
-    return runs
-
-
-def _as_range(positions: Sequence[int]) -> Sequence[int]:
-    """A range where the positions are consecutive: tables of a range are made on the device."""
-    first = positions[0]
-    consecutive = all(position == first + i for i, position in enumerate(positions))
-    return range(first, first + len(positions)) if consecutive else positions
-
-
-# --- The cache of a rollout whose heads are of several classes, each with a policy and buffers of its own
-Text = Sequence[tuple[Tensor, Tensor]]
-
-
-class _Part(NamedTuple):
-    """The cache of a class of heads, and these heads in every layer."""
+class HeadClass(NamedTuple):
+    """The cache of a class of heads, and the heads of every layer."""
 
     cache: KVCache
     in_model: list[list[int]]  # also those of other processes
@@ -305,34 +407,29 @@ class _Part(NamedTuple):
 
 
 class PerHeadCache:
-    """A KVCache for each class of heads; what a KVCache offers the pipeline and the model,
-    this one does too.
-    """
+    """A KVCache for each class of heads, with the face of one; write() returns groups of heads."""
 
     def __init__(
         self,
-        policy: PerHead,
+        policy: CachePolicy,
+        classes: Sequence[tuple[CachePolicy, list[list[int]]]],
         build: Callable[[Sequence[int], CachePolicy], KVCache],
-        device: torch.device,
         shard: HeadShard,
+        device: torch.device,
     ):
-        """build makes the cache of a class from its numbers of heads per layer and its policy.
+        """classes: the policy of each, and its heads in every layer. A class without any head gets no cache.
 
         A class has a cache in every process of a sharded model, also where none of its heads are.
         """
         self.policy = policy
-        self._parts: list[_Part] = []
-        for label, of_class in policy.classes.items():
-            heads = policy.heads(label)
+        self._classes: list[HeadClass] = []
+        for of_class, heads in classes:
             if any(heads):
                 numbers = [tuple(shard.local(row)) for row in heads]
                 here = [send(torch.tensor(row, dtype=torch.long), device) for row in numbers]
-                cache = build([len(row) for row in here], of_class)
-                self._parts.append(_Part(cache, heads, numbers, here))
-
-    @property
-    def caches(self) -> list[KVCache]:
-        return [part.cache for part in self._parts]
+                cache = build([len(row) for row in numbers], of_class)
+                self._classes.append(HeadClass(cache, heads, numbers, here))
+        self.caches = [one.cache for one in self._classes]
 
     @property
     def newest(self) -> range:
@@ -352,9 +449,9 @@ class PerHeadCache:
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
         """Make room for the next block in every class."""
-        for part in self._parts:
-            rows = zip(text, part.here, strict=False)
-            part.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
+        for one in self._classes:
+            rows = zip(text, one.here, strict=False)
+            one.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
         positions = {tuple(cache.query_positions) for cache in self.caches}
         if len(positions) > 1:
             raise ConfigError(f"cache_policy per_head: classes put the queries at {sorted(positions)}")
@@ -362,9 +459,6 @@ class PerHeadCache:
     def flush(self) -> None:
         for cache in self.caches:
             cache.flush()
-
-    def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
-        raise ConfigError("cache_policy per_head cannot compute its cache again; use keep or flush")
 
     def begin_pass(self, is_clean: bool) -> None:
         for cache in self.caches:
@@ -375,13 +469,13 @@ class PerHeadCache:
     ) -> list[HeadGroup]:
         """Store the newest block's keys and values [B, L, H, D] -> what each class of heads sees."""
         groups = []
-        for cache, in_model, numbers, here in self._parts:
+        for cache, in_model, numbers, here in self._classes:
             if not in_model[layer]:
                 continue
             row = here[layer]
             raw = raw_k[:, :, row] if raw_k is not None and cache.stores_raw else None
             queries = q[:, :, row]
-            keys, values = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
+            seen = cast(tuple[Tensor, Tensor], cache.write(layer, queries, k[:, :, row], v[:, :, row], raw))
             if len(row):
-                groups.append(HeadGroup(numbers[layer], row, queries, keys, values, cache.layouts[layer]))
+                groups.append(HeadGroup(numbers[layer], row, queries, *seen, cache.layouts[layer]))
         return groups

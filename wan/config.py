@@ -20,8 +20,8 @@ from wan.errors import ConfigError, reason_of, require_text, short_repr
 from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, read_yaml
 
 if TYPE_CHECKING:
-    from wan.policies import CachePolicy
-    from wan.prompt_schedule import PromptSwitch
+    from wan.cache import CachePolicy
+    from wan.policies import PromptSwitch
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SAMPLERS = ("blocks", "rolling_forcing")
@@ -213,7 +213,7 @@ class RunConfig:
                 "where cache_policy is given"
             )
         if self.cache_policy is not None or self.prompt_schedule or self.recompute_context:
-            from wan.prompt_schedule import (  # a config must not wait for torch
+            from wan.policies import (  # a config must not wait for torch
                 check_recompute,
                 check_schedule,
             )
@@ -244,7 +244,7 @@ class RunConfig:
     @property
     def switches(self) -> "list[PromptSwitch]":
         """The prompts that follow the first one."""
-        from wan.prompt_schedule import read_switch
+        from wan.policies import read_switch
 
         return [read_switch(settings) for settings in self.prompt_schedule or []]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wan.backends import KeyBias
-from wan.cache import KVCache
+from wan.cache import CachePolicy, KVCache
 from wan.captured_call import HeadShard, Pass, Site
 from wan.interventions import (
     Ablate,
@@ -28,8 +28,7 @@ from wan.interventions import (
     numbered,
 )
 from wan.keys import EMPTY, MIXED, KeyLayout, picked, places, send
-from wan.policies import CachePolicy
-from wan.prompt_schedule import PromptSwitch, forget
+from wan.policies import PromptSwitch, apply_switch
 from wan.rope import ROPE_THETA, RotaryTable, rotate
 
 # --- One attention call under edit: what each intervention does to its q, k, v, biases and output
@@ -493,7 +492,7 @@ def blocks_of_policy(
 
     Of policies that average or choose, the whole past is what their blocks may see.
     """
-    classes = getattr(policy, "classes", {"": policy}).values()  # of per_head several
+    classes = getattr(policy, "policies", {"": policy}).values()  # of per_head several
     seen = [_slots_of_blocks(one, blocks, prompt_schedule, context) for one in classes]
     whole = all(one.keeps_whole_frames for one in classes)
     found, again = [], {switch.frame for switch in prompt_schedule if switch.how == "recache"}
@@ -525,7 +524,7 @@ def _slots_of_blocks(
     found, past = [], 0
     for block in blocks:
         how = switches.get(block.start, "keep")
-        past, again = forget(cache, how, past, context)
+        past, again = apply_switch(cache, how, past, context)
         if again:
             cache.recache(range(cache.newest.stop - again, cache.newest.stop), (), lasts=not context)
         cache.advance(block, cut=how == "cut")

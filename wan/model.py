@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
 from wan.blocks import check_window
-from wan.cache import KVCache, PerHeadCache
+from wan.cache import CachePolicy, KVCache, PerHeadCache
 from wan.captured_call import HeadShard, Site
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels.gelu_linear import gelu_linear
 from wan.kernels.switch import fused_kernels
 from wan.keys import KeyLayout
-from wan.policies import CachePolicy, PerHead, of_window
+from wan.policies import of_window
 from wan.rope import RotaryTable, rotate
 
 
@@ -195,11 +195,11 @@ class SelfAttention(_Attention):
         """What heads see with what project() gave, [B, L, H, D]."""
         q, k, v = own[:3]
         if kv_cache is not None:
-            raw_k = own[3] if len(own) > 3 else None
-            if isinstance(kv_cache, PerHeadCache):
-                return attention_by_heads(kv_cache.write(self.site.layer, q, k, v, raw_k), self.site)
-            k, v = kv_cache.write(self.site.layer, q, k, v, raw_k)  # [B, Lk, H, D]
-            layout = kv_cache.layouts[self.site.layer]
+            seen = kv_cache.write(self.site.layer, q, k, v, own[3] if len(own) > 3 else None)
+            if isinstance(seen, list):
+                return attention_by_heads(seen, self.site)
+            k, v = seen  # [B, Lk, H, D]
+            layout = kv_cache.layouts[self.site.layer]  # type: ignore[union-attr]  # no groups: a KVCache
         return attention(q, k, v, self.site, mask, layout)
 
     def merge(self, seen: Tensor, place: Tensor | None = None) -> Tensor:
@@ -483,10 +483,7 @@ class CausalWanModel(WanModel):
                 shard=shard,
             )
 
-        if isinstance(policy, PerHead):
-            policy.check_model(config.num_layers, config.num_heads)
-            return PerHeadCache(policy, build, device, shard)
-        return build([len(shard.heads)] * config.num_layers, policy)
+        return policy.new_cache(build, config.num_layers, shard, device)
 
 
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:

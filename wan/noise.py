@@ -1,7 +1,6 @@
 """The noise of a rollout, asked for block by block: from tensors, or drawn from seeds at constant memory."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,30 +9,6 @@ from wan.errors import ConfigError
 
 DRAWN_TOGETHER = 16  # torch.randn fills memory in groups of so many values
 SKIPPED_AT_ONCE = 1 << 20  # values
-
-
-class Noise(Protocol):
-    """What a rollout asks for. Frames are global latent indices."""
-
-    shape: tuple[int, ...]  # (B, F, C, h, w) of the frames that are there
-    start: int  # the first of them
-    is_repeatable: bool  # whether the same frames have the same noise when they are asked for again
-
-    def first(self, frames: range) -> Tensor:
-        """What a block is denoised from, [B, n, C, h, w]."""
-
-    def fresh(self, step: int, frames: range) -> Tensor:
-        """What is added to the prediction of a denoising step on the way to the next."""
-
-
-def check_frames(noise: Noise, frames: range) -> None:
-    """Raise ConfigError where a noise is not of all these frames."""
-    there = range(noise.start, noise.start + noise.shape[1])
-    if frames.start < there.start or frames.stop > there.stop:
-        raise ConfigError(
-            f"noise of frames {there.start}..{there.stop - 1} is not that of frames {frames.start}.."
-            f"{frames.stop - 1}; draw more frames, or begin it at another start"
-        )
 
 
 class TensorNoise:
@@ -53,23 +28,24 @@ class TensorNoise:
         self.shape, self.is_repeatable = tuple(noise.shape), renoise is not None
 
     def first(self, frames: range) -> Tensor:
+        """Return what a block is denoised from, [B, n, C, h, w]."""
         return self.noise[:, frames.start - self.start : frames.stop - self.start]
 
     def fresh(self, step: int, frames: range) -> Tensor:
+        """Return what is added to the prediction of a denoising step on the way to the next."""
         if self.renoise is not None:
             return self.renoise[step][:, frames.start - self.start : frames.stop - self.start]
-        shape = (self.shape[0], len(frames), *self.shape[2:])
-        like = self.noise
-        return torch.randn(shape, generator=self.generator, dtype=like.dtype, device=like.device)
+        like = self.first(frames)
+        return torch.randn(like.shape, generator=self.generator, dtype=like.dtype, device=like.device)
 
 
 class SeededNoise:
     """Noise of one video per seed, drawn on the CPU as it is needed.
 
     The bits are those of a generator of that seed which draws torch.randn(F, C, h, w) and then
-    torch.randn(steps - 1, F, C, h, w) at once: each of these segments has a generator of its own, wound
-    forward to where it begins. The noise between steps therefore depends on F; a shorter rollout takes the
-    first blocks of a longer noise. A video's noise does not depend on the others of its batch.
+    torch.randn(steps - 1, F, C, h, w) at once: each of these segments has a generator of its own, advanced to
+    where it begins. The noise between steps therefore depends on F; a shorter rollout takes the first blocks
+    of a longer noise. A video's noise does not depend on the others of its batch.
     """
 
     is_repeatable = True
@@ -90,56 +66,59 @@ class SeededNoise:
         """
         self.shape: tuple[int, ...] = (len(seeds), num_frames, *frame_shape)
         self.device, self.dtype, self.start = device, dtype, start
-        values = frame_shape[0] * frame_shape[1] * frame_shape[2]
-        if values % DRAWN_TOGETHER:
+        self._values = frame_shape[0] * frame_shape[1] * frame_shape[2]
+        if self._values % DRAWN_TOGETHER:
             raise ConfigError(
-                f"a latent frame of {values} values is not drawn by itself; they must be a multiple of "
+                f"a latent frame of {self._values} values is not drawn by itself; they must be a multiple of "
                 f"{DRAWN_TOGETHER}"
             )
-        self._segments = [_segments(seed, num_frames * values, num_steps) for seed in seeds]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._states: list[list[Tensor]] = []  # per segment and video, at its beginning
+        for segment in range(num_steps):
+            for generator in generators if segment else ():
+                _skip(generator, num_frames * self._values)
+            self._states.append([generator.get_state() for generator in generators])
+        self._now = [(0, states) for states in self._states]  # its next frame, and the states there
 
     def first(self, frames: range) -> Tensor:
+        """Return what a block is denoised from, [B, n, C, h, w]."""
         return self._draw(0, frames)
 
     def fresh(self, step: int, frames: range) -> Tensor:
+        """Return what is added to the prediction of a denoising step on the way to the next."""
         return self._draw(1 + step, frames)
 
-    def _draw(self, index: int, frames: range) -> Tensor:
-        check_frames(self, frames)  # the next one's would follow in the generator
-        shape = (len(frames), *self.shape[2:])
-        drawn = [segments[index].draw(frames.start - self.start, shape) for segments in self._segments]
-        return torch.stack(drawn).to(self.device, self.dtype)
+    def _draw(self, segment: int, frames: range) -> Tensor:
+        check_frames(self, frames)  # the next segment would follow in the generator
+        first, (at, states) = frames.start - self.start, self._now[segment]
+        if first < at:
+            at, states = 0, self._states[segment]
+        rows, after = [], []
+        for state in states:
+            generator = torch.Generator()
+            generator.set_state(state)
+            _skip(generator, (first - at) * self._values)
+            rows.append(torch.randn(len(frames), *self.shape[2:], generator=generator))
+            after.append(generator.get_state())
+        self._now[segment] = (first + len(frames), after)
+        return torch.stack(rows).to(self.device, self.dtype)
 
 
-class _Segment:
-    """Consecutive values of one generator, drawn a few frames at a time."""
-
-    def __init__(self, state: Tensor):
-        self._state, self._generator, self._frame = state, torch.Generator(), 0
-        self._generator.set_state(state)
-
-    def draw(self, frame: int, shape: tuple[int, ...]) -> Tensor:
-        """Frames from `frame` on, of shape [n, C, h, w]."""
-        if frame < self._frame:
-            self._generator.set_state(self._state)
-            self._frame = 0
-        _wind(self._generator, (frame - self._frame) * shape[1] * shape[2] * shape[3])
-        self._frame = frame + shape[0]
-        return torch.randn(shape, generator=self._generator)
+Noise = TensorNoise | SeededNoise
 
 
-def _segments(seed: int, values: int, num_steps: int) -> list[_Segment]:
-    """The first noise and the one between each two steps."""
-    generator, segments = torch.Generator().manual_seed(seed), []
-    for step in range(num_steps):
-        segments.append(_Segment(generator.get_state()))
-        if step + 1 < num_steps:
-            _wind(generator, values)
-    return segments
-
-
-def _wind(generator: torch.Generator, values: int) -> None:
-    """Go on as if so many values had been drawn: a normal one takes as much as a uniform one."""
+def _skip(generator: torch.Generator, values: int) -> None:
+    """Advance a generator by so many normal values, which take as much of it as uniform ones."""
     while values > 0:
         torch.rand(min(values, SKIPPED_AT_ONCE), generator=generator)
         values -= SKIPPED_AT_ONCE
+
+
+def check_frames(noise: Noise, frames: range) -> None:
+    """Raise ConfigError where a noise is not of all these frames."""
+    there = range(noise.start, noise.start + noise.shape[1])
+    if frames.start < there.start or frames.stop > there.stop:
+        raise ConfigError(
+            f"noise of frames {there.start}..{there.stop - 1} is not that of frames {frames.start}.."
+            f"{frames.stop - 1}; draw more frames, or begin it at another start"
+        )

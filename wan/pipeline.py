@@ -1,7 +1,7 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,21 +9,24 @@ from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges, block_sizes, check_window, steps_of_blocks
+from wan.cache import CachePolicy, KVCache
 from wan.captured_call import Pass
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.edits import ACTIVE_EDITS, RolloutPlan, blocks_of_policy
 from wan.errors import ConfigError
 from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
-from wan.policies import CachePolicy, of_window
-from wan.prompt_schedule import PromptSwitch, check_recompute, check_schedule, forget
+from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
+
+Probe = Callable[[int, Callable[..., Tensor]], None]
+RECACHE = -1  # the step of a forward that computes the cache again
 
 
-# --- The flow-matching noise schedule of https://github.com/guandeh17/Self-Forcing and its two formulas
 class FlowSchedule:
     """Table of 1000 noise levels sigma, descending from 1, with the timesteps t = 1000 sigma that name them.
 
-    shift s moves levels towards noise: sigma -> s sigma / (1 + (s - 1) sigma).
+    The flow-matching schedule of https://github.com/guandeh17/Self-Forcing. shift s moves levels towards
+    noise: sigma -> s sigma / (1 + (s - 1) sigma).
     """
 
     def __init__(self, shift: float = 5.0):
@@ -32,68 +35,25 @@ class FlowSchedule:
         self.timesteps = self.sigmas * NUM_TRAIN_TIMESTEPS  # float32 [1000]
 
     def sigma(self, timestep: float | Tensor) -> Tensor:
-        """The noise level of the table's entry nearest to each timestep; float32, shape of the input."""
+        """Return the noise level of the entry nearest to each timestep; float32, shape of the input."""
         timestep = torch.as_tensor(timestep, dtype=torch.float32)
         nearest = (self.timesteps.to(timestep.device) - timestep[..., None]).abs().argmin(-1)
         return self.sigmas.to(timestep.device)[nearest]
 
     def warp(self, steps: Sequence[int]) -> Tensor:
-        """Timesteps of an unshifted schedule, shifted: 1000, 750, 500, 250 -> 1000, 937.5, 833.33, 625."""
+        """Shift timesteps of an unshifted schedule: 1000, 750, 500, 250 -> 1000, 937.5, 833.33, 625."""
         table = torch.cat([self.timesteps, torch.zeros(1)])
         return table[NUM_TRAIN_TIMESTEPS - torch.as_tensor(steps, dtype=torch.long)]
 
 
 def flow_to_x0(flow: Tensor, x: Tensor, sigma: float) -> Tensor:
-    """The clean latents that a flow points to, x0 = x - sigma flow: computed in float64, in flow's dtype."""
+    """Return the clean latents that a flow points to, x0 = x - sigma flow: in float64, in flow's dtype."""
     return (x.double() - sigma * flow.double()).to(flow.dtype)
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma: float) -> Tensor:
-    """x_t = (1 - sigma) x0 + sigma noise, computed in float32, in the dtype of x0."""
+    """Return x_t = (1 - sigma) x0 + sigma noise, computed in float32, in the dtype of x0."""
     return ((1 - sigma) * x0.float() + sigma * noise.float()).to(x0.dtype)
-
-
-# --- Which passes a rollout has: the noise levels of its denoising steps, and which of them a block takes
-@dataclass(frozen=True)
-class PassPlan:
-    """Noise levels of the denoising passes, from the noisiest on; the clean pass follows them."""
-
-    timesteps: tuple[float, ...]
-    sigmas: tuple[float, ...]
-    first: tuple[int, ...]  # the passes of block 0, as indices of timesteps
-    later: tuple[int, ...]  # those of every other block
-    clean_timestep: float = 0.0
-
-    @classmethod
-    def of_steps(
-        cls,
-        steps: Sequence[int],
-        first_block_steps: Sequence[int] | None = None,
-        warp: bool = True,
-        shift: float = 5.0,
-        clean_timestep: float = 0.0,
-    ) -> "PassPlan":
-        """From the steps of a config; warp reads them as steps of an unshifted schedule."""
-        every, first, later = steps_of_blocks(steps, first_block_steps)
-        schedule = FlowSchedule(shift)
-        timesteps = schedule.warp(every) if warp else torch.as_tensor(every).float()
-        sigmas = schedule.sigma(timesteps)
-        return cls(
-            tuple(timesteps.tolist()), tuple(sigmas.tolist()), tuple(first), tuple(later), clean_timestep
-        )
-
-    def of_block(self, block: int) -> tuple[int, ...]:
-        """The denoising passes of a block."""
-        return self.later if block else self.first
-
-    def has(self, block: int, step: int) -> bool:
-        """Whether a block has a pass, the clean one included."""
-        return step == len(self.timesteps) or step in self.of_block(block)
-
-
-# --- The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on
-Probe = Callable[[int, Callable[..., Tensor]], None]
-RECACHE = -1  # the step of a forward that computes the cache again after a switch of prompts
 
 
 class CausalInferencePipeline:
@@ -116,29 +76,37 @@ class CausalInferencePipeline:
     ):
         """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional.
 
-        cache_policy says what a block may look at (wan/policies.py). Without one it is the
-        window that the model's local_attn_size and sink_size describe, or the whole past. first_block_steps
-        are block 0's in place of denoising_step_list. With recompute_context n the keys of the last n frames
-        are computed again before each block; all other frames leave, the sink included (window's global_sink
-        stays). weights says in words what the model was loaded from.
+        warp_denoising_step reads the steps as those of an unshifted schedule. cache_policy says what a block
+        may look at (wan/policies.py). Without one it is the window that the model's local_attn_size and
+        sink_size describe, or the whole past. first_block_steps are block 0's in place of
+        denoising_step_list. With recompute_context n the keys of the last n frames are computed again before
+        each block; all other frames leave, the sink included (window's global_sink stays). weights says in
+        words what the model was loaded from.
         """
         self.weights = ""
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
-        self.passes = PassPlan.of_steps(
-            denoising_step_list, first_block_steps, warp_denoising_step, timestep_shift, float(context_noise)
-        )
-        self.timesteps, self.sigmas = list(self.passes.timesteps), list(self.passes.sigmas)
+        steps, self.first_steps, self.later_steps = steps_of_blocks(denoising_step_list, first_block_steps)
+        schedule = FlowSchedule(timestep_shift)
+        timesteps = schedule.warp(steps) if warp_denoising_step else torch.as_tensor(steps).float()
+        self.timesteps, self.sigmas = timesteps.tolist(), schedule.sigma(timesteps).tolist()
+        self.pass_timesteps = [
+            *self.timesteps,
+            float(context_noise),
+        ]  # of a block's passes, the clean one last
         self.recompute_context = recompute_context
         check_window(model.local_attn_size, model.sink_size, num_frame_per_block)
         self.cache_policy = cache_policy or of_window(model.local_attn_size, model.sink_size)
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
         check_recompute(recompute_context, self.cache_policy, num_frame_per_block)
 
-    @property
-    def pass_timesteps(self) -> list[float]:
-        """Timestep of every pass that a block can have, the clean pass last (wan/pipeline.py)."""
-        return [*self.timesteps, self.passes.clean_timestep]
+    def steps_of(self, block: int) -> list[int]:
+        """Return the denoising steps of a block, as indices of timesteps."""
+        return self.later_steps if block else self.first_steps
+
+    def has_pass(self, block: int, step: int) -> bool:
+        """Return whether a block has a pass, the clean one included."""
+        return step == len(self.timesteps) or step in self.steps_of(block)
 
     @torch.no_grad()
     def inference(
@@ -162,23 +130,30 @@ class CausalInferencePipeline:
         fill whole blocks. on_block is called with the block and its latents when it is finished; the rest is
         as in blocks().
         """
-        given = _given_frames(noise, initial_latent)
+        if noise.ndim != 5:
+            raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
+        given = noise[:, :0] if initial_latent is None else initial_latent
+        if given.shape[1] and given[:, 0].shape != noise[:, 0].shape:
+            raise ConfigError(
+                f"initial_latent {tuple(given.shape)} and noise {tuple(noise.shape)} "
+                "differ in more than their frames"
+            )
         if prompt_embeds is None:
             prompt_embeds = self.encode(text_prompts, noise.shape[0])
         rollout = self.blocks(
-            TensorNoise(noise, renoise, generator, start=given),
+            TensorNoise(noise, renoise, generator, start=given.shape[1]),
             prompt_embeds,
-            num_given=given,
-            given=None if initial_latent is None else partial(_of_frames, initial_latent),
+            num_given=given.shape[1],
+            given=lambda frames: given[:, frames.start : frames.stop],
             prompt_schedule=prompt_schedule,
             on_pass=on_pass,
             probe=probe,
         )
         finished = []
-        for block, (_, latents) in enumerate(rollout):
-            finished.append(latents)
+        for block, (_, x0) in enumerate(rollout):
+            finished.append(x0)
             if on_block:
-                on_block(block, latents)
+                on_block(block, x0)
         latents = torch.cat(finished, 1)
         video = None if self.vae is None else self.vae.decode(latents)
         return (video, latents) if return_latents else video
@@ -196,7 +171,7 @@ class CausalInferencePipeline:
         on_pass: Callable[[], None] | None = None,
         probe: Probe | None = None,
     ) -> Iterator[tuple[range, Tensor]]:
-        """The rollout, block by block: the frames of each and its latents [B, n, C, h, w].
+        """Roll out block by block: yield the frames of each and its latents [B, n, C, h, w].
 
         It holds the cache and one block, so that a video may be of any length: num_frames of the noise's
         frames, or all of them, after num_given frames that given(frames) returns. on_pass is called after
@@ -205,18 +180,22 @@ class CausalInferencePipeline:
         a trace in the rollout.
         """
         num_frames = noise.shape[1] if num_frames is None else num_frames
-        blocks = self._blocks(num_given, num_frames)
+        blocks = self.block_ranges(num_given, num_frames)
         check_frames(noise, range(num_given, num_given + num_frames))
         check_schedule(prompt_schedule, blocks, self.cache_policy)
-        self._check_probe(probe, noise)
-        self._check_observers(num_frames, num_given, len(blocks), prompt_schedule)
+        if probe:
+            self._check_probe(noise)
+        layers, passes = self.model.config.num_layers, len(self.pass_timesteps)
+        ATTENTION_WEIGHT_CAPTURE.check_model(layers, len(blocks), passes)
+        if ACTIVE_EDITS.active:
+            ACTIVE_EDITS.check(self.plan(num_frames, num_given, prompt_schedule))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 
         for block, frames in enumerate(blocks):
-            # 0. Make room for the block, and switch to the next prompt where one begins here.
+            # 1. Make room for the block in the KV cache. A new prompt may begin here.
             video.make_room(block, frames)
 
-            # 1. Denoise, from pure noise to clean latents.
+            # 2. Denoise, from pure noise to clean latents.
             if given and frames.start < num_given:
                 x0 = given(frames)
             else:
@@ -224,51 +203,12 @@ class CausalInferencePipeline:
                     probe(block, partial(video.denoise, block, frames))
                 x0 = video.denoise(block, frames)
 
-            # 2. Remember: the clean pass overwrites this block's keys and values.
+            # 3. Remember: the clean pass overwrites this block's keys and values.
             video.remember(block, frames, x0)
             yield frames, x0
 
-    def plan(
-        self, num_frames: int, given: int = 0, prompt_schedule: Sequence[PromptSwitch] = ()
-    ) -> RolloutPlan:
-        """What a rollout of num_frames frames after given ones is going to do."""
-        config, policy = self.model.config, self.cache_policy
-        sizes = block_sizes(given + num_frames, self.num_frame_per_block, self.independent_first_frame)
-        seen = blocks_of_policy(policy, block_ranges(sizes), given, prompt_schedule, self.recompute_context)
-        blocks = tuple(replace(keys, steps=self.passes.of_block(b)) for b, keys in enumerate(seen))
-        kept = not self.recompute_context or policy.lasting_sink > 0
-        return RolloutPlan(
-            config.num_layers,
-            config.num_heads,
-            len(self.timesteps),
-            blocks,
-            config.text_len,
-            keeps_clean_keys=kept,
-        )
-
-    def _check_observers(
-        self, num_frames: int, given: int, num_blocks: int, prompt_schedule: Sequence[PromptSwitch] = ()
-    ) -> None:
-        """Refuse captures and edits that this rollout cannot serve."""
-        layers, passes = self.model.config.num_layers, len(self.pass_timesteps)
-        ATTENTION_WEIGHT_CAPTURE.check_model(layers, num_blocks, passes)
-        if ACTIVE_EDITS.active:
-            ACTIVE_EDITS.check(self.plan(num_frames, given, prompt_schedule))
-
-    def _check_probe(self, probe: Probe | None, noise: Noise) -> None:
-        """A block can be denoised twice where its noise is given and its passes leave the past as it is."""
-        if probe is None:
-            return
-        if not noise.is_repeatable:
-            raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
-        if self.cache_policy.chooses_by_layer or self.cache_policy.source:
-            raise ConfigError(
-                f"a probe denoises blocks again, and cache_policy {self.cache_policy.name} changes its cache "
-                "in a block's first pass; take full or window"
-            )
-
-    def _blocks(self, num_given: int, num_frames: int) -> list[range]:
-        """The frames of every block, given and generated."""
+    def block_ranges(self, num_given: int, num_frames: int) -> list[range]:
+        """Return the frames of every block. ConfigError where given or generated frames end within one."""
         sizes = block_sizes(num_given + num_frames, self.num_frame_per_block, self.independent_first_frame)
         blocks = block_ranges(sizes)
         ends = [0, *(frames.stop for frames in blocks)]
@@ -282,12 +222,38 @@ class CausalInferencePipeline:
         return blocks
 
     def encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:
-        """States [B, n, text_dim] of a prompt for each video of the batch."""
+        """Return the states [B, n, text_dim] of a prompt for each video of the batch."""
         if text_prompts is None or self.text_encoder is None:
             raise ConfigError("give prompt_embeds, or text_prompts and a text_encoder")
         if len(text_prompts) != batch:
             raise ConfigError(f"{len(text_prompts)} prompts for noise of batch {batch}")
         return self.text_encoder(text_prompts)
+
+    def plan(
+        self, num_frames: int, given: int = 0, prompt_schedule: Sequence[PromptSwitch] = ()
+    ) -> RolloutPlan:
+        """Return what a rollout of num_frames frames after given ones is going to do."""
+        config, policy = self.model.config, self.cache_policy
+        blocks = self.block_ranges(given, num_frames)
+        seen = blocks_of_policy(policy, blocks, given, prompt_schedule, self.recompute_context)
+        return RolloutPlan(
+            config.num_layers,
+            config.num_heads,
+            len(self.timesteps),
+            tuple(replace(keys, steps=tuple(self.steps_of(block))) for block, keys in enumerate(seen)),
+            config.text_len,
+            keeps_clean_keys=not self.recompute_context or policy.lasting_sink > 0,
+        )
+
+    def _check_probe(self, noise: Noise) -> None:
+        """A block can be denoised twice where its noise is given and its passes leave the past as it is."""
+        if not noise.is_repeatable:
+            raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
+        if self.cache_policy.chooses_by_layer or self.cache_policy.source:
+            raise ConfigError(
+                f"a probe denoises blocks again, and cache_policy {self.cache_policy.name} changes its cache "
+                "in a block's first pass; take full or window"
+            )
 
 
 class Rollout:
@@ -299,8 +265,8 @@ class Rollout:
         noise: Noise,
         prompt_embeds: Tensor,
         num_frames: int,
-        prompt_schedule: Sequence[PromptSwitch] = (),
-        on_pass: Callable[[], None] | None = None,
+        prompt_schedule: Sequence[PromptSwitch],
+        on_pass: Callable[[], None] | None,
     ):
         self.pipeline, self.model, self.noise, self.on_pass = pipeline, pipeline.model, noise, on_pass
         batch, _, _, height, width = noise.shape
@@ -311,41 +277,49 @@ class Rollout:
             batch, num_frames, height, width, pipeline.cache_policy, pipeline.num_frame_per_block
         )
         self.switches = {switch.frame: switch for switch in prompt_schedule}
-        self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where a switch computes keys again
+        self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
         self.context = pipeline.recompute_context
-        self.keeps_past = bool(self.context) or any(s.how == "recache" for s in prompt_schedule)
+        self.keeps_past = self.context > 0 or any(switch.how == "recache" for switch in prompt_schedule)
 
     def make_room(self, block: int, frames: range) -> None:
         """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
-        switch = self.switches.get(frames.start)
-        if switch:
-            self.text = self.model.text_keys_values(self._embeds(switch))
-        how = switch.how if switch else "keep"
-        remembered, again = forget(self.kv_cache, how, len(self.past), self.context)
+        switch = self.switches.get(frames.start, PromptSwitch(frames.start))
+        if frames.start in self.switches:
+            prompts = None if switch.prompt is None else [switch.prompt] * self.noise.shape[0]
+            embeds = switch.prompt_embeds
+            embeds = self.pipeline.encode(prompts, self.noise.shape[0]) if embeds is None else embeds
+            self.text = self.model.text_keys_values(embeds)
+        remembered, again = apply_switch(self.kv_cache, switch.how, len(self.past), self.context)
         del self.past[: len(self.past) - remembered]
+        text = self.model.head_shard.of_text(self.text)
         if again:
-            self._recache(block, self.past[-again:])
-        self.kv_cache.advance(frames, self.model.head_shard.of_text(self.text), cut=how == "cut")
+            assert isinstance(self.kv_cache, KVCache)  # a cache per class of heads is not computed again
+            past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
+            self.kv_cache.recache(past, text, lasts=not self.context)
+            self.predict_flow(torch.cat(self.past[-again:], 1), block, past, RECACHE)
+        self.kv_cache.advance(frames, text, cut=switch.how == "cut")
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
-        """Predict the clean block, then go back to the next, lower noise level -> x0 [B, n, C, h, w]."""
-        steps, sigmas = self.pipeline.passes.of_block(block), self.pipeline.sigmas
+        """Denoise a block from pure noise x [B, n, C, h, w], or the rollout's own -> x0 [B, n, C, h, w]."""
+        steps, sigmas = self.pipeline.steps_of(block), self.pipeline.sigmas
         x = self.noise.first(frames) if x is None else x
         for number, step in enumerate(steps):
+            # 1. Predict the clean block.
             x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigmas[step])
+            # 2. Go back to the next, lower noise level.
             if number + 1 < len(steps):
                 x = add_noise(x0, self.noise.fresh(number, frames), sigmas[steps[number + 1]])
         return x0
 
     def remember(self, block: int, frames: range, x0: Tensor) -> None:
-        """The clean pass: what later blocks see of this one are its keys and values at t = 0."""
+        """Run the clean pass: later blocks see the keys and values that it writes."""
         self.predict_flow(x0, block, frames, step=len(self.pipeline.timesteps))
         if self.keeps_past:
             self.past += x0.split(1, 1)
             del self.past[: -(self.kv_cache.policy.num_frames or len(self.past))]
 
     def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
-        """One forward of the model, announced to those who observe it."""
+        """Run the model once, announced to those who observe it."""
         timestep = self.pipeline.pass_timesteps[step]  # step -1 has that of the clean pass
         is_clean = step in (len(self.pipeline.timesteps), RECACHE)
         self.kv_cache.begin_pass(is_clean)
@@ -357,35 +331,3 @@ class Rollout:
         if self.on_pass:
             self.on_pass()
         return flow
-
-    def _embeds(self, switch: PromptSwitch) -> Tensor:
-        if switch.prompt_embeds is not None:
-            return switch.prompt_embeds
-        batch = self.noise.shape[0]
-        return self.pipeline.encode(None if switch.prompt is None else [switch.prompt] * batch, batch)
-
-    def _recache(self, block: int, past: Sequence[Tensor]) -> None:
-        """Compute the keys of the newest frames again, under the prompt of the block that follows them."""
-        stop = self.kv_cache.newest.stop
-        frames = range(stop - len(past), stop)
-        self.kv_cache.recache(frames, self.model.head_shard.of_text(self.text), lasts=not self.context)
-        self.predict_flow(torch.cat(list(past), 1), block, frames, RECACHE)
-
-
-def _of_frames(latents: Tensor, frames: range) -> Tensor:
-    return latents[:, frames.start : frames.stop]
-
-
-def _given_frames(noise: Tensor, initial_latent: Tensor | None) -> int:
-    """How many frames are given. ConfigError for shapes that do not go together."""
-    if noise.ndim != 5:
-        raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
-    if initial_latent is None:
-        return 0
-    given = initial_latent.shape[1]
-    if given and initial_latent[:, 0].shape != noise[:, 0].shape:
-        raise ConfigError(
-            f"initial_latent {tuple(initial_latent.shape)} and noise {tuple(noise.shape)} "
-            "differ in more than their frames"
-        )
-    return given

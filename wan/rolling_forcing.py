@@ -18,23 +18,18 @@ from wan.captured_call import Pass
 from wan.edits import ACTIVE_EDITS
 from wan.errors import ConfigError
 from wan.keys import KeyLayout, Slot
-from wan.model import TextKeysValues
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch
 from wan.rope import RotaryTable, rotate
-
-# --- What Rolling Forcing (arXiv 2509.25161) remembers: the first block as an anchor, and newest clean frames
-Rope = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
 
 
 class RollingCache:
-    """Keys and values of clean frames per layer, [B, capacity·S, H, D]: anchor, then newest frames.
+    """Keys and values of clean frames per layer, [B, capacity·S, H, D]: the first block, then newest frames.
 
-    The model writes a forward's keys and gets those that it sees, as from a KVCache.
+    The first block is the anchor, whose keys are rotated to stand right before the other clean frames. The
+    model writes a forward's keys and gets those that it sees, as from a KVCache.
     """
-
-    stores_raw = False
 
     def __init__(
         self,
@@ -43,7 +38,7 @@ class RollingCache:
         tokens_per_frame: int,
         anchor: int,
         attention_size: int,
-        rope: Rope,
+        rope: Callable[[Sequence[int]], tuple[Tensor, Tensor]],
         dtype: torch.dtype,
         device: torch.device | str,
     ):
@@ -56,9 +51,10 @@ class RollingCache:
             [torch.empty(size, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
         )
         self.raw_anchor: list[Tensor] = [torch.empty(0)] * num_layers
+        self.anchor_rope: tuple[Tensor, Tensor] | None = None
         self.frames: list[int] = []  # of the clean frames in the buffers
         self.newest = range(0)
-        self.is_clean = False
+        self.is_clean = self.stores_raw = False
         self.seen = range(0)  # slots of the buffers that a forward sees beside its own keys
         self.layouts: list[KeyLayout] = [KeyLayout((), tokens_per_frame)] * num_layers
 
@@ -71,29 +67,34 @@ class RollingCache:
         return self.newest
 
     def begin_window(self, frames: range) -> None:
-        """The next forward denoises frames; it writes nothing."""
+        """Announce a forward that denoises frames; it writes nothing."""
         self.newest, self.is_clean, self.stores_raw = frames, False, False
-        room = self.attention_size - len(frames) - self.anchor
-        recent = [slot for slot, frame in enumerate(self.frames) if slot >= self.anchor][-max(room, 0) :]
-        self.seen = range(recent[0], recent[-1] + 1) if recent and room > 0 else range(0)
+        clean, room = len(self.frames), self.attention_size - len(frames) - self.anchor
+        self.seen = range(max(self.anchor, clean - max(room, 0)), max(self.anchor, clean))
         first = frames.start - len(self.seen) - self.anchor  # where the anchor stands
         past = [Slot(frame, first + frame) for frame in self.frames[: self.anchor]]
         past += [Slot(self.frames[slot], self.frames[slot]) for slot in self.seen]
-        self._anchor_rope = self.rope(range(first, first + self.anchor)) if past else None
-        self._publish(past, frames)
+        self.anchor_rope = self.rope(range(first, first + self.anchor)) if past else None
+        self._publish(past, frames, sink=min(self.anchor, len(past)))
 
     def begin_clean(self, frames: range) -> None:
-        """The next forward writes the clean keys and values of frames."""
+        """Announce a forward that writes the clean keys and values of frames."""
         self.newest, self.is_clean, self.stores_raw = frames, True, not self.frames
-        self._evict(len(self.frames) + len(frames) - self.capacity)
+        excess = len(self.frames) + len(frames) - self.capacity
+        if excess > 0:  # the oldest frames after the anchor leave
+            S, start = self.tokens_per_frame, self.anchor
+            for buffer in (*self.keys, *self.values):
+                kept = buffer[:, (start + excess) * S :].clone()
+                buffer[:, start * S : start * S + kept.shape[1]] = kept
+            del self.frames[start : start + excess]
         self.frames += frames
         self.seen = range(max(0, len(self.frames) - self.attention_size), len(self.frames) - len(frames))
-        self._publish([Slot(self.frames[slot], self.frames[slot]) for slot in self.seen], frames)
+        self._publish([Slot(self.frames[slot], self.frames[slot]) for slot in self.seen], frames, sink=0)
 
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Lk, H, D] that a forward with its own k and v [B, L, H, D] sees."""
+        """Return keys and values [B, Lk, H, D] that a forward with its own k and v [B, L, H, D] sees."""
         S, keys, values = self.tokens_per_frame, self.keys[layer], self.values[layer]
         if self.is_clean:
             now = slice((len(self.frames) - len(self.newest)) * S, len(self.frames) * S)
@@ -102,39 +103,23 @@ class RollingCache:
                 self.raw_anchor[layer] = raw_k.clone()
             seen = slice(self.seen.start * S, now.stop)
             return keys[:, seen], values[:, seen]
-        if self._anchor_rope is None:  # the window begins the video
+        if self.anchor_rope is None:  # the window begins the video
             return k, v
         seen = slice(self.seen.start * S, self.seen.stop * S)
-        anchor = rotate(self.raw_anchor[layer], *self._anchor_rope)
+        anchor = rotate(self.raw_anchor[layer], *self.anchor_rope)
         return (
             torch.cat([anchor, keys[:, seen], k], 1),
             torch.cat([values[:, : self.anchor * S], values[:, seen], v], 1),
         )
 
-    def _evict(self, excess: int) -> None:
-        """The oldest frames after the anchor leave, and those after them close up."""
-        if excess <= 0:
-            return
-        S, start = self.tokens_per_frame, self.anchor
-        for buffer in (*self.keys, *self.values):
-            kept = buffer[:, (start + excess) * S :].clone()
-            buffer[:, start * S : start * S + kept.shape[1]] = kept
-        del self.frames[start : start + excess]
-
-    def _publish(self, past: Sequence[Slot], frames: range) -> None:
-        """The layout of the forward to come."""
+    def _publish(self, past: Sequence[Slot], frames: range, sink: int) -> None:
+        """Make the layout of the forward to come."""
         slots = (*past, *(Slot(frame, frame) for frame in frames))
-        layout = KeyLayout(
-            slots,
-            self.tokens_per_frame,
-            own=range(len(past), len(slots)),
-            query_positions=tuple(frames),
-            sink=range(min(self.anchor, len(past))) if not self.is_clean else range(0),
-        )
+        own = range(len(past), len(slots))
+        layout = KeyLayout(slots, self.tokens_per_frame, own, tuple(frames), sink=range(sink))
         self.layouts = [layout] * len(self.layouts)
 
 
-# --- The sampler of Rolling Forcing (arXiv 2509.25161): a window of blocks at rising noise levels
 class RollingForcingPipeline(CausalInferencePipeline):
     """Text to video by a rolling window. A forward sees the model's local_attn_size frames, 21 if -1."""
 
@@ -144,7 +129,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         self.attention_size = rolling_attention_size(
             self.model.local_attn_size, len(self.timesteps), self.num_frame_per_block
         )
-        if self.passes.first != self.passes.later or self.independent_first_frame or self.recompute_context:
+        if self.first_steps != self.later_steps or self.independent_first_frame or self.recompute_context:
             raise ConfigError(
                 "sampler rolling_forcing has equal blocks and steps; leave first_block_steps, "
                 "independent_first_frame and recompute_context out"
@@ -163,7 +148,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         on_pass: Callable[[], None] | None = None,
         probe: Probe | None = None,
     ) -> Iterator[tuple[range, Tensor]]:
-        """The rollout, block by block as they leave the window: frames and latents [B, n, C, h, w].
+        """Roll out block by block as they leave the window: yield frames and latents [B, n, C, h, w].
 
         It holds the cache and one window. Raises ConfigError for a given beginning, other prompts later,
         probes and edits.
@@ -174,12 +159,18 @@ class RollingForcingPipeline(CausalInferencePipeline):
                 "take sampler blocks"
             )
         num_frames = noise.shape[1] if num_frames is None else num_frames
-        blocks = self._blocks(0, num_frames)
+        blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
-        self._check_observers(num_frames, 0, len(blocks))
-        text = self.model.text_keys_values(prompt_embeds)
-        cache, levels = self._new_cache(noise), len(self.timesteps)
+        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), levels + 1)
+        text, cache = self.model.text_keys_values(prompt_embeds), self._new_cache(noise)
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
+
+        def forward(x: Tensor, t: Tensor, at: Pass) -> Tensor:
+            with ATTENTION_WEIGHT_CAPTURE.during(at):
+                flow = self.model(x, t, text, cache)
+            if on_pass:
+                on_pass()
+            return flow
 
         for newest in range(len(blocks) + levels - 1):
             # 1. A block of pure noise enters, while there is one.
@@ -187,81 +178,29 @@ class RollingForcingPipeline(CausalInferencePipeline):
                 window[newest] = noise.first(blocks[newest])
 
             # 2. Denoise all blocks of the window together; block b stands at step newest - b.
-            predicted = self._denoise(window, newest, blocks, text, cache, on_pass)
+            parts = [self._announced(block, newest - block, blocks[block]) for block in window]
+            cache.begin_window(range(blocks[parts[0].block].start, blocks[parts[-1].block].stop))
+            at = _joint(parts)
+            x = torch.cat(list(window.values()), 1)
+            t = x.new_tensor([level for _, level in at.levels], dtype=torch.float32).expand(x.shape[0], -1)
+            flows = forward(x, t, at).split([len(part.query_frames) for part in parts], 1)
 
-            # 3. Each block goes on to its next lower level; the oldest one may have reached the last.
-            for block, x0 in predicted.items():
-                step, frames = newest - block, blocks[block]
+            for part, flow in zip(parts, flows, strict=True):
+                block, step, frames = part.block, part.step, blocks[part.block]
+                x0 = flow_to_x0(flow, window[block], self.sigmas[step])
+                # 3. Each block goes on to its next lower level, unless it is at the last.
                 if step + 1 < levels:
                     window[block] = add_noise(x0, noise.fresh(step, frames), self.sigmas[step + 1])
                     continue
                 # 4. It leaves: the clean pass keeps its keys and values.
                 del window[block]
-                self._remember(block, frames, x0, text, cache, on_pass)
+                cache.begin_clean(frames)
+                clean = self._announced(block, levels, frames)
+                forward(x0, x0.new_full((), clean.timestep, dtype=torch.float32), clean)
                 yield frames, x0
 
-    def _denoise(
-        self,
-        window: dict[int, Tensor],
-        newest: int,
-        blocks: Sequence[range],
-        text: TextKeysValues,
-        cache: RollingCache,
-        on_pass: Callable[[], None] | None,
-    ) -> dict[int, Tensor]:
-        """One forward over the window -> the clean latents that it predicts for every block."""
-        parts = [self._part(block, newest - block, blocks[block]) for block in window]
-        levels = tuple((frame, part.timestep) for part in parts for frame in part.query_frames)
-        announced = Pass(
-            query_frames=tuple(frame for frame, _ in levels),
-            block=parts[0].block,
-            step=parts[0].step,
-            timestep=parts[0].timestep,
-            parts=tuple(parts),
-            levels=levels,
-        )
-        cache.begin_window(range(levels[0][0], levels[-1][0] + 1))
-        x = torch.cat(list(window.values()), 1)
-        t = x.new_tensor([level for _, level in levels], dtype=torch.float32).expand(x.shape[0], -1)
-        flow = self._forward(x, t, announced, text, cache, on_pass)
-        flows = flow.split([len(blocks[block]) for block in window], 1)
-        return {
-            part.block: flow_to_x0(one, window[part.block], self.sigmas[part.step])
-            for part, one in zip(parts, flows, strict=True)
-        }
-
-    def _remember(
-        self,
-        block: int,
-        frames: range,
-        x0: Tensor,
-        text: TextKeysValues,
-        cache: RollingCache,
-        on_pass: Callable[[], None] | None,
-    ) -> None:
-        """The clean pass of a block."""
-        cache.begin_clean(frames)
-        at = self._part(block, len(self.timesteps), frames)
-        t = x0.new_full((), at.timestep, dtype=torch.float32)
-        self._forward(x0, t, at, text, cache, on_pass)
-
-    def _forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        at: Pass,
-        text: TextKeysValues,
-        cache: RollingCache,
-        on_pass: Callable[[], None] | None,
-    ) -> Tensor:
-        with ATTENTION_WEIGHT_CAPTURE.during(at):
-            flow = self.model(x, t, text, cache)
-        if on_pass:
-            on_pass()
-        return flow
-
-    def _part(self, block: int, step: int, frames: range) -> Pass:
-        """What one block's share of a forward is called: its own block, step and level."""
+    def _announced(self, block: int, step: int, frames: range) -> Pass:
+        """Return what one block's share of a forward is called: its own block, step and level."""
         return Pass(
             query_frames=tuple(frames),
             block=block,
@@ -285,3 +224,17 @@ class RollingForcingPipeline(CausalInferencePipeline):
             dtype=model.dtype,
             device=model.device,
         )
+
+
+def _joint(parts: Sequence[Pass]) -> Pass:
+    """Return the pass of a whole window, named by its oldest block."""
+    levels = tuple((frame, part.timestep) for part in parts for frame in part.query_frames)
+    oldest = parts[0]
+    return Pass(
+        query_frames=tuple(frame for frame, _ in levels),
+        block=oldest.block,
+        step=oldest.step,
+        timestep=oldest.timestep,
+        parts=tuple(parts),
+        levels=levels,
+    )

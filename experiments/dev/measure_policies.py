@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -17,11 +18,11 @@ import torch
 from experiments.dev.measure_capture import MIB, Rollout, make_rollout
 from experiments.extraction import devices
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.cache import CachePolicy
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.pipeline import CausalInferencePipeline
-from wan.policies import CachePolicy, make_policy
+from wan.policies import make_policy
 
 WINDOW: dict[str, Any] = {"name": "window", "sink": 3}
 PAIRS: list[tuple[dict[str, Any], int]] = [  # a policy, and the window of the size that it sees
@@ -66,8 +67,8 @@ class Bench:
         old, given = self.rollout.pipeline, self.given if given is None else given
         device, n = self.device, old.num_frame_per_block
         end = given + (WARM_UP + self.blocks) * n
-        pipeline = CausalInferencePipeline(old.model, n, cache_policy=policy)
-        pipeline.passes, pipeline.timesteps, pipeline.sigmas = old.passes, old.timesteps, old.sigmas
+        pipeline = copy(old)
+        pipeline.cache_policy = policy
         stamps: list[float] = []
         clock = time.perf_counter if device.type == "cuda" else time.process_time  # others use the CPU too
 
@@ -106,8 +107,8 @@ class Bench:
         """MiB of the policy's keys and values in a rollout without an end; nothing is allocated."""
         noise, pipeline = self.rollout.noise, self.rollout.pipeline
         sizes = pipeline.model.config
-        slots = policy.capacity(10**6, pipeline.num_frame_per_block)
-        buffers = 2 * slots + min(policy.raw_slots(slots), slots)
+        slots, raw_slots, _ = policy.capacity(10**6, pipeline.num_frame_per_block)
+        buffers = 2 * slots + raw_slots
         token = sizes.num_layers * sizes.dim * noise.element_size()
         return round(buffers * sizes.tokens_per_frame(*noise.shape[3:]) * token / MIB, 1)
 

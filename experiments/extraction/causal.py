@@ -43,7 +43,7 @@ from wan.noise import SeededNoise
 from wan.offload import StreamedBlocks
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch
 from wan.rolling_forcing import RollingForcingPipeline
 
 # --- Where a loaded model runs and how its layers are launched: on several GPUs, from graphs, aside for now

@@ -68,14 +68,9 @@ def merged_layers(model: ModelConfig) -> int:
 
 def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of every slot in every layer, and what the policy keeps beside them."""
-    policy, slots, S = (
-        config.policy,
-        cached_frames(config),
-        model.tokens_per_frame(config.height, config.width),
-    )
-    policy.check(config.block_sizes)  # some learn there how many slots they fill with their own frames
-    per_value = (2 * slots + policy.raw_slots(slots)) * dtype.itemsize + 2 * policy.state_frames() * FLOAT
-    return model.num_layers * S * model.dim * per_value
+    size, slots = config.policy.capacity(config.num_frames, max(config.block_sizes)), cached_frames(config)
+    per_value = (2 * slots + size.raw_slots) * dtype.itemsize + 2 * size.state_frames * FLOAT
+    return model.num_layers * model.tokens_per_frame(config.height, config.width) * model.dim * per_value
 
 
 def frames_at_once(config: RunConfig) -> int:
@@ -93,7 +88,7 @@ def cached_frames(config: RunConfig) -> int:
     if config.sampler == "rolling_forcing":  # the anchor stays beside what a forward sees
         block = max(config.block_sizes)
         return block + rolling_attention_size(config.local_attn_size, len(config.denoising_step_list), block)
-    return config.policy.capacity(config.num_frames, max(config.block_sizes))
+    return config.policy.capacity(config.num_frames, max(config.block_sizes)).slots
 
 
 def text_states(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -116,7 +111,7 @@ def exchange(
     """Places by which processes exchange q, k, v and outputs, all with raw keys, queries of captured text."""
     if config.gpus == 1:
         return 0
-    has_raw = config.policy.raw_slots(cached_frames(config)) > 0
+    has_raw = config.policy.capacity(config.num_frames, max(config.block_sizes)).raw_slots > 0
     tensors = 4 + 4 * has_raw + any("cross" in request.kinds for request in requests)
     return tensors * queries * model.dim // config.gpus * dtype.itemsize
 

@@ -17,7 +17,7 @@ from wan.gathered_calls import gather_calls
 from wan.model import WanModel
 from wan.parallel import any_process
 from wan.pipeline import CausalInferencePipeline
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch
 from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
@@ -70,7 +70,7 @@ def roll_out(
         pipeline.model.config.num_layers,
         len(finished),
         len(pipeline.pass_timesteps),
-        pipeline.passes.has,
+        pipeline.has_pass,
     )
     return torch.cat(finished, 1), gather_calls(pipeline.model, records)
 

@@ -35,7 +35,7 @@ def held(thing, seen: set) -> int:
         return sum(held(value, seen) for value in thing.values())
     if isinstance(thing, (list, tuple)):
         return sum(held(value, seen) for value in thing)
-    if type(thing).__module__.startswith("wan.modules") and id(thing) not in seen:
+    if type(thing).__module__.startswith("wan.") and id(thing) not in seen:
         seen.add(id(thing))
         return held(vars(thing), seen)
     return 0

@@ -56,7 +56,7 @@ def test_every_slot_holds_what_it_says(case):
 
 def check_positions(policy, layout, frames):
     own, n = layout.own, len(layout.slots)
-    if policy.stands_by_slot:
+    if policy.positions_follow_slots:
         assert list(layout.positions) == list(range(n))
         return
     assert [layout.positions[i] for i in own] == list(frames)
@@ -210,9 +210,9 @@ def test_a_bank_keeps_the_best_under_the_prompt():
         ({"name": "magic"}, "'magic' is not one of full, window"),
         ({"name": "window", "windw": 3}, "has no field 'windw'; it has"),
         ({"name": "window", "window": 3, "sink": 3}, "must be at least 4"),
-        ({"name": "window", "window": "9"}, "window must be a whole number, not '9'"),
+        ({"name": "window", "window": "9"}, "window must be int, not '9'"),
         ({"name": "window", "released": "rolex"}, "'rolex' is not one of self_forcing, longlive"),
-        ({"name": "full", "released": True}, "no released variant"),
+        ({"name": "full", "released": True}, "released True is not one of none"),
         ({"name": "participative", "sink": 4, "recent": 4, "budget": 7}, "it must be at least 8"),
         ({"name": "participative", "window": 12}, "it may be at most 12"),
         ({"name": "ema_sink", "alpha": 1.5}, "alpha must be in 0..1, not 1.5"),

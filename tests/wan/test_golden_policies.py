@@ -14,8 +14,7 @@ from wan import model as layers
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.keys import CHOSEN, EMPTY, KeyLayout
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import make_policy
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch, make_policy
 
 ATOL = 2e-5  # the smallest wrong policy moves the latents by 5e-3
 LAYER = 2  # whose slots were recorded

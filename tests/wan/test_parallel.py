@@ -13,8 +13,7 @@ from helpers.processes import together
 from wan.errors import ConfigError
 from wan.exchange import WIDE, widened
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
-from wan.policies import make_policy
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch, make_policy
 
 ATOL = 1e-5
 

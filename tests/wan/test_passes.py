@@ -16,9 +16,8 @@ from wan.config import load_config
 from wan.edits import intervene
 from wan.errors import ConfigError
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout
-from wan.pipeline import RECACHE, CausalInferencePipeline, FlowSchedule, PassPlan, add_noise, flow_to_x0
-from wan.policies import make_policy
-from wan.prompt_schedule import PromptSwitch
+from wan.pipeline import RECACHE, CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
+from wan.policies import PromptSwitch, make_policy
 
 TWO_STEP = {"denoising_step_list": [1000, 500], "first_block_steps": [1000, 750, 500, 250]}
 
@@ -41,12 +40,10 @@ def one_block(model, cache, text, x, renoise, levels):
 
 
 def test_a_pass_is_named_by_its_noise_level():
-    plan = PassPlan.of_steps([1000, 500], [1000, 750, 500, 250])
-    assert plan.timesteps == pytest.approx((1000, 937.5, 833.3333, 625))
-    assert plan.of_block(0) == (0, 1, 2, 3) and plan.of_block(1) == plan.of_block(6) == (0, 2)
-    assert [plan.has(1, step) for step in range(6)] == [True, False, True, False, True, False]
-    plan = PassPlan.of_steps([1000], [1000, 750])
-    assert plan.of_block(1) == (0,) and len(plan.timesteps) == 2
+    run = CausalInferencePipeline(tiny_pipeline().model, **TWO_STEP)
+    assert run.timesteps == pytest.approx((1000, 937.5, 833.3333, 625))
+    assert run.steps_of(0) == [0, 1, 2, 3] and run.steps_of(1) == run.steps_of(6) == [0, 2]
+    assert [run.has_pass(1, step) for step in range(6)] == [True, False, True, False, True, False]
 
 
 def test_the_first_block_takes_its_own_steps():

@@ -7,7 +7,7 @@ from conftest import golden_arrays, golden_model
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch
 
 ARRAYS = golden_arrays("causal")
 NOISE, EMBEDS = ARRAYS["blocks9/noise"], ARRAYS["blocks9/prompt_embeds"]

@@ -17,7 +17,7 @@ def test_the_policy_of_the_contributors_page_runs():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     source = re.search(r"```python\n(@dataclass\nclass EveryOther.*?)```", text, re.S)[1]
     names: dict = {}
-    header = "from dataclasses import dataclass\nfrom wan.policies import WindowedPolicy\n"
+    header = "from dataclasses import dataclass\nfrom wan.policies import *\n"
     exec(header + source, names)
     policy = names["EveryOther"](window=8, sink=1)
     policy.check([3])

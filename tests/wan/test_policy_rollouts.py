@@ -11,8 +11,7 @@ from helpers.rollouts import TWO_STEPS
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import make_policy
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch, make_policy
 
 ANY = [
     {"name": "full"},
@@ -75,7 +74,7 @@ def test_a_batch_is_its_items(settings):
 
 CANNOT = {
     "recache": [settings for settings in ANY if not make_policy(**settings).can_recache],
-    "cut": [settings for settings in ANY if not make_policy(**settings).stands_by_slot],
+    "cut": [settings for settings in ANY if not make_policy(**settings).positions_follow_slots],
 }
 
 

@@ -17,8 +17,7 @@ from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.keys import key_frames
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import POLICIES, make_policy
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import POLICIES, PromptSwitch, make_policy
 
 HEADS, LAYERS, WIDTH, S = 2, 2, 2, 2
 
@@ -38,7 +37,7 @@ MODEL = small_model()
 
 def hows_of(policy) -> list[str]:
     """The ways to change the prompt that a policy has."""
-    hows = ["keep", "flush", *(["cut"] if policy.stands_by_slot else [])]
+    hows = ["keep", "flush", *(["cut"] if policy.positions_follow_slots else [])]
     return hows + (["recache"] if policy.can_recache else [])
 
 

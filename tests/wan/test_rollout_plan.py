@@ -8,8 +8,7 @@ from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.edits import intervene
 from wan.interventions import InterventionError, Jitter, Knockout
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import make_policy
-from wan.prompt_schedule import PromptSwitch
+from wan.policies import PromptSwitch, make_policy
 
 FRAMES = 18
 TEXT = torch.zeros(1, 4, TINY["text_dim"])
