@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,8 @@ from wan.errors import ConfigError
 
 if TYPE_CHECKING:
     from experiments.benchmarks.worker import Active, Rollout
+    from wan.cache import CachePolicy
     from wan.config import RunConfig
-    from wan.policies import CachePolicy
 
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
 GROUPS = ("maps", "interventions", "policies", "models")
@@ -320,13 +321,11 @@ def block_seconds(rollout: "Rollout", policy: "CachePolicy", captured: bool, blo
     import time
 
     from experiments.benchmarks.worker import capturing
-    from wan.pipeline import CausalInferencePipeline
 
     n, num_frames = rollout.config.num_frame_per_block, rollout.config.num_frames
     given = num_frames - (WARM_UP + blocks) * n
-    pipeline = CausalInferencePipeline(rollout.model, n, cache_policy=policy)
-    pipeline.passes, pipeline.timesteps = rollout.pipeline.passes, rollout.pipeline.timesteps
-    pipeline.sigmas = rollout.pipeline.sigmas
+    pipeline = copy(rollout.pipeline)
+    pipeline.cache_policy = policy
     stamps: list[float] = []
 
     def on_block(block: int, latents: object) -> None:
