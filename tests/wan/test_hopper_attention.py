@@ -73,7 +73,7 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
     """They are rounded twice, so their error may be √2 times that of one rounding, in both directions alike;
     the others are what the kernel alone gives, bit for bit.
     """
-    from wan.kernels import fa4 as waves
+    from wan.kernels import split_keys as waves
 
     q, k, v = call((1, heads, 4680, 21, 1560), factor)
     whole, chunks = waves.plan(

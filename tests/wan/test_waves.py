@@ -28,7 +28,7 @@ def tails_of(logits: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
 @pytest.mark.parametrize("frames", [1, 5, 6])
 def test_chunks_of_keys_are_joined(frames, chunks):
     """To what all keys give, also where frames begin in the middle of chunks, or chunks in that of frames."""
-    from wan.kernels import fa4 as waves
+    from wan.kernels import split_keys as waves
 
     heads, rows, size, head_dim = 3, 20, 42, 16
     q, k, v = (
@@ -59,7 +59,7 @@ def test_chunks_of_keys_are_joined(frames, chunks):
 @pytest.mark.parametrize("plan", [(30, 1), (20, 3), (0, 8), (29, 2)], ids=str)
 def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
     """A kernel by formulas stands in; keys lie in a larger buffer, as a cache's do."""
-    from wan.kernels import fa4 as waves
+    from wan.kernels import split_keys as waves
 
     asked, sizes = [], []
     monkeypatch.setattr(waves, "plan", lambda *given: sizes.append(given) or plan)
@@ -96,7 +96,7 @@ def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
 @pytest.mark.parametrize("processors", [114, 132, 148])
 def test_who_sees_keys_in_chunks(heads, processors):
     """The queries behind the last whole wave, where that saves time; never those of several items."""
-    from wan.kernels import fa4 as waves
+    from wan.kernels import split_keys as waves
 
     for len_q, len_k in itertools.product((1, 128, 1560, 4680), (77, 512, 4680, 14040, 32760)):
         whole, chunks = waves.plan(len_q, len_k, 1, heads, processors)

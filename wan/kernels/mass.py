@@ -1,7 +1,7 @@
-"""Triton kernel: softmax mass per key frame from q, k and the log-sum-exp of their attention call.
+"""Triton kernels: softmax mass by key frame, key token or segment, from q, k and attention's log-sum-exp.
 
-It forms q kᵀ tile by tile, takes exp2(s − lse) and keeps one row sum per key frame: half the products of
-attention, no second softmax, and no matrix in memory.
+They form q kᵀ tile by tile and take exp2(s − lse): half the products of attention, no second softmax, and no
+matrix in memory.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# --- Triton kernel: softmax mass per key frame from q, k and the log-sum-exp of their attention call
 LOG2_E = 1.4426950408889634
 BLOCK_ROWS = 512  # queries whose sums are read at once
 BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
@@ -94,7 +93,7 @@ def query_frame_mass(
     frames_each: int | None = None,
     left_out: range = range(0),
 ) -> Tensor:
-    """Mass of every query on every key frame -> float32 [B, H, Fk, Lq].
+    """Return the mass of every query on every key frame, float32 [B, H, Fk, Lq].
 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or as many
     as make KEYS_EACH keys. The keys left_out lie between two frames and are of none.
@@ -111,12 +110,8 @@ def query_frame_mass(
         lse.float().contiguous(),
         mass,
         head_dim**-0.5 * LOG2_E,
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
-        k.stride(0),
-        k.stride(1),
-        k.stride(2),
+        *q.stride()[:3],
+        *k.stride()[:3],
         heads,
         len_q,
         num_key_frames,
@@ -154,13 +149,13 @@ def _tails_kernel(tails_ptr, mass_ptr, part, num_frames, len_q, rows, BLOCK: tl.
 
 @triton.jit
 def _tail(sums, part, highest, there):
-    """Sums of exponentials, whose own maximum lies part behind them, as if the highest one was subtracted."""
+    """Rescale partial sums, whose maxima lie part behind them, to the highest maximum."""
     maximum = tl.load(sums + part, mask=there, other=0.0)
     return tl.load(sums, mask=there, other=0.0) * tl.math.exp2(maximum - highest)
 
 
 def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
-    """Mass by frame [B, H, Fq, Fk] from what the attention kernel kept, [2, B, H, Fk, Lq].
+    """Return mass by frame [B, H, Fq, Fk] from what the attention kernel kept, [2, B, H, Fk, Lq].
 
     The whole sums and the largest maximum stand with the first frame: the kernel walks to it.
     """
@@ -172,25 +167,21 @@ def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
     return mass
 
 
-# --- Triton kernel: what every key token receives, from q, k and the log-sum-exp of their attention call
-MAP_LOG2_E = 1.4426950408889634
-MAP_BLOCK_Q, MAP_BLOCK_K, MAP_NUM_WARPS, MAP_NUM_STAGES = (
-    64,
-    128,
-    8,
-    3,
-)  # those of mass_kernel.py with keys and queries swapped
+# What every key token receives.
+
+# As above with keys and queries swapped.
+COLUMN_BLOCK_Q, COLUMN_BLOCK_K = 64, 128
 
 
 @triton.jit
 def _weights(k, q, scale, lse):
-    """Softmax of one tile [MAP_BLOCK_K, MAP_BLOCK_Q]; scale in units of log 2, lse in natural ones."""
+    """Softmax of one tile [BLOCK_K, BLOCK_Q]; scale in units of log 2, lse in natural ones."""
     return tl.math.exp2(tl.dot(k, q) * scale - lse[None, :] * 1.4426950408889634)
 
 
 @triton.jit
 def _mean_logits(k, q_mean_ptr, dims, HEAD_DIM: tl.constexpr):
-    """Products of keys [MAP_BLOCK_K, DIM_PAD] with a mean query."""
+    """Products of keys [BLOCK_K, DIM_PAD] with a mean query."""
     q_mean = tl.load(q_mean_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
     return tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
 
@@ -212,15 +203,15 @@ def _column_kernel(
     len_k,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    MAP_BLOCK_Q: tl.constexpr,
-    MAP_BLOCK_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """One program: the mass of MAP_BLOCK_K keys from a frame's queries, perhaps the mean logit."""
+    """One program: the mass of BLOCK_K keys from a frame's queries, perhaps the mean logit."""
     batch_head, frame = tl.program_id(1).to(tl.int64), tl.program_id(2)
     of_frame = batch_head * num_frames + frame
     batch, head = batch_head // num_heads, batch_head % num_heads
-    columns = tl.program_id(0) * MAP_BLOCK_K + tl.arange(0, MAP_BLOCK_K)
-    rows, dims = tl.arange(0, MAP_BLOCK_Q), tl.arange(0, DIM_PAD)
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    rows, dims = tl.arange(0, BLOCK_Q), tl.arange(0, DIM_PAD)
     stride = num_heads * HEAD_DIM
 
     k_ptr += batch * stride_kb + head * HEAD_DIM
@@ -230,16 +221,16 @@ def _column_kernel(
         logits = _mean_logits(k, q_mean_ptr + of_frame * HEAD_DIM, dims, HEAD_DIM)
         tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
 
-    total = tl.zeros([MAP_BLOCK_K], tl.float32)
+    total = tl.zeros([BLOCK_K], tl.float32)
     tile = q_ptr + batch * stride_qb + head * HEAD_DIM + rows[None, :] * stride + dims[:, None]
     tile += frame.to(tl.int64) * len_q * stride
     lse_ptr += of_frame * len_q + rows
-    whole = len_q // MAP_BLOCK_Q * MAP_BLOCK_Q
-    for start in range(0, whole, MAP_BLOCK_Q):
+    whole = len_q // BLOCK_Q * BLOCK_Q
+    for start in range(0, whole, BLOCK_Q):
         # masked loads cost: none where none is needed
         q = tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
         total += tl.sum(_weights(k, q, scale, tl.load(lse_ptr + start)), 1)
-        tile += MAP_BLOCK_Q * stride
+        tile += BLOCK_Q * stride
     if whole < len_q:
         there = whole + rows < len_q
         q = tl.load(tile, mask=there[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
@@ -249,7 +240,7 @@ def _column_kernel(
 
 
 def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> tuple[Tensor, Tensor]:
-    """Mean logit and mass of every key token, means over each frame's queries -> float32 [B, H, F, Lk] each.
+    """Return mean logit and mass of every key token by query frame, float32 [B, H, F, Lk] each.
 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq] in natural units.
     """
@@ -260,19 +251,19 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1
 
 
 def key_token_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> Tensor:
-    """The mass of key_token_means alone -> float32 [B, H, F, Lk]."""
+    """Return the mass of key_token_means alone, float32 [B, H, F, Lk]."""
     return _columns(q, k, lse, num_query_frames, None, None)
 
 
 def _columns(
     q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, q_mean: Tensor | None, logits: Tensor | None
 ) -> Tensor:
-    """Mass of every key token; with q_mean [B, H, F, D] its mean logit is written to logits, too."""
+    """Return the mass of every key token; with q_mean [B, H, F, D] write its mean logit to logits, too."""
     batch, len_q, heads, head_dim = q.shape
     rows = (heads * head_dim, head_dim, 1)
     q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
     mass = torch.empty(batch, heads, num_query_frames, k.shape[1], device=q.device)
-    grid = (triton.cdiv(k.shape[1], MAP_BLOCK_K), batch * heads, num_query_frames)
+    grid = (triton.cdiv(k.shape[1], COLUMN_BLOCK_K), batch * heads, num_query_frames)
     _column_kernel[grid](
         q,
         k,
@@ -280,7 +271,7 @@ def _columns(
         q_mean,
         mass,
         logits,
-        head_dim**-0.5 * MAP_LOG2_E,
+        head_dim**-0.5 * LOG2_E,
         q.stride(0),
         k.stride(0),
         heads,
@@ -289,15 +280,16 @@ def _columns(
         k.shape[1],
         HEAD_DIM=head_dim,
         DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_Q=MAP_BLOCK_Q,
-        BLOCK_K=MAP_BLOCK_K,
-        num_warps=MAP_NUM_WARPS,
-        num_stages=MAP_NUM_STAGES,
+        BLOCK_Q=COLUMN_BLOCK_Q,
+        BLOCK_K=COLUMN_BLOCK_K,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
     )
     return mass
 
 
-# --- Triton kernels: what is known of unequal segments of keys, whose bounds the GPU alone knows
+# Unequal segments of keys, whose bounds the GPU alone knows.
+
 TOKENS, COLUMNS = 64, 64  # of a tile of keys
 SUMMED = 1024  # masses at once: a frame of the 1.3B has 1560 queries
 SEGMENTS, GATHERED = 64, 32  # a tile of what gathers values
@@ -335,7 +327,7 @@ def _run_mean_kernel(
 
 
 def run_means(k: Tensor, bounds: Tensor, first_token: int, out: Tensor) -> None:
-    """Mean key of each run -> out [B, runs, H, D], float32; 0 of a run without tokens.
+    """Write the mean key of each run to out [B, runs, H, D], float32; 0 of a run without tokens.
 
     k [B, n, H, D] are the tokens from first_token on; run i of an item is bounds[i] .. bounds[i + 1] - 1 of
     all keys, bounds [B or 1, runs + 1].
@@ -409,7 +401,7 @@ def _segment_sum_kernel(
 
 
 def segment_sums(whole: Tensor, tokens: Tensor, bounds: Tensor, runs: range, first_token: int) -> Tensor:
-    """Mass of every segment, averaged over the queries of each query frame -> float32 [B, H, Fq, n].
+    """Return the mass of every segment, averaged over each frame's queries, float32 [B, H, Fq, n].
 
     whole [B, H, slots, Lq or Fq] is the mass of every query, or query frame, on the slots around the runs; it
     may hold those slots, too, in whose place the runs stand. tokens [B, H, Fq, keys] is that on the keys from
@@ -427,8 +419,7 @@ def segment_sums(whole: Tensor, tokens: Tensor, bounds: Tensor, runs: range, fir
         bounds,
         out,
         bounds.expand(batch, -1).stride(0),
-        rows.stride(0),
-        rows.stride(1),
+        *rows.stride()[:2],
         rows.stride(2) * frame_size,
         heads,
         num_frames,
@@ -504,7 +495,7 @@ def _gather_kernel(
 def gathered(
     logits: Tensor, mass: Tensor | None, means: Sequence[Tensor], sums: Sequence[Tensor]
 ) -> dict[str, list[Tensor]]:
-    """Values of segments [B, H, Fq, n] by frame and by slot: "logits" times means, and "mass" times sums.
+    """Return values of segments [B, H, Fq, n] by frame and by slot: "logits" times means, "mass" times sums.
 
     means and sums are a matrix of the frames and one of the slots, [B or 1, 1, n, m] each.
     """
