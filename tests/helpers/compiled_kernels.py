@@ -17,12 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from wan.kernels import split_keys as waves
 from wan.kernels import frame_sum as frame_sum_kernel
 from wan.kernels import fused
 from wan.kernels import mass as map_kernel
 from wan.kernels import mass as mass_kernel
 from wan.kernels import mass as segment_kernel
+from wan.kernels import split_keys as waves
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 
