@@ -30,8 +30,7 @@ from experiments.extraction.result import Extraction
 from experiments.extraction.video import decode, save_video
 from experiments.running.cli import FOLDER, policy_settings
 from experiments.running.progress import Progress
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall
+from wan.capture import CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from wan.captured_call import HeadGroup, HeadShard
+from wan.capture import HeadGroup, HeadShard
 from wan.errors import ConfigError, short_repr
 from wan.keys import EMPTY, ChosenTokens, KeyLayout, Slot, send
 from wan.rope import rotate_into
@@ -211,7 +211,6 @@ class KVCache:
 
         self.keys, self.values = buffers(self.capacity), buffers(self.capacity)
         self.raw_keys = buffers(self.raw_slots) if self.raw_slots else []
-        self._rollout = object()
         self._given: tuple[Tensor, ...] = ()  # the last places()
         self.layouts = [KeyLayout((), tokens_per_frame)] * len(self.keys)
         self.policy.start(self)
@@ -374,24 +373,18 @@ class KVCache:
             self.key_positions = range(first, first + len(self.own))
         self.query_positions = self.policy.query_positions(self)
         self.begin_pass(is_clean=True)
-        shared = self._layout(self.slots, None, self.layouts[0])
-        self.layouts = [
-            self._layout(*self.policy.of_layer(self, layer), before)
-            if self.policy.chooses_by_layer
-            else shared
-            for layer, before in enumerate(self.layouts)
-        ]
+        if self.policy.chooses_by_layer:
+            layers = range(self.num_layers)
+            self.layouts = [self._layout(*self.policy.of_layer(self, layer)) for layer in layers]
+        else:
+            self.layouts = [self._layout(self.slots, None)] * self.num_layers
 
-    def _layout(self, slots: Sequence[Slot], chosen: ChosenTokens | None, before: KeyLayout) -> KeyLayout:
-        same = [new is old for new, old in zip(slots, before.slots, strict=False)]
+    def _layout(self, slots: Sequence[Slot], chosen: ChosenTokens | None) -> KeyLayout:
         return KeyLayout(
             tuple(slots),
             self.tokens_per_frame,
             own=self.own,
             query_positions=tuple(self.query_positions),
-            rollout=self._rollout,
-            version=before.version + 1,
-            unchanged=same.index(False) if False in same else len(same),
             chosen=chosen,
             sink=range(min(self.sink, self.own.start)),
         )

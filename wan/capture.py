@@ -1,86 +1,226 @@
-"""Observing attention: who is asked for, where the rollout is, and what is kept of each call.
+"""Observe attention: who is asked for, which pass of the rollout runs, and what is kept of each call.
 
 A call is identified by who it is. Each attention module carries its Site, the rollout announces its Pass, the
 call brings its KeyLayout, and nothing is counted. Whatever is kept is computed beside the call, from its own
-q, k and log-sum-exp.
+q, k and log-sum-exp (wan/reductions.py).
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wan import keys as host_copies
 from wan import reductions
-from wan import reductions as frame_reductions
-from wan.captured_call import (
-    CapturedCall,
-    HeadGroup,
-    HeadShard,
-    Kind,
-    Pass,
-    Site,
-    joined,
-    joint_layout,
-    move_to_cpu,
-    parts_of,
-)
-from wan.edits import EditedCall
-from wan.keys import KeyLayout, key_frames, picked, segments_of, send
-from wan.late_logits import LateLogits, LateWork
-from wan.reductions import of_keys
-from wan.rope import RotaryTable
+from wan.keys import KeyBias, KeyLayout, Slot, as_index, select, send
 
-# --- What is asked for together, and what is kept for it while the rollout goes on
-if TYPE_CHECKING:
-    pass
+Kind = Literal["self", "cross"]
+
+
+# --- Who calls, and in which forward
+@dataclass(frozen=True, eq=False)
+class HeadShard:
+    """The heads of a range out of total. Others' heads are in other processes (wan/parallel.py)."""
+
+    heads: range
+    total: int
+
+    @classmethod
+    def whole(cls, num_heads: int) -> "HeadShard":
+        return cls(range(num_heads), num_heads)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.heads) == self.total
+
+    def of(self, x: Tensor) -> Tensor:
+        """The shard's heads of all heads [B, n, H, D]."""
+        return x if self.is_whole else x[:, :, self.heads.start : self.heads.stop]
+
+    def of_text(self, text: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+        """The shard's heads of the prompt's keys and values per layer."""
+        return text if self.is_whole else [(self.of(k), self.of(v)) for k, v in text]
+
+    def local(self, heads: range | list[int]) -> list[int]:
+        """Those of some heads of the model that are here, by their indices here."""
+        return [head - self.heads.start for head in heads if head in self.heads]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum x over all processes, each of which has summed over its own heads."""
+        return x
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """All heads, in order, from what each process has of its own along dim; on the CPU."""
+        return x
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention module of the model: its transformer layer, counted from 0, and what it attends to."""
+
+    layer: int
+    kind: Kind
+    shard: HeadShard | None = field(default=None, compare=False, repr=False)  # where not all heads are here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward of the model as the sampler announces it. Frames are global latent frame indices."""
+
+    query_frames: tuple[int, ...]
+    block: int = 0
+    step: int = 0  # index of the pass within its block; -1 where a switch of prompts computes the cache again
+    timestep: float = 0.0
+    is_clean_pass: bool = False
+    branch: str = "cond"  # classifier-free guidance runs a second branch, "uncond"
+    parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
+    levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
+
+
+class HeadGroup(NamedTuple):
+    """Heads that see keys of their own, and what these keys are."""
+
+    numbers: tuple[int, ...]  # among the heads that are here
+    heads: Tensor  # the same on the device
+    q: Tensor  # [B, Lq, h, D]
+    k: Tensor  # [B, Lk, h, D]
+    v: Tensor
+    layout: KeyLayout
 
 
 @dataclass(eq=False)
-class Session:
-    """What was asked for together, and what was kept for it so far."""
+class Call:
+    """An attention call on its way: edits change q, k, v and bias before the softmax, and z by `after`."""
 
-    requests: tuple["CaptureRequest", ...] = ()
-    calls: list[CapturedCall] = field(default_factory=list)
-    late: LateWork = field(default_factory=LateWork)
-    logits: LateLogits = field(default_factory=LateLogits)
+    site: Site
+    at: Pass | None  # None where nobody announced the forward
+    q: Tensor  # [B, Lq, H, D]
+    k: Tensor  # [B, Lk, H, D]
+    v: Tensor
+    layout: KeyLayout | None = None  # None for cross-attention
+    mask: Tensor | None = None  # [Lq, Lk], of a training step
+    bias: KeyBias | None = None
+    after: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
+    layer_heads: int = 0  # and how many of the layer are here then
+    lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
+    tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
 
-    def keep(self, call: CapturedCall) -> None:
-        self.calls.append(call)
-        host_copies.start(call.values)
+    @property
+    def shard(self) -> HeadShard:
+        """The heads of this process."""
+        return self.site.shard or HeadShard.whole(self.layer_heads or self.q.shape[2])
 
-    def finish(self) -> None:
-        """Complete what was kept so far."""
-        self.late.finish()
-        self.logits.finish()
+    @property
+    def known_layout(self) -> KeyLayout:
+        """The layout of the keys of self-attention; ValueError where the caller brought none."""
+        if self.layout is None:
+            raise ValueError(
+                f"layer {self.site.layer}: self-attention was called without the layout of its keys"
+            )
+        return self.layout
 
-    def forget(self) -> None:
-        """After an error: what is not complete is not kept."""
-        self.late.forget()
-        gone = self.logits.forget()
-        if gone:
-            self.calls[:] = [call for call in self.calls if not any(call.values is x for x in gone)]
+    def finish(self, z: Tensor) -> Tensor:
+        """Return the output of the call [B, Lq, H, D] from what attention gave."""
+        for change in self.after:
+            z = change(z)
+        return z
 
-    def of_frames(
-        self, layer: Hashable, call: frame_reductions.Call, mass: bool, rope_bands: bool, waits: bool
-    ) -> dict[str, Tensor]:
-        """What is kept of a call by frame; of one that waits, in finish()."""
-        self.logits.make_way(layer)
-        if not waits or rope_bands or not call.layout.is_plain:
-            means = self.logits.key_means.of(layer, call.layout, call.k)
-            return frame_reductions.of_frames(call, means, mass, rope_bands)
-        others = {"frame_mass": frame_reductions.mass_of(call)} if mass else {}
-        return self.logits.add(layer, call, others)
+    def parts(self) -> Iterator["Call"]:
+        """Yield the call of each block, where a forward is over blocks at several noise levels."""
+        if self.at is None or not self.at.parts:
+            yield self
+            return
+        tokens, start = self.q.shape[1] // len(self.at.query_frames), 0
+        for part in self.at.parts:
+            rows = slice(start, start := start + tokens * len(part.query_frames))
+            lse = None if self.lse is None else self.lse[..., rows].contiguous()
+            at = replace(part, levels=self.at.levels)
+            yield replace(self, at=at, q=self.q[:, rows].contiguous(), lse=lse)
 
 
-# --- What chosen queries of one call see of every key token: mean logit and mass, for maps over video frames
-if TYPE_CHECKING:
-    pass
+# --- What was kept
+@dataclass(frozen=True, eq=False)
+class CapturedCall(Mapping[str, Any]):
+    """One attention call and what was kept of it: values by name, on the CPU once the capture has ended.
 
+    call["layer"], call["frame_logits"], ...: a mapping of the call's facts and then its values.
+    """
+
+    site: Site
+    at: Pass | None  # None where nobody announced the forward
+    values: dict[str, Tensor] = field()  # type: ignore[assignment]  # in the place of Mapping.values()
+    q_shape: tuple[int, ...]  # [B, Lq, H, D]
+    k_shape: tuple[int, ...]  # [B, Lk, H, D]
+    layout: KeyLayout | None = None  # None for cross-attention
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a call equals itself alone
+
+    @property
+    def is_logits(self) -> bool:
+        """True where the values hold logits q·k/√D; probabilities and masses otherwise."""
+        return not {"token_probabilities", "cross_mass", "word_map"} & self.values.keys()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Who called, in which pass, and what the keys were; None for what nobody told."""
+        at, layout = self.at, self.layout
+        facts: dict[str, Any] = {
+            "layer": self.site.layer,
+            "kind": self.site.kind,
+            "q_shape": list(self.q_shape),
+            "k_shape": list(self.k_shape),
+            "is_logits": self.is_logits,
+        }
+        for name in ("block", "step", "timestep", "is_clean_pass", "branch"):
+            facts[name] = None if at is None else getattr(at, name)
+        facts["query_frames"] = None if at is None else list(at.query_frames)
+        # A frame that is not there is clean.
+        levels = {} if at is None else dict(at.levels) or dict.fromkeys(at.query_frames, at.timestep)
+        return facts | {
+            "frame_timesteps": levels,
+            "key_frames": None if layout is None else list(layout.columns),  # of the columns of frame_logits
+            "slot_frame": None if layout is None else list(layout.frames),
+            "slot_position": None if layout is None else list(layout.positions),
+            "slot_tokens": None if layout is None else [layout.tokens_per_slot] * len(layout.slots),
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name] if name in self.values else self.facts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.facts, *self.values])
+
+    def __len__(self) -> int:
+        return len([*self])
+
+
+SMALL = 1 << 15  # elements; values up to here are copied together
+
+
+def start_copies(values: dict[str, Tensor]) -> None:
+    """Begin to copy large values from a GPU to pinned memory, in place; move_to_cpu() waits for them."""
+    for name, value in values.items():
+        if value.is_cuda and value.numel() > SMALL:
+            values[name] = value.contiguous().to("cpu", non_blocking=True)
+
+
+def move_to_cpu(calls: Collection[CapturedCall]) -> None:
+    """Bring captured tensors to the CPU, small ones in one copy per dtype: each would wait for the device."""
+    if any(value.is_pinned() for call in calls for value in call.values.values()):
+        torch.cuda.synchronize()
+    small = [(call.values, name) for call in calls for name, value in call.values.items() if value.is_cuda]
+    for dtype in {values[name].dtype for values, name in small}:
+        group = [(values, name) for values, name in small if values[name].dtype == dtype]
+        flat = torch.cat([values[name].flatten() for values, name in group]).cpu()
+        parts = flat.split([values[name].numel() for values, name in group])
+        for (values, name), part in zip(group, parts, strict=True):
+            values[name] = part.view(values[name].shape).clone()  # a view would be saved with all of flat
+
+
+# --- What is asked for
 ALL = -1
 
 
@@ -95,248 +235,10 @@ class MapQuery(NamedTuple):
 
 
 def queries_of(queries: Sequence[MapQuery], query_frames: Sequence[int]) -> list[MapQuery]:
-    """Those that a call with these query frames has."""
+    """Return those that a call with these query frames has."""
     return [query for query in queries if query.frame in (ALL, *query_frames)]
 
 
-def check_queries(queries: Sequence[MapQuery]) -> None:
-    """Raise ValueError for what no call can have, and for one that is named twice."""
-    if not queries:
-        raise ValueError("granularity 'map' needs a query: (-1, -1) is the mean over all of a call")
-    for frame, token in queries:
-        if min(frame, token) < ALL or (frame == ALL and token != ALL):
-            raise ValueError(f"query ({frame}, {token}) is not (frame, token), (frame, -1) or (-1, -1)")
-    if twice := [query for n, query in enumerate(queries) if query in queries[:n]]:
-        raise ValueError(f"query {tuple(twice[0])} is named twice")
-
-
-def maps_of_call(
-    request: "CaptureRequest",
-    site: Site,
-    at: Pass,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    layout: KeyLayout | None,
-    mask: Tensor | None,
-) -> dict[str, Tensor]:
-    """What a request for maps keeps of a call."""
-    if mask is not None:
-        raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
-
-    def of(heads: list[int]) -> dict[str, Tensor]:
-        chosen = picked(q, heads, 2), picked(k, heads, 2)
-        if site.kind == "cross":
-            return {"word_map": word_map(*chosen, request.num_words)}
-        if layout is None:
-            raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
-        S = layout.tokens_per_slot
-        return key_maps(*chosen, picked(lse, heads, 1), request.queries, at.query_frames, S)
-
-    return of_chosen_heads(request.heads, site.shard or HeadShard.whole(q.shape[2]), of)
-
-
-def key_maps(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    queries: Sequence[MapQuery],
-    query_frames: Sequence[int],
-    tokens_per_slot: int,
-    bias: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """map_logits and map_mass [B, H, n, Lk], float16, and map_queries [n, 2], whose rows they are.
-
-    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]; bias [H, Lk] was added to the logits, −inf where a key
-    was left out. Mass is times tokens_per_slot; logits that were left out are NaN.
-    """
-    found = queries_of(queries, query_frames)
-    S = q.shape[1] // len(query_frames)
-    if late := [query for query in found if query.token >= S]:
-        raise ValueError(f"token {late[0].token} is not in 0..{S - 1}")
-    shape = (q.shape[0], q.shape[2], len(found), k.shape[1])
-    logits, mass = (torch.empty(shape, dtype=torch.float16, device=q.device) for _ in range(2))
-    alone = [row for row, query in enumerate(found) if query.token != ALL]
-    if alone:
-        places = [query_frames.index(found[row].frame) * S + found[row].token for row in alone]
-        of_tokens = _token_rows(picked(q, places, 1), k, tokens_per_slot, bias)
-        for number, row in enumerate(alone):
-            logits[:, :, row], mass[:, :, row] = (rows[:, :, number] for rows in of_tokens)
-    for row, query in enumerate(found):
-        if query.token == ALL:
-            first = 0 if query.frame == ALL else query_frames.index(query.frame) * S
-            some = slice(first, q.shape[1] if query.frame == ALL else first + S)
-            means, columns = reductions.key_token_means(q[:, some], k, lse[:, :, some], bias)
-            logits[:, :, row], mass[:, :, row] = means, columns * tokens_per_slot
-    return {"map_logits": logits, "map_mass": mass, "map_queries": torch.tensor(found)}
-
-
-def of_chosen_heads(
-    heads: Sequence[int] | None, shard: HeadShard, make: Callable[[list[int]], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """make(heads) of those chosen heads (None: all) that are in this process, by their indices here.
-
-    Raises ValueError for a head that the layer does not have.
-    """
-    if heads is None:
-        return make(list(range(len(shard.heads))))
-    for head in heads:
-        if not 0 <= head < shard.total:
-            raise ValueError(f"head {head} is not in 0..{shard.total - 1}")
-    if not shard.is_whole and list(heads) != sorted(heads):
-        raise ValueError(f"several GPUs keep maps of heads in ascending order, not of {list(heads)}")
-    here = shard.local(list(heads))
-    values = make(here or [0])
-    return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
-
-
-def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None) -> Tensor:
-    """Softmax of cross-attention of every query on the first words -> float16 [B, H, Lq, words].
-
-    DAAM's map (arXiv 2210.04885). num_words None keeps all text tokens, padding too.
-    """
-    rows = (part.softmax(-1)[..., :num_words].half() for part in reductions.scaled_logits(q, k, bias=bias))
-    return torch.cat([*rows], 2)
-
-
-def _token_rows(q: Tensor, k: Tensor, tokens_per_slot: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits and mass of a few queries [B, n, H, D] on every key, some rows at a time."""
-    logits, mass = [], []
-    for rows in reductions.scaled_logits(q, k, bias=bias):
-        mass.append((rows.softmax(-1) * tokens_per_slot).half())
-        logits.append((rows if bias is None else reductions.absent(rows)).half())
-    return torch.cat(logits, 2), torch.cat(mass, 2)
-
-
-# --- What is kept of a call under edit: of the q and k that its softmax saw, with what was added to its
-if TYPE_CHECKING:
-    pass
-
-
-def edited_values(request: "CaptureRequest", call: EditedCall, lse: Tensor) -> dict[str, Tensor]:
-    """The quantities that a request asks for, of a call with other keys or a bias; lse [B, H, Lq]."""
-    q, k, bias = call.q, call.k, call.bias
-    on_host = None if bias is None else bias.per_token()
-    per_token = None if on_host is None else send(on_host, q.device)
-    if request.granularity == "token":
-        name = "token_logits" if request.is_logits else "token_probabilities"
-        matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, bias=per_token)
-        attended = _attended((*matrix.shape[:2], 1, matrix.shape[3]), on_host, q.device)
-        return {name: matrix} | attended | of_keys(call.layout, k)
-    if request.granularity == "key":
-        curve = _biased(reductions.key_curve(q, k), per_token)
-        return {"key_curve": curve} | _attended(curve.shape, on_host, q.device) | of_keys(call.layout, k)
-    if request.granularity == "map":
-        return _maps(request, call, lse, on_host)
-    num_query_frames = len(call.at.query_frames)
-    if call.site.kind == "cross":
-        mass = reductions.token_mass(q, k, num_query_frames, per_token)
-        return {"cross_mass": mass} | _attended(mass.shape, on_host, q.device)
-    return _frames(request, call, lse, num_query_frames)
-
-
-def _maps(request: "CaptureRequest", call: EditedCall, lse: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-    """Maps of the chosen heads; lse [B, H, Lq], bias [H, Lk] on the host."""
-
-    def of(heads: list[int]) -> dict[str, Tensor]:
-        q, k = picked(call.q, heads, 2), picked(call.k, heads, 2)
-        chosen = None if bias is None else picked(bias, heads, 0)
-        added = None if chosen is None else send(chosen, q.device)
-        if call.site.kind == "cross":
-            return {"word_map": word_map(q, k, request.num_words, added)}
-        S = call.known.tokens_per_slot
-        maps = key_maps(q, k, picked(lse, heads, 1), request.queries, call.at.query_frames, S, added)
-        return maps | _attended((*maps["map_mass"].shape[:2], 1, k.shape[1]), chosen, q.device)
-
-    return of_chosen_heads(request.heads, call.shard, of)
-
-
-def _frames(
-    request: "CaptureRequest", call: EditedCall, lse: Tensor, num_query_frames: int
-) -> dict[str, Tensor]:
-    q, k = call.q, call.k
-    if call.layout is None:
-        raise ValueError(f"layer {call.site.layer}: self-attention was called without the layout of its keys")
-    if call.of_heads is not None and not call.layout.is_plain:
-        raise ValueError(
-            "what edits change is captured under cache_policy per_head for classes of whole frames alone"
-        )
-    if not call.layout.is_plain:
-        return _mixed_frames(request, call, call.layout, num_query_frames)
-    slots = len(call.layout.slots)
-    on_host = None if call.bias is None else call.bias.values
-    per_slot = None if on_host is None else send(on_host, q.device)
-    means = reductions.frame_means(k, slots)
-    logits = _biased(reductions.frame_logits(q, means, num_query_frames), per_slot)
-    values = {"frame_logits": logits} | _attended(logits.shape, on_host, q.device)
-    if request.rope_bands:
-        bands = list(RotaryTable(q.shape[-1]).bands.values())
-        by_band = reductions.frame_logits_by_band(q, means, num_query_frames, bands)
-        if "attended" in values:  # a bias belongs to no band: only what was left out shows here
-            by_band = by_band.masked_fill(~values["attended"][..., None], torch.nan)
-        values["frame_logits_by_band"] = by_band
-    if request.mass:
-        values["frame_mass"] = reductions.frame_mass(q, k, lse, num_query_frames, slots, per_slot)
-    return values
-
-
-def _mixed_frames(
-    request: "CaptureRequest", call: EditedCall, layout: KeyLayout, num_query_frames: int
-) -> dict[str, Tensor]:
-    """What frame_reductions.of_frames keeps, token by token, because an edit may leave some of them out."""
-    q, k, segments = call.q, call.k, segments_of(layout)
-    on_host = None if call.bias is None else call.bias.per_token()
-    bias = None if on_host is None else send(on_host, q.device)
-    frames = key_frames(layout, len(k))[0]
-    slots = (torch.arange(k.shape[1]) // layout.tokens_per_slot).expand_as(frames)
-    logits = _biased(reductions.frame_logits(q, k.float(), num_query_frames), bias)  # [B, H, Fq, Lk]
-    mass = reductions.token_mass(q, k, num_query_frames, bias) if request.mass else None
-    values = {"tokens_kept": segments.tokens_kept.expand(len(k), -1).clone()}
-    for kind, names, columns in (
-        ("frame", frames, segments.columns),
-        ("slot", slots, range(len(layout.slots))),
-    ):
-        members = (names[:, :, None] == torch.tensor(columns)).float()[:, None]  # [B, 1, Lk, n]
-        members = send(members, q.device)
-        values[f"{kind}_logits"] = _visible_mean(logits, members)
-        if mass is not None:
-            values[f"{kind}_mass"] = mass @ members
-        if kind == "frame" and request.rope_bands:
-            sizes = list(RotaryTable(q.shape[-1]).bands.values())
-            by_band = reductions.frame_logits_by_band(q, k.float(), num_query_frames, sizes)
-            out = logits.isnan()
-            parts = [_visible_mean(band.masked_fill(out, torch.nan), members) for band in by_band.unbind(-1)]
-            values["frame_logits_by_band"] = torch.stack(parts, -1)
-    if on_host is not None and not on_host.isfinite().all():
-        values["attended"] = ~values["frame_logits"].isnan()
-    return values
-
-
-def _visible_mean(logits: Tensor, members: Tensor) -> Tensor:
-    """Mean over the members [B, 1, Lk, n] that are not NaN of logits [B, H, Fq, Lk]; NaN where all are."""
-    return (logits.nan_to_num() @ members) / ((~logits.isnan()).float() @ members)
-
-
-def _biased(logits: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits [B, H, ..., keys] plus a bias [H, keys], NaN where it is -inf."""
-    if bias is None:
-        return logits
-    bias = bias.view(bias.shape[0], *[1] * (logits.ndim - 3), bias.shape[1])
-    return (logits + bias).masked_fill(bias == -torch.inf, torch.nan)
-
-
-def _attended(shape: Sequence[int], bias: Tensor | None, device: torch.device) -> dict[str, Tensor]:
-    """Which keys were attended, bool of this shape [B, H, ..., keys]; nothing where all were.
-
-    The bias [H, keys] is on the host, which thus need not ask the device.
-    """
-    if bias is None or bias.isfinite().all():
-        return {}
-    view = send(bias.isfinite(), device).view(bias.shape[0], *[1] * (len(shape) - 3), bias.shape[1])
-    return {"attended": view.expand(shape).clone()}
-
-
-# --- Observing attention: who is asked for, where the rollout is, and what is kept of each call
 @dataclass(frozen=True)
 class CaptureRequest:
     """Which calls to keep and what of them. None selects all, step -1 excepted.
@@ -344,8 +246,8 @@ class CaptureRequest:
     granularity: "token" keeps [B, H, Lq, Lk] on the CPU in token_dtype, logits q·k/√D or probabilities; "key"
     the query-averaged logits [B, H, Lk]; "frame" mean logits and, with mass, the mass per frame [B, H, Fq,
     Fk]. Of cross-attention, "frame" keeps the mass per text token [B, H, Fq, tokens]. "map" keeps what each
-    of the queries sees of every key token [B, heads, queries, Lk] (wan/capture.py); of
-    cross-attention the mass of every query token on the first num_words words [B, heads, Lq, words].
+    of the queries sees of every key token [B, heads, queries, Lk]; of cross-attention the mass of every query
+    token on the first num_words words [B, heads, Lq, words].
     """
 
     layers: Collection[int] | None = None
@@ -372,17 +274,26 @@ class CaptureRequest:
             raise ValueError(
                 "rope_bands needs granularity 'frame' of self-attention: nothing else has RoPE bands"
             )
-        if self.granularity == "map":
-            object.__setattr__(self, "queries", tuple(MapQuery(*query) for query in self.queries))
-            check_queries(self.queries)
-        elif self.heads is not None:
-            raise ValueError(f"heads are chosen of granularity 'map'; {self.granularity!r} keeps all")
+        if self.granularity != "map":
+            if self.heads is not None:
+                raise ValueError(f"heads are chosen of granularity 'map'; {self.granularity!r} keeps all")
+            return
+        queries = tuple(MapQuery(*query) for query in self.queries)
+        object.__setattr__(self, "queries", queries)
+        if not queries:
+            raise ValueError("granularity 'map' needs a query: (-1, -1) is the mean over all of a call")
+        for frame, token in queries:
+            if min(frame, token) < ALL or (frame == ALL and token != ALL):
+                raise ValueError(f"query ({frame}, {token}) is not (frame, token), (frame, -1) or (-1, -1)")
+        if twice := [query for n, query in enumerate(queries) if query in queries[:n]]:
+            raise ValueError(f"query {tuple(twice[0])} is named twice")
 
     def selects(self, site: Site) -> bool:
-        """Whether the calls of an attention module are asked for."""
+        """Return whether the calls of an attention module are asked for."""
         return site.kind in self.kinds and (self.layers is None or site.layer in self.layers)
 
     def wants(self, site: Site, at: Pass | None) -> bool:
+        """Return whether the call of a site in a pass is asked for."""
         if not self.selects(site):
             return False
         if at is None:
@@ -406,13 +317,156 @@ def check_indices(name: str, chosen: Collection[int] | None, count: int | None) 
             raise ValueError(f"{name} {index} is not in 0..{count - 1}")
 
 
+# --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
+def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
+    """Compute the quantities that a request asks for, by name; ValueError where the call cannot have them."""
+    q, k, mask = call.q, call.k, call.mask
+    on_host = None if call.bias is None else call.bias.per_token()
+    bias = None if on_host is None else send(on_host, q.device)
+    if request.granularity == "token":
+        name = "token_logits" if request.is_logits else "token_probabilities"
+        matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, mask, bias)
+        attended = _attended((*matrix.shape[:2], 1, matrix.shape[3]), on_host, q.device)
+        return {name: matrix} | attended | reductions.key_names(call.layout, k)
+    if request.granularity == "key":
+        curve = reductions.with_bias(reductions.key_curve(q, k, mask), bias)
+        attended = _attended(curve.shape, on_host, q.device)
+        return {"key_curve": curve} | attended | reductions.key_names(call.layout, k)
+    if call.at is None:
+        raise ValueError(
+            f"{request.granularity} granularity needs to know the frames of each call: run the model "
+            "through the pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
+        )
+    if request.granularity == "map":
+        return _map_values(request, call, call.at, on_host)
+    num_query_frames = len(call.at.query_frames)
+    if call.site.kind == "cross":
+        mass = reductions.token_mass(q, k, num_query_frames, bias)
+        return {"cross_mass": mass} | _attended(mass.shape, on_host, q.device)
+    layout = call.known_layout
+    if mask is not None:
+        return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
+    assert call.lse is not None
+    return reductions.frame_values(
+        q, k, call.lse, layout, num_query_frames, request.mass, request.rope_bands, call.bias, call.tails
+    )
+
+
+def _attended(shape: Sequence[int], bias: Tensor | None, device: torch.device) -> dict[str, Tensor]:
+    """Which keys were attended, bool of this shape [B, H, ..., keys]; nothing where all were.
+
+    The bias [H, keys] is on the host, which thus need not ask the device.
+    """
+    if bias is None or bias.isfinite().all():
+        return {}
+    view = send(bias.isfinite(), device).view(bias.shape[0], *[1] * (len(shape) - 3), bias.shape[1])
+    return {"attended": view.expand(shape).clone()}
+
+
+def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
+    """What a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
+    if call.mask is not None:
+        raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
+    shard = call.shard
+    heads = list(shard.heads) if request.heads is None else list(request.heads)
+    for head in heads:
+        if not 0 <= head < shard.total:
+            raise ValueError(f"head {head} is not in 0..{shard.total - 1}")
+    if not shard.is_whole and heads != sorted(heads):
+        raise ValueError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
+    here = shard.local(heads)
+    some = here or [0]  # a process without any of them keeps maps of 0 heads
+    q, k = select(call.q, some, 2), select(call.k, some, 2)
+    of_heads = None if bias is None else select(bias, some, 0)
+    added = None if of_heads is None else send(of_heads, q.device)
+    if call.site.kind == "cross":
+        values = {"word_map": word_map(q, k, request.num_words, added)}
+    else:
+        assert call.lse is not None
+        S, lse = call.known_layout.tokens_per_slot, select(call.lse, some, 1)
+        values = key_maps(q, k, lse, request.queries, at.query_frames, S, added)
+        values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), of_heads, q.device)
+    return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
+
+
+def key_maps(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    queries: Sequence[MapQuery],
+    query_frames: Sequence[int],
+    tokens_per_slot: int,
+    bias: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return map_logits and map_mass [B, H, n, Lk], float16, and map_queries [n, 2], whose rows they are.
+
+    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]; bias [H, Lk] was added to the logits, -inf where a key
+    was left out. Mass is times tokens_per_slot; logits that were left out are NaN.
+    """
+    found = queries_of(queries, query_frames)
+    S = q.shape[1] // len(query_frames)
+    if late := [query for query in found if query.token >= S]:
+        raise ValueError(f"token {late[0].token} is not in 0..{S - 1}")
+    shape = (q.shape[0], q.shape[2], len(found), k.shape[1])
+    logits, mass = (torch.empty(shape, dtype=torch.float16, device=q.device) for _ in range(2))
+    alone = [row for row, query in enumerate(found) if query.token != ALL]
+    places = [query_frames.index(found[row].frame) * S + found[row].token for row in alone]
+    number = 0
+    for rows in reductions.scaled_logits(select(q, places, 1), k, bias=bias) if alone else ():
+        for of_token, of_mass in zip(rows.unbind(2), rows.softmax(-1).unbind(2), strict=True):
+            logits[:, :, alone[number]] = reductions.absent(of_token)
+            mass[:, :, alone[number]] = of_mass * tokens_per_slot
+            number += 1
+    for row, query in enumerate(found):
+        if query.token == ALL:
+            first = 0 if query.frame == ALL else query_frames.index(query.frame) * S
+            some = slice(first, q.shape[1] if query.frame == ALL else first + S)
+            means, columns = reductions.key_token_means(q[:, some], k, lse[:, :, some], bias)
+            logits[:, :, row], mass[:, :, row] = means, columns * tokens_per_slot
+    return {"map_logits": logits, "map_mass": mass, "map_queries": torch.tensor(found)}
+
+
+def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None) -> Tensor:
+    """Softmax of cross-attention of every query on the first words -> float16 [B, H, Lq, words].
+
+    DAAM's map (arXiv 2210.04885). num_words None keeps all text tokens, padding too.
+    """
+    rows = (part.softmax(-1)[..., :num_words].half() for part in reductions.scaled_logits(q, k, bias=bias))
+    return torch.cat([*rows], 2)
+
+
+# --- Heads of one layer that see keys of their own, as one call
+BY_FRAME = ("frame_logits", "frame_mass")  # what is kept of calls whose heads see different frames
+
+
+def joint_layout(columns: Sequence[Sequence[int]], like: KeyLayout) -> KeyLayout:
+    """Return a layout of all frames that some head sees."""
+    frames = sorted({frame for frames in columns for frame in frames})
+    slots = tuple(Slot(frame, frame) for frame in frames)
+    return KeyLayout(slots, like.tokens_per_slot, query_positions=like.query_positions)
+
+
+def spread(values: Tensor, seen: Sequence[int], frames: Sequence[int]) -> Tensor:
+    """Values [..., seen] by some frames as values [..., frames], NaN for those that are not among them."""
+    whole = values.new_full((*values.shape[:-1], len(frames)), torch.nan)
+    whole[..., as_index([frames.index(frame) for frame in seen], values.device)] = values
+    return whole
+
+
+class Asked(NamedTuple):
+    """What was asked for together, and what was kept for it so far."""
+
+    requests: tuple[CaptureRequest, ...]
+    calls: list[CapturedCall]
+
+
 class AttentionCapture:
     """What attention modules report to; idle until a request is made, and idle again when it ends."""
 
     call_type: type[CapturedCall] = CapturedCall
 
     def __init__(self) -> None:
-        self._sessions = [Session()]  # the last one is served
+        self._asked = [Asked((), [])]  # the last one is served
         self._pass: Pass | None = None
 
     # -- asking ----------------------------------------------------------------------------------------------
@@ -421,25 +475,21 @@ class AttentionCapture:
     def capture(self, *requests: CaptureRequest, **fields: Any) -> Iterator[list[CapturedCall]]:
         """Keep what the requests (or one request of the given fields) ask for while the context lasts.
 
-        Yields the list of calls, complete and on the CPU once the context has ended. On exit, also on an
-        error, what was asked for before is asked for again.
+        Yields the list of calls, on the CPU once the context has ended. On exit, also on an error, what was
+        asked for before is asked for again.
         """
-        session = Session(requests or (CaptureRequest(**fields),))
-        depth = len(self._sessions)
-        self._sessions.append(session)
+        calls: list[CapturedCall] = []
+        depth = len(self._asked)
+        self._asked.append(Asked(requests or (CaptureRequest(**fields),), calls))
         try:
-            yield session.calls
-            session.finish()
-            move_to_cpu(session.calls)
+            yield calls
         finally:
-            session.forget()
-            del self._sessions[depth:]
-            if depth == 1:  # an error left copies behind
-                host_copies.forget()
+            del self._asked[depth:]
+        move_to_cpu(calls)
 
     @property
     def active(self) -> bool:
-        return bool(self._sessions[-1].requests)
+        return bool(self._asked[-1].requests)
 
     @property
     def now(self) -> Pass | None:
@@ -452,163 +502,72 @@ class AttentionCapture:
         self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None
     ) -> None:
         """Raise ValueError where a request does not fit the model (and rollout) that is about to run."""
-        for request in self._sessions[-1].requests:
+        for request in self._asked[-1].requests:
             request.check(num_layers, num_blocks, num_passes)
 
     @contextmanager
     def during(self, at: Pass) -> Iterator[None]:
-        """The sampler announces the forward that runs inside this context."""
+        """Announce the forward that runs inside this context."""
         before, self._pass = self._pass, at
         try:
             yield
-            for session in self._sessions:
-                session.finish()
         finally:
-            for session in self._sessions:  # after an error
-                session.forget()
             self._pass = before
 
     def wants(self, site: Site) -> bool:
-        """Whether the call that a site is about to make in this pass is asked for."""
-        return any(request.wants(site, self._pass) for request in self._sessions[-1].requests)
+        """Return whether the call that a site is about to make in this pass is asked for."""
+        return any(request.wants(site, self._pass) for request in self._asked[-1].requests)
 
     def frames_weighed(self, site: Site, layout: KeyLayout | None) -> int:
-        """In how many key frames the mass of the call that a site is about to make is wanted; 0: not so."""
-        if layout is None or self._pass is None or self._pass.parts:
+        """Return in how many slots the mass of a site's next call is wanted; 0 where it is not."""
+        if layout is None or layout.chosen or self._pass is None or self._pass.parts:
             return 0
-        requests = [request for request in self._sessions[-1].requests if request.wants(site, self._pass)]
+        requests = [request for request in self._asked[-1].requests if request.wants(site, self._pass)]
         weighs = any(request.granularity == "frame" and request.mass for request in requests)
         return len(layout.slots) if weighs else 0
 
-    def observe(
-        self,
-        site: Site,
-        q: Tensor,
-        k: Tensor,
-        lse: Tensor,
-        layout: KeyLayout | None = None,
-        mask: Tensor | None = None,
-        tails: Tensor | None = None,
-    ) -> None:
-        """Called by attention(): q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq], mask [Lq, Lk].
+    def observe(self, call: Call) -> None:
+        """Keep what is asked for of a call whose softmax is done."""
+        for part in call.parts():
+            for request in self._asked[-1].requests:
+                if request.wants(part.site, part.at):
+                    shapes = tuple(part.q.shape), tuple(part.k.shape)
+                    layout = part.layout and part.layout.on_host
+                    self._keep(part, values_of(request, part), *shapes, layout)
 
-        tails [2, B, H, Fk, Lq] come where frames_weighed() asked for them. Of a forward over blocks at
-        several noise levels each block's queries are a call of their own.
-        """
-        if self._pass is not None and self._pass.parts:
-            for part, rows in parts_of(self._pass, q.shape[1]):
-                with self.during(part):
-                    self.observe(site, q[:, rows].contiguous(), k, lse[..., rows].contiguous(), layout)
-            return
-        session = self._sessions[-1]
-        requests = [request for request in session.requests if request.wants(site, self._pass)]
-        if not requests:
-            return
-
-        def keep(q: Tensor) -> None:
-            for request in requests:
-                values = self._reduce(
-                    session, request, site, q, k, lse, layout, mask, tails=tails, waits=True
-                )
-                shapes = tuple(q.shape), tuple(k.shape)
-                kept = layout and layout.on_host
-                session.keep(self.call_type(site, self._pass, values, *shapes, kept))
-
-        if session.late.is_for(layout):
-            session.late.add(partial(keep, q.clone()))  # whose memory the next layer may take
-        else:
-            keep(q)
-
-    def observe_groups(
-        self,
-        site: Site,
-        groups: Sequence[HeadGroup],
-        lses: Sequence[Tensor],
-        edited: Sequence[EditedCall] = (),
-    ) -> None:
-        """Called by attention_by_heads(): frame values of all heads together,
-        NaN where one does not see a frame; edited are the groups' calls where edits are active.
-        """
-        session = self._sessions[-1]
-        session.late.finish()
-        for request in session.requests:
+    def observe_groups(self, calls: Sequence[Call], groups: Sequence[HeadGroup]) -> None:
+        """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
+        site, layouts = calls[0].site, [group.layout for group in groups]
+        for request in self._asked[-1].requests:
             if not request.wants(site, self._pass):
                 continue
             if request.granularity != "frame" or request.rope_bands:
                 raise ValueError("under cache_policy per_head calls are kept at granularity 'frame' alone")
-            parts = [
-                edited_values(request, edited[index], lse)
-                if edited and edited[index].is_changed
-                else self._reduce(session, request, site, group.q, group.k, lse, group.layout, None, index)
-                for index, (group, lse) in enumerate(zip(groups, lses, strict=True))
-            ]
-            layouts = [group.layout for group in groups]
-            columns = [x.frames if x.is_plain else segments_of(x).columns for x in layouts]
-            values, layout = joined(parts, columns, groups), joint_layout(columns, groups[0].layout)
-            q_shape = (*groups[0].q.shape[:2], sum(len(g.heads) for g in groups), groups[0].q.shape[3])
-            k_shape = (q_shape[0], len(layout.slots) * layout.tokens_per_slot, *q_shape[2:])
-            session.keep(self.call_type(site, self._pass, values, q_shape, k_shape, layout))
+            parts = [values_of(request, call) for call in calls]
+            columns = [each.columns for each in layouts]
+            layout = joint_layout(columns, layouts[0])
+            num_heads, values = sum(len(group.heads) for group in groups), dict[str, Tensor]()
+            for name in BY_FRAME:
+                if name not in parts[0]:
+                    continue
+                batch, _, queries, _ = parts[0][name].shape
+                values[name] = parts[0][name].new_empty(batch, num_heads, queries, len(layout.slots))
+                for part, seen, group in zip(parts, columns, groups, strict=True):
+                    values[name][:, group.heads] = spread(part[name], seen, layout.frames)
+            if any("attended" in part for part in parts):
+                values["attended"] = ~values["frame_logits"].isnan()
+            batch, length, _, head_dim = groups[0].q.shape
+            keys = len(layout.slots) * layout.tokens_per_slot
+            shapes = (batch, length, num_heads, head_dim), (batch, keys, num_heads, head_dim)
+            self._keep(calls[0], values, *shapes, layout)
 
-    def observe_edited(self, call: EditedCall, lse: Tensor) -> None:
-        """Called by attention() of a call under edit: what its softmax saw is kept."""
-        session = self._sessions[-1]
-        session.late.finish()
-        shapes = tuple(call.q.shape), tuple(call.k.shape)
-        for request in session.requests:
-            if not request.wants(call.site, self._pass):
-                continue
-            if not call.is_changed:
-                values = self._reduce(session, request, call.site, call.q, call.k, lse, call.layout, None)
-            else:
-                values = edited_values(request, call, lse)
-            kept = call.layout and call.layout.on_host
-            session.keep(self.call_type(call.site, self._pass, values, *shapes, kept))
-
-    def exchange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Take on another state -> the one before. For two runs that go in step."""
-        before = dict(self.__dict__)
-        self.__dict__.update(state)
-        return before
-
-    def fresh_state(self) -> dict[str, Any]:
-        """The state of a capture that nobody has asked for anything."""
-        return dict(type(self)().__dict__)
-
-    def _reduce(
+    def _keep(
         self,
-        session: Session,
-        request: CaptureRequest,
-        site: Site,
-        q: Tensor,
-        k: Tensor,
-        lse: Tensor,
+        call: Call,
+        values: dict[str, Tensor],
+        q_shape: tuple[int, ...],
+        k_shape: tuple[int, ...],
         layout: KeyLayout | None,
-        mask: Tensor | None,
-        group: int = 0,
-        tails: Tensor | None = None,
-        waits: bool = False,
-    ) -> dict[str, Tensor]:
-        """What is kept of a call, by name; where it waits, complete at the end of the forward."""
-        if request.granularity == "token":
-            name = "token_logits" if request.is_logits else "token_probabilities"
-            values = {name: reductions.token_matrix(q, k, request.is_logits, request.token_dtype, mask)}
-            return values | frame_reductions.of_keys(layout, k)
-        if request.granularity == "key":
-            return {"key_curve": reductions.key_curve(q, k, mask)} | frame_reductions.of_keys(layout, k)
-        if self._pass is None:
-            raise ValueError(
-                f"{request.granularity} granularity needs to know the frames of each call: run the model "
-                "through the pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
-            )
-        if request.granularity == "map":
-            return maps_of_call(request, site, self._pass, q, k, lse, layout, mask)
-        num_query_frames = len(self._pass.query_frames)
-        if site.kind == "cross":
-            return {"cross_mass": reductions.token_mass(q, k, num_query_frames)}
-        if layout is None:
-            raise ValueError(f"layer {site.layer}: self-attention was called without the layout of its keys")
-        if mask is not None:
-            return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
-        exchanged = site.shard is not None
-        call = frame_reductions.Call(q, k, lse, layout, num_query_frames, tails, exchanged)
-        return session.of_frames((site.layer, group), call, request.mass, request.rope_bands, waits)
+    ) -> None:
+        start_copies(values)
+        self._asked[-1].calls.append(self.call_type(call.site, call.at, values, q_shape, k_shape, layout))

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall, Kind, Pass, Site
+from wan.capture import CapturedCall, CaptureRequest, Kind, Pass, Site
 from wan.errors import ConfigError
 from wan.keys import KeyLayout
 

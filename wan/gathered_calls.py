@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan.captured_call import BY_FRAME, CapturedCall, joint_layout, spread
+from wan.capture import BY_FRAME, CapturedCall, joint_layout, spread
 from wan.model import WanModel
 from wan.parallel import ProcessShard, shard_of
 

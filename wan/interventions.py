@@ -1,29 +1,47 @@
 """Interventions: what can be changed inside attention, each as a value that is written down and run again.
 
-An edit says what is done (Knockout, Bias, Ablate, Patch, Move, Jitter) and, by its Selection, in which calls.
-wan/edits.py applies it, in attention() and nowhere else.
+An edit says what is done (Knockout, Bias, Ablate, Patch, Move, Jitter) and in which calls. attention() hands
+every call to the edits that are active, and to nobody else:
+
+    with intervene(Knockout(frames="first", layers=[5], heads=[10], passes="denoise")) as session:
+        latents = pipeline.inference(noise, ...)
+
+A new edit is a subclass of Edit with its own apply(), and check() where it needs one.
 """
 
 import hashlib
 import json
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from wan.capture import Call, Pass, Site
 from wan.errors import ConfigError
+from wan.keys import EMPTY, MIXED, KeyBias, KeyLayout, as_index, select, send
+from wan.rope import ROPE_THETA, RotaryTable, rotate
 
-# --- The fields of interventions: what is accepted, in which form it is kept, and how it reads in words
+PASSES = ("denoise", "clean", "all")
+BRANCHES = ("cond", "uncond")  # of classifier-free guidance
+ATTENTIONS = ("self", "cross")
+ABLATIONS = ("zero", "mean", "frame_mean", "resample")
+PATCHES = ("z", "qk", "kv")
 FRAME_NAMES = ("first", "sink", "past", "own")
 
 Frames = tuple[int | str, ...]
 
 
 class InterventionError(ConfigError):
-    """What is wrong with an intervention, in one line that says what to do."""
+    """An intervention is wrong; the message is one line that says what to do."""
 
 
+# --- Fields: what is accepted, and in which form it is kept
 def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     """Raise InterventionError for a value that is none of the choices."""
     if not isinstance(value, str) or value not in choices:
@@ -31,7 +49,7 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def indices(name: str, value: Any) -> tuple[int, ...] | None:
-    """A number, or several, that count from 0, as increasing ones; None stays None."""
+    """Return a number, or several, that count from 0, as increasing ones; None stays None."""
     if value is None:
         return None
     chosen = [value] if type(value) is int else list(value) if isinstance(value, Iterable) else None
@@ -44,7 +62,7 @@ def indices(name: str, value: Any) -> tuple[int, ...] | None:
 
 
 def frames(value: Any) -> Frames | None:
-    """Frames by number or name, numbers first: 0, "first", [3, "sink"], "own", "own:18" (one own frame)."""
+    """Return frames by number or name, numbers first: 0, "first", [3, "sink"], "own", "own:18"."""
     if value is None:
         return None
     chosen = [value] if isinstance(value, (int, str)) else list(value) if isinstance(value, Iterable) else []
@@ -61,48 +79,10 @@ def frames(value: Any) -> Frames | None:
 
 
 def finite(name: str, value: Any) -> float:
-    """A number as a float."""
+    """Return a finite number as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InterventionError(f"{name} {value!r} is not a finite number")
     return float(value)
-
-
-def plain(value: Any) -> Any:
-    """A field's value as YAML and JSON have it: one frame or index alone, several as a list."""
-    if isinstance(value, tuple):
-        return value[0] if len(value) == 1 else list(value)
-    return value
-
-
-def numbered(noun: str, numbers: Sequence[int] | None) -> str:
-    """layer 5; layers 1 and 5; layers 0..7; nothing for None."""
-    if numbers is None:
-        return ""
-    if len(numbers) == 1:
-        return f"{noun} {numbers[0]}"
-    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{noun}s {numbers[0]}..{numbers[-1]}"
-    return f"{noun}s {', '.join(str(n) for n in numbers[:-1])} and {numbers[-1]}"
-
-
-def frames_in_words(chosen: Frames) -> str:
-    """What frames mean: keys of earlier blocks, unless they are own."""
-    numbers = [name for name in chosen if isinstance(name, int)]
-    own = [int(name[4:]) for name in chosen if isinstance(name, str) and name.startswith("own:")]
-    named = {"first": "the first frame", "sink": "the sink", "past": "the past", "own": "their own block"}
-    parts = [numbered("frame", numbers)] if numbers else []
-    parts += [named[name] for name in chosen if name in named]
-    parts += [f"own {numbered('frame', own)}"] if own else []
-    return " and ".join(parts)
-
-
-# --- Interventions: what can be changed inside attention, each as a value that is written down and run again
-PASSES = ("denoise", "clean", "all")
-BRANCHES = ("cond", "uncond")  # of classifier-free guidance
-ATTENTIONS = ("self", "cross")
-ABLATIONS = ("zero", "mean", "frame_mean", "resample")
-PATCHES = ("z", "qk", "kv")
-HEADS_OF = {"self": "heads", "cross": "cross-attention heads"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,12 +111,9 @@ class Source:
     def __repr__(self) -> str:
         return f"Source({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
-    def __str__(self) -> str:
-        return "the run of " + ", ".join(f"{name} {value!r}" for name, value in self.to_dict().items())
-
 
 def source_from(value: Any) -> Any:
-    """A Source from its mapping; anything else as it is, for whoever takes it to check."""
+    """Return a Source from its mapping; anything else as it is, for whoever takes it to check."""
     if not isinstance(value, Mapping):
         return value
     if unknown := sorted(set(map(str, value)) - {"prompt", "seed", "weights"}):
@@ -144,9 +121,95 @@ def source_from(value: Any) -> Any:
     return Source(**value)
 
 
+# --- What a rollout is going to do: enough to refuse an edit before it runs, and to count its calls
+@dataclass(frozen=True)
+class BlockKeys:
+    """The frames whose keys a block sees. past are those of earlier blocks, as far as they have a number."""
+
+    own: tuple[int, ...]
+    past: tuple[int, ...] = ()
+    sink: tuple[int, ...] = ()
+    is_given: bool = False  # no denoising, a clean pass alone
+    sees_more: bool = False  # keys of its past may have no frame number
+    steps: tuple[int, ...] | None = None  # its denoising steps; None: every one of the rollout's
+    is_recomputed: bool = False  # a forward of step -1 makes the keys of its past again
+
+    def has(self, name: int | str) -> bool:
+        """Return whether some key is of a frame of that name."""
+        if name == "past":
+            return bool(self.past) or self.sees_more
+        if isinstance(name, int) or name in ("first", "sink"):
+            return bool(self.sink) if name == "sink" else (0 if name == "first" else name) in self.past
+        return name == "own" or int(name[4:]) in self.own
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Layers, heads, passes and blocks of a rollout. Denoising steps come first, the clean pass is last."""
+
+    num_layers: int
+    num_heads: int
+    num_steps: int
+    blocks: tuple[BlockKeys, ...]
+    text_len: int
+    has_clean_pass: bool = True
+    branches: tuple[str, ...] = ("cond",)
+    keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
+
+    def passes(self, edit: "Edit", block: int) -> list[int]:
+        """Return the steps of a block that an edit selects."""
+        here, last = self.blocks[block], self.num_steps if self.has_clean_pass else None
+        there = [-1] if here.is_recomputed else []
+        if not here.is_given:
+            there += [step for step in range(self.num_steps) if here.steps is None or step in here.steps]
+        there += [] if last is None else [last]
+        return [step for step in there if edit.selects_pass(step, step == last)]
+
+    def calls(self, edit: "Edit") -> list[tuple[int, int]]:
+        """Return (block, step) of the calls of one layer and branch that an edit changes."""
+        chosen, names = range(len(self.blocks)) if edit.blocks is None else edit.blocks, edit.key_frames
+        return [
+            (block, step)
+            for block in chosen
+            if names is None or any(map(self.blocks[block].has, names))
+            for step in self.passes(edit, block)
+        ]
+
+    def count(self, edit: "Edit") -> int:
+        """Return how many attention calls an edit changes."""
+        layers, branches = edit.layers or range(self.num_layers), edit.branch or self.branches
+        return len(self.calls(edit)) * len(layers) * (1 if edit.branch else len(branches))
+
+    def in_words(self, edit: "Edit") -> str:
+        """Say what an edit is going to do."""
+        calls = self.calls(edit)
+        return (
+            f"edits {len(edit.heads or range(self.num_heads))} of {self.num_heads} heads "
+            f"in {len(edit.layers or range(self.num_layers))} of {self.num_layers} layers, "
+            f"{len({step for _, step in calls})} passes of {len({block for block, _ in calls})} blocks: "
+            f"{self.count(edit)} calls"
+        )
+
+    def check(self, edits: Iterable["Edit"]) -> None:
+        """Raise InterventionError for an edit that this rollout cannot make, or that would change nothing."""
+        for edit in edits:
+            edit.check(self)
+
+
+# --- What every edit has: which calls it selects, and how it is written down
+class SourceCall(NamedTuple):
+    """The same call of another run; its tensors last until the next one is asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    layout: KeyLayout | None = None
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Selection(ABC):
-    """In which calls an edit is made; None is all. passes has no default: denoise, clean or all.
+class Edit(ABC):
+    """A change of some attention calls; None selects all. passes has no default: denoise, clean or all.
 
     steps are denoising steps and narrow passes "denoise" and "all"; the clean pass is named by passes alone.
     """
@@ -167,57 +230,220 @@ class Selection(ABC):
         if self.steps is not None and self.passes == "clean":
             raise InterventionError("steps are denoising steps: leave them out with passes='clean'")
 
+    @abstractmethod
+    def apply(self, call: Call, data: Any = None) -> bool:
+        """Change a call that is selected; return whether it has anything to change.
+
+        data: the means (HeadOutputs, ReferenceMeans) or the run in step that the edit needs.
+        """
+
     @property
     def kind(self) -> str:
-        """Of the attention it edits: self or cross."""
+        """The attention it edits: self or cross."""
         return "self"
 
+    @property
+    def key_frames(self) -> Frames | None:
+        """The frames that it needs among the keys of a call; None where it needs none."""
+        return None
+
+    @property
+    def needs(self) -> str:
+        """The data that it cannot do without; nothing for most."""
+        return ""
+
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
-        """Whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
+        """Return whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
         if step < 0 or is_clean_pass:
             return is_clean_pass and step >= 0 and self.passes != "denoise"
         return self.passes != "clean" and (self.steps is None or step in self.steps)
 
+    def selects(self, site: Site, at: Pass) -> bool:
+        """Return whether a call is one of those that it is for."""
+        return (
+            site.kind == self.kind
+            and (self.layers is None or site.layer in self.layers)
+            and (self.blocks is None or at.block in self.blocks)
+            and (self.branch is None or at.branch == self.branch)
+            and self.selects_pass(at.step, at.is_clean_pass)
+        )
+
+    def check(self, plan: RolloutPlan) -> None:
+        """Raise InterventionError where a rollout has no such call."""
+        for noun, chosen, count in (
+            ("layer", self.layers, plan.num_layers),
+            ("head", self.heads, plan.num_heads),
+            ("block", self.blocks, len(plan.blocks)),
+        ):
+            check_below(noun, chosen, count, self)
+        if plan.has_clean_pass and plan.num_steps in (self.steps or ()):
+            raise InterventionError(
+                f"step {plan.num_steps} is the clean pass: name it by passes, not by steps"
+            )
+        check_below("step", self.steps, plan.num_steps, self)
+        if self.passes == "clean" and not plan.has_clean_pass:
+            raise InterventionError("the base model has no clean pass: passes are denoise or all")
+        if self.passes == "clean" and not plan.keeps_clean_keys:
+            raise InterventionError(
+                "recompute_context computes the keys of clean passes again: no later block would see an edit "
+                "of passes='clean'; take denoise or all, or leave recompute_context out"
+            )
+        if self.branch is not None and self.branch not in plan.branches:
+            raise InterventionError(f"branch {self.branch} is not there: this rollout has no guidance")
+        if plan.calls(self):
+            return
+        blocks = list(range(len(plan.blocks)) if self.blocks is None else self.blocks)
+        remedy = "its blocks have no such pass"
+        if self.key_frames is not None and any(plan.passes(self, block) for block in blocks):
+            past = _frames_text({frame for block in blocks for frame in plan.blocks[block].past})
+            own = _frames_text({frame for block in blocks for frame in plan.blocks[block].own})
+            remedy = f"earlier blocks hold {past}; own keys are {own}, named by own or own:N"
+        raise InterventionError(f"no call can be edited: {self}; {remedy}")
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON; what is left at its default is left out."""
+        """Return plain values for YAML and JSON; what is left at its default is left out."""
         values: dict[str, Any] = {"edit": type(self).__name__.lower()}
         for each in fields(self):
             value = getattr(self, each.name)
             if each.default is MISSING or value != each.default:
-                values[each.name] = value.to_dict() if isinstance(value, Source) else plain(value)
+                values[each.name] = value.to_dict() if isinstance(value, Source) else _plain(value)
         return values
 
     def __repr__(self) -> str:
-        said = [f"{name}={plain(getattr(self, name))!r}" for name in self.to_dict() if name != "edit"]
+        said = [f"{name}={_plain(getattr(self, name))!r}" for name in self.to_dict() if name != "edit"]
         return f"{type(self).__name__}({', '.join(said)})"
 
-    def __str__(self) -> str:
-        return f"{self.deed}: {self.where}"
 
-    @property
-    @abstractmethod
-    def deed(self) -> str:
-        """What is done, in words."""
-
-    @property
-    def where(self) -> str:
-        """In which calls, in words."""
-        passes = {"denoise": "denoising passes", "clean": "clean pass", "all": "all passes"}[self.passes]
-        if self.steps is not None:
-            passes = numbered("denoising step", self.steps) + (" and clean pass" * (self.passes == "all"))
-        said = [
-            numbered("layer", self.layers) or "all layers",
-            numbered("head", self.heads) or "all heads",
-            numbered("block", self.blocks),
-            passes,
-            f"branch {self.branch}" if self.branch else "",
-        ]
-        return ", ".join(text for text in said if text)
+def check_below(noun: str, chosen: Sequence[int] | None, count: int, edit: Edit) -> None:
+    """Raise InterventionError for an index that is not in 0..count - 1."""
+    for index in chosen or ():
+        if index >= count:
+            raise InterventionError(f"{noun} {index} is not in 0..{count - 1}: {edit}")
 
 
+def _frames_text(numbers: Iterable[int]) -> str:
+    found = sorted(numbers)
+    if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
+        return f"frames {found[0]}..{found[-1]}"
+    return f"frames {', '.join(map(str, found))}" if found else "nothing"
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value as YAML and JSON have it: one frame or index alone, several as a list."""
+    if isinstance(value, tuple):
+        return value[0] if len(value) == 1 else list(value)
+    return value
+
+
+# --- The parts of a call that edits change
+def heads_in(edit: Edit, call: Call) -> list[int]:
+    """Return the heads of an edit, by their indices in the call; none where the call is of others."""
+    if call.of_heads is not None:
+        here = range(len(call.of_heads))
+        return [n for n in here if edit.heads is None or head_number(call, n) in edit.heads]
+    return list(range(call.q.shape[2])) if edit.heads is None else call.shard.local(list(edit.heads))
+
+
+def head_number(call: Call, head: int) -> int:
+    """Return the number in the model of a head of the call."""
+    return call.shard.heads.start + (head if call.of_heads is None else call.of_heads[head])
+
+
+def slots_in(call: Call, names: Frames) -> list[int]:
+    """Return the slots of the keys that frames name: of earlier blocks, unless they are own.
+
+    InterventionError where a number or "first" meets a slot that holds another frame for each batch item.
+    """
+    layout, found = call.known_layout, []
+    for index, slot in enumerate(layout.slots):
+        is_own, is_sink = index in layout.own, index in layout.sink
+        for name in names:
+            if isinstance(name, str) and name.startswith("own"):
+                named = [is_own and name in ("own", f"own:{frame}") for frame in slot.by_item]
+            elif name == "sink":
+                named = [is_sink and not is_own]
+            elif name == "past":
+                named = [not is_own and frame != EMPTY for frame in slot.by_item]
+            else:
+                number = 0 if name == "first" else name
+                named = [not is_own and frame == number for frame in slot.by_item]
+            if any(named):
+                found.append(index)
+                break
+    if set(names) - {"past", "sink"}:
+        check_items(call, found)
+    return found
+
+
+def check_items(call: Call, slots: Iterable[int]) -> None:
+    """Raise InterventionError where one of the slots holds another frame for each batch item."""
+    for index in slots:
+        if len(set(call.known_layout.slots[index].by_item)) > 1:
+            raise InterventionError(
+                f"slot {index} holds another frame for each batch item: edit them one by one"
+            )
+
+
+def tokens_in(call: Call, slots: Sequence[int]) -> slice | Tensor:
+    """Return the tokens of slots among the keys, as an index."""
+    S, some = call.known_layout.tokens_per_slot, as_index(slots, call.k.device)
+    if isinstance(some, slice):
+        return slice(some.start * S, some.stop * S)
+    return (some[:, None] * S + torch.arange(S, device=call.k.device)).flatten()
+
+
+def replace_values(
+    call: Call, name: str, heads: Sequence[int], values: Tensor, tokens: slice | Tensor = slice(None)
+) -> None:
+    """Let q, k or v have other values [B, tokens, heads, D] in this call; the cache stays as it is."""
+    x, columns = getattr(call, name).clone(), as_index(heads, call.q.device)
+    rows = tokens if isinstance(tokens, slice) or isinstance(columns, slice) else tokens[:, None]
+    x[:, rows, columns] = values.to(x.dtype)
+    setattr(call, name, x)
+
+
+def replace_output(call: Call, heads: Sequence[int], values: Tensor) -> None:
+    """Let heads put out other values, [B or 1, Lq, heads, D] or a number."""
+
+    def change(z: Tensor) -> Tensor:
+        z = z.clone()
+        z[:, :, as_index(heads, z.device)] = values
+        return z
+
+    call.after.append(change)
+
+
+def source_call(call: Call, data: Any) -> SourceCall:
+    """Return the same call of another run; InterventionError where its shapes are others."""
+    source: SourceCall = data.call(call.site, call.at, call.of_heads)
+    theirs, mine = (tuple(x.shape for x in (each.q, each.k)) for each in (source, call))
+    if theirs != mine:
+        raise InterventionError(f"the source's call is of another shape: {theirs}, not {mine}")
+    return source
+
+
+def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
+    """Radians per frame of each pair of the temporal share, float64 [heads or 1, pairs]; bases [heads]."""
+    share = RotaryTable(head_dim).axes_dim[0]
+    exponents = torch.arange(0, share, 2, dtype=torch.float64) / share
+    bases = torch.tensor([ROPE_THETA], dtype=torch.float64) if bases is None else bases
+    return bases[:, None] ** -exponents
+
+
+def turn(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the temporal share of x [B, F·S, heads, D] by angles [F, heads or 1, pairs] -> float32."""
+    rest = x.shape[3] // 2 - angles.shape[2]
+    whole = torch.cat([angles, angles.new_zeros(*angles.shape[:2], rest)], 2)
+    cos, sin = whole.cos().float(), whole.sin().float()  # [F, heads, D/2]
+    tables = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
+    there = [send(table, x.device).repeat_interleave(x.shape[1] // len(angles), 0) for table in tables]
+    return rotate(x.float(), *there)
+
+
+# --- The edits
 @dataclass(frozen=True, kw_only=True, repr=False)
-class KeySelection(Selection):
-    """Some keys of the chosen calls: frames of self-attention, or prompt tokens of cross-attention."""
+class KeySelection(Edit):
+    """Add a number to the logits of some keys: frames of self-attention, or prompt tokens of cross."""
 
     frames: Frames | None = None
     tokens: tuple[int, ...] | None = None
@@ -231,13 +457,40 @@ class KeySelection(Selection):
             raise InterventionError(f"{name} takes frames (of self-attention) or tokens (of the prompt)")
 
     @property
+    @abstractmethod
+    def added(self) -> float:
+        """The number that is added."""
+
+    @property
     def kind(self) -> str:
         return "self" if self.frames is not None else "cross"
 
     @property
-    def keys(self) -> str:
-        """Which keys, in words."""
-        return numbered("prompt token", self.tokens) if self.frames is None else frames_in_words(self.frames)
+    def key_frames(self) -> Frames | None:
+        return self.frames
+
+    def check(self, plan: RolloutPlan) -> None:
+        check_below("prompt token", self.tokens, plan.text_len, self)
+        super().check(plan)
+
+    def apply(self, call: Call, data: Any = None) -> bool:
+        slots = list(self.tokens or ()) if self.frames is None else slots_in(call, self.frames)
+        if not slots:
+            return False
+        heads = torch.tensor(heads_in(self, call), dtype=torch.long)
+        if not len(heads):
+            return True  # all of them are in other processes
+        if call.bias is None:
+            size = call.k.shape[1] if self.frames is None else len(call.known_layout.slots)
+            call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
+        call.bias.values[heads[:, None], torch.tensor(slots)] += self.added
+        if blind := call.bias.blind_heads:
+            assert call.at is not None
+            raise InterventionError(
+                f"layer {call.site.layer}, block {call.at.block}: head {head_number(call, blind[0])} "
+                "would lose all its keys"
+            )
+        return True
 
 
 @dataclass(frozen=True, repr=False)
@@ -245,8 +498,8 @@ class Knockout(KeySelection):
     """Leave keys out before the softmax; the weights of the rest are renormalised."""
 
     @property
-    def deed(self) -> str:
-        return f"knock out {self.keys}"
+    def added(self) -> float:
+        return -math.inf
 
 
 @dataclass(frozen=True, repr=False)
@@ -260,12 +513,12 @@ class Bias(KeySelection):
         object.__setattr__(self, "b", finite("b", self.b))
 
     @property
-    def deed(self) -> str:
-        return f"add {self.b:g} to the logits of {self.keys}"
+    def added(self) -> float:
+        return self.b
 
 
 @dataclass(frozen=True, repr=False)
-class Ablate(Selection):
+class Ablate(Edit):
     """Replace a head's output z [B, Lq, D], before the projection o.
 
     how: zero; mean over the tokens of the frame and a reference set (same layer, head, place of the frame in
@@ -292,18 +545,28 @@ class Ablate(Selection):
         return self.attention
 
     @property
-    def deed(self) -> str:
-        by = {
-            "zero": "0",
-            "mean": f"its mean over {self.source or 'the reference set'}",
-            "frame_mean": "its mean over the frame in the unedited run",
-            "resample": f"that of {self.source}",
-        }[self.how]
-        return f"replace the output of {HEADS_OF[self.attention]} by {by}"
+    def needs(self) -> str:
+        if self.how == "resample":
+            return "its source as a wan.recorders.RunInStep"
+        return "" if self.how == "zero" else "means of head outputs, from wan.recorders"
+
+    def apply(self, call: Call, data: Any = None) -> bool:
+        heads = heads_in(self, call)
+        if self.how == "zero":
+            values = call.q.new_zeros(())
+        elif self.how == "resample":
+            values = select(source_call(call, data).z, heads, 2)
+        else:
+            numbers = [head_number(call, head) for head in heads]
+            means = data.of(call.site, call.at)[:, :, numbers]  # [B or 1, Fq, heads, D]
+            means = send(means.to(call.q.dtype), call.q.device)
+            values = means.repeat_interleave(call.q.shape[1] // means.shape[1], 1)
+        replace_output(call, heads, values)
+        return True
 
 
 @dataclass(frozen=True, repr=False)
-class Patch(Selection):
+class Patch(Edit):
     """Take a head's z, its q and k (the attention map), or k and v of cached frames, from the run source."""
 
     what: str
@@ -329,14 +592,53 @@ class Patch(Selection):
         return self.attention
 
     @property
-    def deed(self) -> str:
-        parts = {"z": "the output", "qk": "queries and keys", "kv": "keys and values"}[self.what]
-        keys = f", for {frames_in_words(self.frames or ('past',))}," if self.what == "kv" else ""
-        return f"take {parts} of {HEADS_OF[self.attention]}{keys} from {self.source}"
+    def key_frames(self) -> Frames | None:
+        return (self.frames or ("past",)) if self.what == "kv" else None
+
+    @property
+    def needs(self) -> str:
+        return "its source as a wan.recorders.RunInStep"
+
+    def apply(self, call: Call, data: Any = None) -> bool:
+        heads = heads_in(self, call)
+        if self.what == "z":
+            replace_output(call, heads, select(source_call(call, data).z, heads, 2))
+            return True
+        if self.what == "qk":
+            source = source_call(call, data)
+            replace_values(call, "q", heads, select(source.q, heads, 2))
+            replace_values(call, "k", heads, select(source.k, heads, 2))
+            return True
+        assert self.key_frames is not None
+        slots = slots_in(call, self.key_frames)
+        if not slots:
+            return False
+        source = source_call(call, data)
+        self._check_same_keys(call, source.layout or call.known_layout, slots)
+        tokens = tokens_in(call, slots)
+        for name in ("k", "v"):
+            values = select(getattr(source, name)[:, tokens], heads, 2)
+            replace_values(call, name, heads, values, tokens)
+        return True
+
+    def _check_same_keys(self, call: Call, theirs: KeyLayout, slots: Sequence[int]) -> None:
+        """Raise InterventionError where the source's policy chose other keys for one of the slots."""
+        mine = call.known_layout
+        others = [n for n in slots if mine.slots[n].by_item != theirs.slots[n].by_item]
+        if mine.chosen and theirs.chosen and {*mine.chosen.slots} & {*slots}:
+            one, other = mine.chosen.on_host, theirs.chosen.on_host
+            if not (torch.equal(one.frames, other.frames) and torch.equal(one.indices, other.indices)):
+                others += mine.chosen.slots
+        if others:
+            block = 0 if call.at is None else call.at.block
+            raise InterventionError(
+                f"layer {call.site.layer}, block {block}: the source chose other keys for slot "
+                f"{others[0]}; patch kv of frames that are not chosen, or under a policy such as window"
+            )
 
 
 @dataclass(frozen=True, repr=False)
-class Move(Selection):
+class Move(Edit):
     """Let cached keys stand at another temporal RoPE position: offset frames further, or all at position."""
 
     frames: Frames
@@ -358,13 +660,35 @@ class Move(Selection):
                 raise InterventionError(f"{name} {value!r} is not a whole number of frames")
 
     @property
-    def deed(self) -> str:
-        to = f"by {self.offset:+d} frames" if self.offset is not None else f"to position {self.position}"
-        return f"move the keys of {frames_in_words(self.frames)} {to}"
+    def key_frames(self) -> Frames | None:
+        return self.frames
+
+    def apply(self, call: Call, data: Any = None) -> bool:
+        slots = slots_in(call, self.frames)
+        if not slots:
+            return False
+        if self.offset is not None:
+            turns = [self.offset] * len(slots)
+        else:
+            check_items(call, slots)
+            stands = [_position(call.known_layout, n) for n in slots]
+            if MIXED in stands:
+                raise InterventionError("these keys stand at several positions: move them by offset=")
+            turns = [(self.position or 0) - each for each in stands]
+        heads, tokens = heads_in(self, call), tokens_in(call, slots)
+        angles = torch.tensor(turns, dtype=torch.float64)[:, None, None]
+        angles = angles * time_frequencies(call.k.shape[3])
+        replace_values(call, "k", heads, turn(select(call.k[:, tokens], heads, 2), angles), tokens)
+        return True
+
+
+def _position(layout: KeyLayout, slot: int) -> int:
+    """Return where the keys of a slot stand; without RoPE they stand at 0."""
+    return layout.slots[slot].position if layout.slots[slot].is_rotated else 0
 
 
 @dataclass(frozen=True, repr=False)
-class Jitter(Selection):
+class Jitter(Edit):
     """A RoPE base per head, 10000 (1 + scale e), e uniform in [-1, 1], in the temporal share of q and k.
 
     For a whole rollout, cached keys too (LoL, arXiv 2601.16914). e is drawn per layer and head from seed; the
@@ -388,20 +712,37 @@ class Jitter(Selection):
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         return True
 
-    @property
-    def deed(self) -> str:
-        return f"jitter the RoPE base of every head by up to {self.scale:.0%} (seed {self.seed})"
+    def bases(self, layer: int, num_heads: int) -> Tensor:
+        """Return the RoPE base of each head of a layer, float64 [H]."""
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + layer)
+        e = 2 * torch.rand(num_heads, generator=generator, dtype=torch.float64) - 1
+        return ROPE_THETA * (1 + self.scale * e)
+
+    def apply(self, call: Call, data: Any = None) -> bool:
+        layout, heads, head_dim = call.known_layout, heads_in(self, call), call.q.shape[3]
+        if MIXED in layout.positions:
+            raise InterventionError(
+                "Jitter needs the position of every key: this cache policy has keys without one"
+            )
+        check_items(call, range(len(layout.slots)))
+        numbers = [head_number(call, head) for head in heads]
+        bases = self.bases(call.site.layer, call.shard.total)[numbers]
+        drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
+        stands = [_position(layout, slot) for slot in range(len(layout.slots))]
+        for name, positions in (("q", layout.query_positions), ("k", stands)):
+            angles = torch.tensor(positions, dtype=torch.float64)[:, None, None] * drift
+            replace_values(call, name, heads, turn(select(getattr(call, name), heads, 2), angles))
+        return True
 
 
-Edit = Knockout | Bias | Ablate | Patch | Move | Jitter
-
-
-# --- Interventions as plain values and back: what YAML, JSON and caches hold
-KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Edit)}
+# --- Edits as plain values and back: what YAML, JSON and caches hold
+KINDS: dict[str, type[Edit]] = {
+    kind.__name__.lower(): kind for kind in (Knockout, Bias, Ablate, Patch, Move, Jitter)
+}
 
 
 def edit_from_dict(values: Mapping[str, Any]) -> Edit:
-    """The edit that to_dict wrote: {"edit": "knockout", "frames": "first", "passes": "denoise"}.
+    """Return the edit that to_dict wrote: {"edit": "knockout", "frames": "first", "passes": "denoise"}.
 
     Raises InterventionError for a name, a field or a value that is not one.
     """
@@ -426,11 +767,111 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
 
 
 def fingerprint(edits: Iterable[Edit]) -> str:
-    """16 hexadecimal digits that tell lists of edits apart: of the SHA-256 of what they say."""
+    """Return 16 hexadecimal digits that tell lists of edits apart: of the SHA-256 of what they say."""
     said = json.dumps([edit.to_dict() for edit in edits], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def in_words(edits: Iterable[Edit]) -> str:
-    """Edits as one line for a subtitle."""
-    return "; ".join(str(edit) for edit in edits)
+# --- Interventions at work: attention() asks here for every call while any is active
+class CallHook:
+    """Whoever edits or records attention calls while it is installed."""
+
+    def check(self, plan: RolloutPlan) -> None:
+        """Raise InterventionError where it does not fit the rollout that is about to run."""
+
+    def apply(self, call: Call) -> None:
+        raise NotImplementedError
+
+
+class ActiveEdits:
+    """The hooks of attention calls, in order of nesting."""
+
+    def __init__(self) -> None:
+        self._hooks: list[CallHook] = []
+
+    @property
+    def active(self) -> bool:
+        return bool(self._hooks)
+
+    @property
+    def edits(self) -> list[Edit]:
+        """All that apply now, in order of nesting."""
+        return [edit for hook in self._hooks if isinstance(hook, Edits) for edit in hook.edits]
+
+    def check(self, plan: RolloutPlan) -> None:
+        """Raise InterventionError for an edit that does not fit the rollout that is about to run."""
+        for hook in self._hooks:
+            hook.check(plan)
+
+    def apply(self, call: Call) -> None:
+        """Let all hooks see a call before its softmax."""
+        if self._hooks and call.at is None:
+            raise InterventionError(
+                "an edit needs to know the pass of each call: run the model through the pipeline, "
+                "or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
+            )
+        for hook in self._hooks:
+            hook.apply(call)
+
+    @contextmanager
+    def installed(self, hook: CallHook) -> Iterator[None]:
+        """Show it all calls while the context lasts."""
+        before = list(self._hooks)
+        self._hooks.append(hook)
+        try:
+            yield
+        finally:
+            self._hooks[:] = before
+
+
+ACTIVE_EDITS = ActiveEdits()
+
+
+@dataclass(eq=False)
+class Edits(CallHook):
+    """Edits that were asked for together, what they need, and how many calls each of them changed so far."""
+
+    edits: tuple[Edit, ...]
+    data: Mapping[Edit, object] = field(default_factory=dict)
+    changed: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changed = [0] * len(self.edits)
+        for edit in self.edits:
+            if edit.needs and edit not in self.data:
+                raise InterventionError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
+
+    def check(self, plan: RolloutPlan) -> None:
+        plan.check(self.edits)
+
+    def apply(self, call: Call) -> None:
+        assert call.at is not None
+        for number, edit in enumerate(self.edits):
+            if not edit.selects(call.site, call.at):
+                continue
+            data, shard = self.data.get(edit), call.shard
+            if not shard.is_whole and hasattr(data, "call"):
+                source_call(call, data)  # all processes run a source together, also where it changes nothing
+            if call.of_heads is None or heads_in(edit, call):
+                self.changed[number] += edit.apply(call, data)
+            else:  # its heads may be in other processes
+                heads = range(shard.total) if edit.heads is None else edit.heads
+                self.changed[number] += any(head not in shard.heads for head in heads)
+
+
+@contextmanager
+def intervene(*edits: Edit, data: Mapping[Edit, object] | None = None) -> Iterator[Edits]:
+    """Edit attention calls while the context lasts; contexts nest, and apply from the outermost in.
+
+    data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of what has a source;
+    experiments.load("wan_mini", interventions=[{"edit": "ablate", "how": "mean", ...}]) makes them itself.
+    Yields the edits with the number of calls that each changed. Warns of one that changed none.
+    """
+    if not edits or not all(isinstance(edit, Edit) for edit in edits):
+        raise InterventionError(f"intervene takes edits, at least one: {', '.join(KINDS)}")
+    session = Edits(edits, data or {})
+    with ACTIVE_EDITS.installed(session):
+        yield session
+    for edit, changed in zip(edits, session.changed, strict=True):
+        if not changed:
+            warnings.warn(f"no call was edited by: {edit}", stacklevel=3)

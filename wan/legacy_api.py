@@ -4,40 +4,42 @@ A call index is the place of a call in the order of one forward: self-attention 
 cross-attention 2N + 1.
 """
 
-from collections.abc import Callable, Collection, KeysView
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wan.capture import AttentionCapture, CaptureRequest, Session, check_indices
-from wan.captured_call import CapturedCall, Site, move_to_cpu
+from wan.capture import (
+    Asked,
+    AttentionCapture,
+    CapturedCall,
+    CaptureRequest,
+    Site,
+    check_indices,
+    move_to_cpu,
+)
 
 
 def call_index(site: Site) -> int:
-    """Place of a site's call in the order of calls of one forward."""
+    """Return the place of a site's call in the order of calls of one forward."""
     return 2 * site.layer + (site.kind == "cross")
 
 
 class OlderCall(CapturedCall):
     """A captured call that also has layer_idx (the call index) and attn_weights (logits or probabilities)."""
 
+    @property
+    def _tokens(self) -> str:
+        return "token_logits" if self.is_logits else "token_probabilities"
+
     def __getitem__(self, name: str) -> Any:
-        return OLDER[name](self) if name in OLDER else super().__getitem__(name)
+        if name == "layer_idx":
+            return call_index(self.site)
+        return self.values[self._tokens] if name == "attn_weights" else super().__getitem__(name)
 
-    def keys(self) -> KeysView[str]:
-        tokens = {"token_logits", "token_probabilities"}
-        newer = [name for name in iter(super().keys()) if name not in tokens]
-        older = ["layer_idx", "attn_weights"] if tokens & self.values.keys() else ["layer_idx"]
-        return dict.fromkeys([*older, *newer]).keys()
-
-
-def _tokens(call: CapturedCall) -> Any:
-    return call.values["token_logits" if call.is_logits else "token_probabilities"]
-
-
-OLDER: dict[str, Callable[[CapturedCall], Any]] = {
-    "layer_idx": lambda call: call_index(call.site),
-    "attn_weights": _tokens,
-}
+    def __iter__(self) -> Iterator[str]:
+        has_tokens = self._tokens in self.values
+        newer = (name for name in super().__iter__() if name != self._tokens)
+        return iter(["layer_idx", *["attn_weights"] * has_tokens, *newer])
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,7 @@ class OlderCapture(AttentionCapture):
     """An AttentionCapture that scripts of the public repositories can use as they are."""
 
     call_type = OlderCall
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_calls: int | None = None  # what enable() was told about the model
+    _num_calls: int | None = None  # what enable() was told about the model
 
     def enable(
         self,
@@ -83,26 +82,24 @@ class OlderCapture(AttentionCapture):
                 f"call index {outside[0]} is not in 0{limit}; self-attention of layer N is 2N, cross 2N + 1"
             )
         request = CallIndexRequest(kinds=("self", "cross"), is_logits=capture_logits, call_indices=indices)
-        self._sessions[-1] = Session((request,))
+        self._asked[-1] = Asked((request,), [])
         self._num_calls = num_layers
 
     def disable(self) -> None:
         """Stop, and forget what was captured."""
-        self._sessions[-1] = Session()
+        self._asked[-1] = Asked((), [])
         self._num_calls = None
 
     @property
     def captured_weights(self) -> list[CapturedCall]:
         """What was kept, one call after the other, on the CPU; each can be read like a dict."""
-        self._sessions[-1].finish()
-        calls = self._sessions[-1].calls
-        move_to_cpu(calls)
-        return calls
+        move_to_cpu(self._asked[-1].calls)
+        return self._asked[-1].calls
 
     def check_model(
         self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None
     ) -> None:
-        by_index = any(isinstance(request, CallIndexRequest) for request in self._sessions[-1].requests)
+        by_index = any(isinstance(request, CallIndexRequest) for request in self._asked[-1].requests)
         if by_index and self._num_calls is not None and self._num_calls != 2 * num_layers:
             raise ValueError(
                 f"capture was enabled with num_layers={self._num_calls}, but this model of {num_layers} "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
 from wan.blocks import check_window
 from wan.cache import CachePolicy, KVCache, PerHeadCache
-from wan.captured_call import HeadShard, Site
+from wan.capture import HeadShard, Site
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels.gelu_linear import gelu_linear

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.captured_call import HeadShard
-from wan.edits import ACTIVE_EDITS
+from wan.capture import Call, HeadShard
 from wan.errors import ConfigError
 from wan.exchange import AllToAll, Exchange, Group
+from wan.interventions import ACTIVE_EDITS
 from wan.kernels.peer_memory import PeerMemory, peer_memory_of
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
 
@@ -158,8 +158,14 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
             z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
         if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
-            queries = whole(q)
-            ATTENTION_WEIGHT_CAPTURE.observe(attn.site, queries, own[0], lse=queries.new_empty(0))
+            ATTENTION_WEIGHT_CAPTURE.observe(
+                Call(
+                    attn.site,
+                    ATTENTION_WEIGHT_CAPTURE.now,
+                    whole(q),
+                    *own,
+                )
+            )
         return attn.o(attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward

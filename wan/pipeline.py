@@ -1,7 +1,6 @@
 """The causal rollout of Self-Forcing (arXiv 2506.08009): denoise a block of frames, remember it, go on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,10 +9,11 @@ from torch import Tensor
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges, block_sizes, check_window, steps_of_blocks
 from wan.cache import CachePolicy, KVCache
-from wan.captured_call import Pass
+from wan.capture import Pass
 from wan.config import NUM_TRAIN_TIMESTEPS
-from wan.edits import ACTIVE_EDITS, RolloutPlan, blocks_of_policy
 from wan.errors import ConfigError
+from wan.interventions import ACTIVE_EDITS, BlockKeys, RolloutPlan
+from wan.keys import EMPTY
 from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
@@ -232,17 +232,37 @@ class CausalInferencePipeline:
     def plan(
         self, num_frames: int, given: int = 0, prompt_schedule: Sequence[PromptSwitch] = ()
     ) -> RolloutPlan:
-        """Return what a rollout of num_frames frames after given ones is going to do."""
-        config, policy = self.model.config, self.cache_policy
-        blocks = self.block_ranges(given, num_frames)
-        seen = blocks_of_policy(policy, blocks, given, prompt_schedule, self.recompute_context)
+        """Return what a rollout of num_frames frames after given ones is going to do.
+
+        Its blocks name the frames that some head of theirs sees; of policies that average or choose, that may
+        be the whole past.
+        """
+        config, policy, context = self.model.config, self.cache_policy, self.recompute_context
+        frames = self.block_ranges(given, num_frames)
+        classes = getattr(policy, "policies", {"": policy}).values()  # of per_head several
+        seen = [_past_of_blocks(one, frames, prompt_schedule, context) for one in classes]
+        whole = all(one.keeps_whole_frames for one in classes)
+        recached = {switch.frame for switch in prompt_schedule if switch.how == "recache"}
+        blocks = []
+        for block, (own, each) in enumerate(zip(frames, zip(*seen, strict=True), strict=True)):
+            past, sink = (tuple(sorted(set().union(*kind))) for kind in zip(*each, strict=True))
+            keys = BlockKeys(
+                tuple(own),
+                past,
+                sink,
+                is_given=own.start < given,
+                sees_more=bool(past) and not whole,
+                steps=tuple(self.steps_of(block)),
+                is_recomputed=own.start in recached or bool(context and past),
+            )
+            blocks.append(keys)
         return RolloutPlan(
             config.num_layers,
             config.num_heads,
             len(self.timesteps),
-            tuple(replace(keys, steps=tuple(self.steps_of(block))) for block, keys in enumerate(seen)),
+            tuple(blocks),
             config.text_len,
-            keeps_clean_keys=not self.recompute_context or policy.lasting_sink > 0,
+            keeps_clean_keys=not context or policy.lasting_sink > 0,
         )
 
     def _check_probe(self, noise: Noise) -> None:
@@ -254,6 +274,31 @@ class CausalInferencePipeline:
                 f"a probe denoises blocks again, and cache_policy {self.cache_policy.name} changes its cache "
                 "in a block's first pass; take full or window"
             )
+
+
+def _past_of_blocks(
+    policy: CachePolicy, blocks: Sequence[range], prompt_schedule: Sequence[PromptSwitch], context: int
+) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+    """Return past frames and sink of each block, by the policy's own rules in a cache without heads."""
+    if not policy.keeps_whole_frames:
+        sink = getattr(policy, "sink", 0)
+        return [(range(block.start), range(min(sink, block.start))) for block in blocks]
+    nothing = torch.zeros(())
+    size = max(map(len, blocks))
+    cache = KVCache([0], 1, 2, 1, blocks[-1].stop, policy, size, rope=lambda _: (nothing, nothing))
+    switches = {switch.frame: switch.how for switch in prompt_schedule}
+    found, past = [], 0
+    for block in blocks:
+        how = switches.get(block.start, "keep")
+        past, again = apply_switch(cache, how, past, context)
+        if again:
+            cache.recache(range(cache.newest.stop - again, cache.newest.stop), (), lasts=not context)
+        cache.advance(block, cut=how == "cut")
+        past = min(past + len(block), policy.num_frames or block.stop)
+        earlier = [frame for index, frame in enumerate(cache.frames) if index not in cache.own]
+        frames = [frame for frame in earlier if frame != EMPTY]
+        found.append((frames, frames[: len(cache.layouts[0].sink)]))
+    return found
 
 
 class Rollout:

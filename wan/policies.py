@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, KVCache, PerHeadCache, require
-from wan.captured_call import HeadShard
+from wan.capture import HeadShard
 from wan.errors import ConfigError, require_text, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, MAX_TEXT, read_text
 from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, Slot

@@ -1,4 +1,4 @@
-"""What heads put out in an unedited run: the mean of z per frame, and its size."""
+"""Record what edits need of other runs: outputs of heads, their means, and a second run in step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.captured_call import HeadShard, Pass, Site
-from wan.edits import ACTIVE_EDITS, EditedCall, Hand, RolloutPlan, SourceCall
-from wan.interventions import InterventionError
+from wan.capture import Call, HeadShard, Pass, Site
+from wan.interventions import ACTIVE_EDITS, CallHook, InterventionError, SourceCall
 
 # --- What heads put out in an unedited run: the mean of z per frame, and its size
 Key = tuple[str, int, int, str]  # kind, layer, step, branch
@@ -22,7 +21,7 @@ def key_of(site: Site, at: Pass) -> Key:
 
 
 @dataclass(eq=False)
-class HeadOutputs:
+class HeadOutputs(CallHook):
     """Means and sizes of z by call, float32 on the CPU; what Ablate("frame_mean") of the same run takes.
 
     means [B, Fq, H, D] over the tokens of each query frame; norms [B, Fq, H], of ‖z‖ over its tokens.
@@ -32,7 +31,7 @@ class HeadOutputs:
     norms: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
     shard: HeadShard | None = None  # where heads are in several processes
 
-    def touch(self, call: EditedCall) -> None:
+    def apply(self, call: Call) -> None:
         self.shard = call.site.shard
         call.after.append(lambda z: self._keep(call, z))
 
@@ -42,9 +41,6 @@ class HeadOutputs:
             for recorded in (self.means, self.norms):
                 for key, values in recorded.items():
                     recorded[key] = self.shard.gather(values, dim=2)
-
-    def check(self, plan: RolloutPlan) -> None:
-        """Every rollout will do."""
 
     def of(self, site: Site, at: Pass) -> Tensor:
         """[B, Fq, H, D] of the same call; InterventionError where it was not recorded."""
@@ -56,21 +52,19 @@ class HeadOutputs:
                 "record_head_outputs() must have seen a run of the same blocks and steps"
             ) from None
 
-    def _keep(self, call: EditedCall, z: Tensor) -> Tensor:
+    def _keep(self, call: Call, z: Tensor) -> Tensor:
+        assert call.at is not None
         frames = z.unflatten(1, (len(call.at.query_frames), -1))  # [B, Fq, S, H, D]
         where = key_of(call.site, call.at), call.at.block
-        found = (
-            (self.means, frames.mean(2, dtype=torch.float32).cpu()),
-            (self.norms, frames.float().norm(dim=-1).mean(2).cpu()),
-        )
-        for kept, values in found:
+        means = frames.mean(2, dtype=torch.float32).cpu()
+        norms = frames.float().norm(dim=-1).mean(2).cpu()
+        for kept, values in ((self.means, means), (self.norms, norms)):
             if call.of_heads is None:
                 kept[where] = values
                 continue
             if where not in kept or len(kept[where]) != len(values):  # the first of a layer's groups
-                kept[where] = values.new_full(
-                    (*values.shape[:2], call.layer_heads, *values.shape[3:]), torch.nan
-                )
+                shape = (*values.shape[:2], call.layer_heads, *values.shape[3:])
+                kept[where] = values.new_full(shape, torch.nan)
             kept[where][:, :, list(call.of_heads)] = values
         return z
 
@@ -79,7 +73,7 @@ class HeadOutputs:
 def record_head_outputs() -> Iterator[HeadOutputs]:
     """Record the outputs of all heads while the context lasts; no bit of the run changes."""
     outputs = HeadOutputs()
-    with ACTIVE_EDITS.with_hand(outputs):
+    with ACTIVE_EDITS.installed(outputs):
         yield outputs
     outputs.gather()
 
@@ -128,8 +122,8 @@ class _Cancelled(BaseException):
     """Unwinds a source that nobody waits for any more."""
 
 
-class RunInStep:
-    """A source run: rollout() starts it from its beginning, and makes no other edits.
+class RunInStep(CallHook):
+    """A source run: rollout() starts it from its beginning, in a thread, and makes no other edits.
 
     Use it as a context around the edited run; on leaving, the source is stopped where it is.
     """
@@ -142,7 +136,7 @@ class RunInStep:
         self._found: tuple[Place, SourceCall] | None = None
         self._error: BaseException | None = None
         self._cancelled = False
-        self._state: tuple[dict, list[Hand]] = ({}, [])
+        self._state: list[dict] = []  # what the source had announced, captures and edits
 
     def __enter__(self) -> "RunInStep":
         return self
@@ -155,14 +149,14 @@ class RunInStep:
         self._found = None
 
     def call(self, site: Site, at: Pass, of_heads: OfHeads = None) -> SourceCall:
-        """The source's own call of a site in a pass. InterventionError where it has none, or not any more."""
+        """Return the source's own call of a site in a pass; InterventionError where it has none."""
         place = (site, at.block, at.step, at.branch, of_heads)
         if self._found is None or self._found[0] != place:
             self._wanted, self._found = place, None
             if self._thread is None:
                 self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
-                self._state = (ATTENTION_WEIGHT_CAPTURE.fresh_state(), [self])
-                self._let_run(start=True)
+                self._state = [vars(type(each)()) for each in (ATTENTION_WEIGHT_CAPTURE, ACTIVE_EDITS)]
+                self._let_run()
             elif self._thread.is_alive():
                 self._let_run()
         if self._error is not None:
@@ -174,27 +168,27 @@ class RunInStep:
             )
         return self._found[1]
 
-    def touch(self, call: EditedCall) -> None:
+    def apply(self, call: Call) -> None:
         """In the source's thread, of each of its calls: stop in the one that is wanted."""
+        assert call.at is not None
         place = (call.site, call.at.block, call.at.step, call.at.branch, call.of_heads)
+
+        def stop(z: Tensor) -> Tensor:
+            self._found = place, SourceCall(call.q, call.k, call.v, z, call.layout)
+            self._mine.release()
+            self._theirs.acquire()
+            if self._cancelled:
+                raise _Cancelled
+            return z
+
         if place == self._wanted:
-            call.after.append(lambda z: self._stop(place, call, z))
-
-    def check(self, plan: RolloutPlan) -> None:
-        """Whether the shapes are the same shows when they meet."""
-
-    def _stop(self, place: Place, call: EditedCall, z: Tensor) -> Tensor:
-        self._found = place, SourceCall(call.q, call.k, call.v, z, call.layout)
-        self._mine.release()
-        self._theirs.acquire()
-        if self._cancelled:
-            raise _Cancelled
-        return z
+            call.after.append(stop)
 
     def _run(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # a new thread has its own count, and other counts other bits
         try:
-            self._rollout()
+            with ACTIVE_EDITS.installed(self):
+                self._rollout()
         except _Cancelled:
             pass
         except BaseException as error:
@@ -203,17 +197,24 @@ class RunInStep:
             self._found = None
             self._mine.release()
 
-    def _let_run(self, start: bool = False) -> None:
-        """Hand over to the source, with what it had announced, and wait until it stops or ends."""
-        capture, hands = self._state
-        before = ATTENTION_WEIGHT_CAPTURE.exchange(capture), ACTIVE_EDITS.exchange(hands)
+    def _let_run(self) -> None:
+        """Hand over to the source, with its own captures and edits, until it stops in a call or ends."""
+        before = self._swap(self._state)
         try:
             assert self._thread is not None
-            if start:
+            if self._thread.ident is None:
                 self._thread.start()
             else:
                 self._theirs.release()
             self._mine.acquire()
         finally:
-            capture = ATTENTION_WEIGHT_CAPTURE.exchange(before[0])
-            self._state = capture, ACTIVE_EDITS.exchange(before[1])
+            self._state = self._swap(before)
+
+    @staticmethod
+    def _swap(state: list[dict]) -> list[dict]:
+        """Give capture and edits another state -> the one before."""
+        observers = (ATTENTION_WEIGHT_CAPTURE, ACTIVE_EDITS)
+        before = [dict(vars(each)) for each in observers]
+        for each, values in zip(observers, state, strict=True):
+            vars(each).update(values)
+        return before

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import rolling_attention_size
-from wan.captured_call import Pass
-from wan.edits import ACTIVE_EDITS
+from wan.capture import Pass
 from wan.errors import ConfigError
+from wan.interventions import ACTIVE_EDITS
 from wan.keys import KeyLayout, Slot
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0

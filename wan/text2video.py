@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.captured_call import Pass
+from wan.capture import Pass
 from wan.config import check_sampling
-from wan.edits import ACTIVE_EDITS, BlockKeys, RolloutPlan
 from wan.errors import ConfigError
+from wan.interventions import ACTIVE_EDITS, BlockKeys, RolloutPlan
 from wan.model import TextKeysValues, WanModel
 
 if TYPE_CHECKING:

@@ -134,7 +134,7 @@ def time_rows(args: argparse.Namespace, config: "RunConfig") -> dict[str, Any]:
 def active_contexts(rollout: "Rollout", names: list[str]) -> "dict[str, Active]":
     """Return what is active in each row, by the row's name."""
     from experiments.benchmarks.worker import capture_requests, capturing
-    from wan.edits import intervene
+    from wan.interventions import intervene
 
     requests = capture_requests(rollout.config, rollout.sizes.num_layers)
     found = {name: capturing(requests[name]) for name in ("plain", *names) if name in requests}

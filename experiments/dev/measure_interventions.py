@@ -16,8 +16,7 @@ from experiments.dev.measure_capture import Rollout
 from experiments.extraction.causal import Session
 from experiments.studies import causal_atlas
 from wan.config import ModelConfig, RunConfig
-from wan.edits import intervene
-from wan.interventions import Ablate, Bias, Edit, Knockout, Move
+from wan.interventions import Ablate, Bias, Edit, Knockout, Move, intervene
 
 FIRST = ("first",)
 PLAIN, AFTER = "plain", "nothing active, after an edit"

@@ -25,8 +25,8 @@ from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
-from wan.edits import ACTIVE_EDITS
 from wan.errors import ConfigError, short_repr
+from wan.interventions import ACTIVE_EDITS
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from experiments.caches.files import CacheError, replacing
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall
+from wan.capture import CapturedCall, CaptureRequest
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors

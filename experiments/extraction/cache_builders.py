@@ -14,8 +14,7 @@ from experiments.caches.formats import AVERAGE, NO_KEY, Figure4Layer, build_laye
 from experiments.caches.frames import query_frame_curves
 from experiments.caches.view import averages_of_slots, averages_of_tokens, most_averages
 from experiments.extraction.result import Extraction
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall
+from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.rope import RotaryTable

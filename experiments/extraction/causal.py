@@ -35,8 +35,8 @@ from wan import checkpoint, process_group
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
 from wan.config import ModelConfig, RunConfig
-from wan.edits import ACTIVE_EDITS
 from wan.errors import ConfigError
+from wan.interventions import ACTIVE_EDITS
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
 from wan.noise import SeededNoise

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall, Pass
+from wan.capture import CapturedCall, CaptureRequest, Pass
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.model import WanModel

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from experiments.caches.files import replacing
 from wan.config import ModelConfig, RunConfig
-from wan.edits import Edits, intervene, needed_by
 from wan.errors import ConfigError, short_repr
 from wan.files import UnreadableError, load_tensors, load_yaml, read_text
-from wan.interventions import Ablate, Edit, Patch, Source, edit_from_dict, fingerprint, in_words
+from wan.interventions import (
+    Ablate,
+    Edit,
+    Edits,
+    Patch,
+    Source,
+    edit_from_dict,
+    fingerprint,
+    intervene,
+)
 from wan.recorders import HeadOutputs, Key, ReferenceMeans, RunInStep, record_head_outputs
 
 # --- Interventions by name: YAML and CSV files to edits and back. Imports no torch: flags are read with it
@@ -101,10 +109,10 @@ def read_ablated_heads(
 
 
 def record_of(edits: Sequence[Edit]) -> dict[str, Any]:
-    """What caches say of edits: the values, in words, and the hash that tells them apart."""
+    """Return what caches say of edits: the values, one line, and the hash that tells them apart."""
     return {
         "edits": [edit.to_dict() for edit in edits],
-        "words": in_words(edits),
+        "words": "; ".join(map(str, edits)),
         "hash": fingerprint(edits),
     }
 
@@ -239,9 +247,9 @@ def plain_edits_of(config: RunConfig) -> list[Edit]:
     """The edits of a run of the base model, which has no means of a reference set and no runs in step."""
     edits = edits_of(config.interventions, "config")
     for edit in edits:
-        if needed_by(edit):
+        if edit.needs:
             raise ConfigError(
-                f"runs of the base model cannot make this edit, which needs {needed_by(edit)}: {edit}"
+                f"runs of the base model cannot make this edit, which needs {edit.needs}: {edit}"
             )
     return edits
 

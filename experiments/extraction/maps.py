@@ -10,8 +10,7 @@ from experiments.caches.files import RunError
 from experiments.caches.formats import ANY, NO_KEY
 from experiments.extraction.result import Extraction
 from wan.blocks import block_ranges
-from wan.capture import ALL, CaptureRequest, MapQuery
-from wan.captured_call import CapturedCall
+from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.keys import key_frames, key_tokens

@@ -13,7 +13,7 @@ from experiments.caches import frames
 from experiments.caches.files import RunError
 from experiments.caches.formats import PassTag
 from wan.blocks import block_frames
-from wan.captured_call import CapturedCall
+from wan.capture import CapturedCall
 from wan.config import RunConfig
 
 

@@ -11,8 +11,7 @@ from experiments.extraction import checks
 from experiments.extraction.observer import RunObserver
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall, move_to_cpu
+from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
 from wan.gathered_calls import gather_calls
 from wan.model import WanModel
 from wan.parallel import any_process

@@ -17,9 +17,8 @@ from experiments.extraction.devices import threads_for
 from experiments.extraction.edits import reference_means
 from wan.blocks import block_ranges
 from wan.config import RunConfig
-from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Bias, Edit, KeySelection, Move, Patch
+from wan.interventions import Ablate, Bias, Edit, KeySelection, Move, Patch, intervene
 from wan.recorders import HeadOutputs, record_head_outputs
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects

@@ -31,11 +31,10 @@ from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.direct_effects import Runs
 from experiments.studies.work_items import WorkItems
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.captured_call import CapturedCall
+from wan.capture import CapturedCall
 from wan.config import RunConfig
-from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.interventions import Knockout
+from wan.interventions import Knockout, intervene
 from wan.vae import VAE
 
 # --- What heads attend to in a batch of unedited runs: s, masses, and the signs that kinds of heads go by

@@ -25,7 +25,6 @@ from experiments.running.progress import Progress
 from experiments.studies.direct_effects import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
-from wan.edits import needed_by
 from wan.errors import ConfigError
 from wan.files import UnreadableError, load_tensors
 from wan.interventions import Bias, Edit, Jitter
@@ -123,7 +122,7 @@ def measure(
         "own_block": _own_block(session, config, edits, base),
         "floor": distance(base, _shaken(session, config))[0].float(),
     }
-    if not any("source" in needed_by(edit) for edit in edits):
+    if not any("source" in edit.needs for edit in edits):
         found["direct"] = _direct(session, config, edits, base)
     return found
 

@@ -44,7 +44,7 @@ from experiments.running.ranks import Rank, exit_with_parent, on_own_device, thi
 from experiments.running.sweep_state import NOT_SETTINGS, told_apart
 from experiments.running.work_items import WorkItems, item_name
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
-from wan.captured_call import CapturedCall
+from wan.capture import CapturedCall
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr

@@ -20,8 +20,7 @@ from experiments.extraction import causal
 from experiments.extraction.video import decode
 from experiments.miniature.moving_shapes import Scene
 from experiments.miniature.tracking import DIFFERS, background, in_sight, track
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall
+from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.keys import key_frames, key_tokens
 

@@ -15,7 +15,7 @@ from experiments.caches import formats as schema
 from experiments.caches.files import RunError
 from experiments.extraction import cache_builders, causal, result
 from wan.blocks import block_frames, later_block, visible_frames
-from wan.captured_call import CapturedCall, Pass, Site
+from wan.capture import CapturedCall, Pass, Site
 from wan.config import RunConfig, load_config
 from wan.keys import KeyLayout
 from wan.legacy_api import OlderCapture, call_index

@@ -16,9 +16,8 @@ from experiments.extraction import memory as memory_parts
 from experiments.extraction.cache_builders import inference_cache, inference_requests
 from wan.checkpoint import read_model_config
 from wan.config import load_config
-from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.interventions import Knockout
+from wan.interventions import Knockout, intervene
 
 PLACES = [(7, 2, 1), (7, -1, -1), (-1, -1, -1), (3, 0, 3)]
 SETTINGS = {"num_frames": 9, "layer_indices": [2]}

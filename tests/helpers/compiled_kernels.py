@@ -17,11 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from wan.kernels import frame_sum as frame_sum_kernel
 from wan.kernels import fused
 from wan.kernels import mass as map_kernel
 from wan.kernels import mass as mass_kernel
-from wan.kernels import mass as segment_kernel
 from wan.kernels import split_keys as waves
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
@@ -67,18 +65,6 @@ def compiled(kernel: JITFunction, grid: Any) -> Any:
     return call
 
 
-def of_segments(k: torch.Tensor) -> None:
-    """Those of 68 segments, 54 of them runs of the 3120 tokens k, of three query frames."""
-    bounds = torch.empty(1, 69, dtype=torch.int32)
-    segment_kernel.run_means(k, bounds[:, 10:65], 15600, torch.empty(1, 54, 12, 128))
-    whole, tokens = torch.empty(1, 12, 14, 4680), torch.empty(1, 12, 3, 3120)
-    for masses in (whole, torch.empty(1, 12, 3, 16).mT):  # of queries, and of what attention kept by slot
-        mass = segment_kernel.segment_sums(masses, tokens, bounds, range(10, 64), 15600)
-    matrices = torch.empty(1, 1, 68, 40), torch.empty(1, 1, 68, 16)
-    for values in (mass, None):
-        segment_kernel.gathered(mass, values, matrices, matrices)
-
-
 def main() -> None:
     driver.set_active(NoGPU())
     JITFunction.__getitem__ = compiled
@@ -91,12 +77,10 @@ def main() -> None:
         mass_kernel.query_frame_mass(q, k, lse, 6)
         map_kernel.key_token_means(q, k, lse)
         map_kernel.key_token_mass(q, k, lse)
-    frame_sum_kernel.sums_and_means(q, 3, k[:, 4680:], torch.empty(1, 21, 12, 128)[:, 18:])
     tails, lses = torch.empty(2, 1, 12, 21, 4680), torch.empty(7, 12, 456)
     mass_kernel.mass_of_tails(tails, 3)
     waves.join(torch.empty(7, 456, 12, 128).bfloat16(), lses, q[0, 4224:], lse[0, :, 4224:])
     waves.join_tails(tails[:, 0, ..., 4224:], lses, lse[0, :, 4224:], 4680, 1560)
-    of_segments(torch.empty(1, 3120, 12, 128, dtype=torch.bfloat16))
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)

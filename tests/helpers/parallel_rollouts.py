@@ -9,9 +9,8 @@ import torch
 from helpers.rollouts import TWO_STEPS
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest, MapQuery
-from wan.edits import intervene
 from wan.gathered_calls import gather_calls
-from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch
+from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, intervene
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs
@@ -82,10 +81,7 @@ def every_policy(model, folder):
 def stripped(run):
     """Layouts and sites that can travel between processes."""
     latents, calls = run
-    return latents, [
-        dataclasses.replace(c, site=dataclasses.replace(c.site, shard=None),
-                            layout=c.layout and dataclasses.replace(c.layout, rollout=None)) for c in calls
-    ]  # fmt: skip
+    return latents, [dataclasses.replace(c, site=dataclasses.replace(c.site, shard=None)) for c in calls]
 
 
 def edited_runs(model, folder):

@@ -22,9 +22,8 @@ from experiments.running.work_items import WorkItems
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.causal_atlas import atlas_cache, make_atlas
 from wan.config import load_config
-from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Knockout
+from wan.interventions import Ablate, Knockout, intervene
 
 PROMPTS = (
     "a red circle moving right over a dark blue background",

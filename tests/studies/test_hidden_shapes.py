@@ -26,8 +26,8 @@ from experiments.studies import hidden_shapes as first_frame_removed
 from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall, measures_by_pass
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
-from wan.edits import intervene
 from wan.errors import ConfigError
+from wan.interventions import intervene
 from wan.vae import VAE
 
 FRAMES = 6  # latent: two blocks

@@ -23,9 +23,8 @@ from experiments.studies import intervention_job
 from experiments.studies.direct_effects import distance
 from wan.capture import CaptureRequest
 from wan.config import load_config
-from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Knockout, Patch, Source
+from wan.interventions import Ablate, Knockout, Patch, Source, intervene
 
 EDIT = Knockout(frames="first", layers=[2], heads=[0, 3], passes="denoise")
 

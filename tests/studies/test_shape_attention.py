@@ -13,7 +13,7 @@ from experiments.dev.on_the_video_figure import chosen_heads, title_of
 from experiments.dev.shape_attention import report_of, table
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
-from wan.captured_call import CapturedCall, Pass, Site
+from wan.capture import CapturedCall, Pass, Site
 from wan.errors import ConfigError
 from wan.keys import KeyLayout
 

@@ -8,11 +8,10 @@ from conftest import golden_arrays, golden_model
 from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
-from wan import captured_call
-from wan import keys as host_copies
+from wan import capture as captured_call
+from wan import capture as host_copies
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import CaptureRequest
-from wan.captured_call import CapturedCall, Pass, Site
+from wan.capture import Call, CapturedCall, CaptureRequest, Pass, Site
 from wan.keys import KeyLayout
 from wan.legacy_api import OlderCapture
 from wan.model import Rope, WanModel, teacher_forcing_mask
@@ -234,7 +233,7 @@ def test_a_request_that_makes_no_sense_is_refused():
 def test_an_idle_hook_keeps_nothing():
     hook = OlderCapture()
     q = torch.randn(1, 5, 3, 16)
-    hook.observe(Site(0, "self"), q, q, torch.zeros(1, 3, 5))
+    hook.observe(Call(Site(0, "self"), None, q, q, q))
     assert hook.captured_weights == []
 
 

@@ -2,19 +2,15 @@
 choices per layer and item.
 """
 
-from itertools import pairwise
-
 import pytest
 import torch
 from conftest import golden_model
 from helpers.rollouts import TWO_STEPS
 
-from wan import reductions
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest
-from wan.edits import intervene
-from wan.interventions import Knockout
-from wan.keys import CHOSEN, ChosenTokens, KeyLayout, KeySegments, Slot, key_frames
+from wan.interventions import Knockout, intervene
+from wan.keys import key_frames
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 
@@ -107,37 +103,6 @@ def test_a_choice_is_made_per_batch_item(policy):
             pipeline.inference(noise[one], prompt_embeds=embeds[one], renoise=renoise[:, one])
         for here, there in zip(alone, both, strict=True):
             assert torch.equal(here["key_frame"][0], there["key_frame"][item])
-
-
-def test_shares_of_chosen_tokens(device):
-    """A mean over each segment, formed where the keys are; items differ, and one has fewer segments."""
-    frames = torch.tensor([[4, 4, 4, 6, 7, 7], [5, 5, 5, 5, 5, 5]], device=device)
-    chosen = ChosenTokens(range(2, 4), frames, *[torch.zeros_like(frames)] * 3)
-    slots = (Slot(0, 0), Slot(1, 1), Slot(CHOSEN, 2), Slot(CHOSEN, 3), Slot(9, 9))
-    shares = KeySegments(KeyLayout(slots, 3, chosen=chosen)).chosen_shares(device)
-    assert shares.device.type == device.type
-    third = [1 / 3] * 3
-    expected = [
-        [[*third, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0.5, 0.5]],
-        [[*third, 0, 0, 0], [0, 0, 0, *third], [0] * 6],
-    ]
-    torch.testing.assert_close(shares.cpu(), torch.tensor(expected))
-
-
-def test_masses_of_unequal_segments(device):
-    """Against float64, for segments that differ between batch items and may be empty."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, n, 3, 32, generator=generator) for n in (10, 150))
-    bounds = torch.tensor([[0, 1, 70, 70, 150], [0, 64, 65, 140, 150]])
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q, k = q.to(device, dtype), k.to(device, dtype)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 32**-0.5
-    mass = reductions.segment_mass(q, k, logits.logsumexp(-1).float(), 2, bounds, range(4), 0)
-    probs = logits.softmax(-1).cpu()
-    for item, row in enumerate(bounds.tolist()):
-        parts = [probs[item, :, :, a:b].sum(-1) for a, b in pairwise(row)]
-        expected = torch.stack(parts, -1).unflatten(1, (2, 5)).mean(2)
-        torch.testing.assert_close(mass[item].cpu().double(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES[5:], ids=lambda policy: policy["name"])

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.captured_call import Pass, Site
-from wan.edits import intervene, jittered_bases
-from wan.interventions import Ablate, Bias, InterventionError, Jitter, Knockout, Move, Patch
+from wan.capture import Pass, Site
+from wan.interventions import Ablate, Bias, InterventionError, Jitter, Knockout, Move, Patch, intervene
 from wan.keys import KeyLayout, Slot
 
 HEADS, DIM, S = 3, 12, 5  # the temporal share of 12 dims is 4: two frequencies
@@ -241,9 +240,9 @@ def test_moved_keys_stand_elsewhere(edit, turns):
 def test_jitter_gives_every_head_its_own_base():
     edit = Jitter(scale=0.5, seed=3, heads=[0, 2])
     q, k, v = inputs()
-    bases = jittered_bases(edit, SITE.layer, HEADS)
+    bases = edit.bases(SITE.layer, HEADS)
     assert ((bases / 1e4 - 1).abs() <= 0.5).all() and len(set(bases.tolist())) == HEADS
-    assert not torch.equal(bases, jittered_bases(edit, SITE.layer + 1, HEADS))
+    assert not torch.equal(bases, edit.bases(SITE.layer + 1, HEADS))
     turned = [q.double(), k.double()]
     for x, plain, frames in zip(turned, (q, k), (OWN, FRAMES), strict=True):
         position = torch.tensor(frames, dtype=torch.float64).repeat_interleave(S)[:, None]  # [L, 1]

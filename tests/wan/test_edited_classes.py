@@ -7,8 +7,7 @@ import torch
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.edits import intervene
-from wan.interventions import Ablate, Bias, InterventionError, Jitter, Knockout, Move, Patch
+from wan.interventions import Ablate, Bias, InterventionError, Jitter, Knockout, Move, Patch, intervene
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.captured_call import Pass, Site
-from wan.edits import intervene, jittered_bases
-from wan.interventions import InterventionError, Jitter, Move
+from wan.capture import Pass, Site
+from wan.interventions import InterventionError, Jitter, Move, intervene
 from wan.keys import MIXED, KeyLayout, Slot
 
 HEADS, DIM, S = 3, 12, 5
@@ -55,7 +54,7 @@ def test_keys_at_several_positions_move_by_an_offset_alone():
 
 
 def test_a_jitter_is_of_its_seed_and_of_each_head_whichever_others_it_takes():
-    bases = [jittered_bases(Jitter(0.5, seed=seed), layer, HEADS) for layer in (0, 1) for seed in (0, 1)]
+    bases = [Jitter(0.5, seed=seed).bases(layer, HEADS) for layer in (0, 1) for seed in (0, 1)]
     assert len({base for row in bases for base in row.tolist()}) == 4 * HEADS
     assert not torch.allclose(run(Jitter(0.5, seed=0)), run(Jitter(0.5, seed=1)), atol=1e-3)
     everything, one, none = run(Jitter(0.5)), run(Jitter(0.5, heads=[2])), run(Jitter(0.0))

@@ -7,7 +7,7 @@ from conftest import golden_arrays, golden_config, golden_model
 from wan import model as layers
 from wan import rope
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.captured_call import Pass
+from wan.capture import Pass
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline, FlowSchedule, add_noise
 

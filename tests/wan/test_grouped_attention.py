@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from wan.attention import attention_with_lse
-from wan.backends import KeyBias, attend_by_groups
+from wan.attention import attend_by_groups, attention_with_lse
+from wan.keys import KeyBias
 
 HEADS, QUERIES, DIM, SLOTS, S = 3, 10, 12, 5, 7
 

@@ -3,7 +3,6 @@
 Where there is a GPU the tests of layers, reductions and maps run them there.
 """
 
-import itertools
 import json
 import os
 import subprocess
@@ -73,41 +72,6 @@ def test_programs_share_the_frames(call, monkeypatch):
         monkeypatch.setattr(mass_kernel, "KEYS_EACH", keys)
         assert (mass_kernel.query_frame_mass(q, k, lse, frames) == expected).all()
     assert programs == [-(-frames // 3), frames]
-
-
-def test_mass_of_unequal_segments(call):
-    """Of lengths that differ between batch items; some are empty, some end where a tile does."""
-    q, k, lse, logits = call
-    end = k.shape[1]
-    bounds = torch.tensor([[0, 0, 64, end, end], [0, 1, 2, end - 3, end]])
-    found = reductions.segment_mass(q, k, lse, 1, bounds, range(4), 0)
-    mass = logits.softmax(-1).mean(2)
-    for item, (of_item, edges) in enumerate(zip(found, bounds.tolist(), strict=True)):
-        for i, (start, stop) in enumerate(itertools.pairwise(edges)):
-            expected = mass[item, :, start:stop].sum(-1)
-            torch.testing.assert_close(of_item[:, 0, i].double(), expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("slots", [(2, 1), (2, 2), (0, 2), (3, 0)], ids=str)
-def test_whole_slots_around_unequal_segments(call, slots):
-    q, k, lse, _ = call
-    (before, after), S, end = slots, 4, k.shape[1]
-    start, stop = before * S, end - after * S
-    edges = [*range(0, start, S), start, start, start + 3, *range(stop, end + 1, S)]
-    bounds, unequal = torch.tensor([edges]), range(before, before + 3)
-    found = reductions.segment_mass(q, k, lse, 1, bounds, unequal, S)
-    one_by_one = reductions.segment_mass(q, k, lse, 1, bounds, range(len(edges) - 1), 0)
-    torch.testing.assert_close(found, one_by_one, atol=1e-6, rtol=0)
-
-
-def test_segments_that_are_all_whole_slots(call):
-    q, k, lse, _ = call
-    count = next(n for n in (5, 32) if k.shape[1] % n == 0)
-    S = k.shape[1] // count
-    bounds = torch.arange(count + 1)[None] * S
-    for at in (0, 2, count):
-        found = reductions.segment_mass(q, k, lse, 1, bounds, range(at, at), S)
-        torch.testing.assert_close(found, reductions.frame_mass(q, k, lse, 1, count), atol=1e-6, rtol=0)
 
 
 def test_key_tokens(call):

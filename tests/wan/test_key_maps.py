@@ -7,8 +7,7 @@ from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 from wan import reductions
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention_with_lse
 from wan.capture import CaptureRequest, MapQuery
-from wan.edits import intervene
-from wan.interventions import Bias, Knockout
+from wan.interventions import Bias, Knockout, intervene
 from wan.keys import key_frames, key_tokens
 from wan.policies import make_policy
 

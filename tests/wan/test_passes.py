@@ -13,9 +13,8 @@ from tests.helpers.rollouts import TINY, TWO_STEPS, tiny_pipeline
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest
 from wan.config import load_config
-from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.interventions import Ablate, InterventionError, Jitter, Knockout
+from wan.interventions import Ablate, InterventionError, Jitter, Knockout, intervene
 from wan.pipeline import RECACHE, CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
 from wan.policies import PromptSwitch, make_policy
 

@@ -9,11 +9,10 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal
 from tests.helpers.rollouts import TINY, tiny_pipeline
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.captured_call import Site
+from wan.capture import Site
 from wan.config import load_config
-from wan.edits import intervene
 from wan.errors import ConfigError
-from wan.interventions import Knockout
+from wan.interventions import Knockout, intervene
 from wan.pipeline import add_noise, flow_to_x0
 from wan.rolling_forcing import RollingCache, RollingForcingPipeline
 from wan.rope import RotaryTable, rotate

@@ -7,9 +7,8 @@ import torch
 from helpers.rollouts import TINY, tiny_pipeline
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.edits import ACTIVE_EDITS, intervene
 from wan.errors import ConfigError
-from wan.interventions import Ablate, InterventionError, Patch, Source
+from wan.interventions import ACTIVE_EDITS, Ablate, InterventionError, Patch, Source, intervene
 from wan.offload import StreamedBlocks
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
