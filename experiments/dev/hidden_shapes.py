@@ -120,12 +120,9 @@ def study(args, design, config, judges, watch, rank) -> dict[str, Any] | None:
     removed = first_frame_removed.FirstFrameRemoved(
         of_frame_0, args.seeds, config, session, args.folder / "first_frame", design.layers
     )
-    shapes = HiddenShapes(
-        design, config, session, vae, judges, args.folder, watch.print, lambda: watch.stopping
-    )
-    for part in (lambda: shapes.run(rank), lambda: removed.run(watch.print, lambda: watch.stopping, rank)):
-        if not part():
-            raise StoppedError("stopped; what is done is not made again: run the same command to go on")
+    shapes = HiddenShapes(design, config, session, vae, judges, args.folder, watch)
+    if not (shapes.run(rank) and removed.run(watch, rank)):
+        raise StoppedError("stopped; what is done is not made again: run the same command to go on")
     if not rank.is_first:
         return None
     return {

@@ -14,6 +14,7 @@ import torch
 
 from experiments.dev.measure_capture import Rollout
 from experiments.extraction.causal import Session
+from experiments.extraction.observer import RunObserver
 from experiments.studies import causal_atlas
 from wan.config import ModelConfig, RunConfig
 from wan.interventions import Ablate, Bias, Edit, Knockout, Move, intervene
@@ -118,18 +119,19 @@ def sweep(
     sizes = session.model_config
     configs = [replace(config, prompt=prompt) for prompt in config.reference_prompts[:prompts]]
     edit = Ablate("mean", passes="denoise")
-    sha256, dtype = session.sha256.result(), str(session.dtype)
-    study = causal_atlas.Study(
-        folder, edit, "head", configs, sizes.num_layers, sizes.num_heads, sha256, dtype
-    )
-    before = sum(study.read(item) is not None for item in study.items())
-    stamps = [time.monotonic()]
+    study = causal_atlas.Study(folder, edit, "head", configs, session)
+    before = sum(study.store.read(name) is not None for name in study.items)
+    stamps: list[float] = []
 
-    def stopping() -> bool:
-        stamps.append(time.monotonic())
-        return len(stamps) > 2 and stamps[-1] - stamps[0] > seconds
+    class Clock(RunObserver):
+        """Time each line, one at first and one a layer; stop when the seconds are over."""
 
-    finished = causal_atlas.run(study, session, len(configs), lambda line: say(f"atlas: {line}"), stopping)
+        def print(self, line: str) -> None:
+            stamps.append(time.monotonic())
+            self.stopping = len(stamps) > 2 and stamps[-1] - stamps[0] > seconds
+            say(f"atlas: {line}")
+
+    finished = causal_atlas.run(study, len(configs), Clock())
     layers = [round(after - start, 3) for start, after in pairwise(stamps[1:])]
     of_layer = statistics.median(layers) if layers else stamps[-1] - stamps[0]
     first = stamps[1] - stamps[0] if len(stamps) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Direct effects: each block is denoised again with one edit over the unedited past; how far does x0 move?
+"""Direct effects: how far an edit moves x0 of each block, denoised again over the unedited past.
 
 All runs of a batch share a base rollout, a rollout of another seed (the unit of distance) and a floor.
 """
@@ -23,14 +23,14 @@ from wan.recorders import HeadOutputs, record_head_outputs
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
 FLOOR_NOISE = 1e-6  # added to the noise, in float32
-FLOOR_BIAS = (
-    1e-6  # in other dtypes: too small for a logit, but attention then runs by groups, another backend
-)
+FLOOR_BIAS = 1e-6  # in other dtypes: too small for a logit, but attention then runs by groups
+
+EditOfBlock = Callable[[int], Edit | None]  # block -> its edit, or None
 
 
 @dataclass(frozen=True)
 class Runs:
-    """A batch of rollouts whose configs differ in prompt and seed: noise, text, and the base rollout."""
+    """A batch of rollouts that differ in prompt and seed: noise, text, and the unedited rollout."""
 
     session: Session
     configs: Sequence[RunConfig]
@@ -50,9 +50,8 @@ class Runs:
 
 
 def begin(session: Session, configs: Sequence[RunConfig]) -> Runs:
-    """The base rollouts of a batch, and how far another seed is from each."""
-    texts = {prompt: session.texts[prompt][0] for prompt in dict.fromkeys(c.prompt for c in configs)}
-    text = torch.cat([texts[config.prompt] for config in configs])
+    """Roll out a batch, and the same with another seed each."""
+    text = torch.cat([session.texts[config.prompt][0] for config in configs])
 
     def drawn(more: int) -> tuple[Tensor, Tensor]:
         seeded = [replace(config, seed=config.seed + more) for config in configs]
@@ -72,14 +71,14 @@ def begin(session: Session, configs: Sequence[RunConfig]) -> Runs:
 
 
 def distance(one: Tensor, other: Tensor) -> Tensor:
-    """Root mean square difference per frame, float64 [B, F] of [B, F, C, h, w], on the CPU."""
+    """Return the root mean square difference per frame, float64 [B, F] of [B, F, C, h, w], on the CPU."""
     return (one.double() - other.double()).square().mean((2, 3, 4)).sqrt().cpu()
 
 
-def measure(runs: Runs, edits: Mapping[Any, Callable[[int], Edit | None]]) -> dict[Any, Tensor]:
-    """Direct effect of every edit -> float64 [B, F] each, in units of the distance between seeds.
+def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
+    """Return the direct effect of every edit by name, float64 [B, F], in units of the distance between seeds.
 
-    edits give, by name, the edit of a block, or None. NaN where a block has nothing to edit.
+    NaN where a block has nothing to edit.
     """
     frames = block_ranges(runs.configs[0].block_sizes)
     found = {name: torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64) for name in edits}
@@ -102,7 +101,7 @@ def measure(runs: Runs, edits: Mapping[Any, Callable[[int], Edit | None]]) -> di
 
 
 def needed(runs: Runs, edit: Edit) -> object:
-    """The means that an ablation takes. ConfigError for edits with a source: no run is in step here."""
+    """Return the means that an ablation takes. Raises ConfigError for edits with a source run."""
     if isinstance(edit, Patch) or (isinstance(edit, Ablate) and edit.how == "resample"):
         raise ConfigError(f"direct effects take no edit with a source: {edit}")
     if isinstance(edit, Ablate) and edit.how == "frame_mean":
@@ -115,7 +114,7 @@ def needed(runs: Runs, edit: Edit) -> object:
 
 
 def floor(runs: Runs) -> Tensor:
-    """The same distance for what should change nothing, [B, F]: noise of 1e-6, or another backend."""
+    """Return the same distance [B, F] for what should change nothing: noise of 1e-6, or another backend."""
     if runs.session.dtype != torch.float32:
         backend = Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
         return measure(runs, {"floor": lambda block: backend})["floor"]
@@ -132,8 +131,8 @@ def floor(runs: Runs) -> Tensor:
     return found / runs.between_seeds
 
 
-def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> Callable[[int], Edit | None]:
-    """The same edit on as many other earlier frames, drawn anew for each block; for edits of frames alone."""
+def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> EditOfBlock:
+    """Move an edit of frames to as many other earlier frames, drawn anew for each block."""
     assert isinstance(edit, (KeySelection, Move)) and edit.frames is not None
     named = {0 if name == "first" else name for name in edit.frames}
     ranges = block_ranges(list(block_sizes))

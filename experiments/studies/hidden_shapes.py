@@ -1,12 +1,12 @@
-"""Which heads bring a hidden shape back? The past is knocked out of more and more heads, in several orders.
+"""Find the heads that bring a hidden shape back, by knocking the past out of more and more of them.
 
-Heads are ranked on selection captions and judged on others. All captions and seeds of a condition are one
-batched rollout; a condition is a work item, and the same command goes on where it stopped.
+Heads are ranked on selection captions, in several orders, and judged on others. A condition is a work item:
+all captions and seeds in one batched rollout. Beside it a study removes frame 0 from the view of each head.
 """
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,14 +22,14 @@ from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
 from experiments.extraction.causal import Session
-from experiments.miniature.evaluation import Answers, EvalPool
+from experiments.extraction.observer import RunObserver
+from experiments.miniature.evaluation import EvalPool, results
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.moving_shapes import KINDS, Scene
-from experiments.running import work_items
 from experiments.running.ranks import Rank
+from experiments.running.work_items import WorkItems, item_name
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.direct_effects import Runs
-from experiments.studies.work_items import WorkItems
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CapturedCall
 from wan.config import RunConfig
@@ -37,12 +37,17 @@ from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
 from wan.vae import VAE
 
-# --- What heads attend to in a batch of unedited runs: s, masses, and the signs that kinds of heads go by
 S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
+QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "background")
+SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
+DECODED_AT_ONCE = 96  # videos
+
+Head = tuple[int, int]  # layer, head
+NumberedScenes = list[tuple[int, Scene]]
 
 
 def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
-    """By name [steps, R, layers, H] of R runs in these denoising steps; means over frames with a past."""
+    """Measure what heads attend to in unedited runs -> means over frames, [steps, R, layers, H]."""
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=steps) as calls:
         runs.inference()
     found: dict[str, list[np.ndarray]] = {S: [], MASS_0: [], MASS_PAST: [], RATE: []}
@@ -61,12 +66,12 @@ def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def attention_measures(runs: Runs) -> dict[str, list[list[float]]]:
-    """The same of the first pass, means over runs: [layers][H] each."""
+    """Return the same of the first pass, means over runs: [layers][H] each."""
     return {name: values[0].mean(0).tolist() for name, values in measures_by_pass(runs, [0]).items()}
 
 
 def _matrices(calls: Sequence[CapturedCall], name: str, num_frames: int) -> np.ndarray:
-    """A quantity of one pass as [R, layers, H, F, F]; NaN where nothing was attended."""
+    """Return a quantity of one pass as [R, layers, H, F, F]; NaN where nothing was attended."""
     layers = sorted({call.site.layer for call in calls})
     batch, heads = calls[0].values[name].shape[:2]
     matrix = torch.full((batch, len(layers), heads, num_frames, num_frames), torch.nan)
@@ -79,19 +84,9 @@ def _matrices(calls: Sequence[CapturedCall], name: str, num_frames: int) -> np.n
     return matrix.double().numpy()
 
 
-# --- Which heads bring a hidden shape back? The past is knocked out of more and more heads, in several orders
-QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "background")
-SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
-DECODED_AT_ONCE = 96  # videos
-WAITING = 3 * DECODED_AT_ONCE  # that are judged while the next ones are made
-ALONE = Rank()
-
-Head = tuple[int, int]  # layer, head
-
-
 @dataclass(frozen=True)
 class Design:
-    """How large the study is."""
+    """Sizes of the study."""
 
     captions: int = 96
     selection: int = 24
@@ -120,11 +115,8 @@ class Condition:
         ]
 
 
-NumberedScenes = list[tuple[int, Scene]]
-
-
 def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
-    """Held-out scenes of different captions with their numbers: to judge heads on, then to rank them by."""
+    """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
     first, all_of_them = design.captions, design.captions + design.selection
     found: dict[str, tuple[int, Scene]] = {}
     for number, scene in enumerate(held_out_scenes(SETS["behind a wall"], 4 * all_of_them)):
@@ -137,29 +129,31 @@ def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScen
 
 @dataclass
 class HiddenShapes:
-    """The study of one model: what is made is kept in folder."""
+    """The study of one model; items lie in folder."""
 
     design: Design
     config: RunConfig
     session: Session
     vae: VAE
-    judges: EvalPool
+    pool: EvalPool
     folder: Path
-    say: Callable[[str], None] = print
-    stopping: Callable[[], bool] = lambda: False
-    _runs: dict[str, direct_effects.Runs] = field(default_factory=dict)
-    _pending: deque[tuple[Condition, dict[str, Any], list[Future[dict[str, bool]]]]] = field(
-        default_factory=deque
-    )
+    watch: RunObserver = field(default_factory=RunObserver)
+    _runs: dict[str, Runs] = field(default_factory=dict)
+    _pending: deque[tuple[Condition, dict[str, Any], list[Future]]] = field(default_factory=deque)
 
     @cached_property
-    def scenes(self) -> dict[str, list[tuple[int, Scene]]]:
+    def scenes(self) -> dict[str, NumberedScenes]:
         test, selection = captions_behind_a_wall(self.design)
         return {"test": test, "selection": selection}
 
     @cached_property
-    def items(self) -> WorkItems:
-        shared = {
+    def store(self) -> WorkItems:
+        return WorkItems(self.folder / "items")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What all conditions depend on."""
+        return {
             "weights": self.session.sha256.result(),
             "dtype": str(self.session.dtype),
             "device": self.session.device.type,
@@ -167,7 +161,6 @@ class HiddenShapes:
             "settings": {k: str(v) for k, v in self.session.common["config"].items()},
             "tracker": hashes()["tracker"],
         }
-        return WorkItems(self.folder / "items", shared)
 
     @cached_property
     def heads(self) -> list[Head]:
@@ -177,7 +170,7 @@ class HiddenShapes:
 
     @cached_property
     def configs(self) -> dict[str, list[RunConfig]]:
-        """Of each set, seeds outermost: all captions with their first seed, then with the next."""
+        """Runs of each set, seeds outermost: all captions with their first seed, then with the next."""
         return {
             captions: [
                 replace(self.config, prompt=scene.caption, seed=number + SEED_STEP * n)
@@ -187,8 +180,8 @@ class HiddenShapes:
             for captions, scenes in self.scenes.items()
         }
 
-    def runs(self, captions: str) -> direct_effects.Runs:
-        """Noise, text and base rollouts of a set, made once."""
+    def runs(self, captions: str) -> Runs:
+        """Return noise, text and base rollouts of a set, made once."""
         if captions not in self._runs:
             self._runs.clear()  # one set's at a time
             self._runs[captions] = direct_effects.begin(self.session, self.configs[captions])
@@ -197,13 +190,13 @@ class HiddenShapes:
     # -- conditions ------------------------------------------------------------------------------------------
 
     def singles(self) -> Iterator[Condition]:
-        """On the selection captions: nothing, and the past knocked out of one head after the other."""
+        """Yield conditions of the selection captions: nothing, then the past of one head after another."""
         yield Condition("selection", "base")
         for layer, head in self.heads:
             yield Condition("selection", f"layer {layer} head {head}", ((layer, head),))
 
     def orders(self) -> dict[str, list[Head]]:
-        """Heads in every order; of the measured ones the largest first."""
+        """Return heads in every order; of the measured ones the largest first."""
         measured = self.selection_measures()
         by = {
             name: sorted(self.heads, key=lambda head: measured[name][head], reverse=True)
@@ -213,52 +206,44 @@ class HiddenShapes:
             by[f"random {draw}"] = random.Random(draw).sample(self.heads, len(self.heads))
         return by
 
-    def ends(self) -> tuple[Condition, Condition]:
-        return Condition("test", "base"), Condition("test", "all", tuple(self.heads))
-
     def conditions(self) -> Iterator[Condition]:
-        """On the test captions: nothing, all heads, then the first heads of every order."""
-        yield from self.ends()
+        """Yield the conditions of the test captions: nothing, all heads, the first heads of every order."""
+        yield Condition("test", "base")
+        yield Condition("test", "all", tuple(self.heads))
         for name, heads in self.orders().items():
             for count in self.design.counts:
                 yield Condition("test", f"{name}: {count}", tuple(sorted(heads[:count])))
 
+    def name(self, condition: Condition) -> str:
+        """Return the name of a condition's work item."""
+        runs = [[config.prompt, config.seed] for config in self.configs[condition.captions]]
+        edits = [edit.to_dict() for edit in condition.edits]
+        return item_name({**self.settings, "runs": runs, "edits": edits})
+
     # -- running ---------------------------------------------------------------------------------------------
 
-    def run(self, rank: Rank = ALONE) -> bool:
-        """Make what is not done yet, beside other ranks -> whether all is done."""
-        for name, make in (("selection", self.singles), ("test", self.conditions)):
-            wanted = {self.items.path(self._settings(one)).stem: one for one in make()}
-            with work_items.WorkItems(self.folder / "claims", rank) as claims:
-                for number, one in enumerate(claims.claim([*wanted], self._holds, behind=1), 1):
-                    self._make(wanted[one])
+    def run(self, rank: Rank | None = None) -> bool:
+        """Make the conditions that are missing, beside other ranks -> whether all are done."""
+        for name, conditions in (("selection", self.singles), ("test", self.conditions)):
+            wanted = {self.name(one): one for one in conditions()}
+            with WorkItems(self.store.folder, rank) as items:
+                for number, item in enumerate(items.claim([*wanted], self._is_done, self.watch, behind=1), 1):
+                    self._make(wanted[item])
                     if number % 10 == 0:
-                        self.say(f"{name}: {number} of {len(wanted)} conditions made here")
-                    if self.stopping():
-                        self._collect(0)
-                        return False
+                        self.watch.print(f"{name}: {number} of {len(wanted)} conditions made here")
+                    if self.watch.stopping:
+                        break
                 self._collect(0)
-            self.say(f"{name}: {len(wanted)} conditions are done")
+            if self.watch.stopping:
+                return False
+            self.watch.print(f"{name}: {len(wanted)} conditions are done")
         return True
 
-    def _holds(self, name: str) -> bool:
-        """Whether a condition is done; what is judged meanwhile is saved: others may wait for it."""
+    def _is_done(self, item: str) -> bool:
+        """Save what is judged meanwhile, which others may wait for -> whether an item's file is there."""
         while self._pending and all(one.done() for one in self._pending[0][-1]):
             self._collect(len(self._pending) - 1)
-        return self.items.holds(name)
-
-    def read(self, condition: Condition) -> dict[str, Any] | None:
-        return self.items.read(self._settings(condition))
-
-    def answers(self, condition: Condition, question: str = BACK) -> torch.Tensor:
-        """Of a condition that is done: share over seeds, float64 [captions]."""
-        values = self.read(condition)
-        assert values is not None, f"{condition.name} is not done"
-        return torch.tensor(values[question], dtype=torch.float64).view(self.design.seeds, -1).mean(0)
-
-    def _settings(self, condition: Condition) -> dict[str, Any]:
-        runs = [[config.prompt, config.seed] for config in self.configs[condition.captions]]
-        return {"runs": runs, "edits": [edit.to_dict() for edit in condition.edits]}
+        return self.store.path(item).is_file()
 
     def _make(self, condition: Condition) -> None:
         runs, edits = self.runs(condition.captions), condition.edits
@@ -270,7 +255,7 @@ class HiddenShapes:
             values["measures"] = attention_measures(runs)
         scenes = [scene for _, scene in self.scenes[condition.captions]] * self.design.seeds
         videos = (video for part in latents.split(DECODED_AT_ONCE) for video in self.vae.decode(part).cpu())
-        judged = [self.judges.submit(video, scene) for video, scene in zip(videos, scenes, strict=True)]
+        judged = [self.pool.submit(video, scene) for video, scene in zip(videos, scenes, strict=True)]
         self._pending.append((condition, values, judged))
         self._collect(1)
 
@@ -278,36 +263,45 @@ class HiddenShapes:
         """Save judged conditions until at most so many wait."""
         while len(self._pending) > most:
             condition, values, judged = self._pending.popleft()
-            answers: Answers = [one.result() for one in judged]
-            said = {question: [int(one[question]) for one in answers] for question in QUESTIONS}
-            self.items.write(self._settings(condition), values | said)
+            answers = results(judged)
+            by_question = {question: [int(one[question]) for one in answers] for question in QUESTIONS}
+            self.store.write(self.name(condition), values | by_question)
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    def read(self, condition: Condition) -> dict[str, Any]:
+        """Return the numbers of a condition that is done."""
+        values = self.store.read(self.name(condition))
+        assert values is not None, f"{condition.name} is not done"
+        return values
+
+    def answers(self, condition: Condition, question: str = BACK) -> Tensor:
+        """Return the share over seeds of a condition that is done, float64 [captions]."""
+        values = torch.tensor(self.read(condition)[question], dtype=torch.float64)
+        return values.view(self.design.seeds, -1).mean(0)
 
     def selection_measures(self) -> Mapping[str, Mapping[Head, float]]:
-        """By order, a number per head: what knocking its past out does to selection captions, s, mass.
+        """Return, by order, a number per head: the effect of its knockout on selection captions, s, mass.
 
         effect: fall of the share that comes back, ties broken by the change of x0.
         """
         base, *singles = self.singles()
-        first = self.read(base)
-        assert first is not None
-        back, change = self.answers(base).mean().item(), {}
-        effect = {}
-        for one in singles:
-            change[one.heads[0]] = self.answers(one, "change").mean().item()
-            effect[one.heads[0]] = back - self.answers(one).mean().item() + 1e-6 * change[one.heads[0]]
+        back = self.answers(base).mean().item()
+        change = {one.heads[0]: self.answers(one, "change").mean().item() for one in singles}
+        fall = {one.heads[0]: back - self.answers(one).mean().item() for one in singles}
         measures = {
             name: {(layer, head): values[layer][head] for layer, head in self.heads}
-            for name, values in first["measures"].items()
+            for name, values in self.read(base)["measures"].items()
         }
+        effect = {head: fall[head] + 1e-6 * change[head] for head in fall}
         return {"effect": effect, "change": change} | measures
 
 
-# --- What removing frame 0 from a head's view does, beside what that head attends to
-REMOVED_SEED_STEP = 10_000
+# --- The effect of removing frame 0 from a head's view, beside what that head attends to
 
 
 def captions(count: int) -> dict[str, int]:
-    """The first held-out captions of all kinds, each with its number, which is its first seed."""
+    """Return the first held-out captions of all kinds, each with its number, which is its first seed."""
     numbers: dict[str, int] = {}
     for number, scene in enumerate(held_out_scenes(KINDS, 4 * count)):
         numbers.setdefault(scene.caption, number)
@@ -318,7 +312,7 @@ def captions(count: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class FirstFrameRemoved:
-    """The study of one model; prompts and seeds in the order of its configs, seeds outermost."""
+    """The study of one model; runs are of all captions with their first seed, then with the next."""
 
     prompts: Mapping[str, int]  # caption -> its first seed
     seeds: int
@@ -327,53 +321,41 @@ class FirstFrameRemoved:
     folder: Path
     layers: tuple[int, ...] | None = None  # None is all
 
-    @property
-    def configs(self) -> list[RunConfig]:
-        return [
-            replace(self.config, prompt=caption, seed=first + REMOVED_SEED_STEP * n)
+    @cached_property
+    def study(self) -> causal_atlas.Study:
+        configs = [
+            replace(self.config, prompt=caption, seed=first + SEED_STEP * n)
             for n in range(self.seeds)
             for caption, first in self.prompts.items()
         ]
+        knockout = Knockout(frames=("first",), layers=self.layers, passes="denoise")
+        files = self.session.common["files"]
+        return causal_atlas.Study(self.folder, knockout, "head", configs, self.session, files)
 
-    @property
-    def study(self) -> causal_atlas.Study:
-        sizes = self.session.model_config
-        return causal_atlas.Study(
-            self.folder,
-            Knockout(frames=("first",), layers=self.layers, passes="denoise"),
-            "head",
-            self.configs,
-            sizes.num_layers,
-            sizes.num_heads,
-            self.session.sha256.result(),
-            str(self.session.dtype),
-            self.session.common["files"],
-        )
-
-    def run(self, say: Callable[[str], None], stopping: Callable[[], bool], rank: Rank | None = None) -> bool:
-        """Make what is not done yet, all runs in one batch, layers shared by ranks -> whether all is done."""
-        return causal_atlas.run(self.study, self.session, len(self.configs), say, stopping, rank)
+    def run(self, watch: RunObserver, rank: Rank | None = None) -> bool:
+        """Make what is missing, all runs in one batch, layers shared by ranks -> whether all is done."""
+        return causal_atlas.run(self.study, len(self.study.configs), watch, rank)
 
     def numbers(self) -> dict[str, np.ndarray]:
-        """Of a study that is done, means over frames and seeds, [prompts, layers, H] each.
+        """Return, of a study that is done, means over frames and seeds, [prompts, layers, H] each.
 
         effect and control (the same on a random earlier frame) in units of the distance between seeds, norm
         of z, and s and masses, of the first pass and as the mean over the denoising passes.
         """
         merged, study = causal_atlas.merged(self.study), self.study
-        found = {
-            name: self._by_prompt(np.nanmean(merged[field].numpy(), -1))
-            for name, field in (("effect", "effects"), ("control", "frame_control"))
+        runs = {
+            "effect": np.nanmean(merged["effects"].numpy(), -1),
+            "control": np.nanmean(merged["frame_control"].numpy(), -1),
+            "norm": merged["head_norms"].numpy(),
+            "floor": np.nanmean(merged["floor"].numpy(), -1),
         }
-        found["norm"] = self._by_prompt(merged["head_norms"].numpy())
-        found["floor"] = self._by_prompt(np.nanmean(merged["floor"].numpy(), -1))
         steps = range(len(self.config.denoising_step_list))
-        for name, values in measures_by_pass(direct_effects.begin(self.session, self.configs), steps).items():
+        for name, values in measures_by_pass(
+            direct_effects.begin(self.session, study.configs), steps
+        ).items():
             of_layers = values[:, :, [layer or 0 for layer in study.layers]]
-            found[f"{name}, first pass"] = self._by_prompt(of_layers[0])
-            found[f"{name}, all passes"] = self._by_prompt(of_layers.mean(0))
-        return found
-
-    def _by_prompt(self, values: np.ndarray) -> np.ndarray:
-        """Runs [R, ...] -> prompts [prompts, ...], mean over seeds."""
-        return values.reshape(self.seeds, -1, *values.shape[1:]).mean(0)
+            runs[f"{name}, first pass"] = of_layers[0]
+            runs[f"{name}, all passes"] = of_layers.mean(0)
+        return {
+            name: values.reshape(self.seeds, -1, *values.shape[1:]).mean(0) for name, values in runs.items()
+        }

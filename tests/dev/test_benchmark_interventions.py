@@ -42,7 +42,7 @@ def test_rows_say_what_was_edited_and_whether_bits_stayed(config, made):
 
 def test_an_atlas_goes_on_where_it_stopped(config, made, tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.extraction.edits.FOLDER", tmp_path / "means")
-    monkeypatch.setattr(causal_atlas, "units", lambda study: [0])  # of each layer's heads
+    monkeypatch.setattr(causal_atlas.Study, "units", [0])  # of each layer's heads
     rollout, sizes = made
     session = measure_interventions.session_of(rollout, sizes, config, "weights")
     sweeps = [measure_interventions.sweep(session, config, 1, 0, tmp_path / "atlas") for _ in range(2)]

@@ -45,23 +45,29 @@ def session(configs):
 
 
 def study(folder, session, configs, edit=EDIT, each="head"):
-    sizes = session.model_config
-    counts = sizes.num_layers, sizes.num_heads
-    return causal_atlas.Study(
-        folder, edit, each, configs, *counts, session.sha256.result(), str(session.dtype)
-    )
+    return causal_atlas.Study(folder, edit, each, configs, session)
 
 
-def make(one, session, batch=2, stop_after=99, rank=None):
-    made = []
-    done = causal_atlas.run(one, session, batch, made.append, lambda: len(made) > stop_after, rank)
-    return done, made
+class Lines(RunObserver):
+    """Keeps lines, and asks to stop after so many."""
+
+    def __init__(self, most=99):
+        self.lines, self.most = [], most
+
+    def print(self, line):
+        self.lines.append(line)
+        self.stopping = len(self.lines) > self.most
+
+
+def make(one, batch=2, stop_after=99, rank=None):
+    watch = Lines(stop_after)
+    return causal_atlas.run(one, batch, watch, rank), watch.lines
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, session, configs):
     one = study(tmp_path_factory.mktemp("atlas"), session, configs)
-    assert make(one, session)[0]
+    assert make(one)[0]
     return one
 
 
@@ -95,24 +101,24 @@ def test_controls_are_other_frames_and_other_heads(finished):
 def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, session, configs):
     """Whichever rank begins, and wherever."""
     again = study(tmp_path, session, configs)
-    assert make(again, session, stop_after=1, rank=Rank(1, 2))[0] is False
-    assert {item.layer for item in again.items() if again.read(item) is not None} == {3}
+    assert make(again, stop_after=1, rank=Rank(1, 2))[0] is False
+    assert {layer for name, (_, layer) in again.items.items() if again.store.read(name)} == {3}
     first = {path.name: path.read_bytes() for path in (tmp_path / "items").iterdir()}
     assert len(first) == 2 and '"items"' in (tmp_path / "index.json").read_text()
     (tmp_path / "items" / min(first)).write_text("cut off")  # what cannot be read is made again
-    assert make(again, session, rank=Rank(0, 2))[0]
+    assert make(again, rank=Rank(0, 2))[0]
     for path in (finished.folder / "items").iterdir():
         assert (tmp_path / "items" / path.name).read_bytes() == path.read_bytes()
     assert (finished.folder / "index.json").read_bytes() == (tmp_path / "index.json").read_bytes()
-    assert make(again, session)[1] == ["4 of 4 items are done"]
+    assert make(again)[1] == ["4 of 4 items are done"]
     other = study(tmp_path, session, configs, replace(EDIT, frames=("past",)))
-    assert not {item.name for item in other.items()} & {item.name for item in again.items()}
+    assert not other.items.keys() & again.items.keys()
     with pytest.raises(ConfigError, match="4 of 4 items are missing"):
         causal_atlas.merged(other)
 
 
 def test_the_cache_keeps_to_its_schema(finished, session, tmp_path):
-    save_cache(tmp_path / "causal_atlas.pt", atlas_cache(finished, session))
+    save_cache(tmp_path / "causal_atlas.pt", atlas_cache(finished))
     cache = load_cache(tmp_path / "causal_atlas.pt", expect=("causal_atlas",))
     assert cache["interventions"]["words"] == str(EDIT) and cache["units"] == [0, 5]
     assert cache["prompts"] == list(PROMPTS) and cache["each"] == "head"
@@ -159,11 +165,10 @@ def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, session, configs, monkeypatc
 
 def test_a_rank_that_waits_for_others_stops_too(tmp_path, session, configs):
     one = study(tmp_path, session, configs, replace(EDIT, layers=(1,)))
-    watch = RunObserver()
-    watch.stopping = True
+    watch = Lines(0)
     with WorkItems(tmp_path / "items") as other:
-        assert list(islice(other.claim(list(causal_atlas.pieces_of(one, 2)), lambda name: False), 1))
-        assert causal_atlas.run(one, session, 2, str, lambda: True, Rank(), watch) is False
+        assert list(islice(other.claim(list(one.pieces(2)), lambda name: False), 1))
+        assert causal_atlas.run(one, 2, watch, Rank()) is False
 
 
 def test_what_has_no_direct_effect_is_refused(tmp_path, session, configs):

@@ -18,12 +18,18 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.dev import hidden_shapes as script
 from experiments.dev import hidden_shapes_report
 from experiments.extraction import causal
-from experiments.miniature.evaluation import EvalPool, rendered
-from experiments.miniature.tracking import judge
+from experiments.extraction.observer import RunObserver
+from experiments.miniature.evaluation import EvalPool
 from experiments.running.ranks import Rank
 from experiments.running.work_items import WorkItems
 from experiments.studies import hidden_shapes as first_frame_removed
-from experiments.studies.hidden_shapes import Design, HiddenShapes, captions_behind_a_wall, measures_by_pass
+from experiments.studies.hidden_shapes import (
+    Condition,
+    Design,
+    HiddenShapes,
+    captions_behind_a_wall,
+    measures_by_pass,
+)
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -61,7 +67,7 @@ def study(folder, config, session, judges, **fields):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, config, session, judges):
-    one = study(tmp_path_factory.mktemp("shapes"), config, session, judges, say=lambda line: None)
+    one = study(tmp_path_factory.mktemp("shapes"), config, session, judges)
     assert one.run()
     return one
 
@@ -70,9 +76,8 @@ def finished(tmp_path_factory, config, session, judges):
 def test_no_head_with_a_past_is_a_window_of_one_block(finished, config, session):
     runs = finished.runs("test")
     sizes = session.model_config
-    finished.heads = [(n, h) for n in range(sizes.num_layers) for h in range(sizes.num_heads)]
-    everything = finished.ends()[1]
-    finished.heads = HEADS
+    heads = tuple((n, h) for n in range(sizes.num_layers) for h in range(sizes.num_heads))
+    everything = Condition("test", "all", heads)
     with intervene(*everything.edits):
         edited = runs.inference()
     alone = session.with_weights(replace(config, local_attn_size=3))
@@ -107,8 +112,9 @@ def test_measures_of_a_batch_are_those_of_each_run(finished, session):
 
 
 def test_the_study_says_what_it_was_made_of_and_is_not_made_again(finished, config, session, judges):
-    said = []
-    again = study(finished.folder, config, session, judges, say=said.append)
+    said, watch = [], RunObserver()
+    watch.print = said.append
+    again = study(finished.folder, config, session, judges, watch=watch)
     before = {path: path.stat().st_mtime_ns for path in made(again)}
     assert again.run() and not again._runs  # nothing was rolled out
     assert said == ["selection: 4 conditions are done", f"test: {len(before)} conditions are done"]
@@ -124,13 +130,22 @@ def test_the_study_says_what_it_was_made_of_and_is_not_made_again(finished, conf
 
 
 def made(one):
-    return {one.items.path(one._settings(condition)) for condition in one.conditions()}
+    return {one.store.path(one.name(condition)) for condition in one.conditions()}
 
 
-def test_a_stopped_study_keeps_what_is_judged(tmp_path, config, session, judges):
-    one = study(tmp_path, config, session, judges, say=lambda line: None, stopping=lambda: True)
+def test_a_stopped_study_keeps_what_is_judged(tmp_path, config, session, judges, monkeypatch):
+    watch = RunObserver()
+    one = study(tmp_path, config, session, judges, watch=watch)
+    make = HiddenShapes._make
+
+    def asked_to_stop(self, condition):
+        watch.stopping = True
+        make(self, condition)
+
+    monkeypatch.setattr(HiddenShapes, "_make", asked_to_stop)
     assert not one.run()
-    assert [one.read(condition) is not None for condition in one.singles()] == [True, False, False, False]
+    done = [one.store.path(one.name(condition)).is_file() for condition in one.singles()]
+    assert done == [True, False, False, False]
 
 
 def test_a_rank_that_waits_for_another_saves_what_is_judged(
@@ -138,21 +153,21 @@ def test_a_rank_that_waits_for_another_saves_what_is_judged(
 ):
     """Else two of them would wait for each other's last conditions for ever."""
     monkeypatch.setattr(HiddenShapes, "conditions", lambda self: iter(()))
-    one = study(tmp_path, config, session, judges, say=lambda line: None)
-    *paths, last = (one.items.path(one._settings(condition)) for condition in one.singles())
-    other, saved = WorkItems(tmp_path / "claims"), []
+    one = study(tmp_path, config, session, judges)
+    *paths, last = (one.store.path(one.name(condition)) for condition in one.singles())
+    other, saved = WorkItems(tmp_path / "items"), []
     for path in paths[:-1]:
         path.parent.mkdir(exist_ok=True)
-        shutil.copy(finished.items.folder / path.name, path)  # made before
+        shutil.copy(finished.store.folder / path.name, path)  # made before
 
     def another_rank():
         deadline = time.monotonic() + 60
         while not all(path.exists() for path in paths) and time.monotonic() < deadline:
             time.sleep(0.01)
         saved.extend(path.exists() for path in paths)
-        other._let_go(last.stem)
+        other._release(last.stem)
 
-    assert other._take(last.stem)
+    assert other._acquire(last.stem)
     thread = Thread(target=another_rank)
     thread.start()
     assert one.run(Rank(0, 2)) and saved == [True] * 3 and last.exists()
@@ -183,16 +198,6 @@ def test_selection_captions_are_others():
     assert len(first_frame_removed.captions(32)) == 32
     with pytest.raises(ConfigError, match="captions behind a wall are asked for"):
         captions_behind_a_wall(Design(captions=930))
-
-
-def test_workers_judge_as_this_process_does():
-    scenes = [scene for _, scene in captions_behind_a_wall(Design(captions=3, selection=0))[0]]
-    videos = torch.stack(rendered(scenes, 81))
-    with EvalPool(2) as two:
-        both = [*zip(videos, scenes, strict=True)] * 4
-        found = [future.result() for future in [two.submit(video, scene) for video, scene in both]]
-    expected = [judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
-    assert found == expected * 4 and expected[0]["same"]
 
 
 def test_curves_come_back_from_planted_answers():

@@ -43,9 +43,8 @@ def session_of(config, weights="0", dtype=torch.float32, files=()):
 
 
 def of_atlas(session, config, tmp_path):
-    read = session.sha256.result(), str(session.dtype), session.common["files"]
-    [item] = Study(tmp_path, EDIT, "head", [config], 8, 12, *read).items()
-    return item.name
+    [name] = Study(tmp_path, EDIT, "head", [config], session, session.common["files"]).items
+    return name
 
 
 def of_comparison(session, config, tmp_path):
