@@ -16,4 +16,4 @@ python experiments/extract_attention_wan.py --ckpt_dir checkpoints/wan-mini --la
     --output_dir $out/base
 python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --layer_index "$layer" --step 4 \
     --output_path "$out/causal/layer$layer.pt"
-python experiments/dev/compare_base_and_causal.py "$out/base/layer$layer.pt" "$out/causal/layer$layer.pt" "$sheet"
+python experiments/benchmarks/reproduce/base_and_causal.py "$out/base/layer$layer.pt" "$out/causal/layer$layer.pt" "$sheet"

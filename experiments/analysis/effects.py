@@ -252,7 +252,7 @@ def knockouts_of(report: Mapping[str, Any]) -> Knockouts:
 def read_knockouts(path: str | Path) -> Knockouts:
     """The curves of a report in a file, or why there are none."""
     if not Path(path).is_file():
-        return Knockouts(f"{path} not found; run: python experiments/dev/hidden_shapes.py")
+        return Knockouts(f"{path} not found; run: python experiments/benchmarks/reproduce/hidden_shapes.py")
     return knockouts_of(json.loads(Path(path).read_text(encoding="utf-8")))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from experiments.analysis.effects import ENOUGH_PROMPTS, Interval
 from experiments.caches.files import CacheError
 
-MAKE = "python experiments/dev/long_rollout_findings.py outputs/policies/comparison.json"
+MAKE = "python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies/comparison.json"
 PRIMARY = "right"
 CONTROLS = ("frozen", "vae", "rendered")
 TITLES = {
@@ -133,7 +133,7 @@ def read_strips(path: str | Path) -> Strips:
         about = f"“{kept['prompt']}”\nwan-mini, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
         return Strips(rows, [int(second) for second in kept["seconds"]], about)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        make = "python experiments/dev/long_rollout_strips.py outputs/policies/videos"
+        make = MAKE
         raise CacheError(f"{path} holds no strips ({type(error).__name__}); run: {make}") from None
 
 
@@ -160,7 +160,7 @@ def read_effects(path: str | Path) -> EffectsByLength:
         known = {length: value for length, value in placebos.items() if value is not None}
         return EffectsByLength(effects, known, subtitle)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        make = f"python experiments/dev/long_first_frame.py --output_path {path}"
+        make = f"python experiments/benchmarks/reproduce/long_rollouts.py --first_frame --output_path {path}"
         raise CacheError(f"{path} holds no effects ({type(error).__name__}); run: {make}") from None
 
 

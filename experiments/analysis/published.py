@@ -32,7 +32,7 @@ HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
 
 STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
 
-MAKE = "python experiments/dev/build_published.py FOLDER"
+MAKE = "python experiments/benchmarks/reproduce/published.py FOLDER"
 
 
 class Curve(NamedTuple):

@@ -11,6 +11,8 @@ from typing import Any
 from experiments.caches.files import replacing
 from experiments.running.cli import Parser, count, run_parser
 
+Rows = dict[str, dict[str, Any]]
+
 
 def benchmark_parser(description: str, repeats: int) -> Parser:
     """Return the flags of a run with --random_weights and --repeats."""
@@ -35,25 +37,27 @@ def save_report(report: Mapping[str, Any], path: str | Path | None) -> None:
 def in_turn(
     rows: Mapping[str, Callable[[], float]],
     repeats: int,
+    about: Mapping[str, dict[str, Any]] | None = None,
     beside: Mapping[str, str] | None = None,
-    keep: Callable[[dict[str, dict]], None] = lambda found: None,
-) -> dict[str, dict[str, Any]]:
-    """Call every row once a round, and return its seconds with their median and its ratio to another row.
+    keep: Callable[[Rows], None] = lambda found: None,
+) -> Rows:
+    """Call every row once a round; return its seconds, their median, and its ratio to another row.
 
     A row returns its own seconds. Its ratio is the median over rounds of its seconds over those of
     beside[row] (the first row where not given) in the same round: a machine that slows down slows both.
-    keep gets the results after every round, so that a run that is stopped leaves what it measured.
+    Fields of about[row] stand before the numbers. keep gets the results after every round, so that a run
+    that is stopped leaves what it measured.
     """
     first = next(iter(rows))
     seconds: dict[str, list[float]] = {name: [] for name in rows}
-    found: dict[str, dict[str, Any]] = {}
+    found: Rows = {}
     for number in range(repeats):
         for name in list(rows)[:: -1 if number % 2 else 1]:  # to and fro: no row always follows the same one
             seconds[name].append(rows[name]())
         for name, taken in seconds.items():
             other = (beside or {}).get(name, first)
             ratios = [a / b for a, b in zip(taken, seconds[other], strict=True)]
-            found[name] = {
+            found[name] = (about or {}).get(name, {}) | {
                 "median_seconds": round(statistics.median(taken), 6),
                 "beside": other,
                 "ratio": round(statistics.median(ratios), 4),
@@ -73,11 +77,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[outside], ordered[-1 - outside]
 
 
-def print_rows(rows: Mapping[str, Mapping[str, Any]], *also: str) -> None:
-    """Print a line a row: median seconds, ratio with its interval, and the fields named in also."""
-    width = max(map(len, rows))
+def print_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a line a row: median seconds, the ratio with its interval, and what else is known of it."""
+    numbers = ("median_seconds", "beside", "ratio", "ratio_interval", "seconds", "sha256")
     for name, row in rows.items():
         low, high = row["ratio_interval"]
-        more = "".join(f"  {field} {row[field]}" for field in also if field in row)
+        more = "".join(f", {field} {value}" for field, value in row.items() if field not in numbers)
         ratio = f"{row['ratio']:.3f} ({low:.3f}-{high:.3f}) x {row['beside']}"
-        print(f"{name:{width}}  {row['median_seconds']:10.5f} s  {ratio}{more}", flush=True)
+        print(f"{row['median_seconds']:10.5f} s  {name}: {ratio}{more}", flush=True)

@@ -14,7 +14,8 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 MIB = 2**20
-Active = Callable[[], AbstractContextManager]  # what is on while a model generates: a capture, an edit
+Active = Callable[[], AbstractContextManager]  # makes what is on while a model generates: a capture, an edit
 
 
 def of_wan(*names: str) -> Any:
@@ -67,27 +68,30 @@ def fill_(values: Tensor, name: str) -> Tensor:
 
 
 class Rollout:
-    """A model on its device with noise and random prompt states; latents and kept are of the last rollout."""
+    """A model on its device, with noise and random prompt states.
 
-    latents: Tensor  # [1, F, C, h, w]
-    kept: Any  # what the active context gave
+    latents [1, F, C, h, w] and kept, which the active context gave, are those of the last rollout.
+    """
+
+    latents: Tensor
+    kept: Any = None
 
     def __init__(self, config: Any, sizes: Any, random_weights: bool, model: Any = None):
         self.config, self.sizes = config, sizes
-        name = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
-        self.device = torch.device("cpu" if name == "auto" else name)
-        half_on_gpu = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.dtype = getattr(torch, half_on_gpu if config.dtype == "auto" else config.dtype)
-        if self.device.type == "cpu":
+        has_gpu = torch.cuda.is_available()
+        self.device = torch.device(
+            ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
+        )
+        on_gpu = self.device.type == "cuda"
+        usual = "bfloat16" if on_gpu else "float32"
+        self.dtype = getattr(torch, usual if config.dtype == "auto" else config.dtype)
+        if not on_gpu:
             torch.set_num_threads(1)
         self.model = model or (self.random_model() if random_weights else self.loaded_model())
-        rolls = config.sampler == "rolling_forcing"
-        sampler = (
-            of_wan("wan.rolling_forcing").RollingForcingPipeline
-            if rolls
-            else of_wan("wan.pipeline").CausalInferencePipeline
-        )
-        self.pipeline = sampler(
+        module, name = "wan.pipeline", "CausalInferencePipeline"
+        if config.sampler == "rolling_forcing":
+            module, name = "wan.rolling_forcing", "RollingForcingPipeline"
+        self.pipeline = getattr(of_wan(module), name)(
             self.model,
             config.num_frame_per_block,
             config.independent_first_frame,
@@ -104,6 +108,7 @@ class Rollout:
         steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
         self.renoise = self.randn((steps - 1, *shape), config.seed + 1)
         self.text = self.randn((1, sizes.text_len, sizes.text_dim), config.seed + 2)
+        self.switches = [replace(switch, prompt_embeds=self.text.flip(1)) for switch in config.switches]
 
     def randn(self, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
@@ -133,26 +138,35 @@ class Rollout:
             sink_size=self.config.sink_size,
         )
 
-    def seconds(self, active: Active = nullcontext, **options: Any) -> float:
+    def generate(self) -> Tensor:
+        return self.pipeline.inference(
+            self.noise, prompt_embeds=self.text, renoise=self.renoise, prompt_schedule=self.switches
+        )[1]
+
+    def seconds(self, active: Active = nullcontext) -> float:
         """Generate one video and return the seconds until the device and the host have everything."""
         self.wait()
         start = time.perf_counter()
         with active() as self.kept:
-            self.latents = self.pipeline.inference(
-                self.noise, prompt_embeds=self.text, renoise=self.renoise, **options
-            )[1]
+            self.latents = self.generate()
         self.wait()
         return time.perf_counter() - start
 
-    def peak_mib(self, active: Active = nullcontext, **options: Any) -> float:
-        """Generate one video and return its peak of GPU memory above the start; 0 on a CPU."""
+    def peak_mib(self, row: Callable[[], float]) -> float:
+        """Call a row and return the GPU's peak memory above the start; 0 on a CPU."""
         if self.device.type != "cuda":
-            self.seconds(active, **options)
+            row()
             return 0.0
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self.seconds(active, **options)
+        row()
         return round((torch.cuda.max_memory_allocated(self.device) - before) / MIB, 1)
+
+    def in_float32(self) -> Tensor:
+        """Return the latents of the same weights and inputs in float32; the model stays in float32."""
+        self.model.float()
+        self.noise, self.renoise, self.text = (x.float() for x in (self.noise, self.renoise, self.text))
+        return self.generate()
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -168,29 +182,26 @@ class Rollout:
 
 
 def serve() -> None:
-    """Load what the first line of stdin says; then answer every name of a row with seconds and a digest."""
+    """Load what the first line of stdin says; then answer every name of a row with seconds or a digest."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
-    config_module = of_wan("wan.config")
+    settings = of_wan("wan.config")
     given = json.loads(sys.stdin.readline())
-    known = {field.name for field in fields(config_module.RunConfig)}
-    settings = {name: value for name, value in given["config"].items() if name in known}
-    config = config_module.RunConfig(**settings)
-    sizes = (
-        config_module.MODELS[config.model]
-        if given["random_weights"]
-        else of_wan("wan.checkpoint").read_model_config(config.ckpt_dir)
-    )
+    known = {field.name for field in fields(settings.RunConfig)}
+    config = settings.RunConfig(**{name: x for name, x in given["config"].items() if name in known})
+    read_sizes = of_wan("wan.checkpoint").read_model_config
+    sizes = settings.MODELS[config.model] if given["random_weights"] else read_sizes(config.ckpt_dir)
     rollout = Rollout(config, sizes, given["random_weights"])
     requests = capture_requests(config, sizes.num_layers)
-    print(json.dumps({"wan": str(Path(config_module.__file__).parent)}), file=answers, flush=True)
+    print(json.dumps({"wan": str(Path(settings.__file__).parent)}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        active = capturing(requests[asked["row"]])
+        row = partial(rollout.seconds, capturing(requests[asked["row"]]))
+        answer: dict[str, Any] = {}
         if asked["timed"]:
-            answer = {"seconds": rollout.seconds(active)}
+            answer["seconds"] = row()
         else:
-            answer = {"gpu_peak_mib": rollout.peak_mib(active), "sha256": rollout.digest()}
+            answer |= {"gpu_peak_mib": rollout.peak_mib(row), "sha256": rollout.digest()}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -10,10 +10,10 @@ from conftest import GOLDEN, ROOT
 
 from experiments import match_curve
 from experiments.analysis import published
+from experiments.benchmarks.reproduce import published as build
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from experiments.dev import build_published, published_atlases
 from experiments.running import cli
 from wan.blocks import later_block
 
@@ -125,8 +125,8 @@ def made_up(folder, F_of_matrices=(2, 1)):
         vmax = np.abs(values).max((2, 3, 4))  # [prompt, layer]
         index = np.floor((values / vmax[..., None, None, None] + 1) / 2 * 256).clip(0, 255).astype(np.uint8)
         matrices[f"index_{F}"], matrices[f"vmax_{F}"] = index[-count:], vmax[-count:].astype(np.float32)
-    np.savez(folder / published_atlases.LOGITS, **logits)
-    np.savez(folder / published_atlases.MATRICES, **matrices)
+    np.savez(folder / build.LOGITS, **logits)
+    np.savez(folder / build.MATRICES, **matrices)
     for name in (published.HEAD_LABELS_CSV, published.STATIC_HEADS_CSV):
         (folder / name).write_text("# rows: layers\n1,2\n")
     (folder / published.FIGURE4_CSV).write_text("key_frame,L1H1,L5H10\n18,1,2\n19,3,4\n")
@@ -136,7 +136,7 @@ def made_up(folder, F_of_matrices=(2, 1)):
 def test_building_from_a_folder(tmp_path):
     (tmp_path / "in").mkdir()
     truth = made_up(tmp_path / "in")
-    build_published.run([str(tmp_path / "in"), "--output_dir", str(tmp_path / "out")])
+    build.run([str(tmp_path / "in"), "--output_dir", str(tmp_path / "out")])
     for p, name in enumerate(("castle", "eagle")):
         for F in (21, 72):
             cache = load_cache(tmp_path / "out" / f"self_forcing_dmd_{name}_{F}f.pt")
@@ -152,13 +152,13 @@ def test_building_from_a_folder(tmp_path):
 
 def test_a_matrix_without_its_prompt(tmp_path):
     made_up(tmp_path)
-    arrays = dict(np.load(tmp_path / published_atlases.MATRICES))
+    arrays = dict(np.load(tmp_path / build.MATRICES))
     arrays["index_72"] = arrays["index_72"][..., ::-1]
-    np.savez(tmp_path / published_atlases.MATRICES, **arrays)
-    with pytest.raises(CacheError, match="not every matrix of 72 frames belongs to one prompt"):
-        build_published.run([str(tmp_path), "--output_dir", str(tmp_path / "out")])
+    np.savez(tmp_path / build.MATRICES, **arrays)
+    with pytest.raises(CacheError, match="not every matrix of 72 frames"):
+        build.run([str(tmp_path), "--output_dir", str(tmp_path / "out")])
     with pytest.raises(CacheError, match=r"last_block_logits\.npz not found"):
-        build_published.run([str(tmp_path / "nowhere")])
+        build.run([str(tmp_path / "nowhere")])
 
 
 def test_the_files_have_stable_bytes(tmp_path):

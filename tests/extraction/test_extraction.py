@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT
 
 from experiments import run_extraction_all, run_extraction_each, run_extraction_figure4
+from experiments.benchmarks import rollout
 from experiments.caches import frames, load_cache
-from experiments.dev import benchmark_capture
 from experiments.extraction import causal
 from experiments.running import cli
 from wan.blocks import later_block
@@ -225,8 +225,8 @@ def test_a_script_runs_without_pythonpath(tmp_path):
             ["--capture", "probabilities", "--granularity", "frame"],
             "needs --granularity token",
         ),
-        (benchmark_capture, ["--random_weights"], "--random_weights knows the sizes of Wan2.1-T2V-1.3B"),
-        (benchmark_capture, ["--repeats", "0"], "argument --repeats: 0 is not in 1"),
+        (rollout, ["--random_weights"], "--random_weights knows the sizes of Wan2.1-T2V-1.3B"),
+        (rollout, ["--repeats", "0"], "argument --repeats: 0 is not in 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(script, flags, message, tmp_path, capfd):

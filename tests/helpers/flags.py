@@ -16,7 +16,7 @@ class _SeenError(Exception):
 
 @cache
 def arguments(name: str) -> list[argparse.Action]:
-    """What a script of experiments/ takes, flags or not; one of the workshop is dev.NAME."""
+    """What a script of experiments/ takes, flags or not; one of the workshop is benchmarks.NAME."""
     found: list[argparse.Action] = []
 
     def parse_args(self, args=None, namespace=None):
@@ -39,7 +39,7 @@ def flags(name: str) -> list[argparse.Action]:
 def scripts() -> list[str]:
     """Every script that users or the workshop start, by the names that arguments() takes."""
     found = []
-    for folder, prefix in (("experiments", ""), ("experiments/dev", "dev.")):
+    for folder, prefix in (("experiments", ""), ("experiments/benchmarks", "benchmarks.")):
         for path in sorted((ROOT / folder).glob("*.py")):
             text = path.read_text(encoding="utf-8")
             if "__main__" in text and ("arser(" in text or not prefix):

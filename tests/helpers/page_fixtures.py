@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from experiments.caches import save_cache
-from experiments.dev import chromium
 from experiments.figures.html_page import save_page
-from helpers import synthetic_caches
+from helpers import chromium, synthetic_caches
 
 
 @pytest.fixture(scope="module")

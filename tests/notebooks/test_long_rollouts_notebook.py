@@ -11,9 +11,8 @@ from PIL import Image
 
 from experiments.analysis import long_rollouts
 from experiments.analysis.long_rollouts import LongRollouts
+from experiments.benchmarks.reproduce.long_rollouts import about_videos
 from experiments.caches.files import CacheError
-from experiments.dev import long_rollout_strips
-from experiments.dev.long_rollout_findings import table
 from experiments.studies import policy_comparison as policy_grid
 from experiments.studies import policy_findings
 
@@ -31,9 +30,9 @@ def files(folder, findings):
     content = io.BytesIO()
     Image.fromarray(np.zeros((8, 16, 3), np.uint8)).save(content, "PNG")
     rows = dict.fromkeys(("full", "deep sink"), base64.b64encode(content.getvalue()).decode())
-    comparison = {"prompts": ["a", "a red circle"], "weights_sha256": "fedcba987654"}
+    comparison = {"prompts": ["a red circle", "a"], "weights_sha256": "fedcba987654"}
     comparison["videos"] = [{"prompt": "a red circle", "seed": 3}, {"prompt": "a red circle", "seed": 4}]
-    about = long_rollout_strips.of_videos(comparison, 1)
+    about = about_videos(comparison)
     (folder / "strips.json").write_text(json.dumps(about | {"seconds": [0, 5], "rows": rows}))
     row = {"policy": "full", "effect": [0.6, 0.5, 0.7], "largest_placebo": 0.2}
     rows = [row | {"num_frames": length} for length in (21, 240)]
@@ -62,15 +61,6 @@ def test_the_notebook_runs(tmp_path, findings):
     assert "201" in executed.words(drawn["rope.svg"])
 
 
-def test_the_table_of_documents_says_the_same(findings):
-    said = table(findings)
-    assert "| window 9/3 | 0.8" in said and "a GPU, torch 2, today, `000000000`: `python x.py`" in said
-    assert len([line for line in said.splitlines() if line.startswith("| ")]) > 15
-    findings["questions"]["a sink of one block against none, window 9"]["right"]["p"] = 0.0499
-    (asked,) = (line for line in table(findings).splitlines() if line.startswith("| a sink of one block"))
-    assert asked.split(" | ")[3] == "0.0499" and "| p (not adjusted) |" in said
-
-
 def test_coherence_has_the_maxima_that_are_known():
     distances = np.arange(0, 260)
     values = long_rollouts.rope_coherence(distances)
@@ -93,5 +83,5 @@ def test_other_files_are_refused_with_the_remedy(content, tmp_path):
     if content is not None:
         (tmp_path / "x.json").write_text(content)
     for read in (LongRollouts.open, long_rollouts.read_strips, long_rollouts.read_effects):
-        with pytest.raises(CacheError, match="run: python experiments/dev"):
+        with pytest.raises(CacheError, match="run: python experiments/benchmarks"):
             read(tmp_path / "x.json")

@@ -15,8 +15,7 @@ from helpers.rollouts import TWO_STEPS
 from experiments.analysis import effects as knockout_curves
 from experiments.analysis.effects import head_correlation
 from experiments.analysis.first_frame import first_frame_effect
-from experiments.dev import hidden_shapes as script
-from experiments.dev import hidden_shapes_report
+from experiments.benchmarks.reproduce import hidden_shapes as script
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
 from experiments.miniature.evaluation import EvalPool
@@ -123,8 +122,8 @@ def test_the_study_says_what_it_was_made_of_and_is_not_made_again(finished, conf
     change = again.selection_measures()["change"]
     assert orders["change"] == sorted(HEADS, key=lambda head: -change[head])
     assert sorted(orders["random 0"]) == HEADS and min(change.values()) > 0
-    report = hidden_shapes_report.knockouts(again)
-    assert json.loads(script.compact(report)) == json.loads(json.dumps(report))
+    report = script.knockouts(again)
+    json.dumps(report)  # plain values alone
     assert set(report["curves"]) == {*knockout_curves.ORDERS, "random"}
     assert report["ranking"][0]["layer"] == orders["effect"][0][0]
 

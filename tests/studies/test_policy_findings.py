@@ -4,11 +4,8 @@ import pytest
 from helpers.long_findings import KINDS, comparison
 
 from experiments.analysis.long_rollouts import LongRollouts
-from experiments.dev.long_rollout_findings import table as table_of
 from experiments.studies import policy_findings
 from wan.errors import ConfigError
-
-MADE = {"device": "a GPU", "torch": "2", "date": "today", "git": "0" * 40, "command": "python x.py"}
 
 
 def test_findings_find_what_was_put_in():
@@ -49,7 +46,6 @@ def test_policies_of_ones_own_stand_beside_the_family_outside_holm():
     assert [*seen.intervals()] == ["full", sink, own, twin, "frozen"]  # two are window 9/3: said in full
     assert [*seen.costs()] == ["full", sink, own, twin]
     assert f"{own}: right 0.6" in seen.lines() and "(not adjusted)" in seen.lines()
-    assert "| deep_sink | 0.6" in table_of(found | {"made": MADE})
     alone = policy_findings.findings(comparison({"full": 0.0, own: 0.2}))["against_full"]
     assert alone == {own: found["against_full"][own]}
 

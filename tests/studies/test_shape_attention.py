@@ -9,11 +9,11 @@ from conftest import ROOT
 
 from experiments.analysis.effects import sign_flip_p
 from experiments.analysis.video_maps import VideoMap
-from experiments.dev.on_the_video_figure import chosen_heads, title_of
-from experiments.dev.shape_attention import report_of, table
+from experiments.benchmarks.reproduce.shape_attention import chosen_heads, report_of, title_of
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
 from wan.capture import CapturedCall, Pass, Site
+from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.keys import KeyLayout
 
@@ -83,8 +83,8 @@ def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     assert not followers(ShapeAttention(found.captions, [0], lifts[1:4], "0"), 0).follows.any()
     assert found.maps(4)[0].values.shape == (3, 4) and "follows" in {m.name for m in found.maps(4)}
     report = report_of(found, "wan-mini")
-    text = table(report)
-    assert "layer 1, head 2 | 5.00" in text and text.count("\n| pass 0") >= 2
+    best = report["passes"]["pass 0"]["top"][0]
+    assert (best["layer"], best["head"], best["lifts"][0]) == (1, 2, 5.0)
     (tmp_path / "report.json").write_text(json.dumps(report))
     top = report["passes"]["clean pass"]["top"]
     top += [top[0] | {"head": 3}, top[0] | {"head": 0}]
@@ -92,7 +92,9 @@ def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     assert chosen_heads(tmp_path / "report.json") == [(1, 2), (1, 3), (1, 0)]
     report["passes"]["clean pass"]["top"] = []  # no head follows
     (tmp_path / "report.json").write_text(json.dumps(report))
-    with pytest.raises(ConfigError, match=r"run: python experiments/dev/shape_attention\.py"):
+    with pytest.raises(
+        ConfigError, match=r"run: python experiments/benchmarks/reproduce/shape_attention\.py"
+    ):
         chosen_heads(tmp_path / "report.json")
 
 
@@ -113,7 +115,7 @@ def test_the_picture_says_which_run_pass_and_patch_it_is_of():
     values = np.ones((21, 4, 4), np.float32)
     about = ("clean pass (t = 0)", (18, 1, 2), (18, 19, 20), True, 9, 0.0, "wan-mini", "cache")
     seen = VideoMap(values, "lift", 5, 0, *about)
-    title = title_of(seen, "wan-mini", "a red circle", 3)
+    title = title_of(seen, RunConfig(model="wan-mini", prompt="a red circle", seed=3))
     for said in ("“a red circle”", "wan-mini, seed 3", "clean pass (t = 0)", "18"):
         assert said in title
     assert seen.query_label in title

@@ -14,8 +14,8 @@ from helpers.checkpoints import GOLDEN_MODEL
 from safetensors.torch import save_file
 
 from experiments import run_extraction_all
+from experiments.benchmarks import random_weights
 from experiments.caches import load_cache
-from experiments.dev import random_weights
 from experiments.extraction import memory as memory_estimate
 from experiments.running import cli
 from wan import checkpoint

@@ -4,7 +4,7 @@ import re
 
 from conftest import ROOT, golden_model
 
-from experiments.dev.policy_figures import PICTURES
+from experiments.benchmarks.reproduce.policies import PICTURES
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import POLICIES

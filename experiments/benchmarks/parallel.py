@@ -1,0 +1,163 @@
+"""Time one rollout on one GPU and, by heads, on all of them; say how far the latents lie from float32.
+
+    torchrun --nproc-per-node 2 experiments/benchmarks/parallel.py --output_path parallel.json
+    torchrun --nproc-per-node 4 experiments/benchmarks/parallel.py --models Wan2.1-T2V-14B --num_frames 120 \
+        --no-alone --error_frames 0      # more than one GPU holds
+
+The models have random weights. The first rank works alone while the others wait, then all work together:
+launched by Python, and with the layers replayed from CUDA graphs. A shared rollout takes as long as its
+slowest rank.
+"""
+
+import argparse
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from experiments.benchmarks.harness import Rows, in_turn, print_rows, save_report
+from experiments.benchmarks.worker import Active, Rollout, capture_requests, capturing
+from experiments.caches.files import require_writable
+from experiments.extraction.devices import choose_device
+from experiments.extraction.provenance import environment
+from experiments.running.cli import Parser, count, main, whole_number
+from experiments.running.jobs import end_at_once
+from experiments.running.ranks import on_own_device, this_rank
+from wan import process_group
+from wan.config import DTYPES, MODELS, ModelConfig, RunConfig
+from wan.errors import ConfigError
+from wan.gathered_calls import gather_calls
+from wan.kernels.graphs import apply_cuda_graphs, remove_cuda_graphs
+from wan.parallel import apply_head_parallel, check_size, shard_of
+from wan.process_group import wait_for_all
+
+CAPTURED = ("plain", "mass")
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    flag = parser.add_argument
+    flag("--models", nargs="+", choices=MODELS, default=list(MODELS), help="whose shapes are measured")
+    flag("--num_frames", type=count, default=21, help="latent frames of a rollout")
+    flag("--repeats", type=count, default=2, help="timed rounds, of all rows in turn")
+    flag("--alone", action=argparse.BooleanOptionalAction, default=True, help="also on one GPU")
+    flag("--error_frames", type=whole_number, default=6, help="of the comparison with float32; 0 for none")
+    flag("--num_layers", type=count, help="fewer layers than the models have, to try the script")
+    flag("--height", type=count, default=60, help="of a latent frame")
+    flag("--width", type=count, default=104, help="of a latent frame")
+    flag("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    flag("--dtype", choices=DTYPES, default="auto", help="of weights and generation")
+    flag("--output_path", help="where the JSON report goes")
+    measure(parser.parse_args(argv))
+
+
+def measure(args: argparse.Namespace) -> None:
+    rank = this_rank()
+    if rank.count < 2:
+        raise ConfigError("start it by torchrun --nproc-per-node P: it compares P processes with one")
+    if args.output_path:
+        require_writable(args.output_path)
+    config = on_own_device(RunConfig(device=args.device, dtype=args.dtype), rank)
+    device = choose_device(config.device)
+    group = process_group.join(device)
+    report: dict[str, Any] = {"gpus": rank.count, "num_frames": args.num_frames, "repeats": args.repeats}
+    report |= {"environment": environment(device), "models": {}}
+    for name in args.models:
+        sizes = replace(MODELS[name], num_layers=args.num_layers or MODELS[name].num_layers)
+        config = replace(config, model=name, num_frames=args.num_frames, height=args.height, width=args.width)
+        tokens = [n * sizes.tokens_per_frame(config.height, config.width) for n in config.block_sizes]
+        check_size(rank.count, name, sizes.num_heads, tokens)
+        found = report["models"][name] = time_model(args, config, sizes, group, rank.is_first)
+        if args.error_frames:
+            short = replace(config, num_frames=args.error_frames)
+            found["error"] = error_of(short, sizes, group, rank.is_first)
+        if rank.is_first:
+            print(f"{name}: {found.get('error', '')}")
+            print_rows(found["rows"])
+            save_report(report, args.output_path)  # what there is, should the next model fail
+    process_group.leave()
+    end_at_once()
+
+
+def time_model(
+    args: argparse.Namespace,
+    config: RunConfig,
+    sizes: ModelConfig,
+    group: dist.ProcessGroup,
+    is_first: bool,
+) -> dict[str, Any]:
+    """Time a model's rollouts by the first rank alone, then by all."""
+    gc.collect()  # the model before
+    rollout = Rollout(config, sizes, True)
+    rows: Rows = {}
+    if args.alone and is_first:
+        rows |= time_ways(rollout, args.repeats, "1 GPU")
+        apply_cuda_graphs(rollout.model)
+        rows |= time_ways(rollout, args.repeats, "1 GPU, graphs")
+        remove_cuda_graphs(rollout.model)
+    wait_for_all(group)
+    apply_head_parallel(rollout.model, group)
+    rows |= time_ways(rollout, args.repeats, f"{group.size()} GPUs", group)
+    apply_cuda_graphs(rollout.model)
+    rows |= time_ways(rollout, args.repeats, f"{group.size()} GPUs, graphs", group)
+    shard = shard_of(rollout.model)
+    exchange = "peers' memory" if shard and shard.peer_memory else "all-to-all"
+    return {"exchange": exchange, "rows": rows}
+
+
+def time_ways(rollout: Rollout, repeats: int, label: str, group: dist.ProcessGroup | None = None) -> Rows:
+    """Time a rollout plain and captured; with a group by all its ranks, and with the calls gathered."""
+
+    @contextmanager
+    def gathered(active: Active) -> Iterator[Any]:
+        with active() as calls:
+            yield calls
+        gather_calls(rollout.model, calls or [])
+
+    def over_ranks(measure: Any, active: Active) -> float:
+        if group is None:
+            return measure(active)
+        wait_for_all(group)
+        value = torch.tensor([measure(partial(gathered, active))], dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        return value.item()
+
+    requests = capture_requests(rollout.config, rollout.sizes.num_layers)
+    actives = {f"{name}, {label}": capturing(requests[name]) for name in CAPTURED}
+    rows = {name: partial(over_ranks, rollout.seconds, active) for name, active in actives.items()}
+    about = {name: {"gpu_peak_mib": rollout.peak_mib(row)} for name, row in rows.items()}  # not counted
+    return in_turn(rows, repeats, about)
+
+
+def error_of(
+    config: RunConfig, sizes: ModelConfig, group: dist.ProcessGroup, is_first: bool
+) -> dict[str, float]:
+    """Return how far latents by one process and by all lie from float32, and from each other (RMS)."""
+    latents = {}
+    if is_first:
+        alone = Rollout(config, sizes, True)
+        alone.seconds()
+        latents["one"], exact = alone.latents.float(), alone.in_float32()
+        del alone
+    wait_for_all(group)
+    rollout = Rollout(config, sizes, True)
+    apply_head_parallel(rollout.model, group)
+    rollout.seconds()
+    latents["all"] = rollout.latents.float()
+    if not is_first:
+        return {}
+
+    def apart(x: torch.Tensor, y: torch.Tensor) -> float:
+        return ((x - y).square().mean().sqrt() / exact.square().mean().sqrt()).item()
+
+    between = apart(latents["one"], latents["all"])
+    return {name: apart(x, exact) for name, x in latents.items()} | {"between": between}
+
+
+if __name__ == "__main__":
+    main(run)

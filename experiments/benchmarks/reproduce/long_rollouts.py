@@ -1,0 +1,173 @@
+"""Make the findings about long rollouts from what compare_policies.py wrote (docs/long_rollouts.md).
+
+    python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2
+    python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies/comparison.json
+    python experiments/benchmarks/reproduce/long_rollouts.py --first_frame
+
+Writes docs/long_rollouts.json; where the comparison kept mp4s of its first prompt, also the strips: a PNG of
+few colours a policy, and the README's figure. --first_frame rolls the miniature out instead and measures the
+first-frame effect by length: mean logits of pass 0, fitted to the first frames of each length; placebos are
+the same fit for frames 1 to 14.
+"""
+
+import argparse
+import base64
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.analysis.effects import bootstrap
+from experiments.analysis.first_frame import first_frame_effect, placebo_effects
+from experiments.analysis.long_rollouts import read_strips
+from experiments.benchmarks.harness import save_report
+from experiments.caches.files import require_ffmpeg, require_writable
+from experiments.extraction import causal
+from experiments.extraction.devices import threads_for
+from experiments.extraction.provenance import environment
+from experiments.figures.long_rollouts import long_strips
+from experiments.figures.style import save_svg
+from experiments.running.cli import Parser, count, main
+from experiments.studies.policy_comparison import read_policies, short_label
+from experiments.studies.policy_findings import findings
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.config import RunConfig, load_config
+from wan.errors import ConfigError
+from wan.files import read_json
+
+SECONDS = (0, 2, 5, 10, 15, 20, 30, 40, 50, 59)
+ROWS = {  # label -> what the figure calls it
+    "full": "full",
+    "window,window=9": "window 9, no sink",
+    "window,window=9,sink=3": "window 9, sink 3",
+    "deep_sink,window=21,sink=10": "deep sink 21/10",
+    "participative,window=21,sink=10,budget=16,recent=4": "participative 21/10",
+    "vae": "rendered, through the VAE",
+}
+README_ROWS = ("full", "window 9, no sink", "window 9, sink 3", "deep sink 21/10")
+COLOURS, FPS, SIDE = 32, 16, 64
+POLICIES = ("full", "window,window=9,sink=3", "deep_sink,window=21,sink=10")
+PLACEBOS = range(1, 15)
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    flag = parser.add_argument
+    flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py")
+    flag("--output_path", type=Path, help="docs/long_rollouts.json, or that of --first_frame")
+    flag("--figure", type=Path, default=Path("notebooks/figures/long_rollouts.svg"), help="of the README")
+    flag("--first_frame", action="store_true", help="measure the first-frame effect by length instead")
+    flag("--config_path", default="configs/wan_mini.yaml", help="of --first_frame")
+    flag("--lengths", type=count, nargs="+", default=[21, 45, 93, 141, 240], help="latent frames")
+    flag("--prompts", type=count, default=4, help="reference prompts that are rolled out together")
+    flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    args = parser.parse_args(argv)
+    if bool(args.comparison) == args.first_frame:
+        raise ConfigError("give the comparison.json of compare_policies.py, or --first_frame")
+    usual = "docs/benchmarks/long_first_frame.json" if args.first_frame else "docs/long_rollouts.json"
+    output = args.output_path or Path(usual)
+    require_writable(output)
+    if args.first_frame:
+        save_report(by_length(args), output)
+        return
+    comparison = read_json(args.comparison)
+    save_report(findings(comparison), output)
+    print(output)
+    videos = {name: args.comparison.parent / f"videos/{label}_0.mp4" for label, name in ROWS.items()}
+    if found := {name: path for name, path in videos.items() if path.is_file()}:
+        make_strips(comparison, found, output.with_name(f"{output.stem}_strips.json"), args.figure)
+
+
+# --- Frames of long videos side by side, a row a policy, small enough to be kept beside the findings
+def make_strips(comparison: dict[str, Any], videos: dict[str, Path], output: Path, figure: Path) -> None:
+    """Write the strips of the first prompt's videos, and draw those of the README."""
+    import imageio.v3 as iio
+    from PIL import Image
+
+    for path in (output, figure):
+        require_writable(path)
+    require_ffmpeg()
+    rows = {}
+    for name, path in videos.items():
+        video = iio.imread(path)
+        scale = video.shape[1] // SIDE
+        frames = [video[min(second * FPS, len(video) - 1), ::scale, ::scale] for second in SECONDS]
+        content = io.BytesIO()
+        Image.fromarray(np.concatenate(frames, 1)).quantize(COLOURS).save(content, "PNG", optimize=True)
+        rows[name] = base64.b64encode(content.getvalue()).decode()
+    strips = {"seconds": list(SECONDS), "side": SIDE, "rows": rows}
+    save_report(about_videos(comparison) | strips, output)
+    drawn, seconds, about = read_strips(output)
+    chosen = {name: drawn[name] for name in README_ROWS if name in drawn}
+    print(save_svg(long_strips(chosen, seconds, about), figure))
+
+
+def about_videos(comparison: dict[str, Any]) -> dict[str, Any]:
+    """Return prompt, seed and weights of the videos that a comparison kept: the first prompt's first seed."""
+    try:
+        prompt = comparison["prompts"][0]
+        seed = next(video["seed"] for video in comparison["videos"] if video["prompt"] == prompt)
+        return {"prompt": prompt, "seed": seed, "weights_sha256": comparison["weights_sha256"]}
+    except (KeyError, IndexError, StopIteration) as error:
+        raise ConfigError(f"comparison.json has no first prompt ({type(error).__name__})") from None
+
+
+# --- The first-frame effect by length
+def by_length(args: argparse.Namespace) -> dict[str, Any]:
+    """Roll out the reference prompts, each with a seed of its own, under three policies; fit every length."""
+    config = load_config(args.config_path, {"device": args.device, "num_frames": max(args.lengths)})
+    prompts = config.reference_prompts[: args.prompts]
+    session, rows = causal.prepare(config, [], prompts), []
+    for label, settings in read_policies(POLICIES).items():
+        matrix = frame_logits(session, replace(config, cache_policy=settings), prompts)
+        for length in sorted(args.lengths):
+            rows.append({"policy": short_label(label), "num_frames": length} | effects(matrix, length))
+            print(rows[-1])
+    return {
+        "prompts": len(prompts),
+        "weights_sha256": session.sha256.result(),
+        "environment": environment(session.device),
+        "rows": rows,
+    }
+
+
+def frame_logits(session: causal.Session, config: RunConfig, prompts: list[str]) -> np.ndarray:
+    """Return mean logits of pass 0, NaN where nothing was seen: [B, layers · H, F, F], a rollout a prompt."""
+    configs = [replace(config, seed=config.seed + number) for number in range(len(prompts))]
+    noise = causal.seeded_noise(configs, session.model_config, session.dtype, session.device)
+    text = torch.cat([session.texts[prompt][0] for prompt in prompts])
+    heads, F = session.model_config.num_layers * session.model_config.num_heads, config.num_frames
+    matrix = np.full((len(prompts), heads, F, F), np.nan, np.float32)
+    with (
+        threads_for(torch.empty(1, *noise.shape[1:]), session.model_config),
+        ATTENTION_WEIGHT_CAPTURE.capture(steps=[0], granularity="frame", mass=False) as calls,
+    ):
+        for frames, _ in causal.pipeline_of(session.pipeline.model, config).blocks(noise, text):
+            logits = torch.cat([call.values["frame_logits"] for call in calls], 1).float().cpu().numpy()
+            layout = calls[0].layout
+            assert layout is not None  # of self-attention
+            matrix[:, :, frames.start : frames.stop, list(layout.frames)] = logits
+            calls.clear()
+    return matrix
+
+
+def effects(matrix: np.ndarray, length: int) -> dict[str, Any]:
+    """Return the mean effect over heads with its interval over prompts, the size of the largest mean placebo,
+    and the share of heads whose effect exceeds the size of every placebo."""
+    cut, sizes = matrix[:, :, :length, :length], [3] * (length // 3)
+    effect = first_frame_effect(cut, sizes).effect  # [B, heads]
+    placebos = placebo_effects(cut, sizes, PLACEBOS)  # [B, heads, placebos]
+    known = placebos[..., ~np.isnan(placebos).any((0, 1))]
+    found = {"effect": [round(float(x), 4) for x in bootstrap(effect.mean(1))]}
+    if not known.size:
+        return found | {"largest_placebo": None, "heads_above_placebos": None}
+    exceeds = (effect[..., None] > np.abs(known)).all(-1)
+    largest = round(float(np.abs(known.mean((0, 1))).max()), 4)
+    return found | {"largest_placebo": largest, "heads_above_placebos": round(float(exceeds.mean()), 3)}
+
+
+if __name__ == "__main__":
+    main(run)

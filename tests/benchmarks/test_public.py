@@ -1,0 +1,135 @@
+"""The public code beside ours: a checkout is imported beside our own wan, and rolled out by the same passes.
+
+The checkout here is a stand-in: the modules' names and calls are the public code's, the sums are ours.
+"""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import ROOT
+
+import wan
+from experiments.benchmarks import public
+from experiments.benchmarks.worker import Rollout
+from wan.config import load_config
+from wan.errors import ConfigError
+from wan.model import CausalWanModel
+
+ATTENTION = """
+FLASH_ATTN_3_AVAILABLE, FLASH_ATTN_2_AVAILABLE = False, True
+import flash_attn
+def attention(q, k, v): pass
+def flash_attention(q, k, v): pass
+"""
+MODEL = "from .attention import flash_attention\n"
+CAUSAL = """
+from wan.modules.attention import attention
+from wan.modules.model import flash_attention
+from test_public import StandIn as CausalWanModel
+"""
+MINI = ["--config_path", "configs/wan_mini.yaml", "--device", "cpu"]
+
+
+class StandIn(CausalWanModel):
+    """Our transformer behind the public one's constructor and call."""
+
+    def __init__(self, *, eps, **sizes):
+        assert sizes.keys() == set(public.SIZES)
+        super().__init__(eps=eps, **sizes)
+
+    def forward(self, x, *, t, context, seq_len, kv_cache, crossattn_cache, current_start):
+        batch, _, num_frames, height, width = x.shape
+        S = self.config.tokens_per_frame(height, width)
+        first = current_start // S
+        assert t.shape == (batch, num_frames) and seq_len == kv_cache[0]["k"].shape[1]
+        assert kv_cache[0]["k"].shape[2:] == (self.config.num_heads, self.config.head_dim)
+        assert crossattn_cache[0]["v"].shape[1] == self.config.text_len
+        if not crossattn_cache[0]["is_init"]:  # a rollout begins
+            crossattn_cache[0]["is_init"].fill_(True)
+            self.cache, self.firsts = self.new_kv_cache(batch, seq_len // S, height, width), []
+        if first not in self.firsts:
+            self.cache.advance(range(first, first + num_frames))
+        self.firsts.append(first)
+        text = self.text_keys_values(context)
+        return super().forward(x.transpose(1, 2), t[0, 0], text, self.cache).transpose(1, 2)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    folder = tmp_path / "Self-Forcing"
+    (folder / "wan/modules").mkdir(parents=True)
+    (folder / "wan/__init__.py").write_text("raise ImportError('every model of the release')")
+    for name, text in (("attention", ATTENTION), ("model", MODEL), ("causal_model", CAUSAL)):
+        (folder / f"wan/modules/{name}.py").write_text(text)
+    monkeypatch.setitem(
+        sys.modules, "flash_attn", ModuleType("flash_attn")
+    )  # as flash-attn-4 alone leaves it
+    monkeypatch.setitem(sys.modules, "test_public", sys.modules[__name__])
+    monkeypatch.chdir(ROOT)
+    return folder
+
+
+def test_its_fallback_keeps_the_dtype_of_the_weights():
+    attention, model, causal_model = (ModuleType(name) for name in ("attention", "model", "causal_model"))
+    vars(attention).update(
+        FLASH_ATTN_3_AVAILABLE=False,
+        attention=lambda q, k, v, k_lens=None, dtype=torch.bfloat16: q.to(dtype),  # as the public one
+    )
+    public.choose_attention(attention, model, causal_model)
+    q = torch.ones(2)
+    assert causal_model.attention(q, q, q).dtype == torch.float32
+    assert model.flash_attention(q, q, q, k_lens=None).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [("import no_such_package", "no_such_package.*requirements.txt"), ("def", "cannot be imported")],
+)
+def test_what_cannot_be_imported_is_one_line(checkout, text, said):
+    (checkout / "wan/modules/model.py").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        public.import_public(checkout)
+    assert sys.modules["wan"] is wan
+
+
+@pytest.mark.slow
+def test_the_same_weights_noise_and_passes(checkout, tmp_path):
+    output = tmp_path / "public.json"
+    flags = ["--num_frames", "9", "--repeats", "1", "--output_path", str(output)]
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "wan"}
+    public.run([str(checkout), *MINI, *flags])
+    assert before.items() <= sys.modules.items()  # our own package is there again
+    report = json.loads(output.read_text())
+    assert report["public_attention"] == "PyTorch's scaled_dot_product_attention"
+    rows = report["rows"]
+    assert list(rows) == ["public code", "ours, plain", "ours, logits", "ours, mass"]
+    assert all(row["difference"] == row["error"] == 0 for row in rows.values())
+
+
+def test_errors_are_against_float32(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    given = {"num_frames": 3, "device": "cpu", "denoising_step_list": [1000, 500]}
+    config, half = (load_config(MINI[1], given | {"dtype": d}) for d in ("float32", "bfloat16"))
+    from wan.checkpoint import read_model_config
+
+    sizes = read_model_config(config.ckpt_dir)
+    rollout, whole = Rollout(half, sizes, False), Rollout(config, sizes, False)
+    rollout.seconds()
+    whole.seconds()
+    right = rollout.in_float32()
+    assert rollout.latents.dtype == torch.bfloat16 and right.dtype == torch.float32
+    for latents in (rollout.latents, whole.latents):  # which has the weights before they were rounded
+        assert 0 < (latents - right).norm() < 0.1 * right.norm()
+
+
+def test_what_the_public_code_cannot_do_is_refused(checkout, monkeypatch):
+    with pytest.raises(ConfigError, match="run: git clone"):
+        public.import_public(checkout / "wan")
+    with pytest.raises(ConfigError, match="equal blocks that see the whole past"):
+        public.run([str(checkout), *MINI, "--cache_policy", "self_forcing_window"])
+    monkeypatch.setattr(public, "MOST_TOKENS", 9 * 16 - 1)
+    with pytest.raises(ConfigError, match="9 frames are 144 tokens"):
+        public.run([str(checkout), *MINI, "--num_frames", "9"])

@@ -1,0 +1,79 @@
+"""Every command of the README runs as it stands, in a fresh clone and in order, and dirties no git tree."""
+
+import re
+import subprocess
+import sys
+from os import environ
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+COMMAND = re.compile(r"^    ((?:bash|python|source|mkdir|papermill) [^#\n]*?)(?: {2,}#.*)?$", re.MULTILINE)
+COMMANDS = COMMAND.findall(README)
+
+NEED_WEIGHTS = [
+    "bash experiments/download_weights.sh",
+    "python experiments/run_extraction_figure4.py --layer_indices 1 5",
+    "mkdir -p outputs && papermill --cwd notebooks notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb",
+]
+THESE_TESTS = "bash tests/run.sh"
+SHORTER = {  # thirty layers are drawn like two
+    "bash experiments/run_notebooks.sh extract_all_attention.ipynb "
+    "cache/published/self_forcing_dmd_eagle_21f.pt all": (" all", " 0 20"),
+}
+
+
+def test_every_command_is_run_or_needs_weights():
+    assert len(COMMANDS) > 6 and {*NEED_WEIGHTS, THESE_TESTS, *SHORTER} <= set(COMMANDS)
+    assert all(re.search(r"\.(sh|py)\b|activate|papermill", command) for command in COMMANDS)
+    assert len(README.splitlines()) <= 150
+
+
+def test_commands_come_after_the_activation_they_need():
+    activated = README.index("source .venv/bin/activate")
+    bare = [m.start() for m in re.finditer(r"^    (python|papermill|mkdir)", README, re.MULTILINE)]
+    assert bare and min(bare) > activated
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_links_and_scripts_of_a_document_lead_somewhere(path):
+    text = path.read_text()
+    links = [
+        link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text) if not (path.parent / link).exists()
+    ]
+    scripts = re.findall(r"(?:bash|python) ((?:experiments|tests)/\S+\.(?:sh|py))", text)
+    assert not links and not [script for script in scripts if not (ROOT / script).exists()]
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A clone of what is committed, with the environment that runs this test as its own."""
+    folder = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    venv = folder / ".venv"
+    venv.mkdir()
+    (venv / "bin").symlink_to(Path(sys.executable).parent)
+    wanted = subprocess.run(
+        "cat requirements.txt pyproject.toml | cksum", shell=True, cwd=folder, capture_output=True
+    )
+    (venv / "installed").write_bytes(wanted.stdout)  # as after the first start
+    return folder
+
+
+@pytest.mark.beside
+def test_the_readme_from_top_to_bottom(clone):
+    (clone / "MY.csv").write_text("key_frame,mine\n0,5.1\n3,-3.8\n9,0.4\n")
+    (clone / ".git/info/exclude").write_text("MY.csv\n")  # the user's own
+    quiet = environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+    for command in COMMANDS:
+        if command in NEED_WEIGHTS or command == THESE_TESTS:
+            continue
+        short = command.replace(*SHORTER.get(command, ("", "")))
+        shell = ["bash", "-ec", f"export PATH={Path(sys.executable).parent}:$PATH; {short}"]
+        done = subprocess.run(shell, cwd=clone, env=quiet, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stderr[-500:])
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True)
+    assert status.stdout == ""
+    assert (clone / "outputs/wan-mini.mp4").is_file() and (clone / "outputs/atlas.html").is_file()
