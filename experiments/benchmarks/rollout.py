@@ -245,7 +245,6 @@ TINY: dict[str, Any] = {
 
 def models(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     """Yield every model's configuration at its full shapes, plain and captured."""
-
     rollout: Rollout | None = None
     for name in args.models or released():
         given = {"num_frames": args.num_frames, "device": config.device}
