@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's may return a loss
         [group] = self.param_groups
         by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
         for p in group["params"]:
@@ -57,6 +57,7 @@ class Muon(torch.optim.Optimizer):
         for (_, longer), params in by_shape.items():
             updates = []
             for p in params:
+                assert p.grad is not None
                 if not self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
                 momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - MOMENTUM)
@@ -132,8 +133,16 @@ class Trainer:
         others = [m for m, muon in zip(self.masters, in_muon, strict=True) if not muon]
         self.optimizers: list[torch.optim.Optimizer] = [Muon(matrices, self.lr)] if matrices else []
         if others:
-            about = {"betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY, "fused": self.on_gpu}
-            self.optimizers.append(torch.optim.AdamW(others, self.lr, capturable=self.on_gpu, **about))
+            self.optimizers.append(
+                torch.optim.AdamW(
+                    others,
+                    self.lr,
+                    betas=ADAM_BETAS,
+                    weight_decay=WEIGHT_DECAY,
+                    fused=self.on_gpu,
+                    capturable=self.on_gpu,
+                )
+            )
         for module in modules:
             module.to(run.dtype)
         self.step, self.seconds = 0, 0.0  # of all runs of the stage

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +173,15 @@ def _edits(study: Study, layer: int | None) -> Iterator[tuple[tuple[str, int], E
             edit = replace(edit, heads=(unit,))
         elif study.each == "frame" and isinstance(edit, (Knockout, Bias, Move)):
             edit = replace(edit, frames=(unit,))
-        yield ("effect", unit), lambda block, edit=edit: edit
+        yield ("effect", unit), partial(_in_every_block, edit)
         of_frames = isinstance(edit, (Knockout, Bias, Move)) and edit.frames not in (("past",), ("own",))
         if of_frames and study.each != "frame":
             sizes = study.configs[0].block_sizes
             yield ("frame_control", unit), direct_effects.on_a_random_frame(edit, sizes, f"{layer} {unit}")
+
+
+def _in_every_block(edit: Edit, block: int) -> Edit:
+    return edit
 
 
 def _values(
@@ -261,12 +265,13 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
     Several ranks make different items, and the first of them the atlas; without a launcher each writes it,
     whole and with the same bytes.
     """
-    edit, folder = Ablate("mean", passes="denoise"), Path(args.output_dir)
-    if args.edit is not None:
-        edits = read_edits(args.edit)
-        if len(edits) != 1:
-            raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas is of one")
-        [edit] = edits
+    edits, folder = (
+        read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")],
+        Path(args.output_dir),
+    )
+    if len(edits) != 1:
+        raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas is of one")
+    [edit] = edits
     with_edit = replace(configs[0], interventions=[edit.to_dict()])
     name_inputs(args, with_edit)
     args.files.writes("the atlas", folder / ATLAS)

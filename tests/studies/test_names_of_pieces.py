@@ -50,7 +50,7 @@ def of_atlas(session, config, tmp_path):
 def of_comparison(session, config, tmp_path):
     read = session.sha256.result(), str(session.dtype)
     files = session.common["files"]
-    [item] = Comparison(tmp_path, {"full": {}}, [config], {}, *read, batch=1, files=files).items()
+    [item] = Comparison(tmp_path, {"full": {}}, [config], {}, *read, batch=1, files=files).items
     return item.name
 
 
@@ -99,9 +99,7 @@ def test_a_video_of_a_comparison_is_named_by_its_policy_and_its_scene_too(config
     names = [
         item.name
         for scenes in ({}, {prompt: scene}, {prompt: another})
-        for item in Comparison(
-            tmp_path, policies, runs, scenes, "0", "float32", 1, controls=["frozen"]
-        ).items()
+        for item in Comparison(tmp_path, policies, runs, scenes, "0", "float32", 1, controls=["frozen"]).items
     ]
     assert len(names) == 8 == len(set(names))
 
