@@ -10,8 +10,15 @@ controls stand beside the policies. docs/long_rollouts.md says what the numbers 
 from dataclasses import replace
 
 from experiments.caches.files import require_ffmpeg
-from experiments.running import sweep_state as sweep_plan
-from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
+from experiments.running.cli import (
+    add_sweep_flags,
+    config_from,
+    count,
+    main,
+    refuse,
+    run_parser,
+    whole_number,
+)
 from experiments.running.ranks import Rank, workers_of
 from wan.config import DTYPES
 from wan.errors import ConfigError
@@ -45,7 +52,7 @@ def run(argv=None):
     flag("--videos", type=whole_number, default=2, help="prompts whose first seed is kept as an mp4")
     flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
-    sweep_plan.add_arguments(parser)
+    add_sweep_flags(parser)
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240)
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
@@ -59,11 +66,12 @@ def run(argv=None):
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
 
+    from experiments.running.sweep import plan
     from experiments.studies.policy_comparison import compare, held_out  # a --help needs no torch
 
     if not args.prompts and not args.prompt:
         scenes = held_out(args.held_out or 16)
-    runs = list(sweep_plan.plan(args, config).values())
+    runs = list(plan(args, config).values())
     if scenes:
         runs = [replace(run, prompt=prompt) for prompt in scenes for run in runs]
     compare(args, runs, scenes)

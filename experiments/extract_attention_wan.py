@@ -8,12 +8,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.running.cli import Parser, add_memory_flags, add_run_flags, main
+from experiments.running.cli import Parser, add_config_flags, add_run_flags, main
 from wan.config import RunConfig, load_config
 from wan.errors import ConfigError
 
-OF_RUN = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
-OF_SAMPLING = {
+RUN_FLAGS = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
+SAMPLING_FLAGS = {  # flag -> field of BaseSampling
     "num_frames": "num_video_frames",
     "guidance_scale": "guidance_scale",
     "shift": "shift",
@@ -24,96 +24,64 @@ OF_SAMPLING = {
 
 def parser() -> Parser:
     p = Parser(description=__doc__.splitlines()[0])
-    p.add_argument(
-        "--ckpt_dir", help="directory of the base model in diffusers layout; its sizes choose the settings"
-    )
-    p.add_argument(
-        "--config_path", help="YAML with the settings, instead of those that the directory's sizes choose"
-    )
-    p.add_argument(
-        "--layer_index", type=int, help="layer, counted from 0; 20, or the last one where there are fewer"
-    )
-    p.add_argument(
-        "--all_layers", action="store_true", help="every layer at once, as an atlas per branch of guidance"
-    )
-    p.add_argument(
-        "--step",
-        nargs="+",
-        default=["first"],
-        help="first, last, a number from 0; an atlas takes several, or all",
-    )
-    p.add_argument(
-        "--output_dir",
-        default="cache",
-        help="folder of layerN.pt, or of atlas_base.pt and atlas_base_uncond.pt",
-    )
-    p.add_argument("--prompt", help="text to generate from")
-    p.add_argument("--negative_prompt", help="text to stay away from; the model's own where not given")
-    p.add_argument("--num_frames", type=int, help="VIDEO frames, 4n + 1; 21 are 6 latent frames")
-    p.add_argument("--num_steps", type=int, help="of the sampler")
-    p.add_argument(
-        "--guidance_scale", type=float, help="of classifier-free guidance; the model's own where not given"
-    )
-    p.add_argument("--shift", type=float, help="of the noise levels; the model's own where not given")
-    p.add_argument("--seed", type=int, help="of the noise")
-    p.add_argument("--device", help="auto, cpu, cuda or cuda:N")
-    p.add_argument("--gpu_id", type=int, help="short for --device cuda:N")
-    p.add_argument(
-        "--save_video", metavar="PATH", nargs="?", const="", help="also decode the video and write an mp4"
-    )
-    add_memory_flags(p)
+    flag = p.add_argument
+    add_config_flags(p, "ckpt_dir", "prompt", "seed", "device")
+    flag("--config_path", help="YAML with the settings; where not given the model's sizes choose them")
+    flag("--layer_index", type=int, help="layer, counted from 0; 20, or the last one where there are fewer")
+    flag("--all_layers", action="store_true", help="every layer at once, as an atlas per branch of guidance")
+    flag("--step", nargs="+", default=["first"], help="first, last, a number; an atlas takes several, or all")
+    flag("--output_dir", default="cache", help="folder of layerN.pt, or atlas_base.pt and _uncond.pt")
+    flag("--negative_prompt", help="text to stay away from; the model's own where not given")
+    flag("--num_frames", type=int, help="VIDEO frames, 4n + 1; 21 are 6 latent frames")
+    flag("--num_steps", type=int, help="of the sampler")
+    flag("--guidance_scale", type=float, help="of classifier-free guidance; the model's own where not given")
+    flag("--shift", type=float, help="of the noise levels; the model's own where not given")
+    flag("--gpu_id", type=int, help="short for --device cuda:N")
+    flag("--save_video", metavar="PATH", nargs="?", const="", help="also decode the video and write an mp4")
     add_run_flags(p)
     return p
 
 
 def config_from(args: argparse.Namespace) -> RunConfig:
-    """The settings of the directory's model, overridden by what was given on the command line."""
-    from experiments.extraction import base as bidirectional
+    """Return the settings of the directory's model, overridden by the flags that were given."""
+    from experiments.extraction import base
 
-    path = args.config_path or (
-        bidirectional.config_for(args.ckpt_dir) if args.ckpt_dir else bidirectional.CONFIGS[0]
-    )
+    path = args.config_path or (base.config_for(args.ckpt_dir) if args.ckpt_dir else base.CONFIGS[0])
     if args.gpu_id is not None:
         args.device = f"cuda:{args.gpu_id}"
-    config = load_config(path, {name: getattr(args, name) for name in OF_RUN})
+    config = load_config(path, {name: getattr(args, name) for name in RUN_FLAGS})
     if config.lora_path:
         raise ConfigError(
             f"{path} names a LoRA, {config.lora_path}, and runs of the base model have none; give a config "
             "without lora_path"
         )
-    given = {
-        field: getattr(args, flag) for flag, field in OF_SAMPLING.items() if getattr(args, flag) is not None
-    }
+    given = {field: getattr(args, flag) for flag, field in SAMPLING_FLAGS.items()}
+    given = {field: value for field, value in given.items() if value is not None}
     return replace(config, base=replace(config.base, **given))
 
 
 def run(argv=None):
     args = parser().parse_args(argv)
 
-    from experiments.extraction import base as bidirectional  # after the flags: a --help needs no torch
-    from experiments.running import jobs
+    from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
+    from experiments.extraction import base
+    from experiments.running.run import make_base_caches
 
     config = config_from(args)
-    bidirectional.as_one_block(config)  # refuses what does not fit
-    steps = bidirectional.choose_steps(config, args.step)
+    base.as_one_block(config)  # refuses what does not fit
+    steps = base.choose_steps(config, args.step)
     if args.all_layers and args.layer_index is not None:
         raise ConfigError("--all_layers and --layer_index exclude each other")
     if len(steps) > 1 and not args.all_layers:
         raise ConfigError(
             f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers for an atlas"
         )
-    layer = None if args.all_layers else bidirectional.choose_layer(config, args.layer_index)
-    paths = jobs.make_base_caches(args, config, layer, steps)
+    layer = None if args.all_layers else base.choose_layer(config, args.layer_index)
+    path = make_base_caches(args, config, layer, steps)[0]
     if not args.quiet:
-        say_what_next(paths[0], "atlas" if args.all_layers else "layer")
-
-
-def say_what_next(path: str, kind: str) -> None:
-    from experiments.caches.formats import FORMATS
-
-    parameter = {"layer": "DATA_PATH", "atlas": "CACHE_PATH"}[kind]
-    from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
-    print(f'next: open notebooks/{FORMATS[kind].notebook} and set {parameter} = "{from_notebooks}"')
+        kind, parameter = ("atlas", "CACHE_PATH") if args.all_layers else ("layer", "DATA_PATH")
+        from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
+        print(f'next: open notebooks/{FORMATS[kind].notebook} and set {parameter} = "{from_notebooks}"')
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from experiments.caches.files import CacheError
 from experiments.running.cli import Parser, main
+from experiments.running.locks import require_distinct
 
 
 def run(argv=None):
@@ -39,8 +40,7 @@ def run(argv=None):
     if not args.output_path and Path(args.cache).name in ("", ".."):
         raise CacheError(f"a page of {args.cache} has no name; give it one by --output_path")
     path = args.output_path or Path(args.cache).with_suffix(".html")
-    args.files.reads("the cache", args.cache)
-    args.files.writes("the page", None if args.output_path else path)
+    require_distinct([path], [args.cache, *args.inputs])
     save_page(path, args.cache, max_mb=args.max_mb or MAX_MB, video=args.video, maps=args.maps)
     print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 

@@ -21,7 +21,7 @@ def run(argv=None):
 
     from experiments.caches import load_cache, save_cache  # after the flags: a --help needs no torch
     from experiments.caches.store import layer_from_atlas
-    from experiments.running.locks import claimed
+    from experiments.running.locks import claimed, require_distinct
 
     atlas = load_cache(args.atlas, expect=("atlas",))
     layers = args.layers or atlas["layers"]
@@ -30,7 +30,7 @@ def run(argv=None):
             f"layer {absent[0]} is not in {args.atlas}; it has {', '.join(map(str, atlas['layers']))}"
         )
     paths = {layer: args.output_dir / f"layer{layer}.pt" for layer in layers}
-    args.files.writes("a layer cache", *paths.values())
+    require_distinct(paths.values(), args.inputs)
     with claimed(dict.fromkeys(map(str, paths.values()), 0)):
         for layer, path in paths.items():
             save_cache(path, layer_from_atlas(atlas, layer, args.step))

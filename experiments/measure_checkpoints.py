@@ -16,6 +16,7 @@ from statistics import fmean
 
 from experiments.miniature.recipe import CHECKPOINT_REPORT
 from experiments.running.cli import Parser, main
+from experiments.running.locks import require_distinct
 from wan.errors import ConfigError
 
 NOTABLE = 0.25  # logits, of a preference at equal distance that is counted in what is printed
@@ -56,8 +57,8 @@ def run(argv=None):
         raise ConfigError(f"{args.folder} has no step_*.pt of step {missing[0]}; it has {sorted(files)}")
     if not 1 <= args.captions <= MOST_CAPTIONS:
         raise ConfigError(f"--captions must be in 1..{MOST_CAPTIONS}, not {args.captions}")
-    args.files.reads("the weights", *files.values())
-    args.files.writes("an atlas", *(args.output_path.with_name(files[step].name) for step in kept))
+    atlases = [args.output_path.with_name(files[step].name) for step in kept]
+    require_distinct([args.output_path, *atlases], files.values())
     require_writable(args.output_path)
     overrides = {"ckpt_dir": args.ckpt_dir} if args.ckpt_dir else {}
     config = load_config(args.config_path, overrides | {"device": args.device, "dtype": "float32"})

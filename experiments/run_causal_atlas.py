@@ -9,8 +9,7 @@ docs/interventions.md says what the numbers are.
 """
 
 from experiments.running import ranks
-from experiments.running import sweep_state as sweep_plan
-from experiments.running.cli import config_from, count, main, refuse, run_parser
+from experiments.running.cli import add_sweep_flags, config_from, count, main, refuse, run_parser
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame")
@@ -21,7 +20,7 @@ def run(argv=None):
     parser.add_argument("--each", choices=EACH, default="head", help="what is edited, one after the other")
     parser.add_argument("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
     parser.add_argument("--batch", type=count, default=8, help="runs that are made together")
-    sweep_plan.add_arguments(parser)
+    add_sweep_flags(parser)
     args = parser.parse_args(argv)
     refuse(args, "the atlas is causal_atlas.pt of --output_dir", "output_path")
     refuse(args, "an atlas is of every pass, and keeps no video", "step", "save_video")
@@ -31,10 +30,11 @@ def run(argv=None):
     if config.interventions:
         raise ConfigError("a causal atlas makes its own edits: name one by --edit, and no interventions")
 
+    from experiments.running.sweep import plan
     from experiments.studies.causal_atlas import make_atlas  # after the flags: a --help needs no torch
 
     config, rank = ranks.assign_device(args, config)
-    make_atlas(args, list(sweep_plan.plan(args, config).values()), rank)
+    make_atlas(args, list(plan(args, config).values()), rank)
 
 
 if __name__ == "__main__":

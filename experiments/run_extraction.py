@@ -5,13 +5,13 @@ python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer
 
 from functools import partial
 
-from experiments.running.cli import add_gpus, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache.pt")
-    parser.add_argument("--layer_indices", type=int, nargs="+", help="layers, counted from 0")
+    add_config_flags(parser, "layer_indices")
     parser.add_argument(
         "--blocks", type=int, nargs="+", default=[-1], help="blocks, counted from 0; -1 is the last"
     )
@@ -22,11 +22,11 @@ def run(argv=None):
         default="probabilities",
         help="probabilities in float32, or logits in float16",
     )
-    add_gpus(parser)
+    add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
-    from experiments.running.jobs import make_caches
+    from experiments.running.run import make_caches
 
     if args.step is not None and args.steps:
         raise ConfigError("--step and --steps exclude each other")

@@ -9,8 +9,7 @@ import argparse
 from functools import partial
 
 from experiments.running import ranks
-from experiments.running import sweep_state as sweep_plan
-from experiments.running.cli import add_gpus, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, add_sweep_flags, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
@@ -29,14 +28,13 @@ def run(argv=None):
         help="also the mean logits by RoPE band: time frequencies, "
         "height, width; 4 bytes per band, frame pair, head and pass",
     )
-    add_gpus(parser)
-    sweep_plan.add_arguments(parser)
-    sweep_plan.add_checkpoints(parser)
+    add_config_flags(parser, "gpus")
+    add_sweep_flags(parser, checkpoints=True)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
     from experiments.running import sweep
-    from experiments.running.jobs import make_caches
+    from experiments.running.run import make_caches
 
     config = config_from(args)
     shares = bool(args.prompts or args.seeds or args.checkpoints or args.output_dir)

@@ -9,15 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.running.cli import add_gpus, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
-    parser.add_argument(
-        "--layer_index", type=int, help="layer, counted from 0; the cache goes to cache/layerN.pt"
-    )
+    add_config_flags(parser, "layer_index")
     parser.add_argument("--output_dir", help="folder for layerN.pt of every layer, from one rollout")
     parser.add_argument(
         "--granularity",
@@ -25,11 +23,11 @@ def run(argv=None):
         default="frame",
         help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check",
     )
-    add_gpus(parser)
+    add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
-    from experiments.running.jobs import make_caches
+    from experiments.running.run import make_caches
     from wan.checkpoint import read_model_config
 
     config = config_from(args)

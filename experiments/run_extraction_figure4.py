@@ -6,12 +6,12 @@ python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml
 
 from functools import partial
 
-from experiments.running.cli import add_gpus, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 
 
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache_figure4.pt")
-    parser.add_argument("--layer_indices", type=int, nargs="+", help="layers, counted from 0")
+    add_config_flags(parser, "layer_indices")
     parser.add_argument(
         "--granularity",
         choices=("token", "key", "frame"),
@@ -21,11 +21,11 @@ def run(argv=None):
     parser.add_argument(
         "--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds"
     )
-    add_gpus(parser)
+    add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
-    from experiments.running.jobs import make_caches
+    from experiments.running.run import make_caches
 
     config, is_logits = config_from(args), args.capture == "logits"
     requests = cache_builders.figure4_requests(config, args.granularity, is_logits)

@@ -4,38 +4,90 @@ python experiments/run_extraction_maps.py --config_path configs/wan_mini.yaml --
 python experiments/run_extraction_maps.py --config_path configs/wan_mini.yaml --query_grid 18,4,4 --words
 """
 
+import argparse
 from functools import partial
 
-from experiments.running.cli import add_gpus, add_map_flags, config_from, main, places_of, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from experiments.running.ranks import this_rank
-from wan.errors import ConfigError
+from wan.errors import ConfigError, short_repr
+
+
+def numbers(what: str):
+    """Return a reader of whole numbers from 0, separated by commas, as many as `what` names."""
+
+    def read(text: str) -> tuple[int, ...]:
+        words = text.split(",")
+        if len(words) != len(what.split(",")) or not all(w.isdecimal() and len(w) < 10 for w in words):
+            raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}, whole numbers from 0")
+        return tuple(map(int, words))
+
+    return read
+
+
+def add_map_flags(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag(
+        "--query_patch",
+        type=numbers("frame,row,column"),
+        nargs="+",
+        default=[],
+        metavar="FRAME,ROW,COLUMN",
+        help="tokens that look, each on its own: latent frame, row and column of the token, from 0",
+    )
+    flag(
+        "--query_frame",
+        type=numbers("frame"),
+        nargs="+",
+        default=[],
+        help="frames that look, a mean over each one's tokens",
+    )
+    flag(
+        "--query_grid",
+        type=numbers("frame,rows,columns"),
+        metavar="FRAME,ROWS,COLUMNS",
+        help="evenly spaced tokens of a frame: those that the HTML page lets one click",
+    )
+    flag("--heads", type=int, nargs="+", help="heads, counted from 0; all where not given")
+    flag(
+        "--blocks",
+        type=int,
+        nargs="+",
+        help="blocks whose queries look; -1 is the last; those of the patches and frames, else the last",
+    )
+    flag("--steps", type=int, nargs="+", help="passes, in place of one --step")
+    flag(
+        "--words", action="store_true", help="also where in the query frames each word of the prompt is read"
+    )
 
 
 def run(argv=None):
     parser = run_parser(__doc__, "cache/maps.pt")
-    parser.add_argument("--layer_indices", type=int, nargs="+", help="layers, counted from 0")
+    add_config_flags(parser, "layer_indices", "gpus")
     add_map_flags(parser)
-    add_gpus(parser)
     args = parser.parse_args(argv)
 
-    from experiments.extraction import maps as map_builders  # after the flags: a --help needs no torch
+    from experiments.extraction import maps  # after the flags: a --help needs no torch
     from experiments.extraction.memory import said_of
-    from experiments.running.jobs import make_caches
+    from experiments.running.run import make_caches
     from wan.checkpoint import read_model_config
 
     if args.step is not None and args.steps:
         raise ConfigError("--step and --steps exclude each other")
     config = config_from(args)
-    grid = map_builders.token_grid(config, read_model_config(config.ckpt_dir))
-    places = places_of(args, partial(map_builders.patches_of_grid, grid=grid))
-    blocks = map_builders.counted_blocks(args.blocks, len(config.block_sizes))
-    requests = map_builders.map_requests(
+    grid = maps.token_grid(config, read_model_config(config.ckpt_dir))
+    places = [*args.query_patch, *((frame, -1, -1) for (frame,) in args.query_frame)]  # -1: the whole frame
+    if args.query_grid:
+        places += [
+            place for place in maps.patches_of_grid(*args.query_grid, grid=grid) if place not in places
+        ]
+    blocks = maps.counted_blocks(args.blocks, len(config.block_sizes))
+    requests = maps.map_requests(
         config, grid, places, config.layer_indices, args.heads, blocks, args.steps, args.words
     )
     rank = this_rank()
-    if not args.quiet and rank.is_first and config.gpus in (1, rank.count):  # said once, not by the launcher
+    if not args.quiet and rank.is_first and config.gpus in (1, rank.count):  # once, not by the launcher
         print(f"keeps {said_of(requests, config)}")
-    build = partial(map_builders.maps_cache, grid=grid, heads=args.heads)
+    build = partial(maps.maps_cache, grid=grid, heads=args.heads)
     make_caches(args, config, requests, {args.output_path: build})
 
 

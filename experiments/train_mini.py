@@ -62,7 +62,6 @@ def parser() -> Parser:
         metavar="DIR",
         help="keep the causal weights of some steps there, and the few-step stage's",
     )
-    add("--moments", dest="training_checkpoints", type=Path, help=argparse.SUPPRESS)  # its older name
     add("--start_from", type=Path, metavar="DIR", help="vae, base, causal: go on from the weights in DIR")
     add("--resume", action="store_true", help="go on where this stage was stopped")
     add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo, is_zipfile
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from wan.errors import ConfigError, UserError, reason_of
 
@@ -88,6 +88,8 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     stay on disk. torch.serialization.safe_globals allows more classes. Raise UnreadableError for any other
     file, and for one that declares more than it holds.
     """
+    import torch  # here: a --help needs no torch
+
     path = Path(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
@@ -99,7 +101,7 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
             for count, value in enumerate(_values(content)):
                 if count > size:
                     raise UnreadableError(f"it unfolds to more values than its {size} bytes")
-                if isinstance(value, Tensor):
+                if isinstance(value, torch.Tensor):
                     _check_tensor(value, size)
             stays = not zipped or (mmap and size > MAPPED_BYTES)
             return content if stays else copy.deepcopy(content)
@@ -129,9 +131,11 @@ def _check_records(path: Path) -> None:
             raise UnreadableError(f"damaged, its checksums differ: {reason_of(error)}") from error
 
 
-def _check_tensor(tensor: Tensor, size: int) -> None:
+def _check_tensor(tensor: "Tensor", size: int) -> None:
     """Raise UnreadableError for a tensor that is not plain, or larger than its file of size bytes."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    import torch
+
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if not plain or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
         raise UnreadableError(
             f"it holds a tensor of layout {tensor.layout} on {tensor.device}, not a plain one"

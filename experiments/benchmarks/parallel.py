@@ -26,8 +26,8 @@ from experiments.caches.files import require_writable
 from experiments.extraction.devices import choose_device
 from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, count, main, whole_number
-from experiments.running.jobs import end_at_once
 from experiments.running.ranks import on_own_device, this_rank
+from experiments.running.run import end_at_once
 from wan import process_group
 from wan.config import DTYPES, MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError

@@ -1,28 +1,18 @@
-"""A notebook executed for layer after layer: done is done, what is missing or damaged is made again."""
+"""A notebook executed for layer after layer; finished layers are not executed again."""
 
 import hashlib
 import json
 import logging
 import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
-from copy import deepcopy
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from jupyter_client.asynchronous.client import AsyncKernelClient
-from jupyter_client.manager import AsyncKernelManager
-from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
-from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell, new_notebook
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from tqdm import tqdm
@@ -31,13 +21,14 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError, replacing
 from experiments.caches.store import layer_from_atlas, one_layer, open_layers
 
-# --- Which parameter of each notebook takes what, so that it can be rerun for a layer without opening it
 Cache = Mapping[str, Any]
+ROOT = Path(__file__).parents[2]
+DRAWN_WITH = ("experiments/**/*.py", "wan/**/*.py", "configs/taxonomy.yaml", "cache/published/*.*")
 
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook's parameters, the formats it opens, and its figure for the contact sheet."""
+    """The parameters of a notebook, the formats it opens, and its figure for the contact sheet."""
 
     cache: str  # the parameter that takes the cache
     formats: tuple[str, ...]
@@ -46,11 +37,11 @@ class Notebook:
     sheet: str  # SVG shown on the contact sheet
 
 
-def heads_of(cache: Cache, layer: int) -> list[list]:
+def _heads_of(cache: Cache, layer: int) -> list[list]:
     return [[layer, head, f"L{layer}H{head}"] for head in range(cache["num_heads"])]
 
 
-def first_call_of(cache: Cache, layer: int) -> int:
+def _first_call_of(cache: Cache, layer: int) -> int:
     return [call["layer_idx"] for call in cache["attention_weights"]].index(layer)
 
 
@@ -62,20 +53,16 @@ NOTEBOOKS = {
         "CACHE_PATH",
         ("figure4", "inference", "atlas"),
         "HEADS",
-        heads_of,
+        _heads_of,
         "figure4_layer{}_per_head_grid.svg",
     ),
     "plot_figure4.ipynb": Notebook(
-        "CACHE_PATH", ("inference", "figure4"), "WEIGHT_INDEX", first_call_of, "figure4_multihead.svg"
+        "CACHE_PATH", ("inference", "figure4"), "WEIGHT_INDEX", _first_call_of, "figure4_multihead.svg"
     ),
     "layer_atlas.ipynb": Notebook(
         "CACHE_PATH", ("atlas",), "LAYER", lambda cache, layer: layer, "measures.svg"
     ),
 }
-
-
-# --- The layers of a cache, as each notebook takes them
-MOST_DIGITS = 4  # of a layer's number
 
 
 class LayerCaches:
@@ -103,18 +90,28 @@ class LayerCaches:
             self.layers = sorted(set(found))
 
     def choose(self, words: list[str]) -> list[int]:
-        """ "all", numbers and ranges such as 0-29 -> layers of this cache."""
+        """Return the layers that numbers, ranges such as 0-29, and "all" name. CacheError for others."""
         chosen: set[int] = set()
         for word in words:
-            chosen.update(self.layers if word == "all" else layer_range(word))
+            first, dash, last = word.partition("-")
+            ends = [first, last] if dash else [first, first]
+            if word == "all":
+                chosen.update(self.layers)
+            elif all(end.isascii() and end.isdecimal() and len(end) <= 4 for end in ends):
+                layers = range(int(ends[0]), int(ends[1]) + 1)
+                if not layers:
+                    raise CacheError(f"layers {word!r} are none: a range goes from its lower number up")
+                chosen.update(layers)
+            else:
+                raise CacheError(f"layer {word!r} is not a number from 0, a range such as 0-29, or all")
         if absent := sorted(chosen - set(self.layers)):
             there = ", ".join(map(str, self.layers))
             raise CacheError(f"layer {absent[0]} is not in {self.source}; it has {there}")
         return sorted(chosen)
 
     def parameters(self, layer: int) -> dict[str, Any]:
-        """What to set for one layer, the save folder left out. Paths are absolute."""
-        path = self.files.get(layer, self.source)
+        """Return the parameters for one layer, without the save folder. Paths are absolute."""
+        path = self.file_of(layer)
         if self.cache is None:
             return {self.notebook.cache: str(path.resolve())}
         chosen = {self.notebook.layer: self.notebook.value(self.cache, layer)} if self.notebook.layer else {}
@@ -124,95 +121,13 @@ class LayerCaches:
             save_cache(path, take(self.cache, layer))
         return {self.notebook.cache: str(path.resolve())} | chosen
 
-    def files_of(self, layer: int) -> list[Path]:
-        return [self.files.get(layer, self.source)]
-
-
-def layer_range(word: str) -> range:
-    """ "3" or "0-29" -> layers. Raises CacheError for other words, empty ranges and long numbers."""
-    first, dash, last = word.partition("-")
-    if not (is_number(first) and (is_number(last) if dash else True)):
-        raise CacheError(f"layer {word!r} is not a number from 0, a range such as 0-29, or all")
-    layers = range(int(first), int(last or first) + 1)
-    if not layers:
-        raise CacheError(f"layers {word!r} are none: a range goes from its lower number to its higher")
-    return layers
-
-
-def is_number(word: str) -> bool:
-    """Up to MOST_DIGITS ASCII digits: no model has a billion layers."""
-    return word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS
-
-
-# --- A Jupyter kernel for notebook after notebook: starting one takes as long as drawing a layer
-EMPTY_NAMESPACE = "get_ipython().reset(new_session=True); get_ipython().execution_count = 0"
-
-
-class WarmKernel:
-    """with WarmKernel(folder) as kernel: kernel.execute(notebook). It works in folder, on one thread."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.manager = AsyncKernelManager(kernel_name="python3")
-        self.client: AsyncKernelClient | None = None
-
-    def __enter__(self) -> "WarmKernel":
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        quiet = ["--log-level=ERROR"]
-        run_sync(self.manager.start_kernel)(cwd=str(self.folder), env=env, extra_arguments=quiet)
-        return self
-
-    def execute(self, notebook: NotebookNode) -> None:
-        """Run all cells in an empty namespace, as restart-and-run-all does. Outputs replace those stored.
-
-        Raises CellExecutionError where a cell fails, and DeadKernelError.
-        """
-        for cell in notebook.cells:
-            if cell.cell_type == "code":  # else those behind a cell that fails would stay
-                cell.outputs, cell.execution_count = [], None
-        if self.client:
-            self._run(new_notebook(cells=[new_code_cell(EMPTY_NAMESPACE)]))
-        self._run(notebook)
-
-    def _run(self, notebook: NotebookNode) -> None:
-        runner = NotebookClient(notebook, km=self.manager, timeout=None, record_timing=False)
-        runner.kc = self.client
-        try:
-            runner.execute()
-        finally:
-            self.client = runner.kc
-
-    def kill(self) -> None:
-        """End the kernel from another thread: execute() raises DeadKernelError there."""
-        with suppress(RuntimeError, OSError):  # it has not started, or it has ended
-            run_sync(self.manager.signal_kernel)(signal.SIGKILL)
-
-    def __exit__(self, *error: object) -> None:
-        if self.client:
-            self.client.stop_channels()
-        if self.manager.has_kernel:
-            run_sync(self.manager.shutdown_kernel)(now=True)
-
-
-# --- A notebook executed for layer after layer: done is done, what is missing or damaged is made again
-ROOT = Path(__file__).parents[2]
-DRAWN_WITH = ("experiments/**/*.py", "wan/**/*.py", "configs/taxonomy.yaml", "cache/published/*.*")
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def fingerprint(notebook: Path, files: Sequence[Path], layer: int) -> str:
-    """Changes with the notebook, with its caches, and with the code and the published numbers it draws by."""
-    drawn_with = sorted(path for pattern in DRAWN_WITH for path in ROOT.glob(pattern))
-    state = [sha256(path) for path in (notebook, *drawn_with)]
-    state += [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
-    return hashlib.sha256(json.dumps([layer, state]).encode()).hexdigest()
+    def file_of(self, layer: int) -> Path:
+        """Return the file that holds a layer."""
+        return self.files.get(layer, self.source)
 
 
 class NotebookRuns:
-    """One notebook, the layers of a cache, and a folder for what comes out.
+    """One notebook, the layers of a cache, and a folder for the results.
 
     folder/layerN/*.svg are the figures of a layer. folder/notebooks/layerN.ipynb is its executed notebook: it
     is written last and names the figures.
@@ -220,7 +135,8 @@ class NotebookRuns:
 
     def __init__(self, notebook: Path, caches: LayerCaches, folder: Path):
         self.notebook, self.caches, self.folder = notebook, caches, folder
-        self.source = load_notebook_node(str(notebook))
+        drawn_with = sorted(path for pattern in DRAWN_WITH for path in ROOT.glob(pattern))
+        self.code = [_sha256(path) for path in (notebook, *drawn_with)]
         logging.getLogger("papermill").setLevel(logging.ERROR)
 
     def figures(self, layer: int) -> Path:
@@ -230,13 +146,18 @@ class NotebookRuns:
         return self.folder / "notebooks" / f"layer{layer}.ipynb"
 
     def mark(self, layer: int) -> dict[str, Any]:
-        """What the executed notebook of a finished layer says: its inputs, and its figures' checksums."""
-        figures = {path.name: sha256(path) for path in sorted(self.figures(layer).glob("*.svg"))}
-        made_from = fingerprint(self.notebook, self.caches.files_of(layer), layer)
-        return {"fingerprint": made_from, "figures": figures}
+        """Return what the executed notebook of a finished layer says: its inputs, its figures' checksums.
+
+        The inputs are the notebook, its cache, and the code and the published numbers that it draws by.
+        """
+        cache = self.caches.file_of(layer)
+        state = cache.stat()
+        inputs = [layer, self.code, str(cache.resolve()), state.st_size, state.st_mtime_ns]
+        figures = {path.name: _sha256(path) for path in sorted(self.figures(layer).glob("*.svg"))}
+        return {"fingerprint": hashlib.sha256(json.dumps(inputs).encode()).hexdigest(), "figures": figures}
 
     def is_done(self, layer: int) -> bool:
-        """Whether the executed notebook is whole, of today's inputs, and its figures are as it left them."""
+        """Check that the executed notebook is of today's inputs, and its figures are as it left them."""
         try:
             done = json.loads(self.executed(layer).read_text(encoding="utf-8"))["metadata"]["done"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -244,64 +165,57 @@ class NotebookRuns:
         return done == self.mark(layer)
 
     def run(self, layers: Sequence[int], jobs: int) -> None:
-        """Execute the layers that are not done, jobs at a time. What is done stays where one fails.
+        """Execute the layers that are not done, jobs at a time. Finished layers stay where one fails.
 
         Raises RunError.
         """
-        waiting = deque(layer for layer in layers if not self.is_done(layer))
-        done = len(layers) - len(waiting)
-        bar = tqdm(total=len(layers), initial=done, unit="layer", desc=self.notebook.stem)
-        kernels = [WarmKernel(self.notebook.parent) for _ in range(min(jobs, len(waiting)))]
-        stopped = threading.Event()
-        with bar as progress, ThreadPoolExecutor(max(1, len(kernels))) as threads:
-            workers = [threads.submit(self._work, kernel, waiting, stopped, progress) for kernel in kernels]
+        waiting = [layer for layer in layers if not self.is_done(layer)]
+        bar = tqdm(
+            total=len(layers), initial=len(layers) - len(waiting), unit="layer", desc=self.notebook.stem
+        )
+        with bar as progress, ThreadPoolExecutor(max(1, min(jobs, len(waiting)))) as threads:
+            runs = [threads.submit(self._run_layer, layer) for layer in waiting]
             try:
-                for worker in wait(workers, return_when=FIRST_EXCEPTION).done:
-                    worker.result()
-            finally:
-                stopped.set()
-                for kernel in kernels:
-                    kernel.kill()
-
-    def _work(
-        self, kernel: WarmKernel, waiting: deque[int], stopped: threading.Event, progress: tqdm
-    ) -> None:
-        """Take layers until none waits."""
-        try:
-            with kernel:
-                while waiting and not stopped.is_set():
-                    self._run_layer(waiting.popleft(), kernel)
+                for one in as_completed(runs):
+                    one.result()
                     progress.update()
-        except DeadKernelError:
-            if not stopped.is_set():
-                raise RunError("a kernel died, perhaps for want of memory; try --jobs 1") from None
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)  # layers that have begun are finished
 
-    def _run_layer(self, layer: int, kernel: WarmKernel) -> None:
+    def _run_layer(self, layer: int) -> None:
         figures, executed = self.figures(layer), self.executed(layer)
         failed = executed.with_suffix(".failed.ipynb")
         for old in (executed, failed, *figures.glob("**/*.svg")):
             old.unlink(missing_ok=True)
         parameters = self.caches.parameters(layer) | {"SAVE_DIR": str(figures.resolve())}
-        filled = parameterize_notebook(deepcopy(self.source), parameters)  # it works on the cells it is given
+        notebook = parameterize_notebook(load_notebook_node(str(self.notebook)), parameters)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":  # those behind a cell that fails would keep stored outputs
+                cell.outputs, cell.execution_count = [], None
+        place = {"metadata": {"path": str(self.notebook.parent)}}
+        client = NotebookClient(
+            notebook, kernel_name="python3", timeout=None, record_timing=False, resources=place
+        )
         try:
-            kernel.execute(filled)
+            client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})
         except CellExecutionError as error:
-            write_notebook(filled, failed)
+            _write(notebook, failed)
             reason = f"{error.ename}: {error.evalue.partition(chr(10))[0]}"
             raise RunError(f"layer {layer}: {reason}; see {failed}") from None
-        collect(figures)
-        filled.metadata["done"] = self.mark(layer)
-        write_notebook(filled, executed)
+        except DeadKernelError:
+            raise RunError("a kernel died, perhaps for want of memory; try --jobs 1") from None
+        for svg in figures.glob("*/*.svg"):  # a notebook may make a folder for its layer
+            svg.replace(figures / svg.name)
+        for made in filter(Path.is_dir, list(figures.iterdir())):
+            made.rmdir()
+        notebook.metadata["done"] = self.mark(layer)
+        _write(notebook, executed)
 
 
-def collect(figures: Path) -> None:
-    """Move the figures up from the folder that a notebook makes for its layer, if it does."""
-    for svg in figures.glob("*/*.svg"):
-        svg.replace(figures / svg.name)
-    for made in filter(Path.is_dir, list(figures.iterdir())):
-        made.rmdir()
-
-
-def write_notebook(notebook: NotebookNode, path: Path) -> None:
+def _write(notebook: nbformat.NotebookNode, path: Path) -> None:
     with replacing(path) as file:
         file.write(nbformat.writes(notebook).encode())
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,6 +1,4 @@
-"""What a run says while it goes on: a line per block, a JSON line per event; and whether it was asked to
-stop.
-"""
+"""Progress of a run: a line per block on stderr, a JSON line per event in a log, and the wish to stop."""
 
 import errno
 import json
@@ -11,6 +9,7 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,26 +21,30 @@ import torch
 from experiments.caches.files import CacheError
 from experiments.extraction.observer import RunObserver
 from wan import process_group
+from wan.errors import UserError
 
 
 class Progress(RunObserver):
-    """Lines on stderr, unless quiet, and JSON lines in log_file, where there is one.
+    """Print lines on stderr, unless quiet, and append JSON lines to log_file.
 
     Raises CacheError where log_file cannot be written.
     """
 
+    prints_blocks = True  # False for one of several ranks: they report together
+
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
         self.quiet, self.start = quiet, time.monotonic()
-        self.rollout_start, self._log = self.start, None
-        self.prints_blocks = True  # several ranks say together how far they are
-        if log_file:
-            self._log = open_log(log_file)
+        self.rollout_start = self.start
+        self._log = open_log(log_file) if log_file else None
 
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
-        self.log("end", ok=error is None, **({} if error is None else {"error": f"{kind.__name__}: {error}"}))
+    def __exit__(self, kind, error, trace) -> None:
+        said = {} if error is None else {"error": f"{kind.__name__}: {error}"}
+        if error is not None and not isinstance(error, (UserError, KeyboardInterrupt)):
+            said["traceback"] = "".join(traceback.format_exception(error))
+        self.log("end", ok=error is None, **said)
         if self._log:
             self._log.close()
 
@@ -77,14 +80,12 @@ class Progress(RunObserver):
 
 
 def open_log(path: str | Path) -> TextIO:
-    """A regular file to append lines to. Raises CacheError for a pipe, which could wait for ever, and for a
-    device.
-    """
+    """Open a regular file to append lines to. Raises CacheError for a pipe or device: a pipe could block."""
     if Path(path).suffix == ".pt":
         raise CacheError(f"--log_file {path} has the name of a cache; give it another, such as log.jsonl")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+        number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     except OSError as error:
         reason = "Is a pipe" if error.errno == errno.ENXIO else error.strerror
         raise CacheError(f"{path} cannot be written: {reason or error}") from error
@@ -96,7 +97,7 @@ def open_log(path: str | Path) -> TextIO:
 
 @contextmanager
 def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a terminal that closes (SIGHUP) let the current block, or step, finish.
+    """Let the current block, or step, finish after Ctrl-C, SIGTERM or SIGHUP of a closed terminal.
 
     A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main
     thread nothing is changed: signals do not arrive there.
@@ -104,27 +105,23 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    speaks = os.environ.get("RANK", "0") in ("", "0")  # of several ranks the first one
-    hang_up = getattr(signal, "SIGHUP", None)
     asked_before: list[int] = []
 
     def asked(number: int, frame: FrameType | None) -> None:
-        if not observer.generating or (number != hang_up and any(n != hang_up for n in asked_before)):
+        again = number != signal.SIGHUP and any(n != signal.SIGHUP for n in asked_before)
+        if not observer.generating or again:
             raise KeyboardInterrupt
         asked_before.append(number)
         observer.stopping = True
-        if not speaks:
-            return
-        with suppress(
-            OSError, RuntimeError, ValueError
-        ):  # a terminal that is gone; a line just being printed
-            print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") in ("", "0"):  # the first of several ranks
+            with suppress(OSError, RuntimeError, ValueError):  # no terminal; a line that is being printed
+                print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     numbers = [signal.SIGINT]
-    if process_group.joined() is None:  # else SIGTERM ends a process, also while it waits for another
+    if process_group.joined() is None:  # else SIGTERM ends a process that waits for another at once
         numbers.append(signal.SIGTERM)
-    if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:  # nohup: the run outlives its terminal
-        numbers.append(hang_up)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the run outlives its terminal
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, asked) for number in numbers}
     try:
         yield
@@ -134,15 +131,13 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
 
 
 def memory_bytes() -> dict[str, int]:
-    """The most memory used so far: of the process, and of the GPU where one is in use."""
+    """Return the peak memory of the process, and of the GPU where one is in use, in bytes."""
     host = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     return host | ({"gpu_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {})
 
 
 def memory() -> str:
+    """Return the peak memory in words."""
     used = memory_bytes()
-    return (
-        f"{used['gpu_bytes'] / 2**30:.1f} GiB GPU"
-        if "gpu_bytes" in used
-        else f"{used['host_bytes'] / 2**30:.1f} GiB memory"
-    )
+    name, number = ("GPU", used["gpu_bytes"]) if "gpu_bytes" in used else ("memory", used["host_bytes"])
+    return f"{number / 2**30:.1f} GiB {name}"

@@ -1,7 +1,7 @@
-"""Which of several processes this one is, as torchrun or srun say it, and the GPU that is its own.
+"""One of several processes: its rank, as torchrun or srun set it, its GPU and its share of the cores.
 
-RANK, WORLD_SIZE and LOCAL_RANK are torchrun's; srun's SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID
-stand in for them. A SLURM array, or a shell loop, needs none: every process claims what is left.
+srun's SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID stand in for torchrun's RANK, WORLD_SIZE and
+LOCAL_RANK. A SLURM array, or a shell loop, needs none: every process claims what is left.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from wan.errors import ConfigError, short_repr
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-MAX_RANKS = 65536
 MAX_WORKERS = 1024
 PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 
@@ -36,50 +35,46 @@ class Rank:
 
 
 def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """The rank that the environment gives this process; the only one where it gives none.
+    """Return the rank that the environment gives this process; the only one where it gives none.
 
-    Raises ConfigError for an environment that says only half of it, or what cannot be.
+    Raises ConfigError for an incomplete or impossible environment.
     """
     if any(environment.get(name) for name in TORCHRUN[:2]):
-        return _read(environment, TORCHRUN)
-    if all(environment.get(name) for name in SRUN):
-        return replace(_read(environment, SRUN), has_own_view=True)
-    return Rank()
-
-
-def _read(environment: Mapping[str, str], names: tuple[str, str, str]) -> Rank:
+        names, is_srun = TORCHRUN, False
+    elif all(environment.get(name) for name in SRUN):
+        names, is_srun = SRUN, True
+    else:
+        return Rank()
+    values = {name: environment[name] for name in names if environment.get(name)}
+    for name, text in values.items():
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise ConfigError(
+                f"{name} is {short_repr(text, 40)}, not a number: start ranks by torchrun, or unset it"
+            )
     rank, world, local = names
-    numbers = {name: _number(name, environment[name]) for name in names if environment.get(name)}
     for name, other in ((rank, world), (world, rank)):
-        if name in numbers and other not in numbers:
+        if other not in values:
             raise ConfigError(
                 f"{name} is set and {other} is not: start ranks by torchrun, or unset {name} for one process"
             )
-    number, count = numbers[rank], numbers[world]
-    if not 1 <= count <= MAX_RANKS or number >= count:
+    number, count = int(values[rank]), int(values[world])
+    if number >= count:
         raise ConfigError(
             f"{rank} {number} is not one of {world} {count}: start ranks by torchrun, or unset both"
         )
-    if count > 1 and local not in numbers:
+    if count > 1 and local not in values:
         raise ConfigError(f"{local} is not set beside {rank} and {world}: start ranks by torchrun")
-    return Rank(number, count, numbers.get(local, 0))
-
-
-def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        said = short_repr(text, 40)
-        raise ConfigError(f"{name} is {said}, not a number: start ranks by torchrun, or unset it")
-    return int(text)
+    return Rank(number, count, int(values.get(local, 0)), has_own_view=is_srun)
 
 
 def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
-    """The config of one of several ranks: each has a GPU of its own, or all share the CPU.
+    """Return the config of one of several ranks: each has a GPU of its own, or all share the CPU.
 
     Raises ConfigError where there are fewer GPUs than ranks, or where the config names one GPU for all.
     """
     if rank.count == 1 or config.device == "cpu":
         return config
-    import torch  # here: a --help needs no torch
+    import torch  # a --help needs no torch
 
     gpus = torch.cuda.device_count()
     if config.device == "auto" and not gpus:

@@ -1,32 +1,140 @@
-"""Many prompts, seeds and checkpoints with each model loaded once: an atlas each, a manifest beside them.
+"""Many prompts, seeds and checkpoints: an atlas each, each model loaded once, the work shared by processes.
 
-No work is done twice. A sweep that was killed goes on when the same command runs again, and several
-processes that run it share the work: each run is claimed before it is made (claims.py).
-What was made with other settings is never mixed in (sweep_state.py).
+OUTPUT_DIR/items/NAME.json is written after a run's cache and says that the cache is whole (work_items.py): a
+sweep that was killed goes on where it was, and several processes share it. manifest.json lists all runs. A
+fingerprint of all settings, in items, caches and manifest, keeps caches of other settings out.
 """
 
 import argparse
+import hashlib
+import json
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import RunError, StoppedError, require_writable
-from experiments.extraction import causal
+from experiments.caches import load_cache
+from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_writable
+from experiments.extraction import causal, devices
 from experiments.extraction.memory import estimate_bytes
+from experiments.extraction.provenance import files_of
 from experiments.extraction.result import Extraction
 from experiments.extraction.video import check_video
-from experiments.running.cli import videos_of
-from experiments.running.jobs import BuildCache, deterministic, name_files, save
+from experiments.running.cli import BASE, videos_of
 from experiments.running.locks import claimed, require_space
-from experiments.running.progress import Progress, stopping_when_asked
+from experiments.running.progress import Progress
 from experiments.running.ranks import Rank
-from experiments.running.sweep_state import Sweep, plan, settings_of
-from experiments.running.work_items import WorkItems
+from experiments.running.run import BuildCache, as_dict, check_outputs, observed, save
+from experiments.running.work_items import WorkItems, common_settings, item_name
+from wan import checkpoint
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
+from wan.errors import ConfigError, short_repr
+from wan.files import MAX_PROMPTS, read_json, read_text
+
+SLUG_BYTES = 60  # of a prompt that names a file
+MANIFEST_SECONDS = 5.0  # between two manifests: one of ten thousand runs takes its time
+REMEDY = "choose another --output_dir, or make everything again with --overwrite"
 
 
+# --- Which runs a sweep has, and where each cache goes
+def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
+    """Return the path and settings of every run, those of one checkpoint together.
+
+    Raises ConfigError for flags and files that do not fit.
+    """
+    checkpoints = getattr(args, "checkpoints", None)
+    if not args.output_dir:
+        raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
+    if checkpoints and (args.checkpoint_path or args.no_checkpoint):
+        raise ConfigError("--checkpoints excludes --checkpoint_path and --no_checkpoint")
+    for one, many in (("prompt", "prompts"), ("seed", "seeds")):
+        if getattr(args, one) is not None and getattr(args, many):
+            raise ConfigError(f"--{one} and --{many} exclude each other")
+    if args.prompts and config.prompt_embeds:
+        raise ConfigError(
+            "--prompts and --prompt_embeds exclude each other: a file holds the states of one prompt"
+        )
+    if args.save_video:
+        raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
+    folder = Path(args.output_dir)
+    prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
+    slugs = slugs_of(prompts)
+    weights = _folders_of(checkpoints, folder) if checkpoints else {config.checkpoint_path: folder}
+    return {
+        str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
+            config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
+        )
+        for checkpoint, folder in weights.items()
+        for prompt in prompts
+        for seed in dict.fromkeys(args.seeds or [config.seed])
+    }
+
+
+def _folders_of(checkpoints: Sequence[str], folder: Path) -> dict[str | None, Path]:
+    """Return the folder of each checkpoint, named as its file; the key None is the base weights."""
+    paths = {None if name == BASE else name: name for name in checkpoints}
+    names = {path: name if path is None else Path(name).stem for path, name in paths.items()}
+    for path, name in names.items():
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
+        if twin := next((p for p, n in names.items() if n == name and p != path), None):
+            raise ConfigError(f"--checkpoints {path} and {twin} would share the folder {name}; rename one")
+    return {path: folder / name for path, name in names.items()}
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
+    lines = [line.strip() for line in read_text(path).splitlines()]
+    prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompt; write one per line")
+    if len(prompts) > MAX_PROMPTS:
+        raise ConfigError(f"{path} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are read; split it")
+    return prompts
+
+
+def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
+    """Return a unique file name for each prompt, from its words in lower case."""
+    words = {prompt: re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") for prompt in prompts}
+    return unique_slugs({prompt: slug or "prompt" for prompt, slug in words.items()}, SLUG_BYTES)
+
+
+def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
+    """Return names that differ: digits of the prompt's hash follow one that is taken, or cut to max_bytes."""
+    slugs, taken = dict[str, str](), set[str]()
+    for prompt, slug in names.items():
+        if len(slug.encode()) > max_bytes or slug in taken:
+            cut = slug.encode()[:max_bytes].decode(errors="ignore").rstrip("-")
+            digits = hashlib.sha256(prompt.encode()).hexdigest()
+            slug = next(name for n in range(8, 65) if (name := f"{cut}-{digits[:n]}") not in taken)
+        slugs[prompt] = slug
+        taken.add(slug)
+    return slugs
+
+
+def settings_of(config: RunConfig, quantities: Mapping[str, bool]) -> dict[str, Any]:
+    """Return all that the caches of a sweep share: settings, captured quantities, the contents of files."""
+    weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    dtype = devices.choose_dtype(config.dtype, devices.choose_device(config.device, config.offload))
+    return {
+        **common_settings(config),
+        **quantities,
+        "weights": "checkpoint" if config.checkpoint_path else "base",
+        "weights_sha256": checkpoint.file_sha256(weights),
+        "files": files_of(config, weights),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """Return 32 hex digits that change with the settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+
+
+# --- Making the runs
 def run_sweep(
     args: argparse.Namespace,
     config: RunConfig,
@@ -42,108 +150,205 @@ def run_sweep(
     """
     runs, rank = plan(args, config), rank or Rank()
     folder = Path(args.output_dir)
-    args.files.writes("the manifest", folder / "manifest.json")
-    checkpoints = dict.fromkeys(run.checkpoint_path for run in runs.values())
-    args.files.reads("the checkpoint", *checkpoints)
-    name_files(args, config, runs, [video for path in runs for video in videos_of(args, [path])])
-    with (
-        Progress(args.quiet, args.log_file) as watch,
-        stopping_when_asked(watch),
-        deterministic(args.deterministic),
-    ):
+    manifest = folder / "manifest.json"
+    checkpoints = list(dict.fromkeys(run.checkpoint_path for run in runs.values()))
+    videos = [video for path in runs for video in videos_of(args, [path])]
+    for one in checkpoints:
+        check_outputs(args, replace(config, checkpoint_path=one), [manifest, *runs, *videos])
+    with observed(args) as watch, WorkItems(folder / "items", rank) as items:
         watch.prints_blocks = rank.count == 1
-        require_writable(folder / "manifest.json")
-        settings = {c: settings_of(replace(config, checkpoint_path=c), quantities) for c in checkpoints}
-        sweep = Sweep(folder, settings, runs, args.save_video is not None)
-        waiting = sweep.look(bool(args.overwrite))
-        with WorkItems(sweep.items) as claims:
-            claims.release_dead([sweep.names[path] for path in runs if path not in set(waiting)])
-        sizes = dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(sweep.manifest): 0}
-        require_space(folder, sizes)
-        sweep.write()
-        if len(waiting) < len(runs):
-            watch.print(f"{sweep.done} of {len(runs)} runs are done already")
-        if args.save_video is not None:
+        require_writable(manifest)
+        settings = {one: settings_of(replace(config, checkpoint_path=one), quantities) for one in checkpoints}
+        runner = SweepRunner(args, runs, settings, requests, build, items, watch)
+        waiting = runner.scan()
+        if waiting and videos:
             check_video(config)
-        failures = Making(args, sweep, waiting, requests, build, watch).run(rank) if waiting else []
-    if failures:
+        require_space(folder, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0})
+        runner.write_manifest()
+        if len(waiting) < len(runs):
+            watch.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
+        runner.make(waiting)
+    if failures := runner.failures:
         raise RunError(f"{len(failures)} of {len(runs)} runs failed; first {failures[0]}")
 
 
 @dataclass
-class Making:
-    """Caches of a sweep being made by this process, and what it has loaded."""
+class SweepRunner:
+    """The runs of a sweep by their paths, the state of each, and the model that is loaded for them."""
 
     args: argparse.Namespace
-    sweep: Sweep
-    waiting: Sequence[str]
+    runs: dict[str, RunConfig]
+    settings: dict[str | None, dict[str, Any]]  # by checkpoint
     requests: Sequence[CaptureRequest]
     build: BuildCache
+    items: WorkItems
     watch: Progress
+    states: dict[str, str] = field(default_factory=dict)  # waiting, partial, done or failed
+    failures: list[str] = field(default_factory=list)
     session: causal.Session | None = None
     loaded: str | None = None
-    failures: list[str] = field(default_factory=list)
+    manifest_time: float = -MANIFEST_SECONDS
 
-    def run(self, rank: Rank) -> list[str]:
-        """Make what waits and nobody else makes -> what failed, a line each. StoppedError after Ctrl-C."""
-        paths = {self.sweep.names[path]: path for path in self.waiting}
-        finished: set[str] = set()
+    def __post_init__(self) -> None:
+        prints = {checkpoint: fingerprint(settings) for checkpoint, settings in self.settings.items()}
+        self.folder = Path(self.args.output_dir)
+        self.fingerprints = {path: prints[run.checkpoint_path] for path, run in self.runs.items()}
+        self.names = {
+            path: item_name(self.fingerprints[path], run.prompt, run.seed) for path, run in self.runs.items()
+        }
 
-        def is_done(name: str) -> bool:
-            if name not in finished and self.sweep.is_recorded(paths[name]):
-                finished.add(name)
-            return name in finished
+    def scan(self) -> list[str]:
+        """Find the state of each run, return the paths to be made. CacheError for other settings."""
+        if not self.args.overwrite:
+            self._require_same_settings()
+        for path in self.runs:
+            lacks_video = self.args.save_video is not None and not Path(path).with_suffix(".mp4").is_file()
+            if self.args.overwrite or lacks_video:
+                self.items.path(self.names[path]).unlink(missing_ok=True)
+            if self.args.overwrite:
+                self.states[path] = "waiting"
+            elif self.is_done(path):
+                self.states[path] = "done"
+            else:
+                self.states[path] = self._state_of_cache(path)
+                if self.states[path] == "done" and lacks_video:
+                    self.states[path] = "waiting"
+                elif self.states[path] == "done":
+                    self._finish(path)
+        return [path for path, state in self.states.items() if state != "done"]
 
-        tried = 0
+    def is_done(self, path: str) -> bool:
+        """Check that an item says that the cache at path is whole, and the cache did not change since."""
+        name = self.names[path]
         try:
-            with WorkItems(self.sweep.items, rank) as claims:
-                for tried, name in enumerate(claims.claim(list(paths), is_done, self.watch), 1):
-                    if rank.count == 1:
-                        self.watch.print(f"run {tried}/{len(paths)}: {paths[name]}")
-                    self._make(paths[name])
-                    self.sweep.write(now_and_then=True)
-                    if self.watch.stopping:
-                        break
+            cache, made = Path(path).stat(), self.items.path(name).stat().st_mtime_ns
+            item = self.items.read(name) or {}
+            return item.get("bytes") == cache.st_size and made >= cache.st_mtime_ns
+        except OSError:
+            return False
+
+    def _state_of_cache(self, path: str) -> str:
+        """Return done, partial or waiting. CacheError for a cache that was made with other settings."""
+        if not Path(path).exists():
+            return "waiting"
+        try:
+            cache = load_cache(path, expect=("atlas",))
+        except CacheError:  # damaged: to be made again
+            return "waiting"
+        run = self.runs[path]
+        wanted = {"prompt": run.prompt, "seed": run.seed, "fingerprint": self.fingerprints[path]}
+        for name, value in wanted.items():
+            if cache.get(name) != value:
+                found = short_repr(cache.get(name))
+                raise CacheError(f"{path} has {name} {found}, this sweep {short_repr(value)}; {REMEDY}")
+        return "partial" if cache.get("partial") else "done"
+
+    def make(self, waiting: Sequence[str]) -> None:
+        """Make what waits and no other process makes. Raises StoppedError after Ctrl-C."""
+        paths, tried = {name: path for path, name in self.names.items()}, 0
+        try:
+            names = self.items.claim(list(paths), lambda name: self.is_done(paths[name]), self.watch)
+            for tried, name in enumerate(names, 1):
+                if self.items.rank.count == 1:
+                    self.watch.print(f"run {tried}/{len(waiting)}: {paths[name]}")
+                self._make_one(paths[name], waiting)
+                if time.monotonic() - self.manifest_time > MANIFEST_SECONDS:
+                    self.write_manifest()
+                if self.watch.stopping:
+                    break
         finally:
-            self.sweep.write()
-        if self.watch.stopping and self.sweep.done + len(self.failures) < len(self.sweep.runs):
+            self.write_manifest()
+        done = sum(state == "done" for state in self.states.values())
+        if self.watch.stopping and done + len(self.failures) < len(self.runs):
             raise StoppedError(
-                f"stopped after {tried} of {len(self.waiting)} runs; to continue, run the same command again"
+                f"stopped after {tried} of {len(waiting)} runs; to continue, run the same command again"
             )
-        return self.failures
 
-    def _make(self, path: str) -> None:
-        sweep, watch = self.sweep, self.watch
+    def _make_one(self, path: str, waiting: Sequence[str]) -> None:
+        """Make one cache, and its video where it was asked for."""
+        run = self.runs[path]
 
-        def build_marked(run: Extraction) -> dict[str, Any]:
-            cache = self.build(run)
-            cache = cache if isinstance(cache, dict) else cache.to_dict()
-            return cache | {"fingerprint": sweep.fingerprints[path]}
+        def build_marked(made: Extraction) -> dict[str, Any]:
+            return as_dict(self.build(made)) | {"fingerprint": self.fingerprints[path]}
 
         try:
             with claimed(dict.fromkeys((path, *videos_of(self.args, [path])), 0)):
-                session = self._session(sweep.runs[path])
-                made = causal.extract_next(session, sweep.runs[path], self.requests, watch)
-                save(self.args, made, {path: build_marked}, watch)
-            sweep.finish(path)
+                if self.session is None or self.loaded != run.checkpoint_path:
+                    self.session = None  # frees its weights first
+                    mine = [self.runs[p] for p in waiting]
+                    same = [r.prompt for r in mine if r.checkpoint_path == run.checkpoint_path]
+                    self.session = causal.prepare(
+                        run, self.requests, list(dict.fromkeys(same)), self.watch, replays=True
+                    )
+                    self.loaded = run.checkpoint_path
+                made = causal.extract_next(self.session, run, self.requests, self.watch)
+                save(self.args, made, {path: build_marked}, self.watch)
+            self._finish(path)
         except StoppedError as error:
-            sweep.states[path] = "partial" if Path(path).exists() else "waiting"
+            self.states[path] = "partial" if Path(path).exists() else "waiting"
+            done = sum(state == "done" for state in self.states.values())
             raise StoppedError(
-                f"{error}; {sweep.done} of {len(sweep.runs)} runs are done and will not be made again"
+                f"{error}; {done} of {len(self.runs)} runs are done and will not be made again"
             ) from None
         except RunError as error:
-            sweep.states[path] = "failed"
+            self.states[path] = "failed"
             self.failures.append(f"{path}: {error}")
-            watch.print(f"failed: {error}")
+            self.watch.print(f"failed: {error}")
 
-    def _session(self, run: RunConfig) -> causal.Session:
-        """What is loaded, with the weights of a run."""
-        if self.session is None or self.loaded != run.checkpoint_path:
-            self.session = None  # its weights leave first
-            mine = [
-                r for p in self.waiting if (r := self.sweep.runs[p]).checkpoint_path == run.checkpoint_path
-            ]
-            prompts = list(dict.fromkeys(r.prompt for r in mine))
-            self.session = causal.prepare(run, self.requests, prompts, self.watch, replays=True)
-            self.loaded = run.checkpoint_path
-        return self.session
+    def _finish(self, path: str) -> None:
+        """Record that the cache at path is whole."""
+        self.states[path] = "done"
+        size = Path(path).stat().st_size
+        item = self._row(path) | {"bytes": size, "fingerprint": self.fingerprints[path]}
+        self.items.write(self.names[path], item)
+
+    # -- the manifest: settings, and a row for each run ------------------------------------------------------
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "manifest.json"
+
+    def write_manifest(self) -> None:
+        """Write the manifest, with what other processes have finished."""
+        self.manifest_time = time.monotonic()
+        recorded = {file.stem for file in self.items.folder.glob("*.json")}
+        self.states |= {path: "done" for path, name in self.names.items() if name in recorded}
+        settings = self._settings_of_folders()
+        rows = [self._row(path) for path in self.runs]
+        content = {**settings.get("", {"checkpoints": settings}), "runs": rows}
+        with replacing(self.manifest) as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+
+    def _row(self, path: str) -> dict[str, Any]:
+        run, file = self.runs[path], Path(path).relative_to(self.folder)
+        weights = {"checkpoint": file.parent.name} if len(self.settings) > 1 else {}
+        row = {"file": str(file), "prompt": run.prompt, "seed": run.seed}
+        return row | weights | {"state": self.states[path]}
+
+    def _settings_of_folders(self) -> dict[str, dict[str, Any]]:
+        """Return the fingerprint and settings by the folder of a checkpoint, "" where there is one."""
+        return {
+            Path(path).parent.name if len(self.settings) > 1 else "": {
+                "fingerprint": self.fingerprints[path],
+                "settings": self.settings[run.checkpoint_path],
+            }
+            for path, run in self.runs.items()
+        }
+
+    def _require_same_settings(self) -> None:
+        """Raise CacheError where the folder's manifest is of a sweep with other settings."""
+        if not self.manifest.exists():
+            return
+        found = read_json(self.manifest, CacheError)
+        if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+            raise CacheError(f"{self.manifest} is of no sweep, and this one would replace it; {REMEDY}")
+        theirs = {"": found, **found.get("checkpoints", {})}
+        for name, ours in self._settings_of_folders().items():
+            before = theirs.get(name, {}).get("settings")
+            if before is None or theirs[name].get("fingerprint") == ours["fingerprint"]:
+                continue
+            settings = ours["settings"]
+            which = next((n for n in settings if before.get(n) != settings[n]), "a setting")
+            raise CacheError(
+                f"{self.manifest} is of a sweep with {which} {short_repr(before.get(which))}, this one has "
+                f"{short_repr(settings.get(which))}; {REMEDY}"
+            )

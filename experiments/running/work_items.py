@@ -17,6 +17,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,15 @@ from experiments.caches.files import CacheError, replacing
 from experiments.extraction.observer import RunObserver
 from experiments.running.locks import remove_leftovers
 from experiments.running.ranks import Rank
+from wan.config import RunConfig
 
 LEASE_SECONDS = 90.0  # NFS may show a file's time up to 60 s late
 POLL_SECONDS = 1.0  # between two looks at items that other processes are making
+# prompts and seeds differ; files count by what they hold, not by their paths
+NOT_SHARED = (
+    *("prompt", "seed", "device", "gpus", "layer_indices", "layer_index", "step", "base", "offload"),
+    *("t5_cpu", "dtype", "embeds_dir", "ckpt_dir", "checkpoint_path", "prompt_embeds"),
+)
 REPORT_SECONDS = 2.0  # between two lines about how many are done
 
 
@@ -34,6 +41,11 @@ def item_name(*settings: Any) -> str:
     """Return a name of 16 hex digits that changes with the settings."""
     text = json.dumps(settings, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def common_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that the items of a study share, without what differs or changes no number."""
+    return {name: value for name, value in asdict(config).items() if name not in NOT_SHARED}
 
 
 class WorkItems:

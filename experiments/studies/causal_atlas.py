@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from experiments.extraction.causal import Session
 from experiments.extraction.edits import read_edits, record_of
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import files_of
-from experiments.running.jobs import deterministic, name_inputs
-from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.progress import memory
 from experiments.running.ranks import Rank
-from experiments.running.sweep_state import NOT_SETTINGS
-from experiments.running.work_items import WorkItems, item_name
+from experiments.running.run import check_outputs, observed
+from experiments.running.work_items import WorkItems, common_settings, item_name
 from experiments.studies import direct_effects
 from experiments.studies.direct_effects import EditOfBlock, Runs
 from wan import checkpoint
@@ -83,7 +82,7 @@ class Study:
     @cached_property
     def settings(self) -> str:
         """Everything but prompt, seed and layer that numbers depend on, as JSON."""
-        config = {name: value for name, value in asdict(self.configs[0]).items() if name not in NOT_SETTINGS}
+        config = common_settings(self.configs[0])
         config |= {
             "edit": fingerprint([self.edit]),
             "each": self.each,
@@ -273,14 +272,8 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
         raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas is of one")
     [edit] = edits
     with_edit = replace(configs[0], interventions=[edit.to_dict()])
-    name_inputs(args, with_edit)
-    args.files.writes("the atlas", folder / ATLAS)
-    args.files.writes("the index", folder / "index.json")
-    with (
-        Progress(args.quiet, args.log_file) as watch,
-        stopping_when_asked(watch, "layer"),
-        deterministic(args.deterministic),
-    ):
+    check_outputs(args, with_edit, [folder / ATLAS, folder / "index.json"])
+    with observed(args, "layer") as watch:
         require_writable(folder / ATLAS)
         prompts = list(dict.fromkeys(config.prompt for config in configs))
         session = causal.prepare(configs[0], [], prompts, watch)

@@ -19,9 +19,8 @@ from experiments.extraction import causal
 from experiments.extraction.edits import check_sources, edited, edits_of, record_of
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
-from experiments.running.jobs import deterministic, name_files
 from experiments.running.locks import claimed
-from experiments.running.progress import Progress
+from experiments.running.run import check_outputs, observed
 from experiments.studies.direct_effects import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
@@ -36,12 +35,11 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     """Roll out with and without config's interventions -> an effects cache, and an mp4 beside it."""
     args.save_video = args.save_video or ""  # an mp4 is always made
     [video] = videos_of(args, [args.output_path])
-    name_files(args, config, [args.output_path], [video])
+    check_outputs(args, config, [args.output_path, video])
     edits, base_config = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
     with (
-        Progress(args.quiet, args.log_file) as watch,
         claimed({args.output_path: 0, video: 0}, args.overwrite is not False),
-        deterministic(args.deterministic),
+        observed(args, unit=None) as watch,
     ):
         if not args.dry_run:
             require_ffmpeg()
@@ -69,7 +67,6 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "ssim": torch.tensor(effects.ssim(*pixels)).float(),
             **tracked(config.prompt, pixels),
         }
-        args.files.unchanged()
         save_cache(args.output_path, cache)
         save_side_by_side(pixels, video)
         total = measured["total"] / measured["between_seeds"]

@@ -39,11 +39,11 @@ from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import judge_seconds
 from experiments.running.cli import policy_settings
-from experiments.running.jobs import name_inputs
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank, workers_of
-from experiments.running.sweep_state import NOT_SETTINGS, told_apart
-from experiments.running.work_items import WorkItems, item_name
+from experiments.running.run import check_outputs
+from experiments.running.sweep import unique_slugs
+from experiments.running.work_items import WorkItems, common_settings, item_name
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
@@ -228,7 +228,7 @@ class Comparison:
         for label, settings in (*self.policies.items(), *controls.items()):
             files = [*self.files, *classes.get(str(settings.get("file")), ())]
             for run in self.runs:
-                config = {name: value for name, value in asdict(run).items() if name not in NOT_SETTINGS}
+                config = common_settings(run)
                 del config["cache_policy"]
                 scene = self.scenes.get(run.prompt)
                 depends = [config, dict(settings), run.prompt, run.seed, self.weights_sha256, self.dtype]
@@ -278,7 +278,7 @@ class Comparison:
         seeds: dict[str, list[int]] = {}
         for run in self.runs:
             seeds.setdefault(run.prompt, []).append(run.seed)
-        return seeds, told_apart({prompt: prompt.replace("/", " ") for prompt in seeds}, PROMPT_BYTES)
+        return seeds, unique_slugs({prompt: prompt.replace("/", " ") for prompt in seeds}, PROMPT_BYTES)
 
 
 # -- making videos ------------------------------------------------------------------------------------------
@@ -470,9 +470,9 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
         raise ConfigError("policies are compared on one prompt each, without interventions")
     for settings in policies.values():
         read_policy(settings).check(first.block_sizes)
-        name_inputs(args, replace(first, cache_policy=dict(settings), local_attn_size=-1, sink_size=0))
+        config = replace(first, cache_policy=dict(settings), local_attn_size=-1, sink_size=0)
+        check_outputs(args, config, [Path(args.output_dir) / TABLE])
     folders = [Path(folder) for folder in (args.output_dir, args.vbench_dir) if folder]
-    args.files.writes("the table", folders[0] / TABLE)
     planned = Comparison(
         folders[0],
         policies,

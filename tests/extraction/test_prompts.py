@@ -17,7 +17,7 @@ from experiments.caches import load_cache
 from experiments.extraction import prompt_embeds
 from experiments.extraction.edits import check_sources
 from experiments.running import cli
-from experiments.running.sweep_state import settings_of
+from experiments.running.sweep import settings_of
 from wan import checkpoint
 from wan.config import load_config
 from wan.errors import ConfigError

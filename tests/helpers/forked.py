@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import torch
 
+import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
+
 FULL = os.environ.get("ROBUSTNESS") == "full"
 
 

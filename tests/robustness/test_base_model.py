@@ -16,7 +16,8 @@ from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction import rollout
-from experiments.running import cli, jobs
+from experiments.running import cli
+from experiments.running import run as jobs
 from experiments.running.progress import Progress
 
 SHORT = ["--ckpt_dir", "checkpoints/wan-mini", "--num_frames", "9", "--num_steps", "4"]
@@ -145,10 +146,10 @@ def test_room_on_the_disk_is_asked_for_before_the_model_is_loaded(tmp_path, monk
 
 @pytest.mark.parametrize("flags", [[], ["--all_layers", "--step", "all"]])
 def test_the_estimate_is_close_and_never_too_small(flags, tmp_path, monkeypatch):
-    asked, original = {}, jobs.run_observed
+    asked, original = {}, jobs.make_outputs
     monkeypatch.setattr(
         jobs,
-        "run_observed",
+        "make_outputs",
         lambda args, config, outputs, each, *more: (
             asked.update(dict.fromkeys(outputs, each)) or original(args, config, outputs, each, *more)
         ),

@@ -19,8 +19,9 @@ from helpers.judged import HUNG, record
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments.running import cli, jobs, sweep
+from experiments.running import cli, sweep
 from experiments.running import cli as entry
+from experiments.running import run as jobs
 
 NAMES = (
     "run_extraction",
@@ -129,7 +130,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in LINKED:
         (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.setattr(jobs, "run_observed", begins)
+    monkeypatch.setattr(jobs, "make_outputs", begins)
     monkeypatch.setattr(sweep, "run_sweep", begins)
     monkeypatch.setattr("experiments.caches.store.save_cache", begins)
     monkeypatch.setattr("experiments.figures.html_page.save_page", begins)

@@ -17,10 +17,7 @@ from experiments import run_extraction_all, run_extraction_each, run_extraction_
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.extraction import causal
-from experiments.running import (
-    cli,
-    jobs,  # noqa: F401  warmed for the forks
-)
+from experiments.running import cli
 from experiments.running import cli as entry
 from wan import process_group
 from wan.errors import ConfigError
@@ -124,8 +121,8 @@ def test_one_process_does_not_answer(tmp_path):
 def test_all_fail_alike_and_say_it_once(tmp_path, late):
     def after_the_other(rank):
         if rank == late:
-            first_to_say = entry.first_to_say
-            entry.first_to_say = lambda message: time.sleep(0.3) or first_to_say(message)
+            _is_first_to_fail = entry._is_first_to_fail
+            entry._is_first_to_fail = lambda message: time.sleep(0.3) or _is_first_to_fail(message)
 
     run = extracting(tmp_path / "out.pt", "--checkpoint_path", "none.pt")
     codes, said = ranks(2, run, tmp_path, after_the_other)

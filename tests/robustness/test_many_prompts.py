@@ -11,12 +11,8 @@ from experiments import run_extraction_all, run_extraction_each
 from experiments.caches import load_cache
 from experiments.extraction import causal
 from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE, PromptTexts
-from experiments.running import (
-    cli,
-    jobs,  # noqa: F401  warmed for the forks
-    sweep,  # noqa: F401  warmed for the forks
-)
-from experiments.running.sweep_state import slugs_of
+from experiments.running import cli
+from experiments.running.sweep import slugs_of
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "3", "--quiet"]
 SECONDS = 10.0  # of CPU until the first of many prompts is rolled out

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.caches import frames, load_cache, save_cache
-from experiments.running.sweep_state import slugs_of
+from experiments.running.sweep import slugs_of
 from wan.blocks import (
     block_frames,
     block_ranges,

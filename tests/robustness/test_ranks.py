@@ -12,11 +12,7 @@ from conftest import ROOT
 from helpers.forked import exit_code
 
 from experiments import run_extraction_all
-from experiments.running import (
-    cli,
-    jobs,  # noqa: F401  warmed for the forks
-    sweep,  # noqa: F401  warmed for the forks
-)
+from experiments.running import cli
 from wan.errors import ConfigError
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--quiet"]

@@ -6,14 +6,12 @@ import contextlib
 import io
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from helpers import synthetic_caches
 from helpers.flags import arguments, scripts
-from helpers.forked import exit_code, forked
 
 from experiments import (
     compare_policies,
@@ -31,15 +29,8 @@ from experiments import (
     run_rollout,
 )
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError
 from experiments.extraction import causal
-from experiments.running import (
-    cli,
-    jobs,  # noqa: F401  warmed for the forks
-    sweep,  # noqa: F401  warmed for the forks
-)
-from experiments.running import locks as run_files
-from experiments.running.locks import claimed
+from experiments.running import cli
 
 SHORT = ["--num_frames", "3", "--quiet"]
 
@@ -166,7 +157,6 @@ def test_no_file_is_written_twice(tmp_path):
         refused(script, [*mini, "--output_path", out, "--save_video"])
         refused(script, [*mini, "--output_path", out, "--save_video", out])
         refused(script, [*mini, "--output_path", out, "--log_file", out])
-        refused(script, [*mini, "--output_path", out, "--log_file", tmp_path / ".o.mp4.lock"])
     sweeping = [*mini, "--seeds", "1", "--output_dir", tmp_path / "s"]
     refused(run_extraction_all, [*sweeping, "--log_file", tmp_path / "s/manifest.json"])
     slug = "a-red-circle-moving-right-over-a-dark-blue-background_s1"
@@ -201,43 +191,8 @@ def test_every_flag_that_writes_is_known():
         for action in arguments(script):
             if WRITES & set(action.dest.split("_")):
                 found.setdefault(action.dest, []).append(script)
-    assert found.keys() - {"output_dir"} == set(run_files.OUTPUTS), found
+    assert found.keys() - {"output_dir"} == set(cli.OUTPUT_FLAGS), found
     assert len(found["output_path"]) > 10 and "train_mini" in found["log"]
-
-
-def test_a_file_that_is_replaced_while_it_is_read(tmp_path):
-    """A cache names the hash of its weights: those that were loaded."""
-    files = run_files.RunFiles()
-    (tmp_path / "w.pt").write_bytes(b"one")
-    files.reads("the checkpoint", tmp_path / "w.pt")
-    files.unchanged()
-    (tmp_path / "w2.pt").write_bytes(b"two")
-    os.replace(tmp_path / "w2.pt", tmp_path / "w.pt")
-    with pytest.raises(CacheError, match=r"w.pt was replaced or changed while the run read it"):
-        files.unchanged()
-
-
-def test_a_lock_that_is_a_link_or_a_file_of_somebody(tmp_path):
-    (tmp_path / "precious").write_text("mine " * 100, encoding="utf-8")
-    lock = tmp_path / ".x.pt.lock"
-    for make in (
-        lambda: lock.symlink_to(tmp_path / "precious"),
-        lambda: lock.symlink_to(tmp_path / "nothing"),
-        lambda: os.link(tmp_path / "precious", lock),
-        lambda: os.mkfifo(lock),
-        lambda: lock.mkdir(),
-    ):
-        make()
-        with pytest.raises(CacheError, match="is no lock of ours"), claimed({str(tmp_path / "x.pt"): 0}):
-            pass
-        lock.rmdir() if lock.is_dir() and not lock.is_symlink() else lock.unlink()
-        assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine " * 100
-    os.link(tmp_path / "precious", tmp_path / "other")
-    (tmp_path / "small").write_text("12", encoding="utf-8")
-    os.link(tmp_path / "small", lock)
-    with claimed({str(tmp_path / "x.pt"): 0}):
-        pass
-    assert (tmp_path / "small").read_text(encoding="utf-8") == "12"
 
 
 def test_filelock_neither_follows_nor_truncates_a_link(tmp_path):
@@ -249,32 +204,3 @@ def test_filelock_neither_follows_nor_truncates_a_link(tmp_path):
     with pytest.raises(OSError, match="Too many levels"):
         FileLock(tmp_path / "lock", timeout=0).acquire()
     assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine"
-
-
-def test_without_flock_a_lease_expires_by_its_heartbeat(tmp_path, monkeypatch):
-    """On a disk without flock, process ids of other hosts mean nothing:
-    what is not refreshed is taken over.
-    """
-    import filelock._unix as unix
-
-    from experiments.running import locks as output_locks
-
-    def none(*args):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(unix.fcntl, "flock", none)
-    monkeypatch.setattr(output_locks, "LEASE_SECONDS", 1.0)
-    path = str(tmp_path / "x.pt")
-    with claimed({path: 0}):
-        other = forked(exit_code(lambda: cli.main(lambda argv: claimed({path: 0}).__enter__())))
-        assert other.value == 2 and "is being made by another run" in other.said
-    assert os.listdir(tmp_path) == []
-
-    def holding():
-        with claimed({path: 0}):
-            time.sleep(9)
-
-    killed = forked(holding, kill_after=0.5)
-    assert killed.code < 0 and os.listdir(tmp_path) == [".x.pt.lock"]
-    with claimed({path: 0}):
-        pass

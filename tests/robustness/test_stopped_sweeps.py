@@ -14,8 +14,8 @@ from experiments import run_extraction_all
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError
 from experiments.extraction import causal
-from experiments.running import cli, sweep_state
-from experiments.running import sweep_state as sweep_plan
+from experiments.running import cli
+from experiments.running import sweep as sweep_plan
 from wan.errors import ConfigError
 
 SHORT = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--quiet"]
@@ -195,9 +195,9 @@ def test_a_cache_that_is_being_made_by_another_script(tmp_path, prompts):
 def test_what_is_recorded_is_not_opened_again(tmp_path, prompts, monkeypatch):
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
     opened = []
-    original = sweep_state.load_cache
+    original = sweep_plan.load_cache
     monkeypatch.setattr(
-        sweep_state, "load_cache", lambda path, **k: opened.append(path) or original(path, **k)
+        sweep_plan, "load_cache", lambda path, **k: opened.append(path) or original(path, **k)
     )
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
     assert not opened

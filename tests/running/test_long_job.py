@@ -37,7 +37,7 @@ def test_a_run_is_named_by_what_its_files_hold(tmp_path):
     vae, names = folder / "vae/diffusion_pytorch_model.safetensors", []
     for of_vae, of_text in ((b"1", 1), (b"2", 1), (b"1", 2)):
         vae.write_bytes(of_vae)
-        names.append(long_job._made_of(config, session_of([of_text])))
+        names.append(long_job._run_name(config, session_of([of_text])))
     assert len(set(names)) == 3
 
 

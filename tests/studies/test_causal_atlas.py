@@ -16,7 +16,6 @@ from experiments.caches.files import CacheError, StoppedError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
-from experiments.running import locks as run_files
 from experiments.running.ranks import Rank
 from experiments.running.work_items import WorkItems
 from experiments.studies import causal_atlas, direct_effects
@@ -141,7 +140,7 @@ def test_a_piece_is_named_by_what_its_files_hold(tmp_path, session, configs, mon
 def flags(folder) -> Namespace:
     """Of an atlas of layers, with edit.yaml of a folder."""
     given = {"edit": str(folder / "edit.yaml"), "each": "layer", "output_dir": str(folder), "batch": 2}
-    run = {"quiet": True, "log_file": None, "deterministic": False, "files": run_files.RunFiles()}
+    run = {"quiet": True, "log_file": None, "deterministic": False, "inputs": []}
     return Namespace(**given, **run)
 
 

@@ -13,7 +13,6 @@ from helpers.rollouts import TWO_STEPS
 from experiments.caches.files import CacheError
 from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
 from experiments.extraction.video import decoded_blocks, to_pixels
-from experiments.running import locks as run_files
 from experiments.studies import policy_comparison
 from experiments.studies.policy_comparison import Comparison
 from wan.config import load_config
@@ -38,7 +37,7 @@ def compare(folder, prompts=2, **flags):
         "workers": 0,
         "quiet": True,
         "log_file": None,
-        "files": run_files.RunFiles(),
+        "inputs": [],
     }
     config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"} | TWO_STEPS)
     scenes = policy_comparison.held_out(prompts)

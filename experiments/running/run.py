@@ -1,0 +1,298 @@
+"""One run, from flags to files: check and lock the outputs, roll out on one GPU or several, save."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from experiments.caches import load_cache, save_cache
+from experiments.caches.files import CacheError, RunError, StoppedError
+from experiments.caches.formats import Cache
+from experiments.extraction import causal, devices
+from experiments.extraction.base import as_one_block, base_atlas_cache, base_layer_cache, sample
+from experiments.extraction.memory import estimate_bytes
+from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import named_files
+from experiments.extraction.result import Extraction
+from experiments.extraction.video import check_video, save_video
+from experiments.running.cli import EXPLAINED, fail, videos_of
+from experiments.running.locks import claimed, require_distinct
+from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.ranks import on_own_device, this_rank
+from wan import process_group
+from wan.capture import CaptureRequest
+from wan.checkpoint import read_model_config
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.parallel import check_size
+
+BuildCache = Callable[[Extraction], Cache | dict[str, Any]]
+
+
+# --- One rollout -> caches and a video
+def make_caches(
+    args: argparse.Namespace,
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    outputs: Mapping[str, BuildCache],
+) -> None:
+    """Roll out once and write a cache for each path, built by its function. Raises what make_outputs raises.
+
+    Where several GPUs make the rollout, the first process writes.
+    """
+    config = join_processes(args, config)
+    each = estimate_bytes(config, requests) // len(outputs)
+    what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
+    make_outputs(args, config, outputs, each, lambda watch: causal.extract(config, requests, watch), what)
+
+
+def make_base_caches(
+    args: argparse.Namespace, config: RunConfig, layer: int | None, steps: Sequence[int]
+) -> list[str]:
+    """Sample one video with the base model: a layer's cache at one step, or atlases of all layers at steps.
+
+    Returns the paths. Raises what make_outputs raises.
+    """
+    config, folder = as_one_block(config), Path(args.output_dir)
+    request = CaptureRequest(
+        layers=None if layer is None else [layer], steps=steps, granularity="frame", mass=layer is None
+    )
+    each = estimate_bytes(config, [request], config.base.num_steps)  # of one branch of guidance
+    if layer is None:
+        names = {"atlas_base.pt": "cond", "atlas_base_uncond.pt": "uncond"}
+        outputs = {
+            str(folder / name): partial(base_atlas_cache, steps=steps, branch=branch)
+            for name, branch in names.items()
+        }
+    else:
+        each *= 2
+        outputs = {str(folder / f"layer{layer}.pt"): partial(base_layer_cache, layer=layer, step=steps[0])}
+    what = f"{config.base.num_steps} steps of {config.num_frames} frames"
+    make_outputs(args, config, outputs, each, lambda watch: sample(config, request, watch), what, "step")
+    return list(outputs)
+
+
+def make_outputs(
+    args: argparse.Namespace,
+    config: RunConfig,
+    outputs: Mapping[str, BuildCache],
+    each: int,
+    make: Callable[[RunObserver], Extraction],
+    what: str,
+    unit: str = "block",
+) -> None:
+    """Call make() and write a cache of at most `each` bytes for every path, built by its function.
+
+    Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for
+    what goes wrong later, and StoppedError after Ctrl-C. what and unit are for the lines that are printed.
+    """
+    videos = videos_of(args, outputs)
+    check_outputs(args, config, [*outputs, *videos])
+    writes = config.gpus == 1 or this_rank().is_first
+    sizes = dict.fromkeys(outputs, each) | dict.fromkeys(videos, 0)
+    locks = claimed(sizes, args.overwrite is not False) if writes else nullcontext()
+    with locks, observed(args, unit) as watch:
+        if videos:
+            check_video(config)  # before the rollout, which may take hours
+        start = time.monotonic()
+        made = make(watch)
+        process_group.leave()
+        if writes:
+            save(args, made, outputs, watch)
+            files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
+            watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {memory()}")
+    if not writes:
+        end_at_once()
+
+
+def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
+    """Raise CacheError where a run would write over a file that it reads, or two files to one path."""
+    written = [str(path) for path in outputs]
+    written += [partial_name(path) for path in written if path.endswith(".pt")]
+    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
+    flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
+    require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
+
+
+@contextmanager
+def observed(args: argparse.Namespace, unit: str | None = "block") -> Iterator[Progress]:
+    """Yield the progress of a run, which stops after a unit when asked to (None: at once).
+
+    Operations whose results differ from run to run are refused under --deterministic.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        stopping_when_asked(watch, unit) if unit else nullcontext(),
+    ):
+        if args.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        try:
+            yield watch
+        finally:
+            torch.use_deterministic_algorithms(before[0])
+            torch.backends.cudnn.benchmark = before[1]
+
+
+# --- What a rollout leaves on disk, whole or as far as a stopped run came
+def partial_name(path: str) -> str:
+    """Return where a partial cache goes that must not replace a whole one."""
+    return str(Path(path).with_suffix(".partial.pt"))
+
+
+def save(
+    args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], watch: RunObserver
+) -> None:
+    """Write a rollout's caches, each built by its function, and the video.
+
+    Raises RunError where that fails, and StoppedError after what a stopped rollout has is saved.
+    """
+    try:
+        if result.stopped:
+            written = _save_partial(result, outputs)
+        else:
+            lines = _save_whole(args, result, outputs)
+    except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
+        raise RunError(str(error)) from error
+    if not result.stopped:
+        watch.log("saved", paths=list(outputs))
+        if not args.quiet:
+            print("\n".join(lines))
+        return
+    partial = "partial" in result.common
+    watch.log("saved", paths=written, partial=partial)
+    how = "as partial" if partial else "whole"
+    kept = f"saved {how}: {', '.join(written)}" if written else "none of what was asked for was captured yet"
+    raise StoppedError(
+        f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again"
+    )
+
+
+def _save_whole(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache]) -> list[str]:
+    """Write all caches, and the video where it was asked for; return a line about each."""
+    lines = []
+    for path, cache in {path: as_dict(build(result)) for path, build in outputs.items()}.items():
+        save_cache(path, cache)
+        lines.append(
+            f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
+            f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
+        )
+    for video in videos_of(args, outputs):
+        save_video(result, video)
+        lines.append(f"{video}: the generated video")
+    return lines
+
+
+def _save_partial(result: Extraction, outputs: Mapping[str, BuildCache]) -> list[str]:
+    """Write what a stopped rollout completed; return the paths. Partial caches replace no whole one."""
+    written = []
+    for path, build in outputs.items():
+        try:
+            cache = as_dict(build(result))
+        except (RunError, IndexError):  # the blocks that it needs were not reached
+            continue
+        target = partial_name(path) if cache.get("partial") and _is_whole(path) else path
+        save_cache(target, cache)
+        written.append(target)
+    return written
+
+
+def _is_whole(path: str) -> bool:
+    """Check that a complete cache is at path."""
+    try:
+        return not load_cache(path).get("partial", False)
+    except CacheError:
+        return False
+
+
+def as_dict(cache: Cache | dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a cache."""
+    return cache.to_dict() if isinstance(cache, Cache) else cache
+
+
+# --- One rollout by several GPUs: torchrun's agent starts a process for each, and one of them prints
+def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """Return the config of this process of a rollout; one process alone needs nothing.
+
+    Starts the processes where --gpus asks for more than there are, and then does not return. Raises
+    ConfigError for GPUs that are not there, and for a number over which the rollout does not split.
+    """
+    rank = this_rank()
+    if rank.count == config.gpus == 1:
+        return config
+    if rank.count > 1 and config.gpus not in (1, rank.count):
+        raise ConfigError(
+            f"--gpus {config.gpus} under {rank.count} ranks: start as many, or leave --gpus out"
+        )
+    config = replace(config, gpus=max(config.gpus, rank.count))
+    there = torch.cuda.device_count()
+    if config.device != "cpu" and there < config.gpus and not os.environ.get("LOCAL_RANK"):
+        are = f"{there} GPU{'s are' if there != 1 else ' is'} here"
+        raise ConfigError(f"--gpus {config.gpus}, and {are}; --device cpu takes as many processes instead")
+    sizes = read_model_config(config.ckpt_dir)
+    per_frame = sizes.tokens_per_frame(config.height, config.width)
+    check_size(config.gpus, config.model, sizes.num_heads, [n * per_frame for n in config.block_sizes])
+    if rank.count == 1:
+        _start_processes(args, config.gpus)
+    config = on_own_device(config, rank)
+    if not rank.is_first:
+        args.quiet, args.log_file = True, None
+    process_group.join(devices.choose_device(config.device))
+    return config
+
+
+def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
+    """Run this command in count processes, and end as the first of them that fails."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # the agent's own report of what the processes printed already
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a process whose partner is gone
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(launch, sys.executable)(sys.argv[0], *args.words)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except (SignalException, KeyboardInterrupt):
+        raise SystemExit(130) from None
+    else:
+        raise SystemExit(0)
+    if explained := [code for code in codes.values() if code in EXPLAINED]:
+        raise SystemExit(explained[0])
+    for rank, code in codes.items():
+        if code < 0 and -code != signal.SIGTERM:
+            name = signal.Signals(-code).name
+            hint = "; there may have been too little host memory" if name == "SIGKILL" else ""
+            fail(f"process {rank} of {count} was ended by {name}, and the others with it{hint}", 1)
+    fail(f"one of {count} processes was lost, and the others with it", 1)
+
+
+def end_at_once() -> NoReturn:
+    """End a process of several without Python's shutdown, in which gloo's threads may abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
