@@ -14,8 +14,8 @@ from wan.cache import CachePolicy, KVCache, PerHeadCache
 from wan.capture import HeadShard, Site
 from wan.config import ModelConfig
 from wan.errors import ConfigError
+from wan.kernels import fused_kernels
 from wan.kernels.gelu_linear import gelu_linear
-from wan.kernels.switch import fused_kernels
 from wan.keys import KeyLayout
 from wan.policies import of_window
 from wan.rope import RotaryTable, rotate

@@ -1,7 +1,7 @@
 """One rollout over several GPUs by heads (DeepSpeed-Ulysses, arXiv 2309.14509), put on a model from outside.
 
 Norms, products and FFN are done by each process for its share of a call's tokens. Before attention one
-all-to-all brings whole sequences of its share of the heads together, and another one goes back behind it. The
+exchange brings whole sequences of its share of the heads together, and another one goes back behind it. The
 KV cache, what is captured and what is edited stay with the heads; gather_calls() joins it at the end.
 
     model = build_model(...)                       # in each of the processes that torchrun started
@@ -11,21 +11,95 @@ KV cache, what is captured and what is edited stay with the heads; gather_calls(
     calls = gather_calls(model, calls)             # of all heads, in the first process
 """
 
+import os
+import signal
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import Call, HeadShard
+from wan.capture import BY_FRAME, Call, CapturedCall, HeadShard, joint_layout, spread
 from wan.errors import ConfigError
-from wan.exchange import AllToAll, Exchange, Group
 from wan.interventions import ACTIVE_EDITS
-from wan.kernels.peer_memory import PeerMemory, peer_memory_of
+from wan.kernels.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
+
+# The processes: torchrun starts them and tells each its rank; torch.distributed connects them, NCCL between
+# GPUs and gloo between CPUs, which also brings together what was captured.
+
+_stores: list[Store] = []  # of the group that this process has joined
+
+
+def join(device: torch.device) -> Group:
+    """Join the group of all processes that were started together, each with a CPU and perhaps a GPU."""
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    _stores.append(PrefixStore("errors", store))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+        # torch's flight recorder walks through Python's frames at every exchange, and every layer has two.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+    )
+    if threading.current_thread() is threading.main_thread():
+        # A process that waits in NCCL or gloo runs no Python: let a signal end it all the same.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def joined() -> Group | None:
+    """Return the group that this process has joined."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def leave() -> None:
+    """Part, all at once; nothing where no group was joined."""
+    if (group := joined()) is not None:
+        wait_for_all(group)
+        dist.destroy_process_group()
+
+
+def wait_for_all(group: Group) -> None:
+    """Wait until every process of a group is here; no GPU takes part."""
+    dist.all_reduce(torch.zeros(1), group=group)
+
+
+def trouble_with_others(error: BaseException) -> str:
+    """Return "lost" or "late" where an exchange failed because of another process, "" for other errors."""
+    text = str(error).lower()
+    if joined() is None or not isinstance(error, RuntimeError):
+        return ""
+    if "timed out" in text or "timeout" in text:
+        return "late"
+    lost = ("closed by peer", "reset by peer", "socket closed", "broken pipe", "remote error")
+    return "lost" if any(said in text for said in lost) else ""
+
+
+def is_first_to_fail(message: str) -> bool:
+    """Return True where no other process of the group has said what went wrong; this one is about to."""
+    if not _stores:
+        return True
+    with suppress(Exception):  # the store is gone with the process that had it
+        mine = f"{os.getpid()} {message}"
+        return _stores[-1].compare_set("first", "", mine) == mine.encode()
+    return True
+
+
+# The model.
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,23 +110,14 @@ class ProcessShard(HeadShard):
     all_to_all: AllToAll
     peer_memory: PeerMemory | None  # where the processes have it
 
-    @classmethod
-    def of_model(cls, num_heads: int, group: Group, device: torch.device) -> "ProcessShard":
-        """All processes of the group must ask."""
-        share = num_heads // group.size()
-        heads = range(group.rank() * share, (group.rank() + 1) * share)
-        return cls(heads, num_heads, group, AllToAll(group), peer_memory_of(group, device))
-
     @property
     def size(self) -> int:
         return self.group.size()
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> AllToAll | PeerMemory:
         """How tokens and heads are exchanged; peers' memory is overwritten, and knows no gradients."""
         return self.all_to_all if self.peer_memory is None or torch.is_grad_enabled() else self.peer_memory
-
-    # -- heads -----------------------------------------------------------------------------------------------
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -64,46 +129,37 @@ class ProcessShard(HeadShard):
         dist.all_gather(parts, x.cpu().contiguous(), group=self.group)
         return torch.cat(parts, dim)
 
-    # -- tokens ----------------------------------------------------------------------------------------------
-
     def tokens(self, x: Tensor, dim: int) -> Tensor:
-        """This process's share of all tokens along dim."""
+        """Return this process's share of all tokens along dim."""
         if x.shape[dim] % self.size:
             raise ConfigError(f"a call of {x.shape[dim]} tokens does not split over {self.size} GPUs")
         share = x.shape[dim] // self.size
         return x.narrow(dim, self.group.rank() * share, share)
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """All tokens of x, whose share is here: [B, L/P, n] -> [B, L, n]."""
+        """Gather all tokens of x, whose share is here: [B, L/P, n] -> [B, L, n]."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, 1)
-
-
-# -- the model -----------------------------------------------------------------------------------------------
 
 
 def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
     """Let the processes of a group compute each call of a model together, by heads.
 
     All of them must make the same calls, each with the whole input; each gets the whole output. The weights
-    are whole everywhere. Raises ConfigError where the heads do not split over the group.
+    are whole everywhere. Raise ConfigError where the heads do not split over the group.
     """
     size, heads = group.size(), model.config.num_heads
     if heads % size:
         raise ConfigError(f"{heads} heads do not split over {size} GPUs; {_or(legal_sizes(heads))} would do")
     if size == 1:
         return
-    shard = ProcessShard.of_model(heads, group, model.device)
+    share = heads // size
+    own_heads = range(group.rank() * share, (group.rank() + 1) * share)
+    shard = ProcessShard(own_heads, heads, group, AllToAll(group), peer_memory_of(group, model.device))
     model.head_shard = shard
-    _split_tokens(model, shard)
-    for block in model.blocks:
-        _exchange_self(block.self_attn, shard)
-        _exchange_cross(block.cross_attn, shard)
 
-
-def _split_tokens(model: CausalWanModel, shard: ProcessShard) -> None:
-    """Between the patch embedding and the head's output, each process has its share of the tokens."""
+    # Between the patch embedding and the head's output, each process has its share of the tokens.
     tables = model.rope_tables
 
     def own_tables(*args: Any) -> Rope:
@@ -122,10 +178,13 @@ def _split_tokens(model: CausalWanModel, shard: ProcessShard) -> None:
     vars(model)["rope_tables"] = own_tables
     model.blocks[0].register_forward_pre_hook(own_tokens)
     model.head.register_forward_hook(lambda head, args, out: shard.all_tokens(out))
+    for block in model.blocks:
+        _exchange_self(block.self_attn, shard)
+        _exchange_cross(block.cross_attn, shard)
 
 
 def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
-    """Between its projections and attention, and behind it, one exchange each."""
+    """Exchange once between projections and attention, and once behind attention."""
     project, attend, merge = attn.project, attn.attend, attn.merge
 
     def sent(x: Tensor, *args: Any) -> tuple[Tensor]:
@@ -143,7 +202,7 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
 
 
 def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
-    """Cross-attention needs no exchange: each token looks at the text alone, which is whole everywhere.
+    """Let each token look at the text, which is whole everywhere, without an exchange.
 
     Whoever captures it, or edits anything, gets whole sequences of own heads all the same.
     """
@@ -158,24 +217,15 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
             z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
         if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
-            ATTENTION_WEIGHT_CAPTURE.observe(
-                Call(
-                    attn.site,
-                    ATTENTION_WEIGHT_CAPTURE.now,
-                    whole(q),
-                    *own,
-                )
-            )
+            call = Call(attn.site, ATTENTION_WEIGHT_CAPTURE.now, whole(q), *own)
+            ATTENTION_WEIGHT_CAPTURE.observe(call)
         return attn.o(attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward
 
 
-# -- what fits -----------------------------------------------------------------------------------------------
-
-
 def legal_sizes(num_heads: int, tokens: Iterable[int] = ()) -> list[int]:
-    """Over how many GPUs a model's heads, and calls of so many tokens, split."""
+    """Return over how many GPUs a model's heads, and calls of so many tokens, split."""
     wanted = [num_heads, *tokens]
     return [size for size in range(1, num_heads + 1) if not any(n % size for n in wanted)]
 
@@ -184,9 +234,8 @@ def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int]) -> 
     """Raise ConfigError, naming the numbers of GPUs that would do, where heads or tokens do not split."""
     tokens = sorted(set(tokens))
     if size not in (legal := legal_sizes(num_heads, tokens)):
-        blocks = f"{_or(tokens)} tokens"
         raise ConfigError(
-            f"--gpus {size} does not split {model}: its {num_heads} heads and blocks of {blocks} "
+            f"--gpus {size} does not split {model}: its {num_heads} heads and blocks of {_or(tokens)} tokens "
             f"go on {_or(legal)} GPUs"
         )
 
@@ -197,16 +246,67 @@ def _or(numbers: Sequence[int]) -> str:
 
 
 def shard_of(model: WanModel) -> ProcessShard | None:
-    """The share of a model that this process has, or None where it has it all."""
+    """Return the share of a model that this process has, or None where it has it all."""
     shard = getattr(model, "head_shard", None)
     return shard if isinstance(shard, ProcessShard) else None
 
 
 def any_process(model: WanModel, said: bool) -> bool:
-    """Whether any of the processes that share a model says so; all of them must ask."""
+    """Return True where any of the processes that share a model says so; all of them must ask."""
     shard = shard_of(model)
     if shard is None:
         return said
     answer = torch.tensor([float(said)])
     dist.all_reduce(answer, group=shard.group)
     return bool(answer.item())
+
+
+# What was captured.
+
+WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_token", "key_position", "map_queries")  # same everywhere
+CALLS_AT_ONCE = 16  # sent together
+
+
+def gather_calls(model: WanModel, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
+    """Return the captured calls of all heads in the first process, none in the others.
+
+    They must be on the CPU. Every process that shares the model has to call this, after the same rollout.
+    """
+    shard = shard_of(model)
+    if shard is None:
+        return list(calls)
+    whole: list[CapturedCall] = []
+    for start in range(0, len(calls), CALLS_AT_ONCE):
+        own = calls[start : start + CALLS_AT_ONCE]
+        mine = [(dict(call.values), () if call.layout is None else call.layout.frames) for call in own]
+        parts: list[Any] | None = None if shard.group.rank() else [None] * shard.size
+        dist.gather_object(mine, parts, group=shard.group, group_dst=0)
+        if parts is not None:
+            whole += [_joined(call, of_call, shard) for call, *of_call in zip(own, *parts, strict=True)]
+    return whole
+
+
+def _joined(
+    call: CapturedCall, parts: list[tuple[dict[str, Tensor], Sequence[int]]], shard: ProcessShard
+) -> CapturedCall:
+    """Join the values of a call, some heads each with the frames of their columns."""
+    values, seen = [part[0] for part in parts], [part[1] for part in parts]
+    layout, edited = call.layout, [of["attended"] for of in values if "attended" in of]
+    if layout is not None and len(set(seen)) > 1:  # under per_head: their heads see different frames
+        layout = joint_layout(seen, layout)
+        values = [
+            {name: spread(of[name], has, layout.frames) for name in BY_FRAME if name in of}
+            for of, has in zip(values, seen, strict=True)
+        ]
+    if edited:
+        for of in values:  # also where no head lost a key
+            everything = ~of["frame_logits"].isnan() if "frame_logits" in of else torch.ones_like(edited[0])
+            of.setdefault("attended", everything)
+    whole = {
+        name: like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 1)
+        for name, like in values[0].items()
+    }
+    q_shape, k_shape = ((*shape[:2], shard.total, shape[3]) for shape in (call.q_shape, call.k_shape))
+    if layout is not None:
+        k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
+    return replace(call, values=whole, q_shape=q_shape, k_shape=k_shape, layout=layout)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wan.kernels.switch import fused_kernels
+from wan.kernels import fused_kernels
 from wan.keys import send
 
 ROPE_THETA = 10000.0

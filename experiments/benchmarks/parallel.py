@@ -28,13 +28,11 @@ from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, count, main, whole_number
 from experiments.running.ranks import on_own_device, this_rank
 from experiments.running.run import end_at_once
-from wan import process_group
+from wan import parallel
 from wan.config import DTYPES, MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError
-from wan.gathered_calls import gather_calls
 from wan.kernels.graphs import apply_cuda_graphs, remove_cuda_graphs
-from wan.parallel import apply_head_parallel, check_size, shard_of
-from wan.process_group import wait_for_all
+from wan.parallel import apply_head_parallel, check_size, gather_calls, shard_of, wait_for_all
 
 CAPTURED = ("plain", "mass")
 
@@ -64,7 +62,7 @@ def measure(args: argparse.Namespace) -> None:
         require_writable(args.output_path)
     config = on_own_device(RunConfig(device=args.device, dtype=args.dtype), rank)
     device = choose_device(config.device)
-    group = process_group.join(device)
+    group = parallel.join(device)
     report: dict[str, Any] = {"gpus": rank.count, "num_frames": args.num_frames, "repeats": args.repeats}
     report |= {"environment": environment(device), "models": {}}
     for name in args.models:
@@ -80,7 +78,7 @@ def measure(args: argparse.Namespace) -> None:
             print(f"{name}: {found.get('error', '')}")
             print_rows(found["rows"])
             save_report(report, args.output_path)  # what there is, should the next model fail
-    process_group.leave()
+    parallel.leave()
     end_at_once()
 
 

@@ -31,7 +31,7 @@ from experiments.extraction.prompt_embeds import (
 from experiments.extraction.provenance import provenance
 from experiments.extraction.result import Extraction
 from experiments.extraction.rollout import out_of_memory, roll_out
-from wan import checkpoint, process_group
+from wan import checkpoint, parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
 from wan.config import ModelConfig, RunConfig
@@ -54,11 +54,11 @@ def share(model: CausalWanModel, gpus: int) -> None:
     """Let the processes that were started for it make each call of a model together, where gpus says so."""
     if gpus == 1:
         return
-    group = process_group.joined()
+    group = parallel.joined()
     if group is None or group.size() != gpus:
         raise ConfigError(
             f"gpus is {gpus}, which the scripts run_extraction*.py know; elsewhere start {gpus} processes by "
-            "torchrun, and let each call wan.process_group.join()"
+            "torchrun, and let each call wan.parallel.join()"
         )
     apply_head_parallel(model, group)
     replay_layers(model, after=1)

@@ -12,9 +12,8 @@ from experiments.extraction.observer import RunObserver
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
 from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
-from wan.gathered_calls import gather_calls
 from wan.model import WanModel
-from wan.parallel import any_process
+from wan.parallel import any_process, gather_calls
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch
 from wan.text2video import TextToVideoPipeline

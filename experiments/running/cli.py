@@ -45,7 +45,7 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
 
 def explained(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for an error."""
-    group = sys.modules.get("wan.process_group")  # loaded where several processes make one rollout
+    group = sys.modules.get("wan.parallel")  # loaded where several processes make one rollout
     if group is not None and (trouble := group.trouble_with_others(error)):
         if trouble == "lost":  # the other process, or its launcher, prints the reason
             return "another process of this rollout has ended", LOST
@@ -66,7 +66,7 @@ def explained(error: BaseException) -> tuple[str, int]:
 
 def _is_first_to_fail(message: str) -> bool:
     """Check that no other process of the same rollout has printed what went wrong."""
-    group = sys.modules.get("wan.process_group")
+    group = sys.modules.get("wan.parallel")
     return group is None or group.is_first_to_fail(message)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from experiments.caches.files import CacheError
 from experiments.extraction.observer import RunObserver
-from wan import process_group
+from wan import parallel
 from wan.errors import UserError
 
 
@@ -118,7 +118,7 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
                 print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     numbers = [signal.SIGINT]
-    if process_group.joined() is None:  # else SIGTERM ends a process that waits for another at once
+    if parallel.joined() is None:  # else SIGTERM ends a process that waits for another at once
         numbers.append(signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the run outlives its terminal
         numbers.append(signal.SIGHUP)

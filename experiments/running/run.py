@@ -30,7 +30,7 @@ from experiments.running.cli import EXPLAINED, fail, videos_of
 from experiments.running.locks import claimed, require_distinct
 from experiments.running.progress import Progress, memory, stopping_when_asked
 from experiments.running.ranks import on_own_device, this_rank
-from wan import process_group
+from wan import parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -107,7 +107,7 @@ def make_outputs(
             check_video(config)  # before the rollout, which may take hours
         start = time.monotonic()
         made = make(watch)
-        process_group.leave()
+        parallel.leave()
         if writes:
             save(args, made, outputs, watch)
             files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
@@ -250,7 +250,7 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     config = on_own_device(config, rank)
     if not rank.is_first:
         args.quiet, args.log_file = True, None
-    process_group.join(devices.choose_device(config.device))
+    parallel.join(devices.choose_device(config.device))
     return config
 
 

@@ -30,7 +30,7 @@ def test_gpus_that_share_a_model_replay_its_layers(device, is_streamed, done, mo
         SimpleNamespace(size=lambda: 2),
     )
     found = []
-    monkeypatch.setattr(model_placement.process_group, "joined", lambda: group)
+    monkeypatch.setattr(model_placement.parallel, "joined", lambda: group)
     monkeypatch.setattr(model_placement, "apply_head_parallel", lambda *given: found.append("parallel"))
     monkeypatch.setattr(
         model_placement, "apply_cuda_graphs", lambda model, after: found.append(f"graphs after {after}")

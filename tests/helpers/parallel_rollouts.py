@@ -9,8 +9,8 @@ import torch
 from helpers.rollouts import TWO_STEPS
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest, MapQuery
-from wan.gathered_calls import gather_calls
 from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, intervene
+from wan.parallel import gather_calls
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan.exchange import Group
 from wan.kernels import peer_memory
+from wan.kernels.peer_memory import Group
 
 GARBAGE = 0x7B  # in every byte of new memory: a finite number that nobody computes, in any dtype
 

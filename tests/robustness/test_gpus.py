@@ -19,7 +19,7 @@ from experiments.caches.files import RunError
 from experiments.extraction import causal
 from experiments.running import cli
 from experiments.running import cli as entry
-from wan import process_group
+from wan import parallel
 from wan.errors import ConfigError
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--device", "cpu"]
@@ -107,7 +107,7 @@ def test_one_process_fails(tmp_path):
 @pytest.mark.beside
 def test_one_process_does_not_answer(tmp_path):
     def slow(rank):
-        process_group.TIMEOUT = timedelta(seconds=2)
+        parallel.TIMEOUT = timedelta(seconds=2)
         if rank == 1:
             original = causal.load_pipeline
             causal.load_pipeline = lambda *args: time.sleep(6) or original(*args)

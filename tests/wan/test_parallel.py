@@ -11,7 +11,7 @@ from helpers.parallel_rollouts import POLICIES, REQUESTS, edited_runs, every_pol
 from helpers.processes import together
 
 from wan.errors import ConfigError
-from wan.exchange import WIDE, widened
+from wan.kernels.peer_memory import WIDE, widened
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
 from wan.policies import PromptSwitch, make_policy
 

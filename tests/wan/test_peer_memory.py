@@ -12,13 +12,11 @@ from helpers.peers import FileHandle, give_peers
 from helpers.processes import together
 
 from wan.capture import CaptureRequest
-from wan.exchange import AllToAll
 from wan.kernels import peer_memory
 from wan.kernels.graphs import apply_cuda_graphs
-from wan.kernels.peer_memory import AFTER, BEFORE, PeerMemory, peer_memory_of
+from wan.kernels.peer_memory import AFTER, BEFORE, TIMEOUT, AllToAll, PeerMemory, peer_memory_of
 from wan.parallel import apply_head_parallel
 from wan.policies import make_policy
-from wan.process_group import TIMEOUT
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention
 from wan.cache import KVCache, PerHeadCache
 from wan.interventions import ACTIVE_EDITS
-from wan.kernels.switch import fused_kernels
+from wan.kernels import fused_kernels
 from wan.keys import KeyLayout
 from wan.model import Block, CausalWanModel, Modulation, Rope, SelfAttention, modulations_in, multiply
 

@@ -1,50 +1,107 @@
-"""The exchange of wan/exchange.py without collectives: each GPU writes into its peers' memory, in place.
+"""Tokens of all heads for heads of all tokens, and back, between the processes of wan/parallel.py.
 
-Of symmetric memory (torch.distributed._symmetric_memory, CUDA) every process has a buffer of the same size,
-into which all others can write over NVLink. Where it cannot be had, none of the processes uses it.
+Letters: P processes, L tokens of a call, of which each process has L/P; H heads, of which each has H/P.
+AllToAll is the plain path, on every device and over any network. PeerMemory writes into the memory of other
+GPUs of one host: torch's symmetric memory, over NVLink. All processes of a group must call the same methods
+of the same exchange in the same order. There are two steps there, send() and receive(), and two back: a CUDA
+graph may end between them, or begin.
 
-What keeps a reader from being overwritten: barriers of all GPUs, which wait in their streams and not on the
-host. A buffer is written between two of them. A stream comes to the first one only behind everything that it
-was given before, so behind whoever reads what the buffer held; behind the second one all have written. Views
-of a buffer are therefore good for what is launched before its next exchange, on the same stream, which is
-also where graphs with an exchange in them are replayed. Who needs them longer copies them: the KV cache,
-captures that wait for numbers (AttentionCapture.observe), and receive() itself under edits, where the source
-of a patch exchanges the same layer in between (RunInStep).
+What keeps a reader of peer memory from being overwritten: barriers of all GPUs, which wait in their streams
+and not on the host. A buffer is written between two of them. A stream comes to the first one only behind
+everything that it was given before, so behind whoever reads what the buffer held; behind the second one all
+have written. Views of a buffer are therefore good for what is launched before its next exchange, on the same
+stream, which is also where graphs with an exchange in them are replayed. Who needs them longer copies them:
+the KV cache, captures that wait for numbers, and receive() itself under edits, where the source of a patch
+exchanges the same layer in between.
 
 A process that fails or is killed leaves others waiting on their GPUs, which keeps no signal from ending them:
-torchrun's agent sends it, as it does where others wait in NCCL. One that lives and does not come lets their
-barriers fail after TIMEOUT, as NCCL's watchdog would: the GPU says which process was missing, and whatever
-the host asks of it next raises.
+torchrun's agent sends it. One that lives and does not come lets their barriers fail after TIMEOUT.
 """
 
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan.exchange import AllToAll, Group, widened
-from wan.process_group import TIMEOUT
-
-DEVICES = ("cuda",)
+Group = dist.ProcessGroup
+TIMEOUT = timedelta(minutes=20)  # of one exchange: longer than a process may need to load its weights
+WIDE = torch.complex128
+DEVICES = ("cuda",)  # with peer memory
 BEFORE, AFTER = 0, 1  # channels of barriers
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h
 
 
-class Handle(Protocol):
-    """What processes have of each other's memory: torch's _SymmetricMemory."""
+def widened(*tensors: Tensor) -> list[Tensor]:
+    """View memory in elements of 16 bytes: on a GPU strided memory is copied element by element.
 
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+    Return the tensors themselves where that is not possible for all alike.
+    """
 
-    def barrier(self, channel: int, timeout_ms: int) -> None: ...
+    def may_be_wide(x: Tensor) -> bool:
+        ratio = WIDE.itemsize // x.dtype.itemsize
+        distances = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+        return x.stride(-1) == 1 and not x.requires_grad and not any(n % ratio for n in distances)
+
+    is_one_kind = len({x.dtype for x in tensors}) == 1
+    return [x.view(WIDE) for x in tensors] if is_one_kind and all(map(may_be_wide, tensors)) else [*tensors]
+
+
+class AllToAll:
+    """Exchange by all_to_all_single of torch.distributed."""
+
+    def __init__(self, group: Group):
+        self.group, self.size = group, group.size()
+        self._buffers: dict[Hashable, Tensor] = {}  # by name, shape and dtype: the same ones in every layer
+
+    def send(self, parts: Sequence[Tensor]) -> Tensor:
+        """Pack n tensors of own tokens [B, L/P, H, D] by who gets them: [P, B, L/P, n, H/P, D].
+
+        So they leave in one piece, and what arrives is whole sequences without another copy.
+        """
+        batch, heads = parts[0].shape[0], parts[0].shape[2] // self.size
+        by_process = [x.reshape(-1, self.size, heads * x.shape[3]).transpose(0, 1) for x in parts]
+        shape = (*by_process[0].shape[:2], len(parts), by_process[0].shape[2])
+        if torch.is_grad_enabled():
+            stacked = torch.stack(by_process, 2)
+        else:
+            stacked = self._buffer("heads", shape, parts[0])
+            *sources, target = widened(*by_process, stacked)
+            torch.stack(sources, 2, out=target)  # in 4 dims, which CUDA does in one kernel
+        return stacked.unflatten(3, (heads, -1)).unflatten(1, (batch, -1))
+
+    def receive(self, sent: Tensor, lasts: bool) -> tuple[Tensor, ...]:
+        """Return n tensors of all tokens and own heads [B, L, H/P, D], in memory of their own."""
+        arrived = torch.empty_like(sent)
+        dist.all_to_all_single(arrived, sent, group=self.group)
+        return arrived.transpose(0, 1).flatten(1, 2).unbind(2)
+
+    def send_back(self, seen: Tensor) -> Tensor:
+        """Send what own heads saw [B, L, H/P, D], and receive what others saw: [P, B, L/P, H/P, D]."""
+        outgoing = seen.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        arrived = self._buffer("tokens", outgoing.shape, outgoing)
+        dist.all_to_all_single(arrived, outgoing, group=self.group)
+        return arrived
+
+    def receive_back(self, sent: Tensor) -> Tensor:
+        """Return what all heads saw for own tokens, [B, L/P, H, D]."""
+        by_token = widened(sent.permute(1, 2, 0, 3, 4))[0].contiguous()
+        return by_token.view(sent.dtype).flatten(2, 3)
+
+    def _buffer(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        key = name, tuple(shape), like.dtype
+        if key not in self._buffers:
+            self._buffers[key] = like.new_empty(shape)
+        return self._buffers[key]
 
 
 class Buffer:
@@ -62,68 +119,66 @@ class Buffer:
         self._wide = widened(*self._parts)
 
     def parts(self, *sources: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What is to be written by process, and its sources; of 16 bytes an element where both may be."""
+        """Return the views to write by process, and their sources; widened() where both may be."""
         *found, part = widened(*sources, self._parts[0])
         return (self._parts if part is self._parts[0] else self._wide), found
 
-    @contextmanager
-    def written(self) -> Iterator[None]:
-        """All processes write inside: none of them reads any more, and behind it everything is there."""
-        self._wait(BEFORE)
-        yield
-        self._wait(AFTER)
-
-    def _wait(self, channel: int) -> None:
+    def wait(self, channel: int) -> None:
+        """Wait for all processes: BEFORE they write none reads any more, AFTER it everything is there."""
         self._handle.barrier(channel=channel, timeout_ms=int(TIMEOUT.total_seconds() * 1000))
 
 
 class PeerMemory:
-    """An Exchange between GPUs of one host. What arrives lies where it is read: nothing is unpacked."""
+    """Exchange into the memory of other GPUs: peers write into the destination buffer, without a copy."""
 
     def __init__(self, group: Group):
-        self.group, self.size = group, group.size()
-        # This process first, so that no two write to the same one at a time.
-        self._order = [(group.rank() + i) % self.size for i in range(self.size)]
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+        self._order = [(self.rank + i) % self.size for i in range(self.size)]  # no two write to the same one
         self._buffers: dict[Hashable, Buffer] = {}
 
     def send(self, parts: Sequence[Tensor]) -> Tensor:
-        """Write own tokens of n tensors to whose heads they are -> own buffer [B, L, n, H/P, D]."""
+        """Write own tokens of n tensors [B, L/P, H, D] to whose heads they are -> own [B, L, n, H/P, D]."""
         buffer = self.to_heads(parts)
         by_heads = [x.unflatten(2, (self.size, -1)).flatten(3) for x in parts]  # [B, L/P, P, H/P·D]
         targets, sources = buffer.parts(*by_heads)
         for_peers = [x.unbind(2) for x in sources]
-        with buffer.written():
-            for peer in self._order:
-                torch.stack([x[peer] for x in for_peers], 2, out=targets[peer])  # one kernel, of 4 dims
+        buffer.wait(BEFORE)
+        for peer in self._order:
+            torch.stack([x[peer] for x in for_peers], 2, out=targets[peer])  # one kernel, of 4 dims
+        buffer.wait(AFTER)
         return buffer.own
 
     def receive(self, sent: Tensor, lasts: bool) -> tuple[Tensor, ...]:
-        """Views of the buffer, or of a copy that is laid out alike, which gives the same bits."""
+        """Return n views [B, L, H/P, D] of the buffer, good until the next exchange, or with lasts of a copy.
+
+        The copy is laid out alike, which gives the same bits.
+        """
         return (sent.clone() if lasts else sent).unbind(2)
 
     def send_back(self, seen: Tensor) -> Tensor:
-        """Write what own heads saw to whose tokens saw it -> own buffer [B, L/P, H, D]."""
+        """Write what own heads saw [B, L, H/P, D] to whose tokens saw it -> own buffer [B, L/P, H, D]."""
         buffer = self.to_tokens(seen)
         targets, (source,) = buffer.parts(seen)
         for_peers = source.split(seen.shape[1] // self.size, 1)
-        with buffer.written():
-            torch._foreach_copy_([targets[p] for p in self._order], [for_peers[p] for p in self._order])
+        buffer.wait(BEFORE)
+        torch._foreach_copy_([targets[p] for p in self._order], [for_peers[p] for p in self._order])
+        buffer.wait(AFTER)
         return buffer.own
 
     def receive_back(self, sent: Tensor) -> Tensor:
         return sent
 
     def to_heads(self, parts: Sequence[Tensor]) -> Buffer:
-        """Where n tensors [B, L/P, H, D] go; all that have their shape go there one after the other."""
+        """Return the buffer of n tensors [B, L/P, H, D]; all of their shape go there, one after the other."""
         batch, share, heads, head_dim = parts[0].shape
-        rows = slice(self.group.rank() * share, (self.group.rank() + 1) * share)
+        rows = slice(self.rank * share, (self.rank + 1) * share)
         shape = (batch, share * self.size, len(parts), heads // self.size, head_dim)
         return self._buffer("heads", shape, parts[0], lambda x: x[:, rows].flatten(3))
 
     def to_tokens(self, seen: Tensor) -> Buffer:
-        """Where [B, L, H/P, D] goes."""
+        """Return the buffer of [B, L, H/P, D]."""
         batch, length, heads, head_dim = seen.shape
-        columns = slice(self.group.rank() * heads, (self.group.rank() + 1) * heads)
+        columns = slice(self.rank * heads, (self.rank + 1) * heads)
         shape = (batch, length // self.size, heads * self.size, head_dim)
         return self._buffer("tokens", shape, seen, lambda x: x[:, :, columns])
 
@@ -137,27 +192,24 @@ class PeerMemory:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that others can be given."""
+    """Allocate memory that others can be given."""
     return _symmetric_memory().empty(shape, dtype=dtype, device=device)
 
 
-def introduce(memory: Tensor, group: Group) -> Handle:
-    """Let all processes of a group, which must ask, have each other's memory of the same size."""
+def introduce(memory: Tensor, group: Group) -> Any:
+    """Let all processes of a group, which must ask, have each other's memory -> torch's _SymmetricMemory."""
     return _symmetric_memory().rendezvous(memory, group)
 
 
 def _symmetric_memory() -> ModuleType:
-    """torch's module, which not every build has."""
+    """Import torch's module, which not every build has."""
     # Nothing here needs NVLink multicast, whose set-up fails on hosts that have all the rest.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     return import_module("torch.distributed._symmetric_memory")
 
 
-# -- whether it can be had -----------------------------------------------------------------------------------
-
-
 def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
-    """The processes' exchange by peers' memory, or None for all of them where one cannot have it.
+    """Return the processes' exchange by peers' memory, or None for all of them where one cannot have it.
 
     Each step is taken where all took the one before: who fails alone would be waited for in the next one. All
     processes of the group must ask.
@@ -165,37 +217,37 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
     if device.type not in DEVICES:
         return None
     direct, usual = PeerMemory(group), AllToAll(group)
-    parts, seen = _examples(group, device)
-    steps = (
+    heads, first = 2 * direct.size, 1000 * direct.rank  # other numbers in every process
+    x = torch.arange(first, first + 12 * heads, dtype=torch.float32, device=device).view(1, 3, heads, 4)
+    parts, seen = [x, -x], x.reshape(1, 3 * direct.size, 2, 4)
+
+    @torch.no_grad()
+    def gives_the_same() -> bool:
+        there = [way.receive(way.send(parts), lasts=False) for way in (direct, usual)]
+        back = [way.receive_back(way.send_back(seen)) for way in (direct, usual)]
+        return all(torch.equal(x, y) for x, y in [*zip(*there, strict=True), back])
+
+    steps: tuple[Callable[[], bool], ...] = (
         lambda: _is_one_host(group),
         lambda: _are_linked(group, device),
         lambda: allocate((1,), torch.uint8, device).device.type == device.type,
         lambda: bool(direct.to_heads(parts)),
         lambda: bool(direct.to_tokens(seen)),
-        lambda: _is_same(direct, usual, parts, seen),
+        gives_the_same,
     )
-    return direct if all(_all_say(step, group, device) for step in steps) else None
-
-
-def _examples(group: Group, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Two tensors to send() and one to send_back(), of other numbers in every process."""
-    heads, first = 2 * group.size(), 1000 * group.rank()
-    numbers = torch.arange(first, first + 3 * heads * 4, dtype=torch.float32, device=device)
-    x = numbers.view(1, 3, heads, 4)
-    return [x, -x], x.reshape(1, 3 * group.size(), 2, 4)
-
-
-@torch.no_grad()
-def _is_same(direct: PeerMemory, usual: AllToAll, parts: Sequence[Tensor], seen: Tensor) -> bool:
-    """Whether both exchanges give the same numbers."""
-    there = [way.receive(way.send(parts), lasts=False) for way in (direct, usual)]
-    back = [way.receive_back(way.send_back(seen)) for way in (direct, usual)]
-    pairs = [*zip(*there, strict=True), back]
-    return all(torch.equal(x, y) for x, y in pairs)
+    for step in steps:
+        said = False
+        with suppress(Exception):
+            said = step()
+        answer = torch.tensor([float(said)], device=device)
+        dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
+        if not answer.item():
+            return None
+    return direct
 
 
 def _is_one_host(group: Group) -> bool:
-    """Whether all processes run under one kernel, by the number of its start, and in one container."""
+    """Return True where all processes run under one kernel, by its boot id, and in one container."""
     number = ""
     with suppress(OSError):
         number = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
@@ -205,7 +257,7 @@ def _is_one_host(group: Group) -> bool:
 
 
 def _are_linked(group: Group, device: torch.device) -> bool:
-    """Whether this process's GPU is one of its own, and its atomic operations reach all others: by NVLink.
+    """Return True where this process's GPU is one of its own, and its atomics reach all others: by NVLink.
 
     Barriers are made of them. Over PCIe they would wait for ever. GPUs that a process does not see are not
     reached.
@@ -222,13 +274,3 @@ def _has_atomics(device: int, other: int) -> bool:
     driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), NATIVE_ATOMICS, device, other)
     return not failed and bool(answer.value)
-
-
-def _all_say(step: Callable[[], bool], group: Group, device: torch.device) -> bool:
-    """Whether a step gives True in every process; one that raises says no."""
-    said = False
-    with suppress(Exception):
-        said = step()
-    answer = torch.tensor([float(said)], device=device)
-    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
-    return bool(answer.item())

@@ -1,4 +1,4 @@
-"""Where the Triton kernels of fused.py take the place of PyTorch's operations."""
+"""Optional fast paths, each beside the plain one: fused.py is taken where fused_kernels() gives it."""
 
 from types import ModuleType
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:
-    """The kernels, where they apply to x: on CUDA, when nobody wants gradients."""
+    """Return the kernels where they apply to x: on CUDA, when nobody wants gradients."""
     if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
         return None
     from wan.kernels import fused  # Triton is there only beside CUDA
