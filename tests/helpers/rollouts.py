@@ -1,4 +1,6 @@
-"""A tiny causal model with random weights, and one short rollout of it."""
+"""A tiny causal model with random weights, one short rollout of it, and inputs of the golden model."""
+
+from typing import Any
 
 import torch
 
@@ -7,8 +9,6 @@ from wan.pipeline import CausalInferencePipeline
 
 MODEL_LAYERS = 4
 TWO_STEPS = {"denoising_step_list": [1000, 500]}  # and the clean pass, where a test is not of steps
-
-
 TINY = {
     "dim": 48,
     "ffn_dim": 64,
@@ -32,3 +32,20 @@ def rollout(pipeline: CausalInferencePipeline, num_frames: int = 6, **kwargs) ->
     embeds = torch.randn(1, 4, TINY["text_dim"], generator=generator)
     noise, renoise, embeds = (x.to(model.device, model.dtype) for x in (noise, renoise, embeds))
     return pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise, **kwargs)[1]
+
+
+def golden_inputs(
+    num_frames: int = 15, batch: int = 1, given: int = 0, item: int | None = None
+) -> dict[str, Any]:
+    """Arguments of pipeline.inference for two steps of the golden model, 3 tokens a frame.
+
+    The first frames are an initial_latent where some are given. item: of the batch, that one on its own.
+    """
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(batch, num_frames, 16, 2, 6, generator=generator)
+    renoise = torch.randn(1, *noise[:, given:].shape, generator=generator)
+    embeds = torch.randn(batch, 32, 64, generator=generator)
+    if item is not None:
+        noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]
+    first = {"initial_latent": noise[:, :given]} if given else {}
+    return {"noise": noise[:, given:], "renoise": renoise, "prompt_embeds": embeds, **first}

@@ -2,44 +2,40 @@
 
 import pytest
 import torch
-from conftest import golden_arrays, golden_model
+from helpers.rollouts import TINY, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.blocks import block_ranges
 from wan.errors import ConfigError
 from wan.noise import SeededNoise, TensorNoise
-from wan.pipeline import CausalInferencePipeline
 from wan.rolling_forcing import RollingForcingPipeline
 
 SHAPE, FRAMES, STEPS = (16, 2, 10), 9, 4
 
 
-def at_once(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What draw_noise and every earlier version draw."""
+def at_once(seed: int) -> torch.Tensor:
+    """What draw_noise and every earlier version draw: [steps, F, C, h, w]."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(1, FRAMES, *SHAPE, generator=generator)
-    return noise, torch.randn(STEPS - 1, 1, FRAMES, *SHAPE, generator=generator)
+    return torch.cat([noise, torch.randn(STEPS - 1, FRAMES, *SHAPE, generator=generator)])
 
 
-def test_blocks_have_the_bits_of_one_drawing(monkeypatch):
-    monkeypatch.setattr("wan.noise.SKIPPED_AT_ONCE", 1000)  # winding forward takes several turns
-    drawn = SeededNoise([7, 8], FRAMES, SHAPE, STEPS)
-    for frames in block_ranges([1, 3, 3, 2]):
-        now = slice(frames.start, frames.stop)
-        for row, seed in enumerate((7, 8)):
-            noise, renoise = at_once(seed)
-            assert torch.equal(drawn.first(frames)[row], noise[0, now])
-            for step in range(STEPS - 1):
-                assert torch.equal(drawn.fresh(step, frames)[row], renoise[step, 0, now])
-
-
-@given(st.lists(st.integers(0, FRAMES - 1), min_size=1, max_size=5))
-@settings(max_examples=20, deadline=None)
-def test_frames_may_be_asked_for_in_any_order(starts):
-    drawn, (_, renoise) = SeededNoise([3], FRAMES, SHAPE, STEPS), at_once(3)
-    for start in starts:
-        assert torch.equal(drawn.fresh(1, range(start, FRAMES))[0], renoise[1, 0, start:])
+@given(
+    st.lists(st.tuples(st.integers(0, STEPS - 1), st.integers(0, FRAMES - 1), st.integers(1, 3)), max_size=6),
+    st.sampled_from([1000, 1 << 20]),
+    st.integers(0, 5),
+)
+@settings(max_examples=25, deadline=None)
+def test_blocks_have_the_bits_of_one_drawing_in_any_order(asked, skipped_at_once, start):
+    expected = [at_once(seed) for seed in (7, 8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wan.noise.SKIPPED_AT_ONCE", skipped_at_once)  # advancing may take several turns
+        drawn = SeededNoise([7, 8], FRAMES, SHAPE, STEPS, start=start)
+        for step, first, count in asked:
+            stop = min(first + count, FRAMES)
+            frames = range(start + first, start + stop)
+            found = drawn.fresh(step - 1, frames) if step else drawn.first(frames)
+            assert torch.equal(found, torch.stack([noise[step, first:stop] for noise in expected]))
 
 
 def test_frames_that_torch_does_not_draw_by_themselves_are_refused():
@@ -47,65 +43,50 @@ def test_frames_that_torch_does_not_draw_by_themselves_are_refused():
         SeededNoise([0], FRAMES, (1, 3, 5), STEPS)
 
 
-def test_a_rollout_of_blocks_is_inference_and_may_end_early():
-    arrays = golden_arrays("causal")
-    embeds, shape = arrays["blocks9/prompt_embeds"], arrays["blocks9/noise"].shape
-    pipeline, drawn = CausalInferencePipeline(golden_model()), SeededNoise([5], 9, tuple(shape[2:]), STEPS)
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(shape, generator=generator)
-    renoise = torch.randn(STEPS - 1, *shape, generator=generator)
-    whole = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
-    parts = list(pipeline.blocks(drawn, embeds))
-    assert [frames for frames, _ in parts] == block_ranges([3, 3, 3])
-    assert torch.equal(torch.cat([latents for _, latents in parts], 1), whole)
-    short = torch.cat([latents for _, latents in pipeline.blocks(drawn, embeds, num_frames=6)], 1)
+@pytest.mark.parametrize("start, frames", [(0, range(6, 10)), (3, range(2, 5)), (3, range(11, 13))])
+def test_frames_beyond_the_noise_are_refused(start, frames):
+    noise = SeededNoise([3], FRAMES, SHAPE, STEPS, start=start)
+    for ask in (noise.first, lambda frames: noise.fresh(0, frames)):
+        with pytest.raises(ConfigError, match=rf"is not that of frames {frames[0]}\.\.{frames[-1]}; draw"):
+            ask(frames)
+
+
+def embeds() -> torch.Tensor:
+    return torch.randn(1, 4, TINY["text_dim"], generator=torch.Generator().manual_seed(1))
+
+
+def test_a_rollout_of_blocks_is_inference_and_goes_on_behind_given_frames():
+    pipeline, drawn, noise = tiny_pipeline(), SeededNoise([5], FRAMES, SHAPE, STEPS), at_once(5)
+    whole = pipeline.inference(noise[None, 0], prompt_embeds=embeds(), renoise=noise[1:, None])[1]
+    parts = list(pipeline.blocks(drawn, embeds()))
+    assert [frames for frames, _ in parts] == [range(3), range(3, 6), range(6, 9)]
+    assert torch.equal(torch.cat([x0 for _, x0 in parts], 1), whole)
+    short = torch.cat([x0 for _, x0 in pipeline.blocks(drawn, embeds(), num_frames=6)], 1)
     assert torch.equal(short, whole[:, :6])
-
-
-def test_finished_blocks_are_given_back_and_the_rollout_goes_on_with_the_same_bits():
-    arrays = golden_arrays("causal")
-    embeds, shape = arrays["blocks9/prompt_embeds"], arrays["blocks9/noise"].shape
-    pipeline, drawn = CausalInferencePipeline(golden_model()), SeededNoise([5], 9, tuple(shape[2:]), STEPS)
-    whole = torch.cat([latents for _, latents in pipeline.blocks(drawn, embeds)], 1)
     again = pipeline.blocks(
-        drawn, embeds, num_frames=3, num_given=6, given=lambda f: whole[:, f.start : f.stop]
+        drawn, embeds(), num_frames=3, num_given=6, given=lambda f: whole[:, f.start : f.stop]
     )
-    assert torch.equal(torch.cat([latents for _, latents in again], 1), whole)
-
-
-def test_noise_begins_where_it_is_said_to_and_has_no_frames_beyond():
-    drawn, later = SeededNoise([3], 6, SHAPE, STEPS), SeededNoise([3], 6, SHAPE, STEPS, start=3)
-    for step in range(STEPS - 1):
-        assert torch.equal(later.fresh(step, range(6, 9)), drawn.fresh(step, range(3, 6)))
-    for noise, frames in ((drawn, range(6, 9)), (drawn, range(5, 7)), (later, range(2, 5))):
-        for ask in (noise.first, lambda frames, noise=noise: noise.fresh(0, frames)):
-            with pytest.raises(ConfigError, match=f"is not that of frames {frames[0]}..{frames[-1]}; draw"):
-                ask(frames)
-
-
-@pytest.mark.parametrize("sampler", [CausalInferencePipeline, RollingForcingPipeline])
-def test_a_rollout_beyond_its_noise_is_refused_before_its_first_forward(sampler):
-    arrays = golden_arrays("causal")
-    embeds, noise = arrays["blocks9/prompt_embeds"], arrays["blocks9/noise"]
-    pipeline = sampler(golden_model(), denoising_step_list=[1000, 500])
-    options = [{"num_frames": 12}]
-    if sampler is CausalInferencePipeline:
-        options.append({"num_given": 3, "given": lambda f: noise[:, f.start : f.stop]})
-    for drawn in (SeededNoise([5], 9, tuple(noise.shape[2:]), 2), TensorNoise(noise)):
-        for more in options:
-            forwards = pipeline.blocks(drawn, embeds, **more, on_pass=lambda: pytest.fail("too late"))
-            with pytest.raises(ConfigError, match=r"noise of frames 0..8 is not that of frames \d..11"):
-                next(forwards)
+    assert torch.equal(torch.cat([x0 for _, x0 in again], 1), whole)
 
 
 def test_noise_that_starts_behind_given_frames_is_what_inference_draws():
-    arrays = golden_arrays("causal")
-    embeds, given = arrays["blocks9/prompt_embeds"], arrays["extend/initial_latent"]
-    shape = (1, 6, *given.shape[2:])
-    generator = torch.Generator().manual_seed(5)
-    noise, renoise = (torch.randn(*first, *shape, generator=generator) for first in ((), (STEPS - 1,)))
-    pipeline = CausalInferencePipeline(golden_model())
-    whole = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise, initial_latent=given)[1]
-    drawn = SeededNoise([5], 6, tuple(shape[2:]), STEPS, start=3)
-    parts = pipeline.blocks(drawn, embeds, num_given=3, given=lambda f: given[:, f.start : f.stop])
-    assert torch.equal(torch.cat([latents for _, latents in parts], 1), whole)
+    pipeline, noise, given_frames = tiny_pipeline(), at_once(5), torch.randn(1, 3, *SHAPE)
+    whole = pipeline.inference(
+        noise[None, 0], prompt_embeds=embeds(), renoise=noise[1:, None], initial_latent=given_frames
+    )[1]
+    drawn = SeededNoise([5], FRAMES, SHAPE, STEPS, start=3)
+    parts = pipeline.blocks(drawn, embeds(), num_given=3, given=lambda f: given_frames[:, f.start : f.stop])
+    assert torch.equal(torch.cat([x0 for _, x0 in parts], 1), whole)
+
+
+@pytest.mark.parametrize("rolls", [False, True])
+@pytest.mark.parametrize(
+    "drawn", [SeededNoise([5], FRAMES, SHAPE, STEPS), TensorNoise(torch.zeros(1, 9, *SHAPE))]
+)
+def test_a_rollout_beyond_its_noise_is_refused_before_its_first_forward(rolls, drawn):
+    pipeline = tiny_pipeline()
+    if rolls:
+        pipeline = RollingForcingPipeline(pipeline.model, denoising_step_list=[1000, 500])
+    forwards = pipeline.blocks(drawn, embeds(), num_frames=12, on_pass=lambda: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=r"noise of frames 0\.\.8 is not that of frames 0\.\.11"):
+        next(forwards)

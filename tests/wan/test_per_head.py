@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import golden_model
-from helpers.policy_inputs import policy_inputs
-from helpers.rollouts import TWO_STEPS
+from helpers.rollouts import TWO_STEPS, golden_inputs
 
 from wan import model as layers
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
@@ -17,9 +16,10 @@ from wan.errors import ConfigError
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy
 
-HEADS, LAYERS, S = 12, 5, 6
+HEADS, LAYERS, S = 12, 5, 3
 LABELS = [["far" if (layer + head) % 3 else "near" for head in range(HEADS)] for layer in range(LAYERS)]
 LABELS[2] = ["near"] * HEADS  # a class may have no head in a layer
+FULL, WINDOW = {"name": "full"}, {"name": "window", "window": 6, "sink": 1}
 
 
 def write_labels(path, labels=LABELS):
@@ -28,28 +28,32 @@ def write_labels(path, labels=LABELS):
     return str(path)
 
 
-def roll_out(policy, *requests, num_frames=15, batch=1, given=0, item=None, **options):
-    inputs = policy_inputs(1, 4, num_frames, batch, given, item)
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS, **options)
+@pytest.fixture
+def per_head(tmp_path):
+    """Return a policy of two classes."""
+    file = write_labels(tmp_path / "labels.csv")
+    return lambda far, near: make_policy("per_head", file=file, policies={"far": far, "near": near})
+
+
+def roll_out(policy, *requests, options=None, **inputs):
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS, **options or {})
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as calls:
-        latents = pipeline.inference(**inputs)[1]
+        latents = pipeline.inference(**golden_inputs(**inputs))[1]
     return latents, calls
 
 
-def test_heads_see_what_their_class_keeps(tmp_path, monkeypatch):
+def test_heads_see_what_their_class_keeps(per_head, monkeypatch):
     """Every call against the softmax over the keys of all frames so far, masked per head, in float64."""
-    policies = {"far": {"name": "full"}, "near": {"name": "window", "window": 6, "sink": 1}}
-    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
     past: dict[int, dict[int, tuple]] = {layer: {} for layer in range(LAYERS)}
     blocks: list[int] = []
     original = layers.SelfAttention.forward
 
-    def forward(self, x, rope, kv_cache=None, mask=None, layout=None):
-        out = original(self, x, rope, kv_cache, mask, layout)
+    def forward(self, x, rope, kv_cache=None, *rest):
+        out = original(self, x, rope, kv_cache, *rest)
         q, k = self.norm_q(self.q(x), rope.queries), self.norm_k(self.k(x), rope.keys)
-        v, layer = self.values(x), self.site.layer
-        for i, frame in enumerate(kv_cache.newest):
-            past[layer][frame] = tuple(y[0, i * S : (i + 1) * S].double() for y in (k, v))
+        layer = self.site.layer
+        own = zip(kv_cache.newest, k[0].double().split(S), self.values(x)[0].double().split(S), strict=True)
+        past[layer] |= {frame: pair for frame, *pair in own}
         frames = sorted(past[layer])
         keys, values = (torch.cat([past[layer][f][i] for f in frames]) for i in (0, 1))
         logits = torch.einsum("qhd,khd->hqk", q[0].double(), keys) / 4
@@ -58,26 +62,23 @@ def test_heads_see_what_their_class_keeps(tmp_path, monkeypatch):
             if label == "near" and len(frames) > 6:
                 logits[head, :, ~near] = -torch.inf
         seen = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values).flatten(1)
-        torch.testing.assert_close(
-            out[0].double(), seen @ self.o.weight.double().T + self.o.bias, atol=1e-5, rtol=0
-        )
+        expected = seen @ self.o.weight.double().T + self.o.bias
+        torch.testing.assert_close(out[0].double(), expected, atol=1e-5, rtol=0)
         blocks.append(kv_cache.newest.start)
         return out
 
     monkeypatch.setattr(layers.SelfAttention, "forward", forward)
-    roll_out(policy)
+    roll_out(per_head(FULL, WINDOW))
     assert set(blocks) == {0, 3, 6, 9, 12}
 
 
-def test_capture_has_every_head_over_its_own_frames(tmp_path):
-    policies = {"far": {"name": "full"}, "near": {"name": "window", "window": 6, "sink": 1}}
-    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
+def test_capture_has_every_head_over_its_own_frames(per_head):
     request = CaptureRequest(granularity="frame", layers=[1, 2], blocks=[4], steps=[0, 2])
-    latents, calls = roll_out(policy, request)
-    assert torch.equal(latents, roll_out(policy, CaptureRequest(layers=[], granularity="frame"))[0])
+    latents, calls = roll_out(per_head(FULL, WINDOW), request)
+    assert torch.equal(latents, roll_out(per_head(FULL, WINDOW))[0])
+    near = [f for f in range(15) if f < 1 or f > 9]
     for call in calls:
         frames = call["key_frames"]
-        near = [f for f in range(15) if f < 1 or f > 9]
         assert frames == (near if call["layer"] == 2 else list(range(15)))
         for head, label in enumerate(LABELS[call["layer"]]):
             mass = call["frame_mass"][0, head]
@@ -88,59 +89,46 @@ def test_capture_has_every_head_over_its_own_frames(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "policies",
+    "far, near",
     [
-        {"far": {"name": "deep_sink", "window": 9, "sink": 3}, "near": {"name": "window", "window": 6}},
-        {"far": {"name": "window", "window": 9, "sink": 1, "stride": 2}, "near": {"name": "full"}},
-        {
-            "far": {"name": "relative", "window": 6, "sink": 1},
-            "near": {"name": "ema_sink", "window": 6, "sink": 2},
-        },
-        {
-            "far": {"name": "participative", "window": 9, "sink": 2, "budget": 7, "recent": 3},
-            "near": {"name": "memory_bank", "window": 6, "sink": 1, "bank": 2, "interval": 1},
-        },
+        ({"name": "deep_sink", "window": 9, "sink": 3}, {"name": "window", "window": 6}),
+        ({"name": "relative", "window": 6, "sink": 1}, {"name": "ema_sink", "window": 6, "sink": 2}),
+        (
+            {"name": "participative", "window": 9, "sink": 2, "budget": 7, "recent": 3},
+            {"name": "memory_bank", "window": 6, "sink": 1, "bank": 2, "interval": 1},
+        ),
     ],
-    ids=str,
+    ids=lambda policy: policy["name"],
 )
-def test_classes_of_many_policies_run(policies, tmp_path):
-    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
-    latents, calls = roll_out(policy, CaptureRequest(granularity="frame", layers=[3], steps=[0]), batch=2)
-    assert latents.isfinite().all() and len(calls) == 5
-    assert torch.equal(latents, roll_out(policy, batch=2)[0])  # a second video equals the first
-
-
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_frame_per_block": 1, "num_frames": 12},
-        {"given": 6},
-        {"independent_first_frame": True, "num_frames": 13},
-        {"num_frames": 3},  # shorter than every window
-    ],
+    [{"num_frame_per_block": 1, "num_frames": 9}, {"given": 6}, {"num_frames": 3}],  # shorter than a window
     ids=str,
 )
-def test_batches_and_blocks_of_any_kind(options, tmp_path):
-    """Captured: an item of a batch is what it is alone, and of every head all mass is on its frames."""
-    policies = {"far": {"name": "deep_sink", "window": 9, "sink": 3}, "near": {"name": "window", "window": 6}}
-    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
+def test_an_item_of_a_batch_is_what_it_is_alone(per_head, far, near, options):
+    """Captured too, and of every head all mass is on its frames."""
+    inputs = dict(options)
+    settings = {name: inputs.pop(name) for name in ("num_frame_per_block",) if name in inputs}
     request = CaptureRequest(granularity="frame", layers=[1, 2], steps=[0, 2])
-    both, calls = roll_out(policy, request, batch=2, **options)
-    alone, of_one = roll_out(policy, request, batch=2, item=1, **options)
+    both, calls = roll_out(per_head(far, near), request, options=settings, batch=2, **inputs)
+    alone, of_one = roll_out(per_head(far, near), request, options=settings, batch=2, item=1, **inputs)
     torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)
+    assert calls
     for call, one in zip(calls, of_one, strict=True):
-        torch.testing.assert_close(call["frame_mass"].nansum(-1), torch.ones(call["frame_mass"].shape[:-1]))
-        for name in ("frame_mass", "frame_logits"):
-            torch.testing.assert_close(call[name][1:], one[name], atol=1e-5, rtol=0, equal_nan=True)
+        mass = call.values.get("slot_mass", call["frame_mass"])
+        if "slot_mass" not in call.values and near["name"] == "window":
+            torch.testing.assert_close(mass.nansum(-1), torch.ones(mass.shape[:-1]))
+        if call["key_frames"] == one["key_frames"]:  # items may choose other frames
+            for name in ("frame_mass", "frame_logits"):
+                torch.testing.assert_close(call[name][1:], one[name], atol=1e-5, rtol=0, equal_nan=True)
 
 
-def test_memory_is_that_of_the_mean_head(tmp_path):
+def test_memory_is_that_of_the_mean_head(per_head):
     """What a policy says of its slots is what the caches of its classes allocate, rounded up to a slot."""
-    policies = {"far": {"name": "full"}, "near": {"name": "window", "window": 6, "sink": 1}}
-    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
+    policy = per_head(FULL, WINDOW)
     cache = golden_model().new_kv_cache(1, 30, 4, 6, policy)
     held = sum(b.nbytes for one in cache.caches for buffers in (one.keys, one.values) for b in buffers)
-    of_a_slot = 2 * golden_model().config.dim * S * 4 * LAYERS
+    of_a_slot = 2 * golden_model().config.dim * 6 * 4 * LAYERS
     assert held <= policy.capacity(30, 3).slots * of_a_slot < held + of_a_slot
 
 
@@ -148,26 +136,13 @@ def test_one_class_is_that_policy(tmp_path):
     """With all heads in one class the numbers are those of the class's policy."""
     file = write_labels(tmp_path / "labels.csv", [["all"] * HEADS] * LAYERS)
     settings = {"name": "deep_sink", "window": 6, "sink": 2}
-    per_head = make_policy("per_head", file=file, policies={"all": settings})
-    torch.testing.assert_close(roll_out(per_head)[0], roll_out(make_policy(**settings))[0], atol=1e-6, rtol=0)
+    policy = make_policy("per_head", file=file, policies={"all": settings})
+    torch.testing.assert_close(roll_out(policy)[0], roll_out(make_policy(**settings))[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "window, sink, frames", [(7, 1, [0, 6, 8, 10, 12, 13, 14]), (9, 3, [0, 1, 2, 6, 8, 10, 12, 13, 14])]
-)
-def test_a_stride_keeps_every_other_frame_of_the_past_and_the_whole_sink(window, sink, frames):
-    _, calls = roll_out(
-        make_policy("window", window=window, sink=sink, stride=2),
-        CaptureRequest(granularity="frame", layers=[0], steps=[0]),
-    )
-    assert [call["key_frames"] for call in calls][-1] == frames
-
-
-def test_a_flush_is_one_of_all_classes(tmp_path):
+def test_a_flush_is_one_of_all_classes(per_head):
     """Each forgets all but its sink and the last two frames."""
-    policies = {"far": {"name": "full"}, "near": {"name": "window", "window": 6, "sink": 1}}
-    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
-    cache = golden_model().new_kv_cache(1, 15, 4, 6, policy)
+    cache = golden_model().new_kv_cache(1, 15, 4, 6, per_head(FULL, WINDOW))
     for block in (range(3), range(3, 6), range(6, 9)):
         cache.advance(block)
     far, near = cache.caches
@@ -176,69 +151,82 @@ def test_a_flush_is_one_of_all_classes(tmp_path):
     assert far.frames == [7, 8] and near.frames == [0, 7, 8]
 
 
+RELATIVE = {"name": "relative", "window": 9, "sink": 1}
+
+
+def test_classes_of_one_sink_go_on_behind_a_flush_and_others_are_refused(per_head):
+    inputs = golden_inputs(15)
+    schedule = [PromptSwitch(12, how="flush", prompt_embeds=inputs["prompt_embeds"])]
+    memories = {"name": "two_memories", "window": 9, "sink": 1}
+    pipeline = CausalInferencePipeline(golden_model(), cache_policy=per_head(RELATIVE, memories), **TWO_STEPS)
+    assert pipeline.inference(**inputs, prompt_schedule=schedule)[1].isfinite().all()
+    for how in ("flush", "cut"):
+        settings = per_head(RELATIVE, memories | {"sink": 3}).describe()
+        switch = {"frame": 12, "prompt": "a", "how": how}
+        with pytest.raises(ConfigError, match=r"sinks of 1, 3 frames .*; use keep, or one sink"):
+            RunConfig(cache_policy=settings, prompt_schedule=[switch])
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policies": {"far": {"name": "full"}}}, "class 'near' of .* has no policy"),
-        ({"policies": {"far": {"name": "full"}, "near": {"name": "relative"}}}, "different positions"),
-        (
-            {
-                "policies": {
-                    "far": {"name": "relative", "window": 9},
-                    "near": {"name": "relative", "window": 6},
-                }
-            },
-            "different positions",
-        ),
-        (
-            {"policies": {"far": {"name": "full"}, "near": {"name": "window", "released": "longlive"}}},
-            "class 'near' is released or per_head again; only clean rules go here",
-        ),
+        ({"policies": {"far": FULL}}, "class 'near' of .* has no policy"),
+        ({"policies": {"far": FULL, "near": {"name": "relative"}}}, "different positions"),
+        ({"policies": {"far": RELATIVE, "near": RELATIVE | {"window": 6}}}, "different positions"),
+        ({"policies": {"far": FULL, "near": WINDOW | {"released": "longlive"}}}, "only clean rules go here"),
+        ({"policies": {"far": FULL, "near": 3}}, "needs settings with a name"),
         ({"policies": {}}, "needs a file of head classes and policies"),
-        ({"file": "nowhere.csv", "policies": {"a": {"name": "full"}}}, "nowhere.csv.* not found"),
+        ({"policies": 3}, "needs a file of head classes and policies"),
+        ({"file": "nowhere.csv", "policies": {"a": FULL}}, "nowhere.csv.* not found"),
+        ({"file": "é" * 500, "policies": {"a": FULL}}, "not found"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, message, tmp_path):
     settings = {"file": write_labels(tmp_path / "labels.csv")} | fields
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         make_policy("per_head", **settings)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
 def test_labels_of_another_model_are_refused(tmp_path):
     file = write_labels(tmp_path / "labels.csv", [["a"] * 4] * 2)
-    policy = make_policy("per_head", file=file, policies={"a": {"name": "full"}})
     with pytest.raises(ConfigError, match="2 layers x 4 heads, the model 5 x 12"):
-        roll_out(policy)
+        roll_out(make_policy("per_head", file=file, policies={"a": FULL}))
 
 
-def by_slot(tmp_path, sink):
-    near = {"name": "two_memories", "window": 9, "sink": sink}
-    policies = {"far": {"name": "relative", "window": 9, "sink": 1}, "near": near}
-    return {"name": "per_head", "file": write_labels(tmp_path / "labels.csv"), "policies": policies}
+def test_labels_may_be_named_by_columns(tmp_path):
+    rows = [["head", "kind", "layer"], *([h, LABELS[n][h], n] for h in range(HEADS) for n in range(LAYERS))]
+    columns = write_labels(tmp_path / "columns.csv", rows)
+    policies = {"far": FULL, "near": WINDOW}
+    assert make_policy("per_head", file=columns, policies=policies).labels == LABELS
 
 
-@pytest.mark.parametrize("how", ["flush", "cut"])
-def test_a_flush_that_parts_the_queries_of_classes_is_refused_before_the_rollout(how, tmp_path):
-    with pytest.raises(ConfigError, match=r"sinks of 1, 3 frames .*; use keep, or one sink"):
-        RunConfig(
-            cache_policy=by_slot(tmp_path, 3), prompt_schedule=[{"frame": 12, "prompt": "a", "how": how}]
-        )
-
-
-def test_classes_of_one_sink_go_on_behind_a_flush(tmp_path):
-    inputs, policy = policy_inputs(1, 4, 18), make_policy(**by_slot(tmp_path, 1))
-    schedule = [PromptSwitch(12, how="flush", prompt_embeds=inputs["prompt_embeds"])]
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS)
-    assert pipeline.inference(**inputs, prompt_schedule=schedule)[1].isfinite().all()
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no CSV of classes"),
+        (b"layer,head\n0,0\n", "is no CSV of classes"),
+        (b"layer,head,class\n0,0,a\n99999999999,0,a\n", "is no CSV of classes"),
+        (b"layer,head,class\nx,0,a\n", "is no CSV of classes"),
+        (b"a,b\nc\n", "different numbers of heads"),
+        (b"\xff\xfea", "is not text in UTF-8"),
+        (b'"' + b"a" * 200_000 + b'"', "is no CSV of classes"),
+        (b"a," * 200_000, "is larger than"),
+        (b"a,zz\n", "class 'zz' .* has no policy"),
+    ],
+)
+def test_a_file_of_classes_that_is_none_is_one_line(content, message, tmp_path):
+    (tmp_path / "labels.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        make_policy("per_head", file=str(tmp_path / "labels.csv"), policies={"a": FULL})
 
 
 @pytest.mark.parametrize("chooses", [{"name": "participative", "window": 9, "sink": 2, "budget": 8}, None])
-def test_a_probe_is_refused_where_a_class_changes_its_cache_in_a_first_pass(chooses, tmp_path):
+def test_a_probe_is_refused_where_a_class_changes_its_cache_in_a_first_pass(chooses, per_head):
     """It would make that class's choice by the probe's queries, and the block would keep it."""
-    policies = {"far": {"name": "full"}, "near": chooses or {"name": "window", "window": 6}}
-    policy = make_policy("per_head", file=write_labels(tmp_path / "labels.csv"), policies=policies)
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS)
-    inputs = policy_inputs(1, 4, 12, 1, 0, None)
+    pipeline = CausalInferencePipeline(
+        golden_model(), cache_policy=per_head(FULL, chooses or WINDOW), **TWO_STEPS
+    )
     refused = pytest.raises(ConfigError, match="per_head changes its cache") if chooses else nullcontext()
     with refused:
-        pipeline.inference(**inputs, probe=lambda block, denoise: denoise())
+        pipeline.inference(**golden_inputs(9), probe=lambda block, denoise: denoise())

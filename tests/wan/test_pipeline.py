@@ -19,24 +19,21 @@ def pipeline(**kwargs) -> CausalInferencePipeline:
 
 def test_pass_timesteps():
     assert pipeline().pass_timesteps == pytest.approx([1000, 937.5, 833.3333, 625, 0])
-    assert pipeline(warp_denoising_step=False, denoising_step_list=[1000, 500]).pass_timesteps == [
-        1000,
-        500,
-        0,
-    ]
+    run = pipeline(warp_denoising_step=False, denoising_step_list=[1000, 500], context_noise=20)
+    assert run.pass_timesteps == [1000, 500, 20]
 
 
 def test_a_generator_draws_the_noise_between_steps():
-    run = pipeline()
+    run = pipeline(denoising_step_list=[1000, 500])
     latents = [
-        run.inference(NOISE, prompt_embeds=EMBEDS, generator=torch.Generator().manual_seed(seed))[1]
+        run.inference(NOISE[:, :3], prompt_embeds=EMBEDS, generator=torch.Generator().manual_seed(seed))[1]
         for seed in (1, 1, 2)
     ]
     assert torch.equal(latents[0], latents[1]) and not torch.equal(latents[0], latents[2])
 
 
-def test_text_encoder_and_vae_are_used():
-    seen = []
+def test_text_encoder_and_vae_are_used_and_everybody_is_called():
+    seen, passes, blocks = [], [], []
 
     class Vae:
         def decode(self, latents):
@@ -44,8 +41,11 @@ def test_text_encoder_and_vae_are_used():
             return "video"
 
     run = pipeline(text_encoder=lambda prompts: seen.append(prompts) or EMBEDS, vae=Vae())
-    video, latents = run.inference(NOISE[:, :3], text_prompts=["a prompt"])
-    assert video == "video" and seen[0] == ["a prompt"] and seen[1] is latents
+    callbacks = {"on_pass": lambda: passes.append(1), "on_block": lambda *block: blocks.append(block)}
+    video, latents = run.inference(NOISE[:, :6], text_prompts=["a prompt"], **callbacks)
+    assert video == "video" and seen[0] == ["a prompt"] and seen[1] is latents and len(passes) == 2 * 5
+    assert [block for block, _ in blocks] == [0, 1]
+    assert torch.equal(torch.cat([x0 for _, x0 in blocks], 1), latents)
     assert run.inference(NOISE[:, :3], text_prompts=["a prompt"], return_latents=False) == "video"
 
 
@@ -64,39 +64,45 @@ def test_a_batch_is_its_videos_one_by_one():
         torch.testing.assert_close(together[i], alone[0], atol=2e-5, rtol=0)
 
 
+def test_a_probe_denoises_a_block_again_and_leaves_no_trace():
+    run, renoise, probed = pipeline(), torch.randn(3, 1, *NOISE.shape[1:]), {}
+
+    def probe(block, denoise):
+        probed[block] = denoise(), denoise(torch.zeros_like(NOISE[:, :3]))
+
+    plain = run.inference(NOISE, prompt_embeds=EMBEDS, renoise=renoise)[1]
+    latents = run.inference(NOISE, prompt_embeds=EMBEDS, renoise=renoise, probe=probe)[1]
+    assert torch.equal(latents, plain)
+    assert torch.equal(torch.cat([same for same, _ in probed.values()], 1), plain)
+    assert not any(torch.equal(same, other) for same, other in probed.values())
+
+
+SIX, GIVEN = NOISE[:, :6], NOISE[:, :3]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("noise", "arguments", "message"),
     [
-        ({"noise": NOISE[:, :8], "prompt_embeds": EMBEDS}, "8 frames do not fit blocks of 3; try 6 or 9"),
-        ({"noise": NOISE[0], "prompt_embeds": EMBEDS}, r"is not \[B, F, C, h, w\]"),
-        ({"noise": NOISE[:, :, :8], "prompt_embeds": EMBEDS}, "16 channels"),
-        ({"noise": NOISE[..., :11], "prompt_embeds": EMBEDS}, "do not split into patches of 2 x 2"),
-        ({"noise": NOISE, "prompt_embeds": EMBEDS[..., :5]}, "prompt embeddings of shape"),
-        ({"noise": NOISE}, "give prompt_embeds, or text_prompts and a text_encoder"),
-        (
-            {"noise": NOISE[:, :8], "prompt_embeds": EMBEDS, "initial_latent": NOISE[:, :1]},
-            "1 given and 8 generated frames do not each fill whole blocks of 3; 0 and 9 or 3 and 6 would",
-        ),
-        (
-            {"noise": NOISE[:, :4], "prompt_embeds": EMBEDS, "initial_latent": NOISE[:, :2]},
-            "2 given and 4 generated frames .* blocks of 3; 3 and 3 or 0 and 6 would",
-        ),
-        (
-            {"noise": NOISE[:, :6], "prompt_embeds": EMBEDS, "initial_latent": NOISE[:, :3, :8]},
-            "differ in more than their frames",
-        ),
+        (NOISE[:, :8], {}, "8 frames do not fit blocks of 3; try 6 or 9"),
+        (NOISE[0], {}, r"is not \[B, F, C, h, w\]"),
+        (NOISE[:, :, :8], {}, "16 channels"),
+        (NOISE[..., :11], {}, "do not split into patches of 2 x 2"),
+        (NOISE, {"prompt_embeds": EMBEDS[..., :5]}, "prompt embeddings of shape"),
+        (NOISE, {"prompt_embeds": None}, "give prompt_embeds, or text_prompts and a text_encoder"),
+        (NOISE[:, :8], {"initial_latent": NOISE[:, :1]}, "1 given and 8 .*; 0 and 9 or 3 and 6 would"),
+        (NOISE[:, :4], {"initial_latent": NOISE[:, :2]}, "2 given and 4 .*; 3 and 3 or 0 and 6 would"),
+        (SIX, {"initial_latent": GIVEN[:, :, :8]}, "differ in more than their frames"),
     ],
 )
-def test_bad_input_is_refused(arguments, message):
+def test_bad_input_is_refused(noise, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        pipeline().inference(**arguments)
+        pipeline().inference(noise, **{"prompt_embeds": EMBEDS} | arguments)
 
 
 def test_prompts_and_batch_must_agree():
     with pytest.raises(ConfigError, match="1 prompts for noise of batch 2"):
-        pipeline(text_encoder=lambda prompts: EMBEDS).inference(
-            NOISE.repeat(2, 1, 1, 1, 1), text_prompts=["one"]
-        )
+        run = pipeline(text_encoder=lambda prompts: EMBEDS)
+        run.inference(NOISE.repeat(2, 1, 1, 1, 1), text_prompts=["one"])
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -105,10 +111,9 @@ def test_prompt_embeddings_of_another_batch_are_refused(batch):
     noise, fitting, other = NOISE.repeat(2, 1, 1, 1, 1), EMBEDS.repeat(2, 1, 1), EMBEDS.repeat(batch, 1, 1)
     message = f"prompt embeddings of batch {batch} for latents of batch 2; give each video its own"
     for embeds, schedule in ((other, []), (fitting, [PromptSwitch(3, prompt_embeds=other)])):
+        options = {"prompt_embeds": embeds, "prompt_schedule": schedule}
         with pytest.raises(ConfigError, match=message):
-            pipeline().inference(
-                noise, prompt_embeds=embeds, prompt_schedule=schedule, on_pass=lambda: pytest.fail("too late")
-            )
+            pipeline().inference(noise, **options, on_pass=lambda: pytest.fail("too late"))
 
 
 def test_a_window_too_small_for_the_blocks_is_refused_when_built():

@@ -9,7 +9,6 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal
 from tests.helpers.rollouts import TINY, tiny_pipeline
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import Site
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
@@ -40,20 +39,17 @@ def by_hand(run, noise, renoise, embeds) -> torch.Tensor:
     x, clean = list(noise.split(3, 1)), []
     text = run.model.text_keys_values(embeds)
     for newest in range(count + steps - 1):
-        shown = range(len(clean), min(count, newest + 1))
+        first, shown = len(clean), range(len(clean), min(count, newest + 1))
         past = torch.cat([*clean, *(x[b] for b in shown)], 1)
-        t = torch.tensor(
-            [0.0] * 3 * len(clean) + [run.timesteps[newest - b] for b in shown for _ in range(3)]
-        )
+        levels = [0.0] * 3 * first + [run.timesteps[newest - b] for b in shown for _ in range(3)]
         block = torch.arange(past.shape[1]).repeat_interleave(5) // 3
+        room = (21 - 3 - 3 * len(shown)) // 3  # blocks of clean frames that fit beside anchor and window
         mask = block[None, :] <= block[:, None]
-        mask[block >= len(clean)] = True  # the window sees itself, later blocks too
-        if clean:
-            mask[block >= len(clean)] &= (
-                (block < 1) | (block >= len(clean)) | in_room(block, len(clean), shown)
-            )
-        flow = run.model(past, t[None], text, frames=range(past.shape[1]), mask=mask)[:, 3 * len(clean) :]
-        for block_flow, b in zip(flow.split(3, 1), shown, strict=True):
+        mask[block >= first] = (block < 1) | (
+            block >= first - room
+        )  # a window sees later blocks of itself too
+        flow = run.model(past, torch.tensor([levels]), text, frames=range(past.shape[1]), mask=mask)
+        for block_flow, b in zip(flow[:, 3 * first :].split(3, 1), shown, strict=True):
             step = newest - b
             x0 = flow_to_x0(block_flow, x[b], run.sigmas[step])
             if step + 1 < steps:
@@ -61,12 +57,6 @@ def by_hand(run, noise, renoise, embeds) -> torch.Tensor:
             else:
                 clean.append(x0)
     return torch.cat(clean, 1)
-
-
-def in_room(block, first, shown):
-    """Blocks of the newest clean frames that fit 21 beside the anchor and the window."""
-    room = (21 - 3 - 3 * len(shown)) // 3
-    return (block >= first - room) & (block < first)
 
 
 @pytest.mark.parametrize(("frames", "steps"), [(3, 5), (6, 5), (9, 3), (9, 2), (12, 1)])
@@ -85,8 +75,7 @@ def calls():
     noise, renoise, embeds = inputs(30)
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], granularity="frame") as found:
         latents = sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
-    plain = sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
-    assert torch.equal(latents, plain)
+    assert torch.equal(latents, sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)[1])
     return {(call["block"], call["step"]): call for call in found}
 
 
@@ -98,21 +87,8 @@ def test_every_block_is_seen_once_at_every_level(calls):
         assert all(call["frame_timesteps"][frame] == call["timestep"] for frame in call["query_frames"])
         assert call["frame_mass"].shape[-2:] == (3, len(call["key_frames"]))
         torch.testing.assert_close(call["frame_mass"].sum(-1), torch.ones(1, 3, 3), atol=1e-5, rtol=0)
-
-
-def test_the_window_and_its_levels(calls):
-    """Block 6 at step 2 stands in the window of blocks 4-8, which begins at frame 12."""
-    call = calls[6, 2]
-    levels = sampler().timesteps
-    expected = {frame: levels[8 - frame // 3] for frame in range(12, 27)}
-    assert call["frame_timesteps"] == expected and call["timestep"] == expected[18]
-    assert call["key_frames"] == [0, 1, 2, 9, 10, 11, *range(12, 27)]
-    assert call["slot_position"] == [
-        6,
-        7,
-        8,
-        *range(9, 27),
-    ]  # the anchor right before the newest clean frames
+    levels = sampler().timesteps  # block 6 at step 2 stands in the window of blocks 4-8, from frame 12 on
+    assert calls[6, 2]["frame_timesteps"] == {frame: levels[8 - frame // 3] for frame in range(12, 27)}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +97,7 @@ def test_the_window_and_its_levels(calls):
         ((0, 0), range(3), range(3)),  # windows that begin with block 0 see themselves
         ((0, 4), range(15), range(15)),
         ((1, 4), range(18), range(18)),  # the anchor stands at its own frames
+        ((6, 2), [0, 1, 2, 9, 10, 11, *range(12, 27)], range(6, 27)),  # or right before the clean frames
         ((9, 4), [0, 1, 2, *range(12, 30)], range(9, 30)),  # the last window is one block: more clean frames
         ((9, 0), [0, 1, 2, *range(12, 30)], range(9, 30)),
         ((7, 5), range(3, 24), range(3, 24)),  # a clean pass sees the newest 21
@@ -133,13 +110,11 @@ def test_what_a_pass_sees(calls, at, frames, positions):
 
 
 def test_the_anchor_is_rotated_from_its_own_keys():
-    generator = torch.Generator().manual_seed(0)
-    rotary, S = RotaryTable(16), 2
+    generator, rotary, S = torch.Generator().manual_seed(0), RotaryTable(16), 2
     cache = RollingCache(
         1, (1, 3, 16), S, 1, 4, lambda at: rotary(at, 1, S, torch.device("cpu")), torch.float32, "cpu"
     )
-    raw = [torch.randn(1, S, 3, 16, generator=generator) for _ in range(6)]
-    values = [torch.randn(1, S, 3, 16, generator=generator) for _ in range(6)]
+    raw, values = torch.randn(2, 6, 1, S, 3, 16, generator=generator)
 
     def turned(frame: int, position: int) -> torch.Tensor:
         return rotate(raw[frame], *cache.rope(range(position, position + 1)))
@@ -161,13 +136,12 @@ def test_tokens_are_those_of_one_block(calls):
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], blocks=[6], steps=[2]) as found:
         sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)
     (call,) = found
-    assert call.site == Site(1, "self") and call.values["token_logits"].shape == (1, 3, 15, 105)
     means = call.values["token_logits"].unflatten(2, (3, 5)).unflatten(-1, (21, 5)).mean((3, 5))
     torch.testing.assert_close(means, calls[6, 2]["frame_logits"], atol=1e-5, rtol=0)
 
 
 def test_what_it_does_not_know_is_refused():
-    noise, renoise, embeds = inputs(6)
+    noise, _, embeds = inputs(6)
     for steps, sizes, message in (
         ([1000, 500], {"local_attn_size": 6}, "must be at least 9"),
         (STEPS, {"local_attn_size": 15}, "a window of 5 blocks; it must be at least 18"),
@@ -178,11 +152,9 @@ def test_what_it_does_not_know_is_refused():
         RollingForcingPipeline(tiny_pipeline().model, first_block_steps=[1000])
     with pytest.raises(ConfigError, match="no given beginning"):
         sampler().inference(noise, prompt_embeds=embeds, initial_latent=noise)
-    with (
-        intervene(Knockout(frames="first", passes="denoise")),
-        pytest.raises(ConfigError, match="interventions"),
-    ):
-        sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)
+    knockout = intervene(Knockout(frames="first", passes="denoise"))
+    with knockout, pytest.raises(ConfigError, match="interventions"):
+        sampler().inference(noise, prompt_embeds=embeds)
 
 
 # -- in caches and figures -----------------------------------------------------------------------------------
@@ -209,28 +181,25 @@ def test_an_atlas_holds_what_the_window_saw(atlas):
 
 
 def test_views_say_which_frames_are_noise_and_at_which_level(atlas):
-    t = atlas["pass_timesteps"]
-    view = open_profiles(atlas, 0)
-    assert view.noise_levels == {f: t[4 - f // 3] for f in range(6, 15)} and view.context_frames == tuple(
-        range(6)
-    )
-    assert list(view.caption.highlighted_frames.values()) == [tuple(range(6, 15))]
-    assert "window (noise from t = 555.6 to 1000)" in view.caption.highlighted_frames
+    t, view, late = atlas["pass_timesteps"], open_profiles(atlas, 0), open_profiles(atlas, 2)
+    assert view.noise_levels == {f: t[4 - f // 3] for f in range(6, 15)}
+    assert view.context_frames == tuple(range(6))
+    assert view.caption.highlighted_frames == {"window (noise from t = 555.6 to 1000)": tuple(range(6, 15))}
     assert "Window: frames 6–8 at t = 555.6, 9–11 at t = 882.4, 12–14 at t = 1000" in describe(view)
-    late = open_profiles(atlas, 2)
-    assert (
-        late.noise_frames == (12, 13, 14)
-        and "own block (noise at t = 555.556)" in late.caption.highlighted_frames
-    )
+    assert late.noise_frames == (12, 13, 14)
+    assert "own block (noise at t = 555.556)" in late.caption.highlighted_frames
     assert open_profiles(atlas, 3).noise_levels == {}
 
 
-def test_a_config_with_what_the_window_does_not_know_is_refused():
-    for more, message in (
+@pytest.mark.parametrize(
+    "more, message",
+    [
         ({"num_frame_per_block": 5, "local_attn_size": 12}, "must be at least 20"),
         ({"gpus": 3}, "rolling_forcing runs on one GPU, not 3; leave gpus out"),
         ({"first_block_steps": [1000]}, "knows no first_block_steps"),
         ({"cache_policy": {"name": "full"}}, "knows no cache_policy"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_config("configs/wan_mini.yaml", ROLLING | more)
+    ],
+)
+def test_a_config_with_what_the_window_does_not_know_is_refused(more, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("configs/wan_mini.yaml", ROLLING | more)

@@ -1,6 +1,4 @@
-"""Bidirectional sampling of the base model:
-against a loop on diffusers' own transformer and solver, and as announced.
-"""
+"""Bidirectional sampling of the base model, against a loop on diffusers' own transformer and solver."""
 
 import numpy as np
 import pytest
@@ -43,14 +41,9 @@ def test_the_steps_are_those_of_the_native_solver():
 
 
 def test_it_equals_a_loop_on_diffusers(sampled):
-    """WanPipeline's loop, written out, on diffusers' transformer:
-    50 steps of float32, measured to agree to 3e-5.
-    """
-    theirs = diffusers_model()
-    native = golden_arrays("weights")
-    theirs.load_state_dict(
-        {name: value.float() for name, value in weight_names.to_diffusers_names(native).items()}
-    )
+    """WanPipeline's loop on diffusers' transformer: 50 steps of float32, measured to agree to 3e-5."""
+    theirs, native = diffusers_model(), weight_names.to_diffusers_names(golden_arrays("weights"))
+    theirs.load_state_dict({name: value.float() for name, value in native.items()})
     solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
     solver.set_timesteps(sigmas=np.linspace(0.999, 0, 51)[:-1])
     noise, prompt, negative = inputs()
@@ -102,22 +95,18 @@ def test_guidance():
 
 
 def test_what_cannot_be():
-    model = golden_model(WanModel)
+    model, (noise, prompt, negative) = golden_model(WanModel), inputs()
     for wrong in ({"num_steps": 0}, {"shift": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             TextToVideoPipeline(model, **wrong)
+    pipeline = TextToVideoPipeline(model)
     with pytest.raises(ConfigError, match=r"is not \[B, F, C, h, w\]"):
-        TextToVideoPipeline(model).inference(torch.zeros(16, 2, 4, 6), *inputs()[1:])
-    noise, prompt, negative = inputs()
+        pipeline.inference(noise[0], prompt, negative)
     with pytest.raises(ConfigError, match="prompt embeddings of batch 1 for latents of batch 2"):
-        TextToVideoPipeline(model).inference(noise.repeat(2, 1, 1, 1, 1), prompt.repeat(2, 1, 1), negative)
-    with (
-        pytest.raises(ValueError, match=r"layer 5 is not in 0..4"),
-        ATTENTION_WEIGHT_CAPTURE.capture(layers=[5]),
+        pipeline.inference(noise.repeat(2, 1, 1, 1, 1), prompt.repeat(2, 1, 1), negative)
+    for request, message in (
+        ({"layers": [5]}, r"5 is not in 0\.\.4"),
+        ({"steps": [50]}, r"50 is not in 0\.\.49"),
     ):
-        TextToVideoPipeline(model).inference(*inputs())
-    with (
-        pytest.raises(ValueError, match=r"step 50 is not in 0..49"),
-        ATTENTION_WEIGHT_CAPTURE.capture(steps=[50]),
-    ):
-        TextToVideoPipeline(model).inference(*inputs())
+        with pytest.raises(ValueError, match=message), ATTENTION_WEIGHT_CAPTURE.capture(**request):
+            pipeline.inference(noise, prompt, negative)

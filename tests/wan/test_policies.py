@@ -1,0 +1,388 @@
+"""Cache policies: every slot against what it was fed, every call against the rules in float64, settings."""
+
+import re
+from dataclasses import fields
+from functools import cache
+
+import pytest
+import torch
+from conftest import ROOT, golden_model
+from helpers.policies import POLICIES as ROWS
+from helpers.policies import Simulation, settings_of_any_size
+from helpers.policy_oracle import Frame, LayerOracle
+from helpers.rollouts import TWO_STEPS, golden_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan import model as layers
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.files import read_yaml
+from wan.model import CausalWanModel
+from wan.pipeline import CausalInferencePipeline
+from wan.policies import POLICIES, PromptSwitch, make_policy, read_policy
+
+each_policy = pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+
+
+def test_every_policy_has_a_row_and_a_file():
+    files = {read_yaml(path)["name"] for path in FILES}
+    assert {row["name"] for row in ROWS} | {"per_head"} == files | {"full"} == set(POLICIES)
+
+
+@given(data=st.data(), size=st.integers(1, 3), blocks=st.integers(4, 12), first=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_every_slot_holds_what_it_says(data, size, blocks, first):
+    policy = make_policy(**data.draw(settings_of_any_size(size)))
+    sizes = [1 if first else size, *[size] * (blocks - 1)]
+    policy.check(sizes)
+    simulation, start = Simulation(policy, sizes), 0
+    for count in sizes:
+        frames = range(start, start := start + count)
+        for seen in simulation.run(frames):
+            simulation.check(seen)
+            layout = simulation.cache.layouts[0]
+            assert [layout.frames[i] for i in layout.own] == list(frames)  # a block sees itself, last
+            assert layout.own.stop == len(layout.slots) <= policy.most_slots(frames.stop)
+            assert list(layout.query_positions) == [layout.positions[i] for i in layout.own]
+
+
+# -- every call of a rollout against the rules in float64 (helpers/policy_oracle.py) -------------------------
+
+HEADS, LAYERS, WIDTH, S = 2, 2, 2, 2
+BLOCKS, SWITCH = 8, 4  # the prompt changes before block 4
+
+
+@cache
+def small_model() -> CausalWanModel:
+    torch.manual_seed(5)
+    sizes = {"dim": 24, "ffn_dim": 16, "num_heads": HEADS, "num_layers": LAYERS, "freq_dim": 8}
+    model = CausalWanModel(**sizes, text_dim=6, text_len=3, in_dim=2, out_dim=2, patch_size=(1, 1, 1))
+    for name, value in model.named_parameters():
+        if not name.endswith(("norm_q.weight", "norm_k.weight")):
+            torch.nn.init.normal_(value, std=0.4)
+    return model.eval().requires_grad_(False)
+
+
+def hows_of(row) -> list[str]:
+    """The ways to change the prompt that a policy has."""
+    policy = make_policy(**row)
+    can = {"cut": policy.positions_follow_slots, "recache": policy.can_recache}
+    return [how for how in ("keep", "flush", "cut", "recache") if can.get(how, True)]
+
+
+class Watch:
+    """Compares what every self-attention call hands on with the oracle of its layer."""
+
+    def __init__(self, row, block_size, how_at):
+        self.oracles = [LayerOracle(row, block_size, WIDTH) for _ in range(LAYERS)]
+        self.how_at, self.block, self.calls = how_at, [-1] * LAYERS, 0
+
+    def __enter__(self):
+        self.before = layers.SelfAttention.forward, layers.Block.forward
+        before_attention, before_block = self.before
+
+        def block_forward(module, x, time, rope, text, *rest):
+            self.text = text[0].double()
+            return before_block(module, x, time, rope, text, *rest)
+
+        def forward(module, x, rope, *rest):
+            out = before_attention(module, x, rope, *rest)
+            self.compare(module, x, out)
+            return out
+
+        layers.SelfAttention.forward, layers.Block.forward = forward, block_forward
+        return self
+
+    def __exit__(self, *error):
+        layers.SelfAttention.forward, layers.Block.forward = self.before
+
+    def compare(self, module, x, out):
+        at, layer = ATTENTION_WEIGHT_CAPTURE.now, module.site.layer
+        oracle, is_first = self.oracles[layer], self.block[layer] != at.block
+        block = range(at.query_frames[0], at.query_frames[-1] + 1)
+        if is_first and at.step >= 0:
+            self.block[layer] = at.block
+            oracle.begin(block, self.text, self.how_at.get(at.block, "keep"))
+        q, k = (norm(to(x)).double() for norm, to in ((module.norm_q, module.q), (module.norm_k, module.k)))
+        own = zip(block, k.split(S, 1), module.values(x).double().split(S, 1), strict=True)
+        tokens = torch.arange(S).expand(len(x), S)
+        frames = [
+            Frame(raw, v, torch.full_like(tokens, f), tokens, torch.full_like(tokens, f)) for f, raw, v in own
+        ]
+        expected = oracle.recache(q, frames) if at.step < 0 else oracle.attend(q, frames, is_first)
+        expected = expected.flatten(2) @ module.o.weight.double().T + module.o.bias.double()
+        torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+        self.calls += 1
+
+
+def roll_out(row, size=2, first=False, batch=2, blocks=BLOCKS, given_blocks=0, switch=None):
+    sizes = [1 if first else size, *[size] * (blocks - 1)]
+    given_frames, generator = sum(sizes[:given_blocks]), torch.Generator().manual_seed(7)
+    noise = torch.randn(batch, sum(sizes), 2, 1, 2, generator=generator)
+    renoise = torch.randn(1, *noise[:, given_frames:].shape, generator=generator)
+    embeds = torch.randn(2, batch, 3, 6, generator=generator)
+    pipeline = CausalInferencePipeline(
+        small_model(), size, first, **TWO_STEPS, cache_policy=make_policy(**row)
+    )
+    schedule = [PromptSwitch(sum(sizes[:at]), how=how, prompt_embeds=embeds[1]) for at, how in switch or ()]
+    beginning = {"initial_latent": noise[:, :given_frames]} if given_frames else {}
+    return pipeline.inference(
+        noise[:, given_frames:],
+        prompt_embeds=embeds[0],
+        renoise=renoise,
+        prompt_schedule=schedule,
+        **beginning,
+    )[1]
+
+
+@pytest.mark.parametrize(
+    "row, how", [pytest.param(row, how, id=f"{row['name']}-{how}") for row in ROWS for how in hows_of(row)]
+)
+def test_every_call_after_a_switch_sees_what_its_policy_says(row, how):
+    with Watch(row, 2, {SWITCH: how}) as watch:
+        roll_out(row, switch=[(SWITCH, how)])
+    assert watch.calls >= 3 * BLOCKS * LAYERS
+
+
+@given(
+    data=st.data(),
+    size=st.integers(1, 3),
+    first=st.booleans(),
+    batch=st.integers(1, 2),
+    blocks=st.integers(4, 8),
+    given_blocks=st.integers(0, 2),
+)
+@settings(max_examples=20, deadline=None)
+def test_every_call_sees_what_its_policy_says(data, size, first, batch, blocks, given_blocks):
+    row = data.draw(settings_of_any_size(size))
+    at = st.tuples(st.integers(1, blocks - 1), st.sampled_from(hows_of(row)))
+    switch = data.draw(st.lists(at, max_size=1))
+    case = (row, size, first, batch, blocks, given_blocks, switch)
+    with Watch(row, size, dict(switch)):
+        latents = roll_out(*case)
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[1], steps=[0, 2]) as calls:
+        assert torch.equal(latents, roll_out(*case))  # a second video equals the first, looked at or not
+    for call in calls:  # all mass is on frames or slots
+        mass = call.values.get("slot_mass", call.values["frame_mass"])
+        torch.testing.assert_close(mass.sum(-1), torch.ones(mass.shape[:-1]), atol=1e-5, rtol=0)
+
+
+# -- whole rollouts of the golden model ----------------------------------------------------------------------
+
+
+@cache
+def model() -> CausalWanModel:
+    """It keeps nothing of a rollout."""
+    return golden_model()
+
+
+def pipeline_of(row, **options) -> CausalInferencePipeline:
+    return CausalInferencePipeline(model(), cache_policy=make_policy(**row), **TWO_STEPS, **options)
+
+
+@cache
+def whole_past(num_frames: int) -> torch.Tensor:
+    return pipeline_of({"name": "full"}).inference(**golden_inputs(num_frames))[1]
+
+
+@each_policy
+def test_short_videos_need_no_policy_and_long_ones_do(row):
+    pipeline = pipeline_of(row)
+    if row["name"] != "memory_bank":  # whose bank repeats frames from the second block on
+        assert torch.equal(pipeline.inference(**golden_inputs(6))[1], whole_past(6))
+    long = pipeline.inference(**golden_inputs(15))[1]
+    assert torch.equal(long, whole_past(15)) == (row["name"] == "full")
+
+
+@each_policy
+@pytest.mark.parametrize(
+    "options, inputs",
+    [
+        ({"num_frame_per_block": 1}, {"num_frames": 10}),
+        ({}, {"num_frames": 12, "given": 6}),
+        ({"independent_first_frame": True}, {"num_frames": 13}),
+    ],
+    ids=["one frame", "given", "1 + 3"],
+)
+def test_a_batch_is_its_items(row, options, inputs):
+    pipeline = pipeline_of(row, **options)
+    both = pipeline.inference(**golden_inputs(batch=2, **inputs))[1]
+    alone = pipeline.inference(**golden_inputs(batch=2, item=1, **inputs))[1]
+    torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)
+
+
+@each_policy
+@pytest.mark.parametrize("how", ["cut", "recache"])
+def test_a_switch_that_a_policy_cannot_make_is_refused(row, how):
+    if how in hows_of(row):
+        pytest.skip("it can")
+    inputs = golden_inputs(12)
+    switch = PromptSwitch(9, how=how, prompt_embeds=inputs["prompt_embeds"])
+    with pytest.raises(ConfigError, match=f"prompt_schedule: cache_policy {row['name']} cannot"):
+        pipeline_of(row).inference(**inputs, prompt_schedule=[switch])
+
+
+def test_a_flush_finds_nothing_to_forget_while_the_sink_is_all_there_is():
+    inputs = golden_inputs(6)
+    flushed, kept = (
+        pipeline_of({"name": "window", "window": 9, "sink": 3}).inference(
+            **inputs,
+            prompt_schedule=[PromptSwitch(3, how=how, prompt_embeds=inputs["prompt_embeds"].flip(1))],
+        )[1]
+        for how in ("flush", "keep")
+    )
+    assert torch.equal(flushed, kept)
+
+
+@pytest.mark.parametrize("chosen, steps", [({}, {0, 1, 2}), ({"steps": [-1]}, {-1})])
+def test_the_cache_that_is_computed_again_is_captured_where_it_is_asked_for(chosen, steps):
+    inputs = golden_inputs(9)
+    schedule = [PromptSwitch(6, how="recache", prompt_embeds=inputs["prompt_embeds"])]
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[0], **chosen) as calls:
+        pipeline_of({"name": "window", "window": 6, "sink": 1}).inference(**inputs, prompt_schedule=schedule)
+    assert {call["step"] for call in calls} == steps
+
+
+@pytest.mark.parametrize(
+    "row, left_out, message",
+    [
+        ({"name": "full"}, "renoise", "a probe needs renoise: fresh noise would change"),
+        (
+            {"name": "window", "window": 9, "sink": 6, "released": "longlive"},
+            None,
+            "window changes its cache",
+        ),
+        ({"name": "memory_bank", "window": 6, "sink": 1}, None, "memory_bank changes its cache"),
+    ],
+    ids=["no renoise", "released", "chooses"],
+)
+def test_a_probe_that_would_change_the_rollout_is_refused(row, left_out, message):
+    inputs = {name: x for name, x in golden_inputs(9).items() if name != left_out}
+    with pytest.raises(ConfigError, match=message):
+        pipeline_of(row).inference(**inputs, probe=lambda block, denoise: denoise())
+
+
+@pytest.mark.parametrize(
+    "window, frames", [(7, [0, 6, 8, 10, 12, 13, 14]), (8, [0, 4, 6, 8, 10, 12, 13, 14])]
+)
+def test_a_stride_keeps_every_other_frame_of_the_past(window, frames):
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[0], steps=[0]) as calls:
+        pipeline_of({"name": "window", "window": window, "sink": 1, "stride": 2}).inference(
+            **golden_inputs(15)
+        )
+    assert calls[-1]["key_frames"] == frames
+
+
+# -- settings, files and documents ---------------------------------------------------------------------------
+
+FILES = sorted((ROOT / "configs/policies").glob("*.yaml"))
+HOSTILE = [None, True, -1, 2.5, float("nan"), "x", "é" * 500, "x\0", [3], {"a": 1}, 10**30, -(10**30)]
+NOT_A_MISTAKE = [("participative", "reuse_limit", None), ("window", "global_sink", True)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_is_a_policy_and_names_its_source(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    policy = read_policy(read_yaml(path))
+    assert path.read_text().startswith("# ") and read_policy(policy.describe()) == policy
+    assert RunConfig(cache_policy=read_yaml(path)).policy == policy
+
+
+@each_policy
+def test_any_wrong_value_of_any_field_is_one_line(row):
+    """What is not refused is a policy that can be described; a field that nothing has is refused too."""
+    name = row["name"]
+    for field in [*(f.name for f in fields(POLICIES[name])), "nope", "name", 3]:
+        for value in HOSTILE:
+            if (name, field, value) in NOT_A_MISTAKE or (field == "released" and value is True):
+                continue
+            with pytest.raises(ConfigError) as refused:
+                read_policy({**row, field: value})
+            assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "row, sizes, message",
+    [
+        ({"name": "magic"}, [], "'magic' is not one of full, window"),
+        ({"name": "window", "windw": 3}, [], "has no field 'windw'; it has"),
+        ({"name": "window", "window": "9"}, [], "window must be int, not '9'"),
+        ({"name": "window", "window": 3, "sink": 3}, [], "must be at least 4"),
+        ({"name": "window", "window": 3, "sink": -1}, [], "sink must be 0 or more"),
+        ({"name": "window", "window": 5, "sink": 3}, [1, 3], "must be at least 6"),
+        ({"name": "window", "released": "rolex"}, [], "'rolex' is not one of self_forcing, longlive"),
+        ({"name": "full", "released": True}, [], "leave it out"),
+        ({"name": "deep_sink", "released": True}, [1, 3], "has blocks of 3 frames"),
+        ({"name": "participative", "sink": 4, "recent": 4, "budget": 7}, [], "must be at least 8"),
+        ({"name": "participative", "window": 12}, [], "may be at most 12"),
+        ({"name": "participative", "recent": 2, "budget": 14}, [3], "recent 2 cannot hold a block of 3"),
+        ({"name": "ema_sink", "alpha": 1.5}, [], r"alpha must be in 0\.\.1, not 1.5"),
+        ({"name": "ema_sink", "sink": 0}, [], "sink must be at least 1"),
+        ({"name": "two_memories", "window": 5}, [], "must be at least 6"),
+        ({"name": "rolling_sink", "sink": 1}, [], "has no sink"),
+        ({"name": "rolling_sink", "window": 5}, [3], "cannot hold two blocks of 3"),
+        ({"name": "memory_bank", "bank": 0}, [], "bank must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(row, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_policy(**row).check(sizes)
+
+
+LONG_SINK = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_infinity"}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"prompt_schedule": [{"frame": 4, "prompt": "a"}]}, "does not begin a block .* begin at 3, 6"),
+        ({"prompt_schedule": [{"frame": 6, "prompt": "a"}] * 2}, "two prompts begin at frame 6"),
+        ({"prompt_schedule": [{"frame": 6, "prompt": "a", "how": "jump"}]}, "'jump' is not one of keep"),
+        ({"prompt_schedule": [{"frame": 6, "prompt": "a", "how": ["keep"] * 500}]}, "is not one of keep"),
+        ({"prompt_schedule": [{"frame": 6}]}, "needs a frame .* and a prompt"),
+        ({"prompt_schedule": [{"frame": True, "prompt": "a"}]}, "needs a frame"),
+        ({"prompt_schedule": [{"frame": 6, "text": "a"}]}, "has no 'text'"),
+        ({"prompt_schedule": [{"frame": 6, "prompt": "a\0b"}]}, "prompt_schedule has a NUL character at 1"),
+        ({"prompt_schedule": [{"frame": 6, "prompt": "a" * 100_001}]}, "prompt_schedule has 100001 char"),
+        (
+            {"cache_policy": LONG_SINK, "prompt_schedule": [{"frame": 3, "prompt": "a", "how": "cut"}]},
+            "a cut at frame 3 would rotate .*; cut after its 6 frames, or use flush",
+        ),
+        ({"recompute_context": -5}, "must be 0 or more frames, not -5"),
+        ({"recompute_context": 6, "local_attn_size": 6}, "do not fit the window of 6 .* window of 9"),
+        ({"recompute_context": 6, "cache_policy": {"name": "rolling_sink"}}, "take window or relative"),
+        ({"local_attn_size": 9, "sink_size": 3, "cache_policy": {"name": "full"}}, "window: 9, sink: 3"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(config, message):
+    with pytest.raises(ConfigError, match=message):
+        RunConfig(**config)
+
+
+def test_sizes_that_just_fit_are_taken():
+    switch = {"frame": 6, "prompt": "a", "how": "cut"}
+    assert RunConfig(cache_policy=LONG_SINK, prompt_schedule=[switch]).switches[0].how == "cut"
+    assert RunConfig(recompute_context=6, local_attn_size=9).policy.describe() == {
+        "name": "window",
+        "window": 9,
+    }
+
+
+def test_the_policy_of_the_contributors_page_runs():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    names: dict = {}
+    source = re.search(r"```python\n(@dataclass\nclass EveryOther.*?)```", text, re.S)[1]
+    exec("from wan.policies import *\n" + source, names)
+    pipeline = CausalInferencePipeline(model(), cache_policy=names["EveryOther"](window=8, sink=1))
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], steps=[0], granularity="frame") as calls:
+        pipeline.inference(torch.randn(1, 15, 16, 2, 4), prompt_embeds=torch.randn(1, 32, 64))
+    assert calls[-1]["key_frames"] == [0, 4, 6, 8, 10, 12, 13, 14]
+
+
+def test_the_page_has_every_policy():
+    page = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in POLICIES)
+    shown = re.findall(r"\]\(policies/(\w+)\.svg\)", page)
+    assert sorted(shown) == sorted(path.stem for path in (ROOT / "docs/policies").glob("*.svg"))
