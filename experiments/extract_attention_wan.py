@@ -44,9 +44,10 @@ def parser() -> Parser:
 
 def config_from(args: argparse.Namespace) -> RunConfig:
     """Return the settings of the directory's model, overridden by the flags that were given."""
-    from experiments.extraction import base
+    from experiments.extraction import project_files
 
-    path = args.config_path or (base.config_for(args.ckpt_dir) if args.ckpt_dir else base.CONFIGS[0])
+    chosen = project_files.config_for(args.ckpt_dir) if args.ckpt_dir else project_files.CONFIGS[0]
+    path = args.config_path or chosen
     if args.gpu_id is not None:
         args.device = f"cuda:{args.gpu_id}"
     config = load_config(path, {name: getattr(args, name) for name in RUN_FLAGS})

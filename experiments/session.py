@@ -24,9 +24,8 @@ from experiments.caches.formats import AtlasCache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import causal, project_files
 from experiments.extraction import memory as memory_estimate
-from experiments.extraction.cache_builders import atlas_cache, atlas_requests
+from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.prompt_embeds import with_given_prompt
-from experiments.extraction.result import Extraction
 from experiments.extraction.video import decode, save_video
 from experiments.running.cli import FOLDER, policy_settings
 from experiments.running.progress import Progress
@@ -97,7 +96,7 @@ class Pipe:
 
     def __init__(self, config: RunConfig):
         self.config, self.model_config = config, read_model_config(config.ckpt_dir)
-        self._session: causal.Session | None = None
+        self._session: causal.LoadedModel | None = None
         self._seen: Seen | None = None
 
     def generate(self, prompt: str | None = None, seed: int | None = None, quiet: bool = True) -> "Run":

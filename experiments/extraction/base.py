@@ -5,8 +5,8 @@ one each.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,45 +14,27 @@ import torch
 from experiments.caches.files import RunError
 from experiments.caches.formats import PassTag, build_layer_cache
 from experiments.extraction import checks, rollout
+from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.causal import common_fields, draw_noise, run_in_background
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
-from experiments.extraction.edits import plain_edits_of, plainly_edited, record_of
+from experiments.extraction.edits import edits_of, record_of
 from experiments.extraction.memory import Memory, check_memory
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
-from experiments.extraction.result import Extraction
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest
-from wan.config import MODELS, ModelConfig, RunConfig, load_config
+from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
-from wan.interventions import ACTIVE_EDITS
+from wan.interventions import ACTIVE_EDITS, intervene
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
-
-CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
 
 LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
 
 
-def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
-    """The config whose model has the sizes of a directory's. Raises ConfigError where none has.
-
-    home is where the project's configs/ and checkpoints/ are.
-    """
-    sizes = checkpoint.read_model_config(ckpt_dir)
-    for path in CONFIGS:
-        config = load_config(home / path)
-        if sizes == (MODELS.get(config.model) or checkpoint.read_model_config(home / config.ckpt_dir)):
-            return path
-    raise ConfigError(
-        f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} "
-        f"is in {', '.join(CONFIGS)}; name its settings with --config_path"
-    )
-
-
 def as_one_block(config: RunConfig) -> RunConfig:
-    """The settings of a bidirectional run: base weights, base.num_video_frames as one block."""
+    """Return the settings of a bidirectional run: base weights, base.num_video_frames as one block."""
     frames = latent_frames(config.base.num_video_frames)
     return replace(
         config,
@@ -70,7 +52,7 @@ def as_one_block(config: RunConfig) -> RunConfig:
 
 
 def choose_layer(config: RunConfig, layer: int | None) -> int:
-    """The layer asked for, else the config's, or the last one where the model has fewer."""
+    """Return the layer asked for, else the config's, or the last one where the model has fewer."""
     num_layers = checkpoint.read_model_config(config.ckpt_dir).num_layers
     if layer is None:
         return min(config.base.layer_index, num_layers - 1)
@@ -102,28 +84,47 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
     dtype = choose_dtype(config.dtype, device)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
     checks.check_model(config, model_config)
-    edits = plain_edits_of(config)
+    edits = edits_of(config.interventions, "config")
+    for edit in edits:
+        if edit.needs:
+            raise ConfigError(
+                f"runs of the base model cannot make this edit, which needs {edit.needs}: {edit}"
+            )
     weights_file = checkpoint.transformer_file(config.ckpt_dir)
-    encodes = needs_encoder(config, prompts_of(config), model_config, dtype, device)
+    prompts = [config.prompt, config.base.negative_prompt]  # of the two branches of guidance
+    encodes = needs_encoder(config, prompts, model_config, dtype, device)
     check_memory(
         Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), observer.quiet
     )
     sha256 = run_in_background(checkpoint.file_sha256, weights_file)
-    common = common_fields(config, model_config, weights_file, dtype, device) | _sampling_fields(config)
+    common = common_fields(config, model_config, weights_file, dtype, device)
+    base = config.base
+    common |= {  # how it was sampled; the causal rollout's settings do not apply
+        "orig_num_frames": base.num_video_frames,
+        "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
+        "guidance_scale": base.guidance_scale,
+        "timestep_shift": base.shift,
+        "num_steps": base.num_steps,
+        "negative_prompt": base.negative_prompt,
+        "config": {"height": config.height, "width": config.width},
+    }
     with rollout.out_of_memory("encoding the prompt"):
-        texts = encode_prompts(config, prompts_of(config), model_config, dtype, device)
-    (prompt, words), (negative, _) = (texts[text] for text in prompts_of(config))
+        texts = encode_prompts(config, prompts, model_config, dtype, device)
+    (prompt, words), (negative, _) = (texts[text] for text in prompts)
     with rollout.out_of_memory("loading the model"):
-        pipeline = load_pipeline(config, model_config, dtype, device)
+        state = checkpoint.read_transformer_state(config.ckpt_dir)
+        sizes = model_config, state, config.ckpt_dir, dtype, device, config.offload
+        model = checkpoint.build_model(WanModel, *sizes)
+    pipeline = TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
     noise, _ = draw_noise(config, model_config, torch.float32, device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    with threads_for(noise, model_config), plainly_edited(edits):
+    with threads_for(noise, model_config), intervene(*edits) if edits else nullcontext():
         edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
         latents, calls, done = rollout.sample(pipeline, noise, prompt, negative, [request], observer)
     common["weights_sha256"] = sha256.result()
     if edits:
         common["interventions"] = record_of(edits)
-    stopped = f"{done} of {config.base.num_steps} steps" if done < config.base.num_steps else ""
+    stopped = f"{done} of {base.num_steps} steps" if done < base.num_steps else ""
     if absent := [str(step) for step in request.steps or () if step >= done]:
         note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "
         common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
@@ -132,43 +133,13 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
     )
 
 
-def load_pipeline(
-    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> TextToVideoPipeline:
-    """The base model's pipeline with the weights of ckpt_dir."""
-    state = checkpoint.read_transformer_state(config.ckpt_dir)
-    model = checkpoint.build_model(
-        WanModel, model_config, state, config.ckpt_dir, dtype, device, config.offload
-    )
-    base = config.base
-    return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
-
-
-def _sampling_fields(config: RunConfig) -> dict[str, Any]:
-    """The fields of a cache that say how it was sampled; the causal rollout's settings do not apply."""
-    return {
-        "orig_num_frames": config.base.num_video_frames,
-        "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
-        "guidance_scale": config.base.guidance_scale,
-        "timestep_shift": config.base.shift,
-        "num_steps": config.base.num_steps,
-        "negative_prompt": config.base.negative_prompt,
-        "config": {"height": config.height, "width": config.width},
-    }
-
-
-def prompts_of(config: RunConfig) -> list[str]:
-    """The texts of guidance's two branches."""
-    return [config.prompt, config.base.negative_prompt]
-
-
 def select_branch(run: Extraction, branch: str) -> Extraction:
-    """The run as if only one branch of guidance, "cond" or "uncond", had been captured."""
+    """Return the run as if only one branch of guidance, "cond" or "uncond", had been captured."""
     return replace(run, records=[call for call in run.records if call["branch"] == branch])
 
 
 def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
-    """Mean logits of every frame pair of one layer at one step, with the prompt and without."""
+    """Return mean logits of every frame pair of one layer at one step, with the prompt and without."""
     cond, uncond = (
         select_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
     )
@@ -179,7 +150,7 @@ def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
 
 
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
-    """Mean logits and mass of every layer at those of the steps that were reached, of one branch."""
+    """Return mean logits and mass of every layer at those of the steps that were reached, of one branch."""
     layers, branch_run = list(range(run.num_layers)), select_branch(run, branch)
     reached = {call["step"] for call in run.records}
     steps = [step for step in steps if step in reached]

@@ -1,8 +1,9 @@
 """A rollout in each cache format: what it asks of the capture (*_requests), and its dict (*_cache)."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -10,211 +11,132 @@ from torch import Tensor
 
 from experiments.caches import frames
 from experiments.caches.files import RunError
-from experiments.caches.formats import AVERAGE, NO_KEY, Figure4Layer, build_layer_cache
-from experiments.caches.frames import query_frame_curves
+from experiments.caches.formats import AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
 from experiments.caches.view import averages_of_slots, averages_of_tokens, most_averages
-from experiments.extraction.result import Extraction
+from wan.blocks import block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.rope import RotaryTable
 
-# --- What an atlas keeps of slots: their frames and positions, and the values of those that are no frames
-LEAST_MASS = 1e-4  # what is less is rounding
-NO_SLOT = -9  # in slot_frame, beside -1 an average, -2 zeros, -3 tokens of several frames
+LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 
 
-def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
-    """slot_frame, slot_position, slot_tokens [layers, blocks, slots]; slot_logits, slot_mass, tokens_kept.
+@dataclass(frozen=True)
+class Extraction:
+    """One rollout, finished or stopped: what was captured and generated, and the fields that caches share."""
 
-    Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
-    """
-    if run.config.policy.name in ("full", "window") and not run.config.policy.source:
-        return {}
-    blocks = [[_of_blocks(run, layer, step) for step in steps] for layer in layers]  # [layers][steps][blocks]
-    slots = max(len(call["slot_frame"]) for layer in blocks for calls in layer for call in calls)
-    found: dict[str, Any] = {"schema_version": 2}
-    for name, absent in (("slot_frame", NO_SLOT), ("slot_position", NO_SLOT), ("slot_tokens", 0)):
-        rows = [[_padded(call[name], slots, absent) for call in layer[0]] for layer in blocks]
-        found[name] = torch.tensor(rows, dtype=torch.int32)
-    layouts = [call.layout for call in blocks[0][0] if call.layout is not None]
-    found["sink_slots"] = [layout.sink.stop for layout in layouts]
-    found["memory_slots"] = [sum(bool(slot.items) for slot in layout.slots) for layout in layouts]
-    mixed = any("slot_logits" in call.values for layer in blocks for calls in layer for call in calls)
-    if run.config.policy.keeps_whole_frames and not mixed:  # a release may have zeros among its frames
-        return found
-    for name in ("slot_logits", "slot_mass"):
-        if name.replace("slot", "frame") in run.quantities:
-            parts = [torch.stack([_rows(run, calls, name, slots) for calls in layer]) for layer in blocks]
-            found[name] = torch.stack(parts)  # [layers, P, H, F, slots]
-    if run.config.policy.name == "per_head" and "slot_mass" in found:
-        _add_averages(found)
-    if run.config.policy.name == "participative":
-        kept = [[_tokens_of_frames(run, call) for call in layer[0]] for layer in blocks]
-        found["tokens_kept"] = torch.tensor(kept, dtype=torch.int32)
-    return found
+    config: RunConfig
+    num_layers: int
+    records: list[CapturedCall]
+    latents: Tensor  # [1, F, C, h, w]; fewer frames where the run was stopped
+    pass_timesteps: list[float]  # of a block's passes, the clean pass last
+    prompt_tokens: list[str]  # text of each prompt token, without padding
+    common: dict[str, Any]
+    stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
 
+    @property
+    def last_block(self) -> list[int]:
+        """Frames of the last finished block."""
+        return block_frames(self.config.block_sizes, self.blocks_done - 1)
 
-def average_columns(run: Extraction, layer: int, step: int) -> Tensor | None:
-    """Mean logits of averages of frames that are gone [H, F, averages]; None where no block sees one."""
-    name = "token_logits" if "token_logits" in run.quantities else "frame_logits"
-    found = [(call["query_frames"], _averages(run, call)) for call in run.captured(name, layer, step)]
-    pieces = [(queries, values) for queries, values in found if values is not None]
-    if not pieces:
-        return None
-    most = max(values.shape[-1] for _, values in pieces)
-    columns = torch.full((len(pieces[0][1]), run.config.num_frames, most), torch.nan)
-    for queries, values in pieces:
-        columns[:, queries, : values.shape[-1]] = values
-    return columns
+    @property
+    def blocks_done(self) -> int:
+        return self.common.get("blocks_done", len(self.config.block_sizes))
 
+    def pass_tag(self, step: int) -> PassTag:
+        """A pass of the causal rollout, whose last one is the clean pass."""
+        return PassTag(step, self.pass_timesteps[step], step == len(self.pass_timesteps) - 1)
 
-def _averages(run: Extraction, call: CapturedCall) -> Tensor | None:
-    """Mean logits of the averages that a call sees [H, Fq, averages], by slot or token; None for none."""
-    values = call.values
-    if "slot_logits" in values:
-        slot_frame = torch.tensor(call["slot_frame"])
-        count = most_averages(slot_frame)
-        return averages_of_slots(values["slot_logits"][0], slot_frame, count) if count else None
-    if "token_logits" not in values or "key_frame" not in values or AVERAGE not in values["key_frame"][0]:
-        return None
-    curves = query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
-    return averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
+    @cached_property
+    def _calls(self) -> dict[tuple[str, int, int], list[CapturedCall]]:
+        """The calls of every quantity, layer and step, in block order."""
+        calls = defaultdict(list)
+        for call in self.records:
+            for name in call.values:
+                calls[name, call.site.layer, call["step"]].append(call)
+        return dict(calls)
 
+    @property
+    def layers(self) -> list[int]:
+        """Layers of which anything was captured."""
+        return sorted({layer for _, layer, _ in self._calls})
 
-def _add_averages(found: dict[str, Any]) -> None:
-    """Heads of a class may see averages, which are no frames: one more slot has their mass together."""
-    mass = found["slot_mass"]  # [N, P, H, F, slots]
-    rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)
-    if not (rest > LEAST_MASS).any():
-        return
-    found["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
-    found["slot_logits"] = torch.cat([found["slot_logits"], torch.full_like(rest, torch.nan)], -1)
-    for name, code in (("slot_frame", AVERAGE), ("slot_position", AVERAGE), ("slot_tokens", 0)):
-        column = torch.full_like(found[name][..., :1], code)
-        found[name] = torch.cat([found[name], column], -1)
+    @property
+    def quantities(self) -> set[str]:
+        """Names of what was captured: frame_logits, key_curve, token_logits and so on."""
+        return {name for name, _, _ in self._calls}
 
+    def captured(self, name: str, layer: int, step: int) -> list[CapturedCall]:
+        """Return the calls of one layer and pass that hold a quantity. RunError where there is none."""
+        if (name, layer, step) not in self._calls:
+            raise RunError(f"layer {layer}, step {step}: no {name} was captured")
+        return self._calls[name, layer, step]
 
-def _of_blocks(run: Extraction, layer: int, step: int) -> list[CapturedCall]:
-    return run.captured("frame_logits", layer, step)
+    def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
+        """Assemble frame_logits or frame_mass of all blocks [H, F, F], NaN where nothing was attended.
 
+        Where token logits were captured, the mean logits are those of their frame pairs.
+        """
+        S, num_frames = self.common["frame_seq_length"], self.config.num_frames
+        if name != "frame_logits" or "token_logits" not in self.quantities:
+            pieces = [(call, call.values[name][0]) for call in self.captured(name, layer, step)]
+        else:
+            pieces = []
+            for call in self.captured("token_logits", layer, step):
+                curves = frames.query_frame_curves(call.values["token_logits"][0], S)
+                if "key_frame" in call.values:
+                    by_frame = frames.by_key_frame(curves, call.values["key_frame"][0], num_frames, mean=True)
+                    pieces.append((call, by_frame[..., call["key_frames"]]))
+                else:
+                    pieces.append((call, frames.curves_to_frames(curves, S)))
+        where = [(call["query_frames"], call["key_frames"], piece) for call, piece in pieces]
+        return frames.assemble(where, num_frames)
 
-def _padded(values: list[int], length: int, filler: int) -> list[int]:
-    return [*values, *[filler] * (length - len(values))]
+    def stack(
+        self, value: Callable[[int, int], Tensor], layers: Sequence[int], steps: Sequence[int]
+    ) -> Tensor:
+        """Stack value(layer, step) of some layers and steps -> [layers, steps, ...]."""
+        return torch.stack([torch.stack([value(layer, step) for step in steps]) for layer in layers])
 
-
-def _rows(run: Extraction, calls: Sequence[CapturedCall], name: str, slots: int) -> Tensor:
-    """Values of every slot for the queries of all blocks [H, F, slots]; NaN: no slot, or no query."""
-    heads = calls[0].values["frame_logits"].shape[1]
-    rows = torch.full((heads, run.config.num_frames, slots), torch.nan)
-    for call in calls:
-        values = call.values.get(name, call.values[name.replace("slot", "frame")])[0]  # frames are the slots
-        rows[:, call["query_frames"], : values.shape[-1]] = values.float()
-    return rows
+    def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int]) -> Tensor:
+        """Stack frame_matrix of some layers and steps -> [layers, steps, H, F, F]."""
+        return self.stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)
 
 
-def _tokens_of_frames(run: Extraction, call: CapturedCall) -> list[int]:
-    """How many tokens of each frame a block's queries see."""
-    kept = [0] * run.config.num_frames
-    if "tokens_kept" in call.values:
-        counts = call.values["tokens_kept"][0].tolist()
-    else:
-        counts = [run.common["frame_seq_length"]] * len(call["key_frames"])
-    for frame, count in zip(call["key_frames"], counts, strict=True):
-        kept[frame] = count
-    return kept
-
-
-# --- What caches keep per key: values of one call, and the key curves of an atlas, whatever the keys are
-OF_KEYS = ("key_frame", "key_token", "key_position")
-WHOLE = ("token_logits", "token_probabilities", "attended")  # kept with their axis of one batch item
+def padded(values: Tensor, length: int, filler: float) -> Tensor:
+    """[..., n] -> [..., length]."""
+    return torch.nn.functional.pad(values, (0, length - values.shape[-1]), value=filler)
 
 
 def call_values(call: CapturedCall) -> dict[str, Any]:
-    """The values of a call as caches have them: of one video, key and token numbers as int32."""
-    names = {"token_logits": "attn_logits", "token_probabilities": "attn_weights"}
-    return {
-        names.get(name, name): value
-        if name in WHOLE
-        else value[0]
-        if value.is_floating_point()
-        else value[0].int()
-        for name, value in call.values.items()
-    }
+    """Return the values of a call as caches have them: of one video, key and token numbers as int32."""
+    found = {}
+    for name, value in call.values.items():
+        if name in ("token_logits", "token_probabilities"):
+            found["attn_logits" if name == "token_logits" else "attn_weights"] = value
+        elif name == "attended":
+            found[name] = value
+        else:
+            found[name] = value[0] if value.is_floating_point() else value[0].int()
+    return found
 
 
-def slot_entries(call: CapturedCall, num_frames: int) -> dict[str, Tensor]:
-    """slot_frame, slot_position and tokens_kept of a call whose slots are not frames in their places."""
-    if call.layout is None or call.layout.is_in_place:
-        return {}
-    slots = {name: torch.tensor(call[name], dtype=torch.int32) for name in ("slot_frame", "slot_position")}
-    if "tokens_kept" not in call.values:
-        return slots
-    kept = torch.zeros(num_frames, dtype=torch.int32)
-    kept[call["key_frames"]] = call.values["tokens_kept"][0].int()
-    return slots | {"tokens_kept": kept}
+def version_of(run: Extraction) -> dict[str, int]:
+    """schema_version 2 where keys are not frames in their places: who reads 1 alone would misread them."""
+    in_place = all(call.layout is None or call.layout.is_in_place for call in run.records)
+    return {} if in_place else {"schema_version": 2}
 
 
-def last_key_curves(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Tensor]:
-    """key_curve [N, P, H, keys] float16 of the last block's queries, NaN where not attended.
-
-    keys are the tokens of all frames, F·S. Where slots are not frames in their places they are the cache's
-    keys as they lie, and key_frame, key_token, key_position [N, keys] say what each is.
-    """
-    calls = {layer: run.captured("key_curve", layer, _last_step(run)) for layer in layers}
-    named = {layer: found[0] for layer, found in calls.items() if "key_frame" in found[0].values}
-    if not named:
-        return {"key_curve": run.stack(partial(_by_frame, run), layers, steps)}
-    length = max(call.k_shape[1] for (call, *_) in calls.values())
-    fields: dict[str, Tensor] = {"key_curve": run.stack(partial(_by_key, run, length), layers, steps)}
-    for name, filler in zip(OF_KEYS, (NO_KEY, 0, NO_KEY), strict=True):
-        rows = [named[layer].values[name][0] for layer in layers]
-        fields[name] = torch.stack([_padded_keys(row.int(), length, filler) for row in rows])
-    return fields
-
-
-def _last_step(run: Extraction) -> int:
-    return run.config.passes_of_block(len(run.config.block_sizes) - 1)[-1]
-
-
-def _by_key(run: Extraction, length: int, layer: int, step: int) -> Tensor:
-    """Key curve of the last block over its keys as they lie: [H, length] float16."""
-    if step not in run.config.passes_of_block(len(run.config.block_sizes) - 1):
-        return torch.full((run.common["num_heads"], length), torch.nan).half()
-    curve = run.captured("key_curve", layer, step)[0].values["key_curve"][0]
-    return _padded_keys(curve.half(), length, torch.nan)
-
-
-def _padded_keys(row: Tensor, length: int, filler: float) -> Tensor:
-    """[..., n] -> [..., length]."""
-    missing = row.new_full((*row.shape[:-1], length - row.shape[-1]), filler)
-    return torch.cat([row, missing], -1)
-
-
-def _by_frame(run: Extraction, layer: int, step: int) -> Tensor:
-    """Key curve of the last block among all tokens: [H, F·S] float16, NaN where not attended."""
-    S, there = run.common["frame_seq_length"], run.config.passes_of_block(len(run.config.block_sizes) - 1)
-    if step not in there:  # a pass of the first block alone
-        return torch.full((run.common["num_heads"], run.config.num_frames * S), torch.nan).half()
-    call = run.captured("key_curve", layer, step)[0]
-    per_frame = call.values["key_curve"][0].unflatten(-1, (-1, S)).mT  # [H, S, Fk]
-    spread = frames.spread_keys(per_frame, call["key_frames"], run.config.num_frames)
-    return spread.mT.flatten(1).half()
-
-
-# --- A rollout in each cache format: what it asks of the capture (*_requests), and its dict (*_cache)
+# --- figure4: the last block, an entry per layer
 def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True) -> list[CaptureRequest]:
-    """The last block of the chosen layers in the chosen pass."""
+    """Ask for the last block of the chosen layers in the chosen pass."""
     if granularity != "token" and not is_logits:
         raise ConfigError(
             f"--capture probabilities needs --granularity token, not {granularity}; its mass is in every one"
         )
-    frame = CaptureRequest(
-        layers=config.layer_indices,
-        blocks=[len(config.block_sizes) - 1],
-        steps=[config.step],
-        granularity="frame",
-    )
+    last, layers = len(config.block_sizes) - 1, config.layer_indices
+    frame = CaptureRequest(layers=layers, blocks=[last], steps=[config.step], granularity="frame")
     if granularity == "token":
         dtype = torch.float16 if is_logits else torch.float32
         return [replace(frame, granularity="token", is_logits=is_logits, token_dtype=dtype)]
@@ -222,62 +144,65 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
 
 
 def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
-    """Attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
+    """Return attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
     layers = list(dict.fromkeys(run.config.layer_indices))
-    seen = {frame for call in run.records for frame in call["key_frames"]}
+    seen = sorted({frame for call in run.records for frame in call["key_frames"]})
+    sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
+    repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=seen)
+    entries = []
+    for layer in layers:
+        entry: dict[str, Any] = {"layer_idx": layer, "is_logits": is_logits, **repeated}
+        for call in run.records:
+            if call.site.layer != layer:
+                continue
+            entry |= call_values(call) | _slots_of_call(call, run.config.num_frames)
+            for name in ("frame_logits", "frame_mass"):
+                if name in call.values:
+                    entry[name] = frames.spread_keys(entry[name], call["key_frames"], run.config.num_frames)
+        if "attn_logits" in entry:
+            entry["attn_weights"] = entry["attn_logits"]  # older notebooks read either name
+        entries.append(entry)
     own = {
         "format": "figure4",
         "is_logits": is_logits,
-        "attention_weights": [_figure4_layer(run, layer, is_logits, sorted(seen)) for layer in layers],
+        "attention_weights": entries,
         "capture_method": "native_inference_capture",
         "layer_indices": layers,
         "query_frames": run.last_block,
-        "key_frames": sorted(seen),
+        "key_frames": seen,
     }
-    return {**run.common, **_version(run), **run.pass_tag(run.config.step)._asdict(), **own}
+    return {**run.common, **version_of(run), **run.pass_tag(run.config.step)._asdict(), **own}
 
 
-def _figure4_layer(run: Extraction, layer: int, is_logits: bool, key_frames: list[int]) -> dict[str, Any]:
-    """The last block's calls of one layer as an entry of attention_weights."""
-    calls = [call for call in run.records if call.site.layer == layer]
-    sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
-    repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=key_frames)
-    values: dict[str, Any] = {}
-    for call in calls:
-        values |= call_values(call) | slot_entries(call, run.config.num_frames)
-        for name in ("frame_logits", "frame_mass"):
-            if name in values and name in call.values:
-                values[name] = frames.spread_keys(values[name], call["key_frames"], run.config.num_frames)
-    entry = {"layer_idx": layer, "is_logits": is_logits, **repeated, **values}
-    if "attn_logits" in entry:
-        entry["attn_weights"] = entry["attn_logits"]  # older notebooks read either name
-    return entry
+def _slots_of_call(call: CapturedCall, num_frames: int) -> dict[str, Tensor]:
+    """slot_frame, slot_position and tokens_kept of a call whose slots are not frames in their places."""
+    if call.layout is None or call.layout.is_in_place:
+        return {}
+    slots = {name: torch.tensor(call[name], dtype=torch.int32) for name in ("slot_frame", "slot_position")}
+    if "tokens_kept" in call.values:
+        slots["tokens_kept"] = torch.zeros(num_frames, dtype=torch.int32)
+        slots["tokens_kept"][call["key_frames"]] = call.values["tokens_kept"][0].int()
+    return slots
 
 
-def _version(run: Extraction) -> dict[str, int]:
-    """schema_version 2 where keys are not frames in their places: who reads 1 alone would misread them."""
-    in_place = all(call.layout is None or call.layout.is_in_place for call in run.records)
-    return {} if in_place else {"schema_version": 2}
-
-
+# --- inference: token matrices, an entry per call
 def inference_requests(
     config: RunConfig,
     blocks: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
     is_logits: bool = False,
 ) -> list[CaptureRequest]:
-    """Token matrices of the config's layers: float32 probabilities, or float16 logits.
+    """Ask for token matrices of the config's layers: float32 probabilities, or float16 logits.
 
     blocks None is the last one, and -1 counts from the end; steps None is the config's.
     """
     count = len(config.block_sizes)
-    chosen = [block + count if -count <= block < 0 else block for block in (blocks or [-1])]
     return [
         CaptureRequest(
             layers=config.layer_indices,
-            blocks=chosen,
+            blocks=[block + count if -count <= block < 0 else block for block in (blocks or [-1])],
             steps=steps or [config.step],
             is_logits=is_logits,
             token_dtype=torch.float16 if is_logits else torch.float32,
@@ -286,11 +211,10 @@ def inference_requests(
 
 
 def inference_cache(run: Extraction) -> dict[str, Any]:
-    """The captured calls in the order of the rollout, each with its layer and pass."""
-    tags = ("is_logits", "block", "step", "timestep", "is_clean_pass")
-    shapes = ("query_frames", "q_shape", "k_shape")
+    """Return the captured calls in the order of the rollout, each with its layer and pass."""
+    names = ("is_logits", "block", "step", "timestep", "is_clean_pass", "query_frames", "q_shape", "k_shape")
     calls = [
-        {"layer_idx": call.site.layer, **call_values(call), **{name: call[name] for name in (*tags, *shapes)}}
+        {"layer_idx": call.site.layer, **call_values(call), **{name: call[name] for name in names}}
         | {"key_frames": sorted(call["key_frames"])}
         for call in run.records
     ]
@@ -301,26 +225,52 @@ def inference_cache(run: Extraction) -> dict[str, Any]:
         "layer_indices": list(dict.fromkeys(run.config.layer_indices)),
         "num_transformer_blocks": run.num_layers,
     }
-    return {**run.common, **_version(run), **own}
+    return {**run.common, **version_of(run), **own}
 
 
+# --- layer: every frame pair of one layer
 def layer_requests(
     config: RunConfig, granularity: Literal["token", "frame"] = "frame"
 ) -> list[CaptureRequest]:
-    """All blocks of one layer in the chosen pass; token granularity gives the same numbers the long way."""
+    """Ask for all blocks of one layer in the chosen pass; both granularities give the same numbers."""
     return [
         CaptureRequest(layers=[config.layer_index], steps=[config.step], granularity=granularity, mass=False)
     ]
 
 
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
-    """Mean logits of every frame pair of one layer, each block at the chosen pass."""
-    matrix = run.frame_matrix("frame_logits", layer, run.config.step)
-    at = run.pass_tag(run.config.step)
-    averages = average_columns(run, layer, run.config.step)
-    return build_layer_cache(run.common, at, layer, matrix, run.last_block, averages=averages)
+    """Return mean logits of every frame pair of one layer, each block at the chosen pass."""
+    step = run.config.step
+    matrix = run.frame_matrix("frame_logits", layer, step)
+    averages = average_columns(run, layer, step)
+    return build_layer_cache(run.common, run.pass_tag(step), layer, matrix, run.last_block, averages=averages)
 
 
+def average_columns(run: Extraction, layer: int, step: int) -> Tensor | None:
+    """Mean logits of averages of frames that are gone [H, F, averages]; None where no block sees one."""
+    name = "token_logits" if "token_logits" in run.quantities else "frame_logits"
+    pieces = []
+    for call in run.captured(name, layer, step):
+        values = call.values
+        if "slot_logits" in values:
+            slot_frame = torch.tensor(call["slot_frame"])
+            if count := most_averages(slot_frame):
+                found = averages_of_slots(values["slot_logits"][0], slot_frame, count)
+                pieces.append((call["query_frames"], found))
+        elif "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
+            curves = frames.query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
+            keys = values["key_frame"][0], values["key_token"][0]
+            pieces.append((call["query_frames"], averages_of_tokens(curves, *keys, mean=True)))
+    if not pieces:
+        return None
+    most = max(found.shape[-1] for _, found in pieces)
+    columns = torch.full((len(pieces[0][1]), run.config.num_frames, most), torch.nan)
+    for queries, found in pieces:
+        columns[:, queries, : found.shape[-1]] = found
+    return columns
+
+
+# --- atlas: all layers, blocks and passes by frame
 def atlas_requests(
     config: RunConfig,
     mass: bool,
@@ -329,7 +279,7 @@ def atlas_requests(
     rope_bands: bool = False,
     layers: Collection[int] | None = None,
 ) -> list[CaptureRequest]:
-    """Every block and pass of some layers (None: all) by frame; the key curve of the last block."""
+    """Ask for every block and pass of some layers (None: all) by frame; the key curve is the last block's."""
     requests = [CaptureRequest(layers=layers, granularity="frame", mass=mass, rope_bands=rope_bands)]
     if key_curve:
         last = [len(config.block_sizes) - 1]
@@ -340,8 +290,8 @@ def atlas_requests(
 
 
 def atlas_cache(run: Extraction) -> dict[str, Any]:
-    """Everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
-    layers, steps = run.layers, range(len(run.pass_timesteps))
+    """Return everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
+    layers, steps, num_frames = run.layers, range(len(run.pass_timesteps)), run.config.num_frames
     atlas: dict[str, Any] = {
         **run.common,
         "format": "atlas",
@@ -357,33 +307,122 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
     for name in ("frame_mass", "frame_logits_by_band"):
         if name in run.quantities:
             atlas[name] = run.frame_matrices(name, layers, steps)
-    if "attended" in run.quantities:
-        atlas["attended"] = run.stack(partial(_attended, run), layers, steps)
     if "frame_logits_by_band" in atlas:
         atlas["rope_bands"] = list(RotaryTable(run.records[0].q_shape[-1]).bands)
+
+    def attended(layer: int, step: int) -> Tensor:  # bool [H, F, F]: False where an edit left one out, too
+        calls = run.captured("frame_logits", layer, step)
+        there = [(call, (~call.values["frame_logits"][0].isnan()).float()) for call in calls]
+        pieces = [(call["query_frames"], call["key_frames"], piece) for call, piece in there]
+        return frames.assemble(pieces, num_frames) == 1
+
+    def cross_mass(layer: int, step: int) -> Tensor:  # [H, F, tokens]; NaN for frames that were not reached
+        calls, words = run.captured("cross_mass", layer, step), len(run.prompt_tokens)
+        rows = torch.full((run.common["num_heads"], num_frames, words), torch.nan)
+        for call in calls:
+            rows[:, call["query_frames"]] = call.values["cross_mass"][0, ..., :words].float()
+        return rows
+
+    if "attended" in run.quantities:
+        atlas["attended"] = run.stack(attended, layers, steps)
     if "key_curve" in run.quantities:
         atlas |= last_key_curves(run, layers, steps)
     if "cross_mass" in run.quantities:
-        atlas["cross_mass"] = run.stack(partial(_cross_mass, run), layers, steps)
+        atlas["cross_mass"] = run.stack(cross_mass, layers, steps)
         atlas["cross_tokens"] = run.prompt_tokens
     return atlas
 
 
-def _attended(run: Extraction, layer: int, step: int) -> Tensor:
-    """Which frames each head attended to, bool [H, F, F]; False where an edit left one out, too."""
-    calls = run.captured("frame_logits", layer, step)
-    pieces = [
-        (call["query_frames"], call["key_frames"], (~call.values["frame_logits"][0].isnan()).float())
-        for call in calls
-    ]
-    return frames.assemble(pieces, run.config.num_frames) == 1
+def last_key_curves(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Tensor]:
+    """key_curve [N, P, H, keys] float16 of the last block's queries, NaN where not attended.
+
+    keys are the tokens of all frames, F·S. Where slots are not frames in their places they are the cache's
+    keys as they lie, and key_frame, key_token, key_position [N, keys] say what each is.
+    """
+    S, num_frames, H = run.common["frame_seq_length"], run.config.num_frames, run.common["num_heads"]
+    passes = run.config.passes_of_block(len(run.config.block_sizes) - 1)
+    first = {layer: run.captured("key_curve", layer, passes[-1])[0] for layer in layers}
+    named = {layer: call for layer, call in first.items() if "key_frame" in call.values}
+    length = max(call.k_shape[1] for call in first.values()) if named else num_frames * S
+
+    def curve(layer: int, step: int) -> Tensor:
+        if step not in passes:  # a pass of the first block alone
+            return torch.full((H, length), torch.nan).half()
+        call = run.captured("key_curve", layer, step)[0]
+        values = call.values["key_curve"][0]
+        if named:
+            return padded(values.half(), length, torch.nan)
+        per_frame = values.unflatten(-1, (-1, S)).mT  # [H, S, Fk]
+        return frames.spread_keys(per_frame, call["key_frames"], num_frames).mT.flatten(1).half()
+
+    fields = {"key_curve": run.stack(curve, layers, steps)}
+    for name, filler in (("key_frame", NO_KEY), ("key_token", 0), ("key_position", NO_KEY)) if named else ():
+        rows = [padded(named[layer].values[name][0].int(), length, filler) for layer in layers]
+        fields[name] = torch.stack(rows)
+    return fields
 
 
-def _cross_mass(run: Extraction, layer: int, step: int) -> Tensor:
-    """Mass on every prompt token, [H, F, tokens]; NaN for frames that were not reached."""
-    calls, words = run.captured("cross_mass", layer, step), len(run.prompt_tokens)
-    heads = calls[0].values["cross_mass"].shape[1]
-    rows = torch.full((heads, run.config.num_frames, words), torch.nan)
-    for call in calls:
-        rows[:, call["query_frames"]] = call.values["cross_mass"][0, ..., :words].float()
-    return rows
+def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
+    """slot_frame, slot_position, slot_tokens [layers, blocks, slots]; slot_logits, slot_mass, tokens_kept.
+
+    Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
+    """
+    policy, num_frames = run.config.policy, run.config.num_frames
+    if policy.name in ("full", "window") and not policy.source:
+        return {}
+    calls = [
+        [run.captured("frame_logits", layer, step) for step in steps] for layer in layers
+    ]  # [N][P][blocks]
+    every = [call for of_layer in calls for blocks in of_layer for call in blocks]
+    slots = max(len(call["slot_frame"]) for call in every)
+    found: dict[str, Any] = {"schema_version": 2}
+    for name, absent in (("slot_frame", NO_KEY), ("slot_position", NO_KEY), ("slot_tokens", 0)):
+        rows = [
+            [padded(torch.tensor(call[name], dtype=torch.int32), slots, absent) for call in of_layer[0]]
+            for of_layer in calls
+        ]
+        found[name] = torch.stack([torch.stack(row) for row in rows])
+    layouts = [call.layout for call in calls[0][0] if call.layout is not None]
+    found["sink_slots"] = [layout.sink.stop for layout in layouts]
+    found["memory_slots"] = [sum(bool(slot.items) for slot in layout.slots) for layout in layouts]
+    if policy.keeps_whole_frames and not any("slot_logits" in call.values for call in every):
+        return found  # a release may have zeros among its frames
+
+    def rows_of(name: str, blocks: Sequence[CapturedCall]) -> Tensor:
+        """Values of every slot for the queries of all blocks [H, F, slots]; NaN: no slot, or no query."""
+        of_frames = name.replace("slot", "frame")  # where frames are the slots
+        rows = torch.full((run.common["num_heads"], num_frames, slots), torch.nan)
+        for call in blocks:
+            values = call.values.get(name, call.values[of_frames])[0]
+            rows[:, call["query_frames"], : values.shape[-1]] = values.float()
+        return rows
+
+    for name in ("slot_logits", "slot_mass"):
+        if name.replace("slot", "frame") in run.quantities:
+            parts = [torch.stack([rows_of(name, blocks) for blocks in of_layer]) for of_layer in calls]
+            found[name] = torch.stack(parts)  # [layers, P, H, F, slots]
+    if policy.name == "per_head" and "slot_mass" in found:
+        _add_averages(found)
+    if policy.name == "participative":
+        kept = torch.zeros(len(layers), len(calls[0][0]), num_frames, dtype=torch.int32)
+        for n, of_layer in enumerate(calls):
+            for b, call in enumerate(of_layer[0]):
+                counts = call.values.get("tokens_kept")
+                whole = run.common["frame_seq_length"]
+                kept[n, b, call["key_frames"]] = whole if counts is None else counts[0].int()
+        found["tokens_kept"] = kept
+    return found
+
+
+def _add_averages(found: dict[str, Any]) -> None:
+    """Add one slot for the mass on averages, which heads of a class may see and which are no frames."""
+    mass = found["slot_mass"]  # [N, P, H, F, slots]
+    rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)
+    if not (rest > LEAST_MASS).any():
+        return
+    found["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
+    slots = mass.shape[-1] + 1
+    for name, filler in (
+        ("slot_logits", torch.nan), ("slot_frame", AVERAGE), ("slot_position", AVERAGE), ("slot_tokens", 0)
+    ):  # fmt: skip
+        found[name] = padded(found[name], slots, filler)

@@ -3,9 +3,11 @@
 The scripts are faces of this file and of cache_builders.py, which turns the result into a cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -15,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.caches.files import replacing
 from experiments.caches.formats import READ_BY
 from experiments.extraction import checks
+from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.devices import choose_device, choose_dtype, threads_for
-from experiments.extraction.edits import edited, edits_of, record_of
+from experiments.extraction.edits import check_sources, edits_of, record_of, require_means, source_of
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import (
@@ -29,14 +33,14 @@ from experiments.extraction.prompt_embeds import (
     needs_encoder,
 )
 from experiments.extraction.provenance import provenance
-from experiments.extraction.result import Extraction
 from experiments.extraction.rollout import out_of_memory, roll_out
 from wan import checkpoint, parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
-from wan.config import ModelConfig, RunConfig
+from wan.config import ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
-from wan.interventions import ACTIVE_EDITS
+from wan.files import UnreadableError, load_tensors
+from wan.interventions import ACTIVE_EDITS, Ablate, Edit, Edits, Source, intervene
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
 from wan.noise import SeededNoise
@@ -44,55 +48,16 @@ from wan.offload import StreamedBlocks
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch
+from wan.recorders import HeadOutputs, Key, ReferenceMeans, RunInStep, record_head_outputs
 from wan.rolling_forcing import RollingForcingPipeline
 
-# --- Where a loaded model runs and how its layers are launched: on several GPUs, from graphs, aside for now
-FORWARDS = 35  # that one GPU makes without graphs, those of 21 frames: a single short video records none
+FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
+MEANS = Path("cache/reference_means")
+MEANS_SEEDS = (0, 1)
 
 
-def share(model: CausalWanModel, gpus: int) -> None:
-    """Let the processes that were started for it make each call of a model together, where gpus says so."""
-    if gpus == 1:
-        return
-    group = parallel.joined()
-    if group is None or group.size() != gpus:
-        raise ConfigError(
-            f"gpus is {gpus}, which the scripts run_extraction*.py know; elsewhere start {gpus} processes by "
-            "torchrun, and let each call wan.parallel.join()"
-        )
-    apply_head_parallel(model, group)
-    replay_layers(model, after=1)
-
-
-def replay_layers(model: CausalWanModel, after: int) -> None:
-    """Replay the layers of a model on a GPU from graphs, when they were called so often without.
-
-    Streamed layers are not replayed: they wait for weights, not for Python.
-    """
-    if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):
-        apply_cuda_graphs(model, after)
-
-
-@contextmanager
-def model_aside(
-    loaded: Sequence[CausalInferencePipeline], device: torch.device, config: RunConfig
-) -> Iterator[None]:
-    """Move a model that is loaded to the host while the encoder takes its place on the GPU."""
-    if not loaded or device.type == "cpu" or encoding_device(config, device).type == "cpu":
-        yield
-        return
-    model = loaded[0].model
-    forget_cuda_graphs(model)  # they have the weights' addresses, and memory that the encoder may need
-    model.to("cpu")
-    try:
-        yield
-    finally:
-        model.to(device)
-
-
-# --- From a config to a rollout: load the model, generate one video, keep what was asked for
 @dataclass(frozen=True)
-class Session:
+class LoadedModel:
     """What rollouts of one config share: the model, the embeddings of every prompt, the caches' fields."""
 
     model_config: ModelConfig
@@ -120,41 +85,29 @@ class Session:
         return latents
 
     def switches(self, config: RunConfig) -> list[PromptSwitch]:
-        """The prompts that follow the first one, with their embeddings."""
+        """Return the prompts that follow the first one, with their embeddings."""
         return [replace(s, prompt_embeds=self.texts[str(s.prompt)][0]) for s in config.switches]
 
-    def with_weights(self, config: RunConfig) -> "Session":
-        """The same with the weights that another config names."""
-        pipeline = load_pipeline(config, self.model_config, self.dtype, self.device)
-        return replace(self, pipeline=pipeline)
+    def with_weights(self, config: RunConfig) -> "LoadedModel":
+        """Return the same with the weights that another config names."""
+        return replace(self, pipeline=load_pipeline(config, self.model_config, self.dtype, self.device))
 
 
-def extract(
-    config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None
-) -> Extraction:
-    """Generate one video as the config says and capture on the way; less where the observer asks to stop.
-
-    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
-    right.
-    """
-    observer = observer or RunObserver()
-    return extract_next(prepare(config, requests, observer=observer), config, requests, observer)
-
-
+# --- Loading
 def prepare(
     config: RunConfig,
     requests: Sequence[CaptureRequest],
     prompts: Sequence[str] | None = None,
     observer: RunObserver | None = None,
     replays: bool = False,
-) -> Session:
+) -> LoadedModel:
     """Load what rollouts of a config need, for its prompt or for several. ConfigError for bad input.
 
     What that takes is said before anything is loaded, and refused where it does not fit. replays: rollouts
     are many or long, and nobody changes or hooks into the model, so that a GPU replays layers from graphs.
     """
-    later = [str(switch.prompt) for switch in config.switches]
-    prompts = list(dict.fromkeys([*(prompts or [config.prompt]), *later]))
+    prompts = [*(prompts or [config.prompt]), *(str(switch.prompt) for switch in config.switches)]
+    prompts = list(dict.fromkeys(prompts))
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
@@ -169,8 +122,17 @@ def prepare(
     loaded: list[CausalInferencePipeline] = []
 
     def encode(some: Sequence[str]) -> dict[str, PromptStates]:
-        with out_of_memory("encoding the prompt"), model_aside(loaded, device, config):
-            return encode_prompts(config, some, model_config, dtype, device)
+        """Encode prompts; on a GPU a model that is loaded makes room meanwhile."""
+        moves = loaded and device.type != "cpu" and encoding_device(config, device).type != "cpu"
+        with out_of_memory("encoding the prompt"):
+            if moves:
+                forget_cuda_graphs(loaded[0].model)  # they have the weights' addresses, and memory
+                loaded[0].model.to("cpu")
+            try:
+                return encode_prompts(config, some, model_config, dtype, device)
+            finally:
+                if moves:
+                    loaded[0].model.to(device)
 
     texts = PromptTexts(prompts, encode)
     texts[prompts[0]]  # the first ones before the model is there: the encoder needs as much memory again
@@ -181,78 +143,69 @@ def prepare(
     loaded.append(pipeline)
     if observer and not observer.quiet:
         print(pipeline.weights)
-    return Session(model_config, pipeline, texts, common, sha256, device, dtype)
+    return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype)
 
 
-def extract_next(
-    session: Session,
-    config: RunConfig,
-    requests: Sequence[CaptureRequest],
-    observer: RunObserver | None = None,
-) -> Extraction:
-    """extract() with what is loaded already; config may have another prompt and seed than at loading."""
-    observer = observer or RunObserver()
-    prompt_embeds, prompt_tokens = session.texts[config.prompt]
-    switches = session.switches(config)
-    requests = [with_words(request, len(prompt_tokens)) for request in requests]
-    noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
-    observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    edits = edits_of(config.interventions, "config")
-    with threads_for(noise, session.model_config), edited(session, config, edits):
-        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
-        latents, records = roll_out(
-            session.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer, switches
-        )
-    common, stopped = (
-        session.common
-        | {"prompt": config.prompt, "seed": config.seed, "weights_sha256": session.sha256.result()},
-        "",
+def load_pipeline(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CausalInferencePipeline:
+    """Load the checkpoint's weights, or the base weights where there is none; GPUs share the model."""
+    state, report = read_weights(config, model_config)
+    model = checkpoint.build_model(
+        CausalWanModel,
+        model_config,
+        state,
+        config.checkpoint_path or config.ckpt_dir,
+        dtype,
+        device,
+        config.offload,
+        local_attn_size=config.local_attn_size,
+        sink_size=config.sink_size,
     )
-    if config.sampler == "rolling_forcing":
-        common |= {"schema_version": 2, "rolling_timesteps": session.pipeline.timesteps}
-    if edits:
-        common |= {"interventions": record_of(edits)}
-    if latents.shape[1] < config.num_frames:
-        ends = [0, *accumulate(config.block_sizes)]
-        common |= {"partial": True, "blocks_done": ends.index(latents.shape[1])}
-        stopped = f"{common['blocks_done']} of {len(config.block_sizes)} blocks"
-    return Extraction(
-        config,
-        session.model_config.num_layers,
-        records,
-        latents,
-        session.pipeline.pass_timesteps,
-        prompt_tokens,
-        common,
-        stopped,
+    if config.gpus > 1:
+        group = parallel.joined()
+        if group is None or group.size() != config.gpus:
+            raise ConfigError(
+                f"gpus is {config.gpus}, which the scripts run_extraction*.py know; elsewhere start "
+                f"{config.gpus} processes by torchrun, and let each call wan.parallel.join()"
+            )
+        apply_head_parallel(model, group)
+        replay_layers(model, after=1)
+    pipeline = pipeline_of(model, config)
+    pipeline.weights = str(report)
+    return pipeline
+
+
+def replay_layers(model: CausalWanModel, after: int) -> None:
+    """Replay the layers of a model on a GPU from graphs, when they were called so often without.
+
+    Streamed layers are not replayed: they wait for weights, not for Python.
+    """
+    if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):
+        apply_cuda_graphs(model, after)
+
+
+def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
+    """Set up the rollout of a model as a config says: blocks, steps and what the cache keeps."""
+    sampler = RollingForcingPipeline if config.sampler == "rolling_forcing" else CausalInferencePipeline
+    return sampler(
+        model,
+        config.num_frame_per_block,
+        config.independent_first_frame,
+        config.denoising_step_list,
+        config.warp_denoising_step,
+        config.timestep_shift,
+        config.context_noise,
+        cache_policy=config.policy,
+        first_block_steps=config.first_block_steps,
+        recompute_context=config.recompute_context,
     )
-
-
-def with_words(request: CaptureRequest, num_words: int) -> CaptureRequest:
-    """A request for maps of words keeps those of the prompt, unless it says how many."""
-    if request.granularity != "map" or request.num_words is not None:
-        return request
-    return replace(request, num_words=num_words)
-
-
-def run_in_background(function: Callable, *args) -> Future:
-    """The result of a function that runs beside this one; nobody waits for it when the process ends."""
-    future: Future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # whoever asks for the result gets it
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
-    return future
 
 
 def common_fields(
     config: RunConfig, model_config: ModelConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """The fields that every cache of a run carries, but for weights_sha256, which takes a while."""
+    """Return the fields that every cache of a run carries, but for weights_sha256, which takes a while."""
     return {
         "schema_version": 1,  # an atlas with slots says 2
         "read_by": READ_BY,
@@ -270,44 +223,73 @@ def common_fields(
     } | provenance(config, weights_file, dtype, device)
 
 
-def load_pipeline(
-    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> CausalInferencePipeline:
-    """The causal pipeline with the checkpoint's weights, or the base weights where there is none."""
-    state, report = read_weights(config, model_config)
-    source = config.checkpoint_path or config.ckpt_dir
-    model = checkpoint.build_model(
-        CausalWanModel,
-        model_config,
-        state,
-        source,
-        dtype,
-        device,
-        config.offload,
-        local_attn_size=config.local_attn_size,
-        sink_size=config.sink_size,
-    )
-    share(model, config.gpus)
-    pipeline = pipeline_of(model, config)
-    pipeline.weights = str(report)
-    return pipeline
+def run_in_background(function: Callable, *args) -> Future:
+    """Run a function in a daemon thread: the process may end without it."""
+    future: Future = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
 
 
-def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
-    """The rollout of a model as a config says: blocks, steps and what the cache keeps."""
-    sampler = RollingForcingPipeline if config.sampler == "rolling_forcing" else CausalInferencePipeline
-    return sampler(
-        model,
-        config.num_frame_per_block,
-        config.independent_first_frame,
-        config.denoising_step_list,
-        config.warp_denoising_step,
-        config.timestep_shift,
-        config.context_noise,
-        cache_policy=config.policy,
-        first_block_steps=config.first_block_steps,
-        recompute_context=config.recompute_context,
-    )
+# --- One rollout
+def extract(
+    config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None
+) -> Extraction:
+    """Generate one video as the config says and capture on the way; less where the observer asks to stop.
+
+    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
+    right.
+    """
+    observer = observer or RunObserver()
+    return extract_next(prepare(config, requests, observer=observer), config, requests, observer)
+
+
+def extract_next(
+    loaded: LoadedModel,
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    observer: RunObserver | None = None,
+) -> Extraction:
+    """extract() with what is loaded already; config may have another prompt and seed than at loading."""
+    observer = observer or RunObserver()
+    prompt_embeds, tokens = loaded.texts[config.prompt]
+    switches = loaded.switches(config)
+    requests = [  # maps of words are of the prompt's, unless it is said how many
+        replace(r, num_words=len(tokens)) if r.granularity == "map" and r.num_words is None else r
+        for r in requests
+    ]
+    noise, renoise = draw_noise(config, loaded.model_config, loaded.dtype, loaded.device)
+    observer.log("rollout", prompt=config.prompt, seed=config.seed)
+    edits = edits_of(config.interventions, "config")
+    with threads_for(noise, loaded.model_config), edited(loaded, config, edits):
+        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
+        latents, records = roll_out(
+            loaded.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer, switches
+        )
+    common = loaded.common | {"prompt": config.prompt, "seed": config.seed}
+    common["weights_sha256"], stopped = loaded.sha256.result(), ""
+    if config.sampler == "rolling_forcing":
+        common |= {"schema_version": 2, "rolling_timesteps": loaded.pipeline.timesteps}
+    if edits:
+        common["interventions"] = record_of(edits)
+    if latents.shape[1] < config.num_frames:
+        done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
+        common |= {"partial": True, "blocks_done": done}
+        stopped = f"{done} of {len(config.block_sizes)} blocks"
+    layers, timesteps = loaded.model_config.num_layers, loaded.pipeline.pass_timesteps
+    return Extraction(config, layers, records, latents, timesteps, tokens, common, stopped)
+
+
+def policy_atlas(config_path: str | Path, settings: Mapping[str, Any], num_frames: int) -> dict[str, Any]:
+    """Return mean logits and mass of every call of num_frames frames under the policy of settings."""
+    config = replace(load_config(config_path, {"cache_policy": dict(settings)}), num_frames=num_frames)
+    return atlas_cache(extract(config, atlas_requests(config, mass=True, key_curve=False, cross=False)))
 
 
 def draw_noise(
@@ -336,3 +318,101 @@ def seeded_noise(
 
 def _most_steps(config: RunConfig) -> int:
     return max(len(config.denoising_step_list), len(config.first_block_steps or ()))
+
+
+# --- Edits of a rollout with what they need: means of a reference set, and runs in step
+@contextmanager
+def edited(loaded: LoadedModel, config: RunConfig, edits: Sequence[Edit]) -> Iterator[Edits | None]:
+    """Make edits while a rollout of config runs, with the means and the runs in step that they need."""
+    if not edits:
+        yield None
+        return
+    loaded.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
+    check_sources(edits, config)
+    data: dict[Edit, object] = {}
+    runs: dict[Source, RunInStep] = {}
+    with ExitStack() as stack:
+        for edit in edits:
+            source, how = source_of(edit), edit.how if isinstance(edit, Ablate) else None
+            if isinstance(source, Source):
+                if source not in runs:
+                    runs[source] = stack.enter_context(run_of(loaded, config, source))
+                data[edit] = runs[source]
+            elif how == "mean":
+                data[edit] = reference_means(loaded, config, source)
+            elif how == "frame_mean":
+                own = [one for one in data.values() if isinstance(one, HeadOutputs)]
+                data[edit] = own[0] if own else _head_outputs(loaded, config)
+        yield stack.enter_context(intervene(*edits, data=data))
+
+
+def run_of(loaded: LoadedModel, config: RunConfig, source: Source) -> RunInStep:
+    """Return the run in step that a source names."""
+    other = replace(
+        config,
+        prompt=config.prompt if source.prompt is None else source.prompt,
+        seed=config.seed if source.seed is None else source.seed,
+    )
+    if source.weights is not None:
+        path = None if source.weights == "base" else source.weights
+        loaded = loaded.with_weights(replace(other, checkpoint_path=path))
+    return RunInStep(lambda: loaded.rollout(other))
+
+
+def _head_outputs(loaded: LoadedModel, config: RunConfig) -> HeadOutputs:
+    with record_head_outputs() as outputs:
+        loaded.rollout(config)
+    return outputs
+
+
+def reference_means(loaded: LoadedModel, config: RunConfig, path: object = None) -> ReferenceMeans:
+    """Return mean head outputs over the config's reference_prompts and two seeds, or those of a named file.
+
+    They are made once, and kept in cache/reference_means.
+    """
+    if isinstance(path, (str, Path)):
+        return ReferenceMeans(_read_means(Path(path), loaded.model_config))
+    kept = MEANS / f"{means_name(loaded, config)}.pt"
+    if kept.is_file():
+        return ReferenceMeans(_read_means(kept, loaded.model_config))
+    runs = [(prompt, seed) for prompt in config.reference_prompts for seed in MEANS_SEEDS]
+    means = ReferenceMeans.over(
+        [_head_outputs(loaded, replace(config, prompt=prompt, seed=seed)) for prompt, seed in runs]
+    )
+    with replacing(kept) as file:
+        torch.save({"|".join(map(str, key)): values for key, values in means.values.items()}, file)
+    return means
+
+
+def means_name(loaded: LoadedModel, config: RunConfig) -> str:
+    """Return 16 digits of the hash of what the means depend on."""
+    said = {
+        "weights": loaded.sha256.result(),
+        "dtype": str(loaded.dtype),
+        "prompts": list(config.reference_prompts),
+        "seeds": MEANS_SEEDS,
+        "config": loaded.common["config"],
+        "files": loaded.common["files"],  # also the LoRA and the text encoder
+        "blocks": config.block_sizes,
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _read_means(path: Path, sizes: ModelConfig) -> dict[Key, Tensor]:
+    require_means(path)
+    try:
+        values = load_tensors(path, False)
+        means: dict[Key, Tensor] = {}
+        for name in values:
+            kind, layer, step, branch = name.split("|")
+            means[kind, int(layer), int(step), branch] = values[name]
+    except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
+    wanted = [sizes.num_heads, sizes.head_dim]
+    for x in means.values():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or list(x.shape[1:]) != wanted:
+            raise ConfigError(
+                f"{path} holds no means of head outputs of this model's {wanted[0]} heads of {wanted[1]} "
+                "numbers; leave source out, or name another file"
+            )
+    return means

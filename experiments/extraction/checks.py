@@ -69,7 +69,21 @@ def check_forwards(model: WanModel, forwards: list[Forward], latents: Tensor) ->
     if all(finite[:-1]):
         raise RunError(f"{_pass(seen[-1].at)}: the latents are not finite; {REMEDY}")
     wrong = seen[finite.index(False)]
-    name, module = _first_not_finite(model, wrong)
+    parts = {f"layer {layer}": block for layer, block in enumerate(model.blocks)} | {"head": model.head}
+    found: list[tuple[str, nn.Module]] = []
+
+    def look(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if not found and not output.isfinite().all():
+            found.append((name, module))
+
+    hooks = [part.register_forward_hook(partial(look, name)) for name, part in parts.items()]
+    try:
+        with nullcontext() if wrong.at is None else ATTENTION_WEIGHT_CAPTURE.during(wrong.at):
+            wrong.again()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    name, module = found[0] if found else ("the model", model)
     spoilt = next((w for w, values in module.named_parameters() if not values.isfinite().all()), None)
     raise RunError(
         f"{name}, {_pass(wrong.at)}: its output is not finite"
@@ -77,62 +91,36 @@ def check_forwards(model: WanModel, forwards: list[Forward], latents: Tensor) ->
     )
 
 
-def _first_not_finite(model: WanModel, forward: Forward) -> tuple[str, nn.Module]:
-    """The first layer, or the head, whose output is not finite when a forward is done again."""
-    parts = {f"layer {layer}": block for layer, block in enumerate(model.blocks)} | {"head": model.head}
-    found: list[tuple[str, nn.Module]] = []
-
-    def look(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        if not found and not is_finite(output):
-            found.append((name, module))
-
-    hooks = [part.register_forward_hook(partial(look, name)) for name, part in parts.items()]
-    announced = nullcontext() if forward.at is None else ATTENTION_WEIGHT_CAPTURE.during(forward.at)
-    try:
-        with announced:
-            forward.again()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else ("the model", model)
-
-
 def check_values(calls: Sequence[CapturedCall]) -> None:
     """Raise RunError for captured numbers that cannot be right, naming layer, block and pass."""
     for call in calls:
+        where = f"layer {call.site.layer}, {_pass(call.at)}"
         for name, values in call.values.items():
             if name in ("attended", "map_queries"):
                 continue
             heads_differ = name.startswith("frame_") and _heads_differ(values)
             left_out = "attended" in call.values and not name.endswith("_mass")  # by an intervention: NaN
-            if not heads_differ and not (no_infinity if left_out else is_finite)(values):
-                in_half = values.dtype == torch.float16
-                raise RunError(
-                    f"{_call(call)}: {name} is not finite"
-                    f"{' in float16; --capture probabilities keeps float32' if in_half else f'; {REMEDY}'}"
-                )
+            wrong = values.isinf().any() if left_out else not all(x.isfinite() for x in values.aminmax())
+            if wrong and not heads_differ:
+                half = " in float16; --capture probabilities keeps float32"
+                remedy = half if values.dtype == torch.float16 else f"; {REMEDY}"
+                raise RunError(f"{where}: {name} is not finite{remedy}")
             if name == "frame_mass" and ("slot_mass" in call.values or heads_differ):
                 continue  # averages of frames are of no frame
             if name.endswith("_mass") or name == "token_probabilities":
-                unit = _tokens_of_a_frame(call) if name == "map_mass" else 1
+                # maps keep mass times the tokens of a frame
+                unit = call.layout.tokens_per_slot if name == "map_mass" and call.layout else 1
                 off = (values.sum(-1, dtype=torch.float32) / unit - 1).abs().max().item()
                 if off > MASS_TOLERANCE:
-                    raise RunError(f"{_call(call)}: rows of {name} sum to 1 ± {off:.2g}, not to 1")
-
-
-def _tokens_of_a_frame(call: CapturedCall) -> int:
-    """S: maps keep mass times it."""
-    assert call.layout is not None
-    return call.layout.tokens_per_slot
+                    raise RunError(f"{where}: rows of {name} sum to 1 ± {off:.2g}, not to 1")
 
 
 def _heads_differ(values: Tensor) -> bool:
     """Whether heads see different frames: values [B, H, Fq, Fk] are NaN for all queries of some of them."""
     missing = values.isnan()
-    whole = missing.all(2) if values.ndim == 4 else missing
-    return (
-        bool(missing.any()) and values.ndim == 4 and torch.equal(missing.any(2), whole) and not missing.all()
-    )
+    if values.ndim != 4 or not missing.any() or missing.all():
+        return False
+    return torch.equal(missing.any(2), missing.all(2))
 
 
 def check_complete(
@@ -148,51 +136,31 @@ def check_complete(
     has_pass(block, step) says which passes a block has, where blocks differ.
     """
     for request in requests:
-        done = _DoneCalls(num_layers, num_blocks, num_passes, has_pass)
-        _check_complete(calls, request, done)
-
-
-@dataclass(frozen=True)
-class _DoneCalls:
-    """What a rollout has done: its layers, its finished blocks, and their passes."""
-
-    num_layers: int
-    num_blocks: int
-    num_passes: int
-    has_pass: Callable[[int, int], bool]
-
-    def wanted(self, request: CaptureRequest) -> list[tuple[int, int, int]]:
-        """Layer, block and step of every call that a request asks for."""
-        layers = range(self.num_layers) if request.layers is None else request.layers
-        blocks = range(self.num_blocks) if request.blocks is None else request.blocks
-        steps = range(self.num_passes) if request.steps is None else request.steps
-        return [
+        layers = range(num_layers) if request.layers is None else request.layers
+        blocks = range(num_blocks) if request.blocks is None else request.blocks
+        steps = range(num_passes) if request.steps is None else request.steps
+        wanted = [
             (layer, block, step)
             for layer, block, step in product(layers, blocks, steps)
-            if block < self.num_blocks and step < self.num_passes and self.has_pass(block, step)
+            if block < num_blocks and step < num_passes and has_pass(block, step)
         ]
-
-
-def _check_complete(calls: Sequence[CapturedCall], request: CaptureRequest, done: _DoneCalls) -> None:
-    for kind in request.kinds:
-        names = _asked_for(request, kind)
-        fired = {
-            (call.site.layer, call["block"], call["step"])
-            for call in calls
-            if call.site.kind == kind and names <= call.values.keys()
-        }
-        wanted = done.wanted(request)
-        missing = [call for call in wanted if call not in fired]
-        if missing:
-            layer, block, step = missing[0]
-            raise RunError(
-                f"layer {layer}, block {block}, step {step}: its {kind}-attention never reported "
-                f"{min(names)}; {len(missing)} of {len(wanted)} calls are missing"
-            )
+        for kind in request.kinds:
+            names = _asked_for(request, kind)
+            fired = {
+                (call.site.layer, call["block"], call["step"])
+                for call in calls
+                if call.site.kind == kind and names <= call.values.keys()
+            }
+            if missing := [call for call in wanted if call not in fired]:
+                layer, block, step = missing[0]
+                raise RunError(
+                    f"layer {layer}, block {block}, step {step}: its {kind}-attention never reported "
+                    f"{min(names)}; {len(missing)} of {len(wanted)} calls are missing"
+                )
 
 
 def _asked_for(request: CaptureRequest, kind: str) -> set[str]:
-    """The values that a call must have."""
+    """Return the names of the values that a call must have."""
     if request.granularity == "token":
         return {"token_logits" if request.is_logits else "token_probabilities"}
     if request.granularity == "key":
@@ -207,31 +175,16 @@ def _asked_for(request: CaptureRequest, kind: str) -> set[str]:
 def check_model(config: RunConfig, model_config: ModelConfig) -> None:
     """Raise ConfigError where a directory holds another model than the config, and so the cache, names."""
     named = MODELS.get(config.model)
-    if named and (
-        different := [
-            f"{name} {getattr(model_config, name)} instead of {getattr(named, name)}"
-            for name in ("num_layers", "num_heads", "dim", "ffn_dim")
-            if getattr(model_config, name) != getattr(named, name)
-        ]
-    ):
+    different = [
+        f"{name} {getattr(model_config, name)} instead of {getattr(named, name)}"
+        for name in ("num_layers", "num_heads", "dim", "ffn_dim")
+        if named and getattr(model_config, name) != getattr(named, name)
+    ]
+    if different:
         raise ConfigError(
             f"{config.ckpt_dir} is not {config.model}: {', '.join(different)}; "
             "name a config with its settings by --config_path"
         )
-
-
-def no_infinity(x: Tensor) -> bool:
-    """Whether all values but NaN are finite."""
-    return not bool(x.isinf().any())
-
-
-def is_finite(x: Tensor) -> bool:
-    """Whether all values are finite, without a copy of the size of x."""
-    return all(bool(end.isfinite()) for end in x.aminmax())
-
-
-def _call(call: CapturedCall) -> str:
-    return f"layer {call.site.layer}, {_pass(call.at)}"
 
 
 def _pass(at: Pass | None) -> str:

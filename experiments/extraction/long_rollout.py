@@ -3,13 +3,14 @@
 A kill loses the block that was being made. The same call goes on: finished blocks pass through the model
 once more, as given ones, so that the cache is what it was; the decoder looks back over the last ones.
 Policies that choose by the denoising passes make their blocks again, and must find the same bits.
+Attention goes into a small file for each block as it is finished: memory is that of one block.
 """
 
 import json
 import os
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,187 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import CacheError, RunError, StoppedError, part_of, require_ffmpeg
+from experiments.caches.files import CacheError, RunError, StoppedError, part_of, replacing, require_ffmpeg
 from experiments.extraction import checks
-from experiments.extraction.block_capture import BlockCapture
-from experiments.extraction.causal import Session, seeded_noise
+from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.rollout import capturing, out_of_memory
 from experiments.extraction.video import SHORTEST_SIDE, encoded, frames_at_once, to_pixels
-from wan.blocks import block_ranges
-from wan.config import RunConfig
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
+from wan.capture import CapturedCall, CaptureRequest
+from wan.config import ModelConfig, RunConfig
+from wan.errors import ConfigError, short_repr
+from wan.files import MAX_COUNT, UnreadableError, load_tensors
 from wan.vae import VAE, StreamedDecoder
 
-# --- An mp4 that grows while a rollout goes on, and plays at any moment: a kill loses no frame that is in it
-FRAGMENTED = ("-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000")
-BOX = 8  # bytes of a box's head: its size and its type
-TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
-
-Box = tuple[bytes, int, int]  # type, first byte, byte after the last
-
-
-class GrowingVideo:
-    """Pieces of pixels, appended to a file; one that is there already goes on after its last whole piece."""
-
-    def __init__(self, path: str | Path):
-        """Raises CacheError for a file that is there and is no mp4 of this kind."""
-        self.path = Path(path)
-        self.pieces, self.frames, self.is_finished = 0, 0, False
-        if self.path.exists():
-            self._resume()
-
-    def append(self, pixels: Tensor) -> None:
-        """Encode uint8 pixels [frames, H, W, 3] and write them to the end of the file."""
-        content = bytearray(encoded(pixels, SHORTEST_SIDE, FRAGMENTED))
-        top = {kind: (start, stop) for kind, start, stop in _boxes(content)}
-        self._number(content, *top[b"moof"])
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        names = (b"moof", b"mdat") if self.pieces else (b"ftyp", b"moov", b"moof", b"mdat")
-        with open(self.path, "ab" if self.pieces else "wb") as file:
-            file.write(b"".join(content[slice(*top[name])] for name in names))
-            file.flush()
-            os.fsync(file.fileno())
-        self.pieces, self.frames = self.pieces + 1, self.frames + len(pixels)
-
-    def finish(self) -> None:
-        """Turn the pieces into an ordinary mp4, with its length in its head; the pictures stay."""
-        part = part_of(self.path)
-        command = [require_ffmpeg(), "-v", "error", "-y", "-i", str(self.path)]
-        command += ["-c", "copy", "-movflags", "+faststart", "-f", "mp4", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            part.unlink(missing_ok=True)
-            raise RunError(f"{self.path} could not be finished: {done.stderr.strip()[-200:]}")
-        os.replace(part, self.path)
-        self.is_finished = True
-
-    def _number(self, content: bytearray, start: int, stop: int) -> None:
-        """Say in a fragment which one it is, and at which time it begins."""
-        for kind, first, last in _boxes(content, start + BOX, stop):
-            if kind == b"mfhd":
-                content[first + 12 : first + 16] = struct.pack(">I", self.pieces + 1)
-            if kind == b"traf":
-                for inner, begin, end in _boxes(content, first + BOX, last):
-                    if inner == b"tfdt":
-                        time = TICKS * self.frames
-                        content[begin + 12 : end] = time.to_bytes(end - begin - 12, "big")
-
-    def _resume(self) -> None:
-        content, end, waiting = self.path.read_bytes(), 0, 0
-        kinds = [kind for kind, _, _ in _boxes(content)]
-        if len(content) >= BOX and content[4:BOX] != b"ftyp":
-            raise CacheError(f"{self.path} is there and is no mp4; choose another --output_path")
-        self.is_finished = b"mdat" in kinds and b"moof" not in kinds
-        if self.is_finished:
-            return
-        for kind, start, stop in _boxes(content):
-            if kind == b"moof":
-                waiting = _frames_of(content, start, stop)
-            if kind == b"mdat" and waiting:
-                self.pieces, self.frames = self.pieces + 1, self.frames + waiting
-                end, waiting = stop, 0
-        os.truncate(self.path, end)
-
-
-def _boxes(content: bytes | bytearray, start: int = 0, stop: int | None = None) -> Iterator[Box]:
-    """The whole boxes of a part of a file, one after the other; what is torn off at the end is left out."""
-    stop = len(content) if stop is None else stop
-    while start + BOX <= stop:
-        (size,) = struct.unpack(">I", content[start : start + 4])
-        if size < BOX or start + size > stop:
-            return
-        yield bytes(content[start + 4 : start + BOX]), start, start + size
-        start += size
-
-
-def _frames_of(content: bytes, start: int, stop: int) -> int:
-    """Frames of a fragment."""
-    for kind, first, last in _boxes(content, start + BOX, stop):
-        for inner, begin, end in _boxes(content, first + BOX, last) if kind == b"traf" else ():
-            if inner == b"trun" and end - begin >= 16:
-                return int(struct.unpack(">I", content[begin + 12 : begin + 16])[0])
-    return 0
-
-
-# --- Latents of a long video on disk, block by block: a .safetensors that is filled from its beginning
-NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-MAX_HEAD = 1 << 16  # bytes
-LENGTH = struct.Struct("<Q")  # of the head, in front of it
-
-
-class LatentFile:
-    """Latents [F, C, h, w] of one video; frames are those that are there."""
-
-    def __init__(self, path: str | Path, shape: tuple[int, int, int, int], dtype: torch.dtype, made_of: str):
-        """Open a file, or begin one. made_of names the run.
-
-        Raises CacheError for a file of another run, or of no run at all.
-        """
-        self.path, self.shape, self.dtype = Path(path), shape, dtype
-        self.frame_bytes = shape[1] * shape[2] * shape[3] * dtype.itemsize
-        entry = {
-            "dtype": NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [0, shape[0] * self.frame_bytes],
-        }
-        head = json.dumps({"__metadata__": {"made_of": made_of}, "latents": entry}).encode()
-        head += b" " * (-len(head) % 8)
-        self.start = LENGTH.size + len(head)
-        if self.path.exists() and self.path.stat().st_size:
-            self._check(head)
-        else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_bytes(LENGTH.pack(len(head)) + head)
-
-    @property
-    def frames(self) -> int:
-        """Whole frames that are there."""
-        return max(0, self.path.stat().st_size - self.start) // self.frame_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.start + self.shape[0] * self.frame_bytes
-
-    def append(self, first: int, latents: Tensor) -> None:
-        """Write frames [n, C, h, w] from frame first on, and wait until the disk has them."""
-        content = latents.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy().tobytes()
-        with open(self.path, "r+b") as file:
-            file.truncate(self.start + first * self.frame_bytes)
-            file.seek(0, os.SEEK_END)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def read(self, frames: range) -> Tensor:
-        """Frames [n, C, h, w] that are there."""
-        with open(self.path, "rb") as file:
-            file.seek(self.start + frames.start * self.frame_bytes)
-            content = bytearray(file.read(len(frames) * self.frame_bytes))
-        return torch.frombuffer(content, dtype=self.dtype).view(len(frames), *self.shape[1:])
-
-    def _check(self, head: bytes) -> None:
-        with open(self.path, "rb") as file:
-            there = file.read(LENGTH.size + MAX_HEAD)
-        if there[: self.start] == LENGTH.pack(len(head)) + head:
-            return
-        problem = "is no file of latents" if _made_of(there) is None else "is of another run"
-        raise CacheError(
-            f"{self.path} {problem}; choose another --output_path, or --overwrite to make it again"
-        )
-
-
-def _made_of(content: bytes) -> Any:
-    """The run that the head of a file names, or None."""
-    try:
-        (size,) = LENGTH.unpack(content[: LENGTH.size])
-        return json.loads(content[LENGTH.size : LENGTH.size + size])["__metadata__"]["made_of"]
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-# --- A video of any length: blocks are denoised, kept on disk, decoded and written while the next ones come
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
+FRAGMENTED = ("-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000")
+TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
@@ -215,107 +53,222 @@ class LongVideo:
         return self.path.with_suffix(".attention")
 
 
-def can_be_given(config: RunConfig) -> bool:
-    """Whether clean passes alone bring back the cache: no choice by noisy queries, no quirk, no edit, and no
-    window of blocks that are denoised together.
-    """
-    plain = config.sampler == "blocks" and not config.interventions
-    return plain and not (config.policy.chooses_by_layer or config.policy.source)
+# --- Attention of chosen blocks, a file each
+@dataclass(frozen=True)
+class BlockCapture:
+    """Which blocks are captured: none, last:N blocks, band:D frames of keys, or all; one pass, all layers."""
 
+    kind: str = "none"
+    count: int = 0
+    step: int = 0
 
-def make_long_video(
-    session: Session,
-    config: RunConfig,
-    place: LongVideo,
-    latents: LatentFile,
-    capture: BlockCapture,
-    vae: VAE,
-    watch: RunObserver,
-) -> None:
-    """Roll out what is not done yet. Raises StoppedError where the observer asks to stop, RunError for
-    numbers that cannot be right.
-    """
-    blocks = block_ranges(config.block_sizes)
-    writer = VideoWriter(GrowingVideo(place.path), vae, latents, blocks, session.device)
-    if finished := writer.video.is_finished:
-        if latents.frames < config.num_frames:
-            raise CacheError(
-                f"{place.path} is finished and its latents are not; --overwrite makes both again"
+    @classmethod
+    def read(cls, text: str, step: int) -> "BlockCapture":
+        """Parse a flag: none, last:3, band:12 or all. Raises ConfigError for anything else."""
+        kind, _, number = text.partition(":")
+        if text in ("none", "all"):
+            return cls(kind, 0, step)
+        count = int(number) if number.isascii() and number.isdigit() and len(number) < 8 else 0
+        if kind not in ("last", "band") or not 1 <= count <= MAX_COUNT:
+            raise ConfigError(
+                f"--capture {short_repr(text)} is not none, all, last:N or band:D, N and D in 1..{MAX_COUNT}"
             )
-        if not capture.missing(place.attention, len(blocks)):
-            return
-    with (
-        threads_for(torch.empty(1, *latents.shape), session.model_config),
-        decoding_threads(session.device, *latents.shape[2:]),
-    ):
-        if not finished:
-            writer.catch_up()
-        for block in new_blocks(session, config, place, latents, capture, watch):
-            if not finished:
-                writer.write()
-            watch.block(block, blocks[block], len(blocks))
-            if watch.stopping and block + 1 < len(blocks):
-                raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
-        if not finished:
-            writer.video.finish()
+        return cls(kind, count, step)
 
+    @property
+    def band(self) -> int:
+        """How many frames of keys are kept; 0 where all are."""
+        return self.count if self.kind == "band" else 0
 
-def new_blocks(
-    session: Session,
-    config: RunConfig,
-    place: LongVideo,
-    latents: LatentFile,
-    capture: BlockCapture,
-    watch: RunObserver,
-) -> Iterator[int]:
-    """Make the blocks that are missing, and yield the number of each once it is on disk."""
-    ends = [0, *(frames.stop for frames in block_ranges(config.block_sizes))]
-    done = max(end for end in ends if end <= latents.frames)
-    first = ends.index(done)
-    wanted = capture.blocks(len(config.block_sizes))
-    lost = [block for block in capture.missing(place.attention, len(config.block_sizes)) if block < first]
-    if lost:  # asked for after they were made
-        first, done = lost[0], ends[lost[0]]
-    given = done if can_be_given(config) else 0
-    noise = seeded_noise([config], session.model_config, session.dtype, session.device)
-    requests = capture.requests([block for block in wanted if block >= first])
-    model, at = session.pipeline.model, 0
-    watch.log("rollout", prompt=config.prompt, seed=config.seed, given_blocks=first)
-    with (
-        out_of_memory(lambda: f"rolling out block {at}", requests),
-        capturing(requests) as calls,
-        checks.record_forwards(model) as forwards,
-    ):
-        rollout = session.pipeline.blocks(
-            noise,
-            session.texts[config.prompt][0],
-            num_frames=config.num_frames - given,
-            num_given=given,
-            given=lambda frames: latents.read(frames)[None].to(session.device),
-            prompt_schedule=session.switches(config),
-        )
-        for block, (frames, x0) in enumerate(rollout):
-            at = block + 1
-            checks.check_forwards(model, forwards, x0)
-            if block < first:
-                _same(latents, frames, x0)
+    def blocks(self, num_blocks: int) -> range:
+        """Return the blocks whose calls are kept."""
+        if self.kind == "none":
+            return range(0)
+        return range(max(0, num_blocks - self.count) if self.kind == "last" else 0, num_blocks)
+
+    def requests(self, blocks: Sequence[int]) -> list[CaptureRequest]:
+        """Return what the rollout is asked for."""
+        return [CaptureRequest(blocks=list(blocks), steps=[self.step], granularity="frame")] if blocks else []
+
+    def bytes(self, config: RunConfig, model: ModelConfig) -> int:
+        """Return what the files take, but for a few kB each."""
+        sizes, window, total = config.block_sizes, config.policy.num_frames or config.num_frames, 0
+        for block in self.blocks(len(sizes)):
+            keys = min(sum(sizes[: block + 1]), window, self.band or window)
+            total += 2 * 4 * model.num_layers * model.num_heads * sizes[block] * keys
+        return total
+
+    def missing(self, folder: Path, num_blocks: int) -> list[int]:
+        """List the wanted blocks that a folder does not have; what cannot be read is made again.
+
+        Raises CacheError where it has blocks of another pass, or with other keys.
+        """
+        wanted, kept = self.blocks(num_blocks), set()
+        for path in sorted(folder.glob("block_*.pt")) if wanted else ():
+            try:
+                block = load_tensors(path)
+            except (UnreadableError, OSError):
                 continue
-            checks.check_values(calls)
-            if calls:
-                capture.save(place.attention, block, calls)
-                calls.clear()
-            if frames.stop > latents.frames:
-                latents.append(frames.start, x0[0])
-            yield block
+            if not isinstance(block, dict) or (block.get("step"), block.get("band")) != (
+                self.step,
+                self.band,
+            ):
+                raise CacheError(
+                    f"{path} was captured in another pass or with other keys than --capture and --step say; "
+                    f"move {folder} away, or say what they said then"
+                )
+            kept.add(block["block"])
+        return [block for block in wanted if block not in kept]
+
+    def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], row: int = 0) -> None:
+        """Write a block's calls: logits and mass [layers, H, n, keys], frame and position of each key.
+
+        row is the video of a batch.
+        """
+        at, start = calls[0].at, -self.band or None
+        values: dict[str, Any] = {
+            "format": "block_attention",
+            "block": block,
+            "step": self.step,
+            "band": self.band,
+            "query_frames": list(at.query_frames) if at else [],
+            "timestep": at.timestep if at else 0.0,
+        }
+        for name in ("logits", "mass"):
+            of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
+            values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])
+        layouts = [call.layout for call in calls if call.layout is not None]
+        for name in ("frames", "positions"):
+            values[f"key_{name}"] = torch.tensor([getattr(layout, name)[start:] for layout in layouts])
+        with replacing(path_of(folder, block)) as file:
+            torch.save(values, file)
 
 
-def _same(latents: LatentFile, frames: range, x0: Tensor) -> None:
-    """Raise RunError where a block that was made again is not what is on disk."""
-    if not torch.equal(latents.read(frames), x0[0].to("cpu", latents.dtype)):
-        raise RunError(
-            f"{latents.path}: frames {frames.start}-{frames.stop - 1} come out differently now, on another "
-            "device or number of threads; go on where it was begun, or --overwrite"
-        )
+def path_of(folder: Path, block: int) -> Path:
+    return folder / f"block_{block:05d}.pt"
+
+
+def read_blocks(folder: str | Path) -> list[dict[str, Any]]:
+    """Read the blocks of a folder in order. Raises CacheError for a folder without, and for other files."""
+    found = []
+    for path in sorted(Path(folder).glob("block_*.pt")):
+        try:
+            block = load_tensors(path, mmap=False)
+        except (UnreadableError, OSError) as error:
+            raise CacheError(f"{path} is not readable: {error}; run the same command again") from None
+        if not isinstance(block, dict) or block.get("format") != "block_attention":
+            raise CacheError(f"{path} is no captured block; give the folder that run_rollout.py wrote")
+        found.append(block)
+    if not found:
+        raise CacheError(f"{folder} holds no captured blocks; run_rollout.py --capture all writes them")
+    return found
+
+
+# --- Latents on disk: a .safetensors that is filled from its beginning
+class LatentFile:
+    """Latents [F, C, h, w] of one video; frames are those that are there."""
+
+    def __init__(self, path: str | Path, shape: tuple[int, int, int, int], dtype: torch.dtype, made_of: str):
+        """Open a file, or begin one. made_of names the run. Raises CacheError for any other file."""
+        self.path, self.shape, self.dtype = Path(path), shape, dtype
+        self.frame_bytes = shape[1] * shape[2] * shape[3] * dtype.itemsize
+        offsets = [0, shape[0] * self.frame_bytes]
+        entry = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+        head = json.dumps({"__metadata__": {"made_of": made_of}, "latents": entry}).encode()
+        head += b" " * (-len(head) % 8)
+        head = struct.pack("<Q", len(head)) + head
+        self.start = len(head)
+        if not self.path.exists() or not self.path.stat().st_size:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_bytes(head)
+        with open(self.path, "rb") as file:
+            if file.read(self.start) != head:
+                raise CacheError(
+                    f"{self.path} is of another run, or no file of latents; choose another --output_path, "
+                    "or --overwrite to make it again"
+                )
+
+    @property
+    def frames(self) -> int:
+        """Whole frames that are there."""
+        return (self.path.stat().st_size - self.start) // self.frame_bytes
+
+    def append(self, first: int, latents: Tensor) -> None:
+        """Write frames [n, C, h, w] from frame first on, and wait until the disk has them."""
+        content = latents.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy().tobytes()
+        with open(self.path, "r+b") as file:
+            file.truncate(self.start + first * self.frame_bytes)
+            file.seek(0, os.SEEK_END)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self, frames: range) -> Tensor:
+        """Read frames [n, C, h, w] that are there."""
+        with open(self.path, "rb") as file:
+            file.seek(self.start + frames.start * self.frame_bytes)
+            content = bytearray(file.read(len(frames) * self.frame_bytes))
+        return torch.frombuffer(content, dtype=self.dtype).view(len(frames), *self.shape[1:])
+
+
+# --- An mp4 that grows while a rollout goes on, and plays at any moment
+class GrowingVideo:
+    """Pieces of pixels as fragments of an mp4; a file that is there goes on after its last whole piece."""
+
+    def __init__(self, path: str | Path):
+        """Raises CacheError for a file that is there and is no mp4."""
+        self.path = Path(path)
+        self.pieces, self.is_finished = 0, False
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                head = file.read(8)
+            if len(head) == 8 and not head.endswith(b"ftyp"):
+                raise CacheError(f"{self.path} is there and is no mp4; choose another --output_path")
+            boxes = list(_boxes(self.path))
+            whole = [end for kind, end in boxes if kind == b"mdat"]
+            self.is_finished = bool(whole) and b"moof" not in [kind for kind, _ in boxes]
+            if not self.is_finished:
+                self.pieces = len(whole)
+                os.truncate(self.path, whole[-1] if whole else 0)
+
+    def append(self, pixels: Tensor, first: int) -> None:
+        """Encode uint8 pixels [frames, H, W, 3], from video frame first on, and write them to the end."""
+        number = ("-fragment_index", str(self.pieces + 1))
+        content = bytearray(encoded(pixels, SHORTEST_SIDE, (*FRAGMENTED, *number)))
+        time = content.index(b"tfdt") + 8  # when the fragment begins; a box is its size, type and content
+        content[time : time + 8] = (TICKS * first).to_bytes(8, "big")
+        start = content.index(b"moof") - 4 if self.pieces else 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab" if self.pieces else "wb") as file:
+            file.write(content[start : content.rindex(b"mfra") - 4])
+            file.flush()
+            os.fsync(file.fileno())
+        self.pieces += 1
+
+    def finish(self) -> None:
+        """Turn the pieces into an ordinary mp4, with its length in its head; the pictures stay."""
+        part = part_of(self.path)
+        command = [require_ffmpeg(), "-v", "error", "-y", "-i", str(self.path)]
+        command += ["-c", "copy", "-movflags", "+faststart", "-f", "mp4", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            part.unlink(missing_ok=True)
+            raise RunError(f"{self.path} could not be finished: {done.stderr.strip()[-200:]}")
+        os.replace(part, self.path)
+        self.is_finished = True
+
+
+def _boxes(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield type and end of the whole boxes of an mp4; what is torn off at the end is left out."""
+    end, total = 0, path.stat().st_size
+    with open(path, "rb") as file:
+        while end + 16 <= total:
+            file.seek(end)
+            size, kind, large = struct.unpack(">I4sQ", file.read(16))
+            end += large if size == 1 else size
+            if size in range(2, 8) or not size or end > total:
+                return
+            yield kind, end
 
 
 class VideoWriter:
@@ -325,12 +278,16 @@ class VideoWriter:
         self, video: GrowingVideo, vae: VAE, latents: LatentFile, blocks: list[range], device: torch.device
     ):
         self.video, self.decoder, self.latents, self.device = video, StreamedDecoder(vae), latents, device
-        self.pieces = _pieces(blocks, frames_at_once(*latents.shape[2:]))
+        self.pieces: list[range] = []  # whole blocks together, as many frames as are decoded at once
+        for frames in blocks:
+            if self.pieces and frames.stop - self.pieces[-1].start <= frames_at_once(*latents.shape[2:]):
+                self.pieces[-1] = range(self.pieces[-1].start, frames.stop)
+            else:
+                self.pieces.append(frames)
 
     def catch_up(self) -> None:
         """Look back as far as the decoder sees, then write the pieces whose blocks are there already."""
-        next_piece = self.video.pieces
-        begin = next_piece
+        begin = next_piece = self.video.pieces
         while begin > 0 and self.pieces[next_piece - 1].stop - self.pieces[begin].start < LOOKS_BACK:
             begin -= 1
         for frames in self.pieces[begin:next_piece]:
@@ -341,19 +298,102 @@ class VideoWriter:
         """Write the pieces whose blocks are on disk."""
         there = self.latents.frames
         while self.video.pieces < len(self.pieces) and self.pieces[self.video.pieces].stop <= there:
-            self.video.append(self._decoded(self.pieces[self.video.pieces]))
+            frames = self.pieces[self.video.pieces]
+            first = max(0, 1 + VIDEO_FRAMES_PER_LATENT * (frames.start - 1))
+            self.video.append(self._decoded(frames), first)
 
     def _decoded(self, frames: range) -> Tensor:
         latents = self.latents.read(frames)[None].to(self.device)
         return to_pixels(self.decoder(latents))[0].cpu()
 
 
-def _pieces(blocks: list[range], most: int) -> list[range]:
-    """Whole blocks together, up to so many frames: what is decoded and encoded at once."""
-    pieces: list[range] = []
-    for frames in blocks:
-        if pieces and frames.stop - pieces[-1].start <= most:
-            pieces[-1] = range(pieces[-1].start, frames.stop)
-        else:
-            pieces.append(frames)
-    return pieces
+# --- The rollout
+def make_long_video(
+    loaded: LoadedModel,
+    config: RunConfig,
+    place: LongVideo,
+    latents: LatentFile,
+    capture: BlockCapture,
+    vae: VAE,
+    watch: RunObserver,
+) -> None:
+    """Roll out what is not done yet.
+
+    Raises StoppedError where the observer asks to stop, RunError for numbers that cannot be right.
+    """
+    blocks = block_ranges(config.block_sizes)
+    writer = VideoWriter(GrowingVideo(place.path), vae, latents, blocks, loaded.device)
+    if finished := writer.video.is_finished:
+        if latents.frames < config.num_frames:
+            raise CacheError(
+                f"{place.path} is finished and its latents are not; --overwrite makes both again"
+            )
+        if not capture.missing(place.attention, len(blocks)):
+            return
+    with (
+        threads_for(torch.empty(1, *latents.shape), loaded.model_config),
+        decoding_threads(loaded.device, *latents.shape[2:]),
+    ):
+        if not finished:
+            writer.catch_up()
+        for block in new_blocks(loaded, config, place, latents, capture, watch):
+            if not finished:
+                writer.write()
+            watch.block(block, blocks[block], len(blocks))
+            if watch.stopping and block + 1 < len(blocks):
+                raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
+        if not finished:
+            writer.video.finish()
+
+
+def new_blocks(
+    loaded: LoadedModel,
+    config: RunConfig,
+    place: LongVideo,
+    latents: LatentFile,
+    capture: BlockCapture,
+    watch: RunObserver,
+) -> Iterator[int]:
+    """Make the blocks that are missing, and yield the number of each once it is on disk."""
+    ends = [0, *(frames.stop for frames in block_ranges(config.block_sizes))]
+    first = max(block for block, end in enumerate(ends) if end <= latents.frames)
+    first = min([first, *capture.missing(place.attention, len(config.block_sizes))])  # asked for afterwards
+    # Clean passes alone bring back the cache, but where noisy queries choose keys, a release has its quirks,
+    # an edit counts, or a window of blocks is denoised together:
+    plain = config.sampler == "blocks" and not config.interventions
+    given = ends[first] if plain and not (config.policy.chooses_by_layer or config.policy.source) else 0
+    noise = seeded_noise([config], loaded.model_config, loaded.dtype, loaded.device)
+    wanted = capture.blocks(len(config.block_sizes))
+    requests = capture.requests([block for block in wanted if block >= first])
+    model, at = loaded.pipeline.model, 0
+    watch.log("rollout", prompt=config.prompt, seed=config.seed, given_blocks=first)
+    with (
+        out_of_memory(lambda: f"rolling out block {at}", requests),
+        capturing(requests) as calls,
+        checks.record_forwards(model) as forwards,
+    ):
+        rollout = loaded.pipeline.blocks(
+            noise,
+            loaded.texts[config.prompt][0],
+            num_frames=config.num_frames - given,
+            num_given=given,
+            given=lambda frames: latents.read(frames)[None].to(loaded.device),
+            prompt_schedule=loaded.switches(config),
+        )
+        for block, (frames, x0) in enumerate(rollout):
+            at = block + 1
+            checks.check_forwards(model, forwards, x0)
+            if block < first:
+                if not torch.equal(latents.read(frames), x0[0].to("cpu", latents.dtype)):
+                    raise RunError(
+                        f"{latents.path}: frames {frames.start}-{frames.stop - 1} come out differently now, "
+                        "on another device or number of threads; go on where it was begun, or --overwrite"
+                    )
+                continue
+            checks.check_values(calls)
+            if calls:
+                capture.save(place.attention, block, calls)
+                calls.clear()
+            if frames.stop > latents.frames:
+                latents.append(frames.start, x0[0])
+            yield block

@@ -1,6 +1,6 @@
 """Maps over video frames as a cache: what they ask of the capture, and the dict of format "maps"."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from experiments.caches.files import RunError
 from experiments.caches.formats import ANY, NO_KEY
-from experiments.extraction.result import Extraction
+from experiments.extraction.cache_builders import Extraction, padded
 from wan.blocks import block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.config import ModelConfig, RunConfig
@@ -25,19 +25,17 @@ def token_grid(config: RunConfig, model_config: ModelConfig) -> tuple[int, int]:
 
 
 def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) -> list[Place]:
-    """rows x columns patches of a frame, evenly spaced over its tokens. ConfigError where it has fewer."""
+    """Choose rows x columns patches of a frame, evenly spaced. ConfigError where it has fewer."""
+    places = []
     for name, wanted, there in (("rows", rows, grid[0]), ("columns", columns, grid[1])):
         if not 1 <= wanted <= there:
             raise ConfigError(f"a frame has {there} {name} of tokens, and the grid of patches {wanted}")
-    places = [
-        [(2 * i + 1) * there // (2 * n) for i in range(n)]
-        for n, there in zip((rows, columns), grid, strict=True)
-    ]
+        places.append([(2 * i + 1) * there // (2 * wanted) for i in range(wanted)])
     return [(frame, row, column) for row in places[0] for column in places[1]]
 
 
 def counted_blocks(blocks: Sequence[int] | None, count: int) -> list[int] | None:
-    """Blocks from 0, where -1 was the last one."""
+    """Count blocks from 0, where -1 was the last one."""
     if blocks is None:
         return None
     return [block + count if -count <= block < 0 else block for block in blocks]
@@ -53,17 +51,17 @@ def map_requests(
     steps: Sequence[int] | None = None,
     words: bool = False,
 ) -> list[CaptureRequest]:
-    """Maps of some places; without places of all queries of each block (blocks None: of the last one).
+    """Ask for maps of some places; without places of all queries of each block (blocks None: the last one).
 
     Blocks of places that name a frame are those that denoise it. words adds the maps of the prompt's words
     over the query frames. Raises ConfigError for a place that is named twice or is not in the video.
     """
     sizes = config.block_sizes
-    frames = {frame: block for block, some in enumerate(block_ranges(sizes)) for frame in some}
-    queries = [_query(place, grid, frames) for place in places] or [MapQuery()]
+    block_of = {frame: block for block, some in enumerate(block_ranges(sizes)) for frame in some}
+    queries = [_query(place, grid, len(block_of)) for place in places] or [MapQuery()]
     if twice := [place for n, place in enumerate(places) if place in places[:n]]:
         raise ConfigError(f"query {_named(twice[0])} is named twice")
-    chosen = {frames[query.frame] for query in queries if query.frame != ALL}
+    chosen = {block_of[query.frame] for query in queries if query.frame != ALL}
     if any(query.frame == ALL for query in queries) and blocks is None:
         chosen.add(len(sizes) - 1)
     if blocks is not None and (outside := chosen - set(blocks)):
@@ -79,18 +77,16 @@ def map_requests(
     return [*found, CaptureRequest(kinds=("cross",), **common)] if words else found
 
 
-def _query(place: Place, grid: tuple[int, int], frames: dict[int, int]) -> MapQuery:
+def _query(place: Place, grid: tuple[int, int], num_frames: int) -> MapQuery:
     frame, row, column = place
     if place == (ANY, ANY, ANY):
         return MapQuery()
-    if frame not in frames:
-        raise ConfigError(f"query {_named(place)}: frame {frame} is not in 0..{max(frames)}")
-    if row == column == ANY:
-        return MapQuery(frame)
-    for name, index, count in (("row", row, grid[0]), ("column", column, grid[1])):
+    whole = row == column == ANY
+    indices = (("row", row, grid[0]), ("column", column, grid[1]))
+    for name, index, count in (("frame", frame, num_frames), *(() if whole else indices)):
         if not 0 <= index < count:
             raise ConfigError(f"query {_named(place)}: {name} {index} is not in 0..{count - 1}")
-    return MapQuery(frame, row * grid[1] + column)
+    return MapQuery(frame) if whole else MapQuery(frame, row * grid[1] + column)
 
 
 def _named(place: Place) -> str:
@@ -98,7 +94,7 @@ def _named(place: Place) -> str:
 
 
 def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | None = None) -> dict[str, Any]:
-    """What was captured of granularity "map", block by block; heads None: all. RunError where nothing was."""
+    """Return the captured maps, block by block; heads None: all. RunError where there are none."""
     steps = sorted({call["step"] for call in run.records})
     blocks = sorted({call["block"] for call in run.records})
     if not blocks:
@@ -121,7 +117,7 @@ def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | No
 
 
 def _block_maps(run: Extraction, block: int, steps: Sequence[int], columns: int) -> dict[str, Any]:
-    """The entry of one block: values of its calls, [layers, steps, ...]."""
+    """Return the entry of one block: values of its calls, [layers, steps, ...]."""
 
     def calls_of(name: str) -> list[list[CapturedCall]]:
         here = [[run.captured(name, layer, step) for step in steps] for layer in run.layers]
@@ -135,50 +131,40 @@ def _block_maps(run: Extraction, block: int, steps: Sequence[int], columns: int)
             [frame, *((ANY, ANY) if token == ALL else divmod(token, columns))]
             for frame, token in first["map_queries"].tolist()
         ]
-        keys = max(call.k_shape[1] for row in calls for call in row)
         entry |= {"query_frames": first["query_frames"], "queries": torch.tensor(places, dtype=torch.int32)}
-        entry |= _stacked(calls, _keys_of, keys, NO_KEY) | _stacked(calls, _values_of, keys, torch.nan)
+        keys = max(call.k_shape[1] for row in calls for call in row)
+        found = [[_map_values(call) for call in row] for row in calls]
+        fillers = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
+        for name in {name: None for row in found for values in row for name in values}:
+            like = next(values[name] for row in found for values in row if name in values)
+            filler = fillers.get(name, torch.nan)
+            entry[name] = torch.stack(
+                [
+                    torch.stack(
+                        [padded(values.get(name, torch.ones_like(like)), keys, filler) for values in row]
+                    )
+                    for row in found
+                ]
+            )
     if "word_map" in run.quantities:
         calls = calls_of("word_map")
-        entry |= {"query_frames": calls[0][0]["query_frames"]}
-        entry |= _stacked(calls, lambda call: {"word_map": call.values["word_map"][0]}, None, torch.nan)
+        entry["query_frames"] = calls[0][0]["query_frames"]
+        entry["word_map"] = torch.stack(
+            [torch.stack([call.values["word_map"][0] for call in row]) for row in calls]
+        )
     return entry
 
 
-def _keys_of(call: CapturedCall) -> dict[str, Tensor]:
-    """Frame, token and temporal position of every key [Lk]."""
+def _map_values(call: CapturedCall) -> dict[str, Tensor]:
+    """Frame, token and temporal position of every key [Lk]; logits and mass [heads, n, Lk].
+
+    Of an edited call also attended [heads, Lk].
+    """
     assert call.layout is not None
     frames, positions = key_frames(call.layout, 1)
-    found = {"key_frame": frames, "key_token": key_tokens(call.layout, 1), "key_position": positions}
-    return {name: values[0].int() for name, values in found.items()}
-
-
-def _values_of(call: CapturedCall) -> dict[str, Tensor]:
-    """map_logits and map_mass [heads, n, Lk], and attended [heads, Lk] of an edited call."""
-    found = {name: call.values[name][0] for name in ("map_logits", "map_mass")}
+    keys = {"key_frame": frames, "key_token": key_tokens(call.layout, 1), "key_position": positions}
+    found = {name: values[0].int() for name, values in keys.items()}
+    found |= {name: call.values[name][0] for name in ("map_logits", "map_mass")}
     if "attended" in call.values:
         found["attended"] = call.values["attended"][0, :, 0]
     return found
-
-
-def _stacked(
-    calls: Sequence[Sequence[CapturedCall]],
-    values_of: Callable[[CapturedCall], dict[str, Tensor]],
-    keys: int | None,
-    filler: float,
-) -> dict[str, Tensor]:
-    """Values [..., Lk] of calls [layers][steps] by name -> [layers, steps, ..., keys], with a filler."""
-    found = [[values_of(call) for call in row] for row in calls]
-    names = {name: None for row in found for values in row for name in values}
-    stacked = {}
-    for name in names:
-        like = next(values[name] for row in found for values in row if name in values)
-        rows = [[values.get(name, torch.ones_like(like)) for values in row] for row in found]
-        fill = 0 if name in ("key_token", "attended") else filler
-        stacked[name] = torch.stack([torch.stack([_padded(x, keys, fill) for x in row]) for row in rows])
-    return stacked
-
-
-def _padded(values: Tensor, keys: int | None, filler: float) -> Tensor:
-    missing = 0 if keys is None else keys - values.shape[-1]
-    return torch.nn.functional.pad(values, (0, missing), value=filler) if missing else values

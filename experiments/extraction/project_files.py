@@ -5,17 +5,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.extraction.base import config_for
-from wan.config import RunConfig, load_config
+from wan.checkpoint import read_model_config
+from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
-
 PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir")
+CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
+
+
+def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
+    """Return the config whose model has the sizes of a directory's. Raises ConfigError where none has.
+
+    home is where the project's configs/ and checkpoints/ are.
+    """
+    sizes = read_model_config(ckpt_dir)
+    for path in CONFIGS:
+        config = load_config(home / path)
+        if sizes == (MODELS.get(config.model) or read_model_config(home / config.ckpt_dir)):
+            return path
+    raise ConfigError(
+        f"{ckpt_dir}: no model of {sizes.num_layers} layers, {sizes.num_heads} heads and dim {sizes.dim} "
+        f"is in {', '.join(CONFIGS)}; name its settings with --config_path"
+    )
 
 
 def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
-    """Settings by a config's name ("wan_mini") or path, or for the model in a directory of weights.
+    """Find settings by a config's name ("wan_mini") or path, or for the model in a directory of weights.
 
     settings win over the file. A path that a config names is taken below the project where it is not below
     the working folder. Raises ConfigError for a source that is none of them.
@@ -38,7 +54,7 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def missing_files(config: RunConfig) -> list[str]:
-    """The weights that a config names and that are not there."""
+    """List the weights that a config names and that are not there."""
     named = [path for path in (config.checkpoint_path, config.lora_path) if path is not None]
     return [path for path in named if not Path(path).is_file()]
 

@@ -1,4 +1,4 @@
-"""What a run's numbers depend on: files, settings, versions, device. No path, time or host."""
+"""Provenance of a run's numbers: files, settings, versions, device. No path, time or host."""
 
 import os
 import platform
@@ -51,7 +51,7 @@ OPTIONAL_SETTINGS = {
 def provenance(
     config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """The fields files, config, versions, device and dtype of a cache, and of a GPU's attention.
+    """Return the fields files, config, versions, device and dtype of a cache, and of a GPU's attention.
 
     A file that holds the prompt's states takes the place of the encoder's files.
     """
@@ -68,7 +68,7 @@ def provenance(
 
 
 def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
-    """What a run reads: its weights, the text encoder and tokenizer or the file in their place, named_files.
+    """Describe what a run reads: its weights, umT5 or the file in its place, named_files.
 
     Raises ConfigError for one that is not there.
     """
@@ -78,7 +78,7 @@ def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
 
 
 def named_files(config: RunConfig) -> list[str]:
-    """What a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
+    """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
     classes = (config.cache_policy or {}).get("file")
     sources = [
         str(checkpoint.transformer_file(config.ckpt_dir)) if file == "base" else file
@@ -88,7 +88,7 @@ def named_files(config: RunConfig) -> list[str]:
 
 
 def vae_files(config: RunConfig) -> list[dict[str, Any]]:
-    """What a video's pixels depend on beside its latents."""
+    """Describe what a video's pixels depend on beside its latents."""
     folder = Path(config.ckpt_dir)
     if checkpoint.is_native(folder):
         return checkpoint.describe_files([folder / VAE_FILE])
@@ -97,7 +97,7 @@ def vae_files(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose code computes."""
+    """Return the versions of the packages whose code computes."""
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
@@ -106,22 +106,18 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """cpu, or what the GPU is called."""
+    """Return cpu, or the name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def environment(device: torch.device) -> dict:
-    """What a number depends on besides the code."""
+    """Return what a number depends on besides the code."""
     git = os.environ.get("GIT_COMMIT")  # where the tree travelled without its history
     if git is None and shutil.which("git"):
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )
+    threads = f"{torch.get_num_threads()} CPU threads"
     return {
-        "device": name,
+        "device": device_name(device) if device.type == "cuda" else threads,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),

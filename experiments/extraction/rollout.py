@@ -50,9 +50,7 @@ def roll_out(
         if any_process(pipeline.model, observer.stopping) and block + 1 < len(frames):
             raise _StoppedError
 
-    def phase() -> str:
-        return f"rolling out block {len(finished)} of {len(frames)}"
-
+    phase = lambda: f"rolling out block {len(finished)} of {len(frames)}"  # noqa: E731
     with capture_guarded(pipeline.model, requests, phase) as (records, check):
         pipeline.inference(
             noise,
@@ -62,14 +60,8 @@ def roll_out(
             prompt_schedule=prompt_schedule,
         )
     records = [record for record in records if record["block"] < len(finished)]  # a window began others
-    checks.check_complete(
-        records,
-        requests,
-        pipeline.model.config.num_layers,
-        len(finished),
-        len(pipeline.pass_timesteps),
-        pipeline.has_pass,
-    )
+    done = pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps)
+    checks.check_complete(records, requests, *done, pipeline.has_pass)
     return torch.cat(finished, 1), gather_calls(pipeline.model, records)
 
 
@@ -81,7 +73,7 @@ def sample(
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
 ) -> tuple[Tensor, list[CapturedCall], int]:
-    """The base model's steps -> latents [1, F, C, h, w] of the last finished one, captured calls, its number.
+    """Run the base model's steps -> latents [1, F, C, h, w], captured calls, the number of steps done.
 
     Not all are where the observer asked to stop. Raises RunError as roll_out does.
     """
@@ -95,10 +87,8 @@ def sample(
         if observer.stopping and done < len(timesteps):
             raise _StoppedError
 
-    with capture_guarded(pipeline.model, requests, lambda: f"sampling step {done} of {len(timesteps)}") as (
-        records,
-        check,
-    ):
+    phase = lambda: f"sampling step {done} of {len(timesteps)}"  # noqa: E731
+    with capture_guarded(pipeline.model, requests, phase) as (records, check):
         pipeline.inference(noise, prompt, negative, on_step=on_step)
     for branch in ("cond", "uncond"):
         of_one = [record for record in records if record["branch"] == branch]
@@ -147,22 +137,17 @@ def out_of_memory(phase: str | Callable[[], str], requests: Sequence[CaptureRequ
         if not on_host and not isinstance(error, torch.OutOfMemoryError):
             raise
         what = phase() if callable(phase) else phase
+        if any(request.granularity == "token" for request in requests):
+            remedy = "--granularity frame keeps no token matrices, fewer --layer_indices fewer of them"
+        elif any(request.rope_bands for request in requests):
+            remedy = "leave out --rope_bands, or take fewer --num_frames"
+        elif "sampling" in what:
+            remedy = "fewer --num_frames"
+        elif "rolling" in what:
+            remedy = "fewer --num_frames, or a --cache_policy with a window, make the KV cache smaller"
+        else:
+            remedy = "a GPU that nothing else uses (--gpu_id N), or --device cpu"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(
-            f"out of {'host' if on_host else 'GPU'} memory while {what}: {reason}; {_advice(what, requests)}"
+            f"out of {'host' if on_host else 'GPU'} memory while {what}: {reason}; {remedy}"
         ) from error
-
-
-def _advice(what: str, requests: Sequence[CaptureRequest]) -> str:
-    if any(request.granularity == "token" for request in requests):
-        return (
-            "--granularity frame keeps no token matrices, and fewer --layer_indices keep fewer; "
-            "else fewer --num_frames"
-        )
-    if any(request.rope_bands for request in requests):
-        return "leave out --rope_bands, or take fewer --num_frames"
-    if "sampling" in what:
-        return "fewer --num_frames"
-    if "rolling" in what:
-        return "fewer --num_frames, or a --cache_policy with a window, make the KV cache smaller"
-    return "a GPU that nothing else uses (--gpu_id N), or --device cpu"

@@ -1,4 +1,4 @@
-"""Latents -> mp4."""
+"""Latents -> pixels -> mp4."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,22 +7,19 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import encode_mp4, replacing, require_ffmpeg
+from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.devices import decoding_threads
-from experiments.extraction.result import Extraction
 from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, StreamedDecoder
 
-# --- Latents -> mp4
 FPS = 16
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
 
 
 def decode(extraction: Extraction) -> Tensor:
-    """The generated video, uint8 [frames, height, width, 3] on the CPU."""
-    from wan.vae import VAE  # diffusers is needed only here
-
-    vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=extraction.latents.device)
+    """Decode the generated video, uint8 [frames, height, width, 3] on the CPU."""
     latents = extraction.latents
+    vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=latents.device)
     with decoding_threads(latents.device, *latents.shape[-2:]):
         return to_pixels(vae.decode(latents))[0].cpu()
 
@@ -44,7 +41,7 @@ def write_mp4(pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE) -
 
 
 def encoded(pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = ()) -> bytes:
-    """An mp4 of 16 frames a second of uint8 pixels [frames, height, width, 3]; options are ffmpeg's."""
+    """Encode uint8 pixels [frames, height, width, 3] at 16 frames a second; options are ffmpeg's."""
     enlarge = -(-shortest // min(pixels.shape[1:3]))
     pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
     return encode_mp4(pixels.numpy(), FPS, options=options)
@@ -54,17 +51,14 @@ def check_video(config: RunConfig) -> None:
     """Read the VAE's files, by reference. CheckpointError for a VAE that could not decode the latents,
     CacheError where no mp4 can be written."""
     require_ffmpeg()
-    from wan.vae import VAE
-
     VAE.from_pretrained(config.ckpt_dir)
 
 
-# --- Blocks of latents -> pixels, while the rollout goes on: memory is that of a few frames
 def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Pixels uint8 [B, frames, H, W, 3] on the CPU of blocks of latents [B, n, C, h, w], in order.
+    """Decode blocks of latents [B, n, C, h, w] in order -> uint8 [B, frames, H, W, 3] on the CPU.
 
-    Blocks of small frames wait until there are as many as the decoder takes in one call. What comes out is
-    what decoding at once gives, up to rounding.
+    Memory is that of a few frames: blocks of small frames wait until there are as many as the decoder takes
+    in one call. What comes out is what decoding at once gives, up to rounding.
     """
     decoder, waiting, count = StreamedDecoder(vae), list[Tensor](), 0
     for latents in blocks:
@@ -78,5 +72,5 @@ def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def frames_at_once(height: int, width: int) -> int:
-    """Latent frames of this size that wait for each other at most: as many as one call decodes."""
+    """Return how many latent frames of this size one call of the decoder takes."""
     return max(1, POSITIONS_AT_ONCE // (height * width))

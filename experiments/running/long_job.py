@@ -7,10 +7,9 @@ from pathlib import Path
 
 from experiments.caches.files import CacheError, require_writable
 from experiments.extraction import causal
-from experiments.extraction.block_capture import BlockCapture, path_of
 from experiments.extraction.devices import choose_device, choose_dtype
-from experiments.extraction.edits import edited, edits_of
-from experiments.extraction.long_rollout import LatentFile, LongVideo, make_long_video
+from experiments.extraction.edits import edits_of
+from experiments.extraction.long_rollout import BlockCapture, LatentFile, LongVideo, make_long_video, path_of
 from experiments.extraction.memory import amount
 from experiments.extraction.provenance import vae_files
 from experiments.extraction.video import check_video
@@ -65,7 +64,7 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         # 3. The video
         start, before = time.monotonic(), latents.frames
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
-        with edited(session, config, edits_of(config.interventions, "config")):
+        with causal.edited(session, config, edits_of(config.interventions, "config")):
             make_long_video(session, config, place, latents, capture, vae, watch)
         made, seconds = config.num_frames - before, time.monotonic() - start
         watch.print(
@@ -73,7 +72,7 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         )
 
 
-def _run_name(config: RunConfig, session: causal.Session) -> str:
+def _run_name(config: RunConfig, session: causal.LoadedModel) -> str:
     """Return a name that changes with all that the latents depend on: settings, seed, device and files."""
     run = [config.prompt, config.seed, session.sha256.result(), str(session.dtype), session.device.type]
     files = [*session.common["files"], *vae_files(config)]

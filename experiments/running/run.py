@@ -21,10 +21,10 @@ from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.formats import Cache
 from experiments.extraction import causal, devices
 from experiments.extraction.base import as_one_block, base_atlas_cache, base_layer_cache, sample
+from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.memory import estimate_bytes
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import named_files
-from experiments.extraction.result import Extraction
 from experiments.extraction.video import check_video, save_video
 from experiments.running.cli import EXPLAINED, fail, videos_of
 from experiments.running.locks import claimed, require_distinct

@@ -18,9 +18,9 @@ from typing import Any
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_writable
 from experiments.extraction import causal, devices
+from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.memory import estimate_bytes
 from experiments.extraction.provenance import files_of
-from experiments.extraction.result import Extraction
 from experiments.extraction.video import check_video
 from experiments.running.cli import BASE, videos_of
 from experiments.running.locks import claimed, require_space
@@ -185,7 +185,7 @@ class SweepRunner:
     watch: Progress
     states: dict[str, str] = field(default_factory=dict)  # waiting, partial, done or failed
     failures: list[str] = field(default_factory=list)
-    session: causal.Session | None = None
+    session: causal.LoadedModel | None = None
     loaded: str | None = None
     manifest_time: float = -MANIFEST_SECONDS
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from experiments.caches import save_cache
 from experiments.caches.files import StoppedError, replacing, require_writable
 from experiments.extraction import causal
-from experiments.extraction.causal import Session
+from experiments.extraction.causal import LoadedModel
 from experiments.extraction.edits import read_edits, record_of
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import files_of
@@ -49,7 +49,7 @@ class Study:
     edit: Edit
     each: str
     configs: Sequence[RunConfig]
-    session: Session
+    session: LoadedModel
     files: Sequence[Mapping[str, Any]] = ()  # that the runs and the edit read, by what they hold
 
     def __post_init__(self) -> None:

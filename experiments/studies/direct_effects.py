@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.extraction.causal import Session, draw_noise
+from experiments.extraction.causal import LoadedModel, draw_noise, reference_means
 from experiments.extraction.devices import threads_for
-from experiments.extraction.edits import reference_means
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -32,7 +31,7 @@ EditOfBlock = Callable[[int], Edit | None]  # block -> its edit, or None
 class Runs:
     """A batch of rollouts that differ in prompt and seed: noise, text, and the unedited rollout."""
 
-    session: Session
+    session: LoadedModel
     configs: Sequence[RunConfig]
     noise: Tensor  # [B, F, C, h, w]
     renoise: Tensor  # [steps - 1, B, F, C, h, w]
@@ -49,7 +48,7 @@ class Runs:
             )[1]
 
 
-def begin(session: Session, configs: Sequence[RunConfig]) -> Runs:
+def begin(session: LoadedModel, configs: Sequence[RunConfig]) -> Runs:
     """Roll out a batch, and the same with another seed each."""
     text = torch.cat([session.texts[config.prompt][0] for config in configs])
 

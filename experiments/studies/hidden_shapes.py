@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
-from experiments.extraction.causal import Session
+from experiments.extraction.causal import LoadedModel
 from experiments.extraction.observer import RunObserver
 from experiments.miniature.evaluation import EvalPool, results
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
@@ -133,7 +133,7 @@ class HiddenShapes:
 
     design: Design
     config: RunConfig
-    session: Session
+    session: LoadedModel
     vae: VAE
     pool: EvalPool
     folder: Path
@@ -317,7 +317,7 @@ class FirstFrameRemoved:
     prompts: Mapping[str, int]  # caption -> its first seed
     seeds: int
     config: RunConfig
-    session: Session
+    session: LoadedModel
     folder: Path
     layers: tuple[int, ...] | None = None  # None is all
 

@@ -16,7 +16,8 @@ from experiments.analysis import effects
 from experiments.caches import save_cache
 from experiments.caches.files import encode_mp4, replacing, require_ffmpeg
 from experiments.extraction import causal
-from experiments.extraction.edits import check_sources, edited, edits_of, record_of
+from experiments.extraction.causal import edited
+from experiments.extraction.edits import check_sources, edits_of, record_of
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
 from experiments.running.locks import claimed
@@ -83,7 +84,7 @@ def tracked(prompt: str, videos: Sequence[Any]) -> dict[str, Any]:
     return {"questions": list(said), "answers_base": base, "answers_edited": edited}
 
 
-def base_runs(path: str | None, session: causal.Session, config: RunConfig) -> tuple[Tensor, Tensor]:
+def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) -> tuple[Tensor, Tensor]:
     """Latents of the unedited run and of another seed, from a file where it has them,
     and into it otherwise.
     """
@@ -106,7 +107,7 @@ def base_runs(path: str | None, session: causal.Session, config: RunConfig) -> t
 
 
 def measure(
-    session: causal.Session, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
+    session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
 ) -> dict[str, Tensor]:
     """The tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
     with edited(session, config, edits):
@@ -124,7 +125,7 @@ def measure(
     return found
 
 
-def _own_block(session: causal.Session, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
+def _own_block(session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
     """The same edits in all passes of the first block they edit, and nowhere else; NaN for a jitter."""
     if any(isinstance(edit, Jitter) for edit in edits):
         return torch.full((config.num_frames,), torch.nan)
@@ -136,7 +137,7 @@ def _own_block(session: causal.Session, config: RunConfig, edits: Sequence[Edit]
         return distance(base, session.rollout(config))[0].float()
 
 
-def _direct(session: causal.Session, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
+def _direct(session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
     """Each block denoised again under the edits, over the base run's past; NaN where nothing is edited."""
     frames, found = block_ranges(config.block_sizes), torch.full((config.num_frames,), torch.nan)
 
@@ -153,7 +154,7 @@ def _direct(session: causal.Session, config: RunConfig, edits: Sequence[Edit], b
     return found
 
 
-def _shaken(session: causal.Session, config: RunConfig) -> Tensor:
+def _shaken(session: causal.LoadedModel, config: RunConfig) -> Tensor:
     """A run that should be the base run: noise changed by 1e-6, or in other dtypes attention by groups."""
     if session.dtype != torch.float32:
         with edited(session, config, [Bias(FLOOR_BIAS, frames=("past",), passes="denoise")]):
@@ -161,7 +162,7 @@ def _shaken(session: causal.Session, config: RunConfig) -> Tensor:
     return session.rollout(config, shake=FLOOR_NOISE)
 
 
-def decode(config: RunConfig, session: causal.Session, latents: Tensor) -> Any:
+def decode(config: RunConfig, session: causal.LoadedModel, latents: Tensor) -> Any:
     """Video [frames, 3, H, W] in 0..1, as numpy."""
     from wan.vae import VAE  # diffusers is needed only here
 

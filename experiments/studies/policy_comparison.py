@@ -28,9 +28,9 @@ from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.caches.files import StoppedError, replacing, require_writable
 from experiments.extraction import causal
-from experiments.extraction.block_capture import BlockCapture, path_of
-from experiments.extraction.causal import Session, pipeline_of, seeded_noise
+from experiments.extraction.causal import LoadedModel, pipeline_of, seeded_noise
 from experiments.extraction.devices import threads_for
+from experiments.extraction.long_rollout import BlockCapture, path_of
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.provenance import environment, vae_files
 from experiments.extraction.rollout import capturing
@@ -289,7 +289,7 @@ class Maker:
     """Makes the videos of a comparison by a session's model and the VAE; a pool measures them."""
 
     comparison: Comparison
-    session: Session
+    session: LoadedModel
     vae: VAE
     pool: Executor | None
     waiting: list[Future] = field(default_factory=list)
@@ -494,7 +494,7 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     return planned
 
 
-def with_session(args: argparse.Namespace, session: Session, planned: Comparison) -> Comparison:
+def with_session(args: argparse.Namespace, session: LoadedModel, planned: Comparison) -> Comparison:
     """Return what was planned, with the weights and files that a session has read."""
     return replace(
         planned,

@@ -17,6 +17,7 @@ from experiments import extract_attention_wan
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import base as bidirectional
+from experiments.extraction import project_files
 from experiments.running import cli
 from wan.blocks import latent_frames
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config
@@ -127,13 +128,13 @@ def test_a_directory_chooses_its_settings(monkeypatch):
         bidirectional.checkpoint, "read_model_config", lambda path: sizes.get(str(path)) or mini(path)
     )
     for name, shift, guidance in (("Wan2.1-T2V-1.3B", 8, 6), ("Wan2.1-T2V-14B", 5, 5)):
-        config = load_config(bidirectional.config_for(name))
+        config = load_config(project_files.config_for(name))
         assert (config.model, config.base.shift, config.base.guidance_scale) == (name, shift, guidance)
         assert config.base.negative_prompt == WAN_NEGATIVE_PROMPT and config.base.num_steps == 50
         assert bidirectional.choose_layer(bidirectional.replace(config, ckpt_dir=name), None) == 20
     sizes["strange"] = ModelConfig(dim=96, ffn_dim=128, num_heads=6, num_layers=3)
     with pytest.raises(ConfigError, match=r"3 layers, 6 heads and dim 96 .* with --config_path"):
-        bidirectional.config_for("strange")
+        project_files.config_for("strange")
 
 
 def test_a_config_is_enough(tmp_path):

@@ -83,7 +83,10 @@ def test_granularities_agree(caches):
             key["key_curve"], token["attn_logits"][0].float().mean(1), atol=2**-9 * scale, rtol=0
         )
         torch.testing.assert_close(
-            frames.mass_from_probabilities(prob["attn_weights"][0], S), frame["frame_mass"], atol=1e-6, rtol=0
+            S * frames.token_matrix_to_frames(prob["attn_weights"][0], S),
+            frame["frame_mass"],
+            atol=1e-6,
+            rtol=0,
         )
         assert torch.equal(atlas["frame_logits"][layer, 0, :, 9:], frame["frame_logits"])
         assert torch.equal(atlas["frame_mass"][layer, 0, :, 9:], frame["frame_mass"])

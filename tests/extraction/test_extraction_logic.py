@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from experiments.caches import formats as schema
 from experiments.caches.files import RunError
-from experiments.extraction import cache_builders, causal, result
+from experiments.extraction import cache_builders, causal
 from wan.blocks import block_frames, later_block, visible_frames
 from wan.capture import CapturedCall, Pass, Site
 from wan.config import RunConfig, load_config
@@ -57,7 +57,7 @@ def hand_made(config, granularity="frame"):
         "weights_sha256": None,
     }
     latents = torch.zeros(1, config.num_frames, 1, 1, 1)
-    return result.Extraction(config, LAYERS, records, latents, TIMESTEPS, ["▁a", "</s>"], common)
+    return cache_builders.Extraction(config, LAYERS, records, latents, TIMESTEPS, ["▁a", "</s>"], common)
 
 
 def hand_made_call(config, block, step, layer, granularity):

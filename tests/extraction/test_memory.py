@@ -1,6 +1,4 @@
-"""What a run is said to need: against what was measured,
-and that it stops with the right advice before anything is loaded.
-"""
+"""The estimate of memory against what was measured, and what is refused with which hint before a run."""
 
 import json
 from dataclasses import replace
@@ -10,18 +8,20 @@ import torch
 from conftest import ROOT
 
 from experiments import run_extraction_figure4
-from experiments.extraction import cache_builders, causal, devices
-from experiments.extraction import memory as memory_estimate
+from experiments.extraction import cache_builders, causal, devices, memory
 from experiments.extraction.memory import GB, Memory, check_memory
 from experiments.running import cli
 from wan.capture import CaptureRequest
-from wan.config import MODELS, RunConfig, load_config
+from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
+from wan.model import CausalWanModel
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/memory_h200.json").read_text())
 MODELS_MEASURED = json.loads((ROOT / "docs/benchmarks/models_h200.json").read_text())["rows"]
 PARALLEL = json.loads((ROOT / "docs/benchmarks/parallel_2xh200.json").read_text())
 GPU = torch.device("cuda")  # a name: nothing here touches one
+FRAME = CaptureRequest(granularity="frame")
+TOKENS = [CaptureRequest(layers=[1], blocks=[6], steps=[0], granularity="token", token_dtype=torch.float16)]
 
 
 def on_gpu(tmp_path, requests=None, encodes=False, model="Wan2.1-T2V-1.3B", **settings) -> Memory:
@@ -32,9 +32,8 @@ def on_gpu(tmp_path, requests=None, encodes=False, model="Wan2.1-T2V-1.3B", **se
     return Memory(config, MODELS[model], requests, torch.bfloat16, GPU, encodes)
 
 
-def total(run: Memory, phase: str, where: str) -> int:
-    (need,) = [need for need in run.needs() if (need.phase, need.where) == (phase, where)]
-    return need.total
+def parts(run: Memory, phase: str = "rolling out", where: str = "GPU") -> dict[str, int]:
+    return next(need.parts for need in run.needs() if (need.phase, need.where) == (phase, where))
 
 
 @pytest.mark.parametrize(
@@ -49,175 +48,187 @@ def total(run: Memory, phase: str, where: str) -> int:
 )
 def test_predictions_are_within_10_percent_of_what_was_measured(tmp_path, model, row, settings):
     measured = MEASURED[model]["extract"][row]["rollout"]["gpu_peak_bytes"]
-    assert abs(total(on_gpu(tmp_path, model=model, **settings), "rolling out", "GPU") / measured - 1) < 0.1
+    assert abs(sum(parts(on_gpu(tmp_path, model=model, **settings)).values()) / measured - 1) < 0.1
 
 
 @pytest.mark.parametrize("row", MODELS_MEASURED, ids=lambda row: row["name"])
 def test_predictions_of_other_models_are_within_4_percent(row):
     """Their cache policies, blocks and samplers; of the window that a second prompt computes again, too."""
     config = load_config(ROOT / f"configs/{row['name']}.yaml")
-    request = CaptureRequest(granularity="frame")
-    run = Memory(config, MODELS[row["model"]], [request], torch.bfloat16, GPU, encodes=False)
-    assert abs(total(run, "rolling out", "GPU") / row["peak_bytes"] - 1) < 0.04
-
-
-def test_encoding_is_predicted_too(tmp_path):
-    measured = MEASURED["Wan2.1-T2V-1.3B"]["extract"]["resident"]
-    assert measured["encoded_on"] == "cuda"
-    run = on_gpu(tmp_path, encodes=True)
-    assert abs(total(run, "encoding the prompt", "GPU") / measured["prepare"]["gpu_peak_bytes"] - 1) < 0.1
-    on_host = replace(run, config=replace(run.config, t5_cpu=True))
-    assert total(on_host, "encoding the prompt", "host") == total(run, "encoding the prompt", "GPU")
-
-
-def test_the_parts_follow_from_the_sizes(tmp_path):
-    def parts(**settings):
-        return next(need.parts for need in on_gpu(tmp_path, **settings).needs() if need.where == "GPU")
-
-    plain, long = parts(), parts(num_frames=42)
-    assert plain["weights"] == MEASURED["Wan2.1-T2V-1.3B"]["load"]["shards"]["parameter_bytes"]
-    assert plain["KV cache"] == 2 * 30 * 21 * 1560 * 1536 * 2 and long["KV cache"] == 2 * plain["KV cache"]
-    assert parts(local_attn_size=9)["KV cache"] * 21 == plain["KV cache"] * 9
-    assert parts(offload=True)["weights"] < plain["weights"] / 8
-    in_float32 = replace(on_gpu(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
-    assert total(in_float32, "rolling out", "host") > 2 * plain["weights"] + 2 * plain["KV cache"]
-
-
-TOKENS = [CaptureRequest(layers=[1], blocks=[6], steps=[0], granularity="token", token_dtype=torch.float16)]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "host", "encodes", "requests", "message"),
-    [
-        (
-            8,
-            64,
-            False,
-            None,
-            "9.2 GB of GPU memory while rolling.*8.0 GB are free; it fits with --offload or --num_frames 15",
-        ),
-        (
-            10,
-            64,
-            True,
-            None,
-            "while encoding the prompt .*it fits with --t5_cpu or --offload or --prompt_embeds FILE$",
-        ),
-        (
-            10,
-            8,
-            True,
-            None,
-            "of GPU memory while encoding the prompt .*it fits with --prompt_embeds FILE$",
-        ),
-        (5, 64, False, None, "it fits with --num_frames 6$"),
-        (3.4, 64, False, None, "it fits with --offload --num_frames 9$"),
-        (
-            64,
-            2,
-            False,
-            TOKENS,
-            "3.7 GB of host memory while rolling out .*it fits with --granularity frame or --num_frames 9",
-        ),
-        (1, 1, True, None, "no flag makes it fit: it needs a larger machine"),
-    ],
-)
-def test_advice_names_what_makes_it_fit(tmp_path, monkeypatch, gpu, host, encodes, requests, message):
-    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": int(gpu * GB), "host": int(host * GB)})
-    monkeypatch.setattr(memory_estimate, "_files", lambda run: iter(()))
-    with pytest.raises(ConfigError, match=message):
-        check_memory(on_gpu(tmp_path, requests, encodes), quiet=True)
-
-
-def test_what_fits_is_printed_and_not_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": 10 * GB, "host": 10 * GB})
-    monkeypatch.setattr(
-        memory_estimate, "_files", lambda run: iter([ROOT / "checkpoints/wan-mini/self_forcing_mini.pt"])
-    )
-    check_memory(on_gpu(tmp_path))
-    said = capsys.readouterr().out
-    assert said.startswith(
-        "reads 9 MB of files\nneeds 9.2 GB of GPU memory while rolling out (weights 2.8 GB, KV cache 6.0 GB"
-    )
-    assert "; 10.0 GB are free\n" in said
-    check_memory(on_gpu(tmp_path), quiet=True)
-    assert not capsys.readouterr().out
-
-
-def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(memory_estimate, "free_host_bytes", lambda: 10**6)
-    for name in ("encode_prompts", "load_pipeline"):
-        monkeypatch.setattr(causal, name, lambda *args: pytest.fail("something was loaded"))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(
-            run_extraction_figure4.run,
-            ["--config_path", "configs/wan_mini.yaml", "--output_path", f"{tmp_path}/a.pt"],
-        )
-    said = capfd.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and not list(tmp_path.iterdir())
-    assert said.startswith("error: wan-mini needs ") and "MB of host memory while rolling out" in said
-
-
-def test_offload_needs_a_gpu(monkeypatch):
-    with pytest.raises(
-        ConfigError,
-        match="--offload keeps weights on the host for a GPU, and the device is cpu; leave it out",
-    ):
-        devices.choose_device("cpu", offload=True)
-    config = load_config(ROOT / "configs/self_forcing_dmd.yaml")
-    assert devices.choose_dtype(config.dtype, GPU) == torch.bfloat16
-    assert devices.choose_dtype(config.dtype, torch.device("cpu")) == torch.float32
-    with pytest.raises(ConfigError, match="dtype 'int8' is not one of auto, bfloat16, float16, float32"):
-        devices.choose_dtype("int8", GPU)
-
-
-def test_a_control_group_limits_what_is_free(tmp_path):
-    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 300\ninactive_file 250\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert memory_estimate._group_free(tmp_path) == 550
-    (tmp_path / "memory.max").write_text("max\n")
-    assert (
-        memory_estimate._group_free(tmp_path)
-        == memory_estimate._group_free(tmp_path / "none")
-        == float("inf")
-    )
-    assert 0 < memory_estimate.free_host_bytes() < 10**15
-
-
-def test_a_lora_and_a_rolling_window_are_planned(tmp_path):
-    dim, ffn, layers = 1536, 8960, 30
-    lora = on_gpu(tmp_path, lora_path="lora.pt", lora_alpha=1.0)
-    assert total(lora, "merging the LoRA", "host") == 4 * layers * (8 * dim**2 + 2 * dim * ffn)
-    plain = on_gpu(tmp_path)
-    rolling = on_gpu(tmp_path, sampler="rolling_forcing", denoising_step_list=[1000, 800, 600, 400, 200])
-    parts = [
-        next(n.parts for n in run.needs() if (n.phase, n.where) == ("rolling out", "GPU"))
-        for run in (plain, rolling)
-    ]
-    assert parts[1]["KV cache"] == parts[0]["KV cache"] // 21 * 24  # the anchor beside 21 frames
-    assert parts[1]["activations"] == 5 * parts[0]["activations"]
+    run = Memory(config, MODELS[row["model"]], [FRAME], torch.bfloat16, GPU, encodes=False)
+    assert abs(sum(parts(run).values()) / row["peak_bytes"] - 1) < 0.04
 
 
 @pytest.mark.parametrize(("way", "gpus"), [("alone", 1), ("graphs", PARALLEL["gpus"])])
 def test_predictions_of_a_rollout_over_gpus_are_within_2_percent(tmp_path, way, gpus):
     rows = PARALLEL["rollouts"]["Wan2.1-T2V-1.3B"]["rows"]
-    for row, requests in (("nothing", []), ("mean logits + mass", [CaptureRequest(granularity="frame")])):
-        run = on_gpu(tmp_path, requests, gpus=gpus)
-        assert abs(total(run, "rolling out", "GPU") / (1e9 * rows[row][way]["peak_gb"]) - 1) < 0.02
+    for row, requests in (("nothing", []), ("mean logits + mass", [FRAME])):
+        needed = sum(parts(on_gpu(tmp_path, requests, gpus=gpus)).values())
+        assert abs(needed / (1e9 * rows[row][way]["peak_gb"]) - 1) < 0.02
+
+
+def test_encoding_is_predicted_too(tmp_path):
+    measured = MEASURED["Wan2.1-T2V-1.3B"]["extract"]["resident"]["prepare"]["gpu_peak_bytes"]
+    run = on_gpu(tmp_path, encodes=True)
+    encoding = parts(run, "encoding the prompt")
+    assert abs(sum(encoding.values()) / measured - 1) < 0.1
+    on_host = replace(run, config=replace(run.config, t5_cpu=True))
+    assert parts(on_host, "encoding the prompt", "host") == encoding
+
+
+def test_the_parts_follow_from_the_sizes(tmp_path):
+    plain, long = parts(on_gpu(tmp_path)), parts(on_gpu(tmp_path, num_frames=42))
+    assert plain["weights"] == MEASURED["Wan2.1-T2V-1.3B"]["load"]["shards"]["parameter_bytes"]
+    assert plain["KV cache"] == 2 * 30 * 21 * 1560 * 1536 * 2 and long["KV cache"] == 2 * plain["KV cache"]
+    assert parts(on_gpu(tmp_path, local_attn_size=9))["KV cache"] * 21 == plain["KV cache"] * 9
+    offloaded = on_gpu(tmp_path, offload=True)
+    assert parts(offloaded)["weights"] < plain["weights"] / 8
+    assert parts(offloaded, where="host")["weights"] > 0.9 * plain["weights"]
+    lora = on_gpu(tmp_path, lora_path="lora.pt", lora_alpha=1.0)
+    merged = 4 * 30 * (8 * 1536**2 + 2 * 1536 * 8960)
+    assert parts(lora, "merging the LoRA", "host") == {"merged layers": merged}
+    steps = [1000, 800, 600, 400, 200]
+    rolling = parts(on_gpu(tmp_path, sampler="rolling_forcing", denoising_step_list=steps))
+    assert rolling["KV cache"] == plain["KV cache"] // 21 * 24  # the anchor beside 21 frames
+    assert rolling["activations"] == 5 * plain["activations"]
+    in_float32 = replace(on_gpu(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    on_host = parts(in_float32, where="host")
+    assert on_host["weights"] == 2 * plain["weights"] and on_host["KV cache"] == 2 * plain["KV cache"]
 
 
 def test_places_of_an_exchange_are_planned(tmp_path):
     cross = CaptureRequest(granularity="frame", kinds=("self", "cross"))
     moving = {"cache_policy": {"name": "relative", "window": 9, "sink": 3}}
-    found = [
-        next(n.parts["exchange"] for n in run.needs() if (n.phase, n.where) == ("rolling out", "GPU"))
-        for run in (
-            on_gpu(tmp_path),
-            on_gpu(tmp_path, gpus=2),
-            on_gpu(tmp_path, gpus=3, **moving),
-            on_gpu(tmp_path, [cross], gpus=2),
-        )
-    ]
+    runs = (
+        on_gpu(tmp_path),
+        on_gpu(tmp_path, gpus=2),
+        on_gpu(tmp_path, gpus=3, **moving),
+        on_gpu(tmp_path, [cross], gpus=2),
+    )
     each = 3 * 1560 * 1536 * 2  # a block of 3 frames, in bfloat16
-    assert found == [0, 4 * each // 2, 8 * each // 3, 5 * each // 2]
+    assert [parts(run)["exchange"] for run in runs] == [0, 4 * each // 2, 8 * each // 3, 5 * each // 2]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "encodes", "requests", "message"),
+    [
+        (8, 64, False, None, "9.2 GB of GPU memory while rolling.*8.0 GB are free; it fits with --offload$"),
+        (10, 64, True, None, "while encoding the prompt .*it fits with --t5_cpu$"),
+        (10, 8, True, None, "of GPU memory while encoding the prompt .*it fits with --prompt_embeds FILE$"),
+        (5, 64, False, None, "it fits with --num_frames 6$"),
+        (3.4, 64, False, None, "it fits with --offload --num_frames 9$"),
+        (64, 2, False, TOKENS, "3.7 GB of host memory while rolling out .*fits with --granularity frame$"),
+        (1, 1, True, None, "no flag makes it fit: it needs a larger machine"),
+    ],
+)
+def test_a_hint_names_what_makes_it_fit(tmp_path, monkeypatch, gpu, host, encodes, requests, message):
+    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": int(gpu * GB), "host": int(host * GB)})
+    with pytest.raises(ConfigError, match=message):
+        check_memory(on_gpu(tmp_path, requests, encodes), quiet=True)
+
+
+def test_what_fits_is_printed_and_not_refused(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": 10 * GB, "host": 10 * GB})
+    config = load_config("configs/wan_mini.yaml")
+    sizes = causal.checkpoint.read_model_config(config.ckpt_dir)
+    run = Memory(config, sizes, [FRAME], torch.float32, torch.device("cpu"), encodes=False)
+    check_memory(run)
+    said = capsys.readouterr().out
+    assert said.startswith("reads 9 MB of files\nneeds ") and said.endswith("; 10.0 GB are free\n")
+    check_memory(run, quiet=True)
+    assert not capsys.readouterr().out
+
+
+def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 10**6)
+    for name in ("encode_prompts", "load_pipeline"):
+        monkeypatch.setattr(causal, name, lambda *args: pytest.fail("something was loaded"))
+    flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", f"{tmp_path}/a.pt"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_extraction_figure4.run, flags)
+    said = capfd.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert said.startswith("error: wan-mini needs ") and "MB of host memory while rolling out" in said
+
+
+def test_a_control_group_limits_what_is_free(tmp_path):
+    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 300\ninactive_file 250\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory.free_host_bytes(tmp_path) == 550
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_host_bytes(tmp_path) > 10**8 and memory.free_host_bytes(tmp_path / "none") > 10**8
+
+
+def test_devices_and_dtypes():
+    with pytest.raises(ConfigError, match="the device is cpu; leave it out"):
+        devices.choose_device("cpu", offload=True)
+    assert devices.choose_dtype("auto", GPU) == torch.bfloat16
+    assert devices.choose_dtype("auto", torch.device("cpu")) == torch.float32
+    with pytest.raises(ConfigError, match="dtype 'int8' is not one of auto, bfloat16, float16, float32"):
+        devices.choose_dtype("int8", GPU)
+
+
+# --- KV caches of the policies: as large as said, however long the rollout
+MODEL = ModelConfig(dim=24, ffn_dim=8, num_heads=2, num_layers=2, freq_dim=8, text_dim=8, text_len=3)
+POLICIES = [
+    {"name": "window", "window": 9, "sink": 3},
+    {"name": "relative", "window": 9, "sink": 3},
+    {"name": "deep_sink", "window": 9, "sink": 3},
+    {"name": "participative", "window": 12, "sink": 3, "budget": 9, "recent": 4},
+    {"name": "ema_sink", "window": 9, "sink": 3},
+    {"name": "two_memories", "window": 12, "sink": 3},
+    {"name": "rolling_sink", "window": 12},
+    {"name": "memory_bank", "window": 12, "sink": 3},
+]
+
+
+def config_of(policy: dict, num_frames: int) -> RunConfig:
+    return RunConfig(num_frames=num_frames, height=4, width=8, cache_policy=policy, layer_indices=[0])
+
+
+def held(thing, seen: set) -> int:
+    """Bytes of all tensors of a cache and of its policy; views of one storage once."""
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        known = storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        return 0 if known else storage.nbytes()
+    if isinstance(thing, dict):
+        return sum(held(value, seen) for value in thing.values())
+    if isinstance(thing, (list, tuple)):
+        return sum(held(value, seen) for value in thing)
+    if type(thing).__module__.startswith("wan.") and id(thing) not in seen:
+        seen.add(id(thing))
+        return held(vars(thing), seen)
+    return 0
+
+
+def bytes_after(policy: dict, num_blocks: int, num_frames: int) -> int:
+    """Bytes of a cache after some blocks of a rollout of num_frames."""
+    config = config_of(policy, num_frames)
+    cache = CausalWanModel(**vars(MODEL)).new_kv_cache(1, num_frames, 4, 8, config.policy)
+    text = [(torch.zeros(1, 3, 2, 12),) * 2] * 2
+    generator = torch.Generator().manual_seed(0)
+    for block in range(num_blocks):
+        cache.advance(range(3 * block, 3 * block + 3), text)
+        for is_clean in (False, True):
+            cache.begin_pass(is_clean)
+            for layer in range(2):
+                x = torch.randn(1, 24, 2, 12, generator=generator)
+                cache.write(layer, x, x, x, x if cache.stores_raw else None)
+    cache.text = ()
+    return held(cache, set())
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["name"])
+def test_the_estimate_holds_what_a_cache_holds_however_long_the_rollout(policy):
+    """Periods of policies are 1, 2 or 3 blocks; 240 and 2400 frames are blocks 80 and 800."""
+    assert bytes_after(policy, 12, 2400) == bytes_after(policy, 80, 2400) == bytes_after(policy, 80, 240)
+    single = {"participative": 4_000, "two_memories": 768}  # numbers of tokens, sums of queries; two tokens
+    for num_frames in (6, 30):
+        said = memory.kv_cache(config_of(policy, num_frames), MODEL, torch.float32)
+        measured = bytes_after(policy, num_frames // 3, num_frames)
+        assert measured <= said + single.get(policy["name"], 0)
+        assert said <= 1.5 * measured or num_frames == 6

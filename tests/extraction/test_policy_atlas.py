@@ -11,7 +11,7 @@ from experiments import figures
 from experiments.analysis.axes import AXES, key_columns, key_matrix, slot_mass, slots_of, survival
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction.policy_atlas import policy_atlas
+from experiments.extraction.causal import policy_atlas
 from experiments.figures.layer import last_block_attention, slot_map, survival_map
 
 POLICIES = [

@@ -46,7 +46,7 @@ def config_of(settings: dict):
 
 
 @cache
-def session() -> causal.Session:
+def session() -> causal.LoadedModel:
     """The model, which no policy changes."""
     return causal.prepare(config_of({"name": "full"}), [])
 

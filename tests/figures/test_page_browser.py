@@ -13,7 +13,7 @@ from helpers.pages import SHOWN, box, set_value, text_of
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction.policy_atlas import policy_atlas
+from experiments.extraction.causal import policy_atlas
 from experiments.figures.html_page import save_page
 
 pytestmark = pytest.mark.beside

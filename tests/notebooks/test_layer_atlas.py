@@ -14,7 +14,7 @@ from experiments.analysis import reports as atlas_reports
 from experiments.analysis import taxonomy as head_taxonomy
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction.policy_atlas import policy_atlas
+from experiments.extraction.causal import policy_atlas
 from experiments.figures import atlas, style
 
 

@@ -12,8 +12,7 @@ from helpers.stopping import stopping_after
 
 from experiments import run_rollout
 from experiments.caches.files import CacheError, StoppedError
-from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
-from experiments.extraction.long_rollout import LongVideo
+from experiments.extraction.long_rollout import BlockCapture, LongVideo, path_of, read_blocks
 from experiments.running import long_job
 from wan.config import load_config
 from wan.errors import ConfigError

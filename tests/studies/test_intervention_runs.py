@@ -14,9 +14,10 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import base as bidirectional
 from experiments.extraction import causal
-from experiments.extraction import edits as reference_means
+from experiments.extraction import causal as reference_means
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
-from experiments.extraction.edits import edited, to_yaml
+from experiments.extraction.causal import edited
+from experiments.extraction.edits import to_yaml
 from experiments.extraction.observer import RunObserver
 from experiments.running import cli
 from experiments.studies import intervention_job
@@ -105,7 +106,7 @@ ANOTHER = "a cyan square moving up over a gray background"
 def test_a_source_is_the_run_that_it_names(source, loaded, session, config, monkeypatch):
     """Its weights are those of the session, the base ones, or a file's."""
     config, ran, weights = replace(config, num_frames=3), [], []
-    rollout, with_weights = causal.Session.rollout, causal.Session.with_weights
+    rollout, with_weights = causal.LoadedModel.rollout, causal.LoadedModel.with_weights
 
     def seen(self, one, **kwargs):
         ran.append((one.prompt, one.seed, self.pipeline is session.pipeline))
@@ -115,8 +116,8 @@ def test_a_source_is_the_run_that_it_names(source, loaded, session, config, monk
         weights.append(one.checkpoint_path)
         return with_weights(self, one)
 
-    monkeypatch.setattr(causal.Session, "rollout", seen)
-    monkeypatch.setattr(causal.Session, "with_weights", loads)
+    monkeypatch.setattr(causal.LoadedModel, "rollout", seen)
+    monkeypatch.setattr(causal.LoadedModel, "with_weights", loads)
     with edited(session, config, [Patch("z", source, layers=[1], steps=[0], passes="denoise")]):
         latents = session.rollout(config)
     prompt = source.prompt or config.prompt
@@ -127,7 +128,7 @@ def test_a_source_is_the_run_that_it_names(source, loaded, session, config, monk
 
 
 def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tmp_path):
-    monkeypatch.setattr("experiments.extraction.edits.FOLDER", tmp_path / "means")
+    monkeypatch.setattr("experiments.extraction.causal.MEANS", tmp_path / "means")
     few = replace(config, reference_prompts=config.reference_prompts[:1])
     plain, latents = session.rollout(few), []
     for how, source in (("zero", None), ("mean", None), ("frame_mean", None), ("resample", Source(seed=3))):
@@ -162,7 +163,7 @@ def test_means_are_kept_by_all_that_they_depend_on(session, config, tmp_path):
     names = set()
     for more in ({}, *loras, {"prompt_embeds": str(tmp_path / "a/lora.pt")}):
         common = causal.common_fields(replace(config, **more), sizes, weights, session.dtype, session.device)
-        names.add(reference_means._name(replace(session, common=common), config))
+        names.add(reference_means.means_name(replace(session, common=common), config))
     assert len(names) == 4
 
 
@@ -179,7 +180,7 @@ def test_means_of_something_else_are_refused(session, config, tmp_path):
 
 
 def test_a_kept_base_run_is_of_the_files_that_it_was_made_of(session, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(causal.Session, "rollout", lambda *_: torch.zeros(1, 9, 16, 8, 8))
+    monkeypatch.setattr(causal.LoadedModel, "rollout", lambda *_: torch.zeros(1, 9, 16, 8, 8))
     kept = str(tmp_path / "base.pt")
     for _ in range(2):
         intervention_job.base_runs(kept, session, config)

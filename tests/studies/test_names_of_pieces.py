@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.extraction import edits as reference_means
+from experiments.extraction import causal as reference_means
 from experiments.studies.causal_atlas import Study
 from experiments.studies.intervention_job import base_runs
 from experiments.studies.policy_comparison import Comparison, held_out
@@ -61,7 +61,7 @@ def of_base_runs(session, config, tmp_path):
 
 
 def of_means(session, config, tmp_path):
-    return reference_means._name(session, config)
+    return reference_means.means_name(session, config)
 
 
 EVERYTHING = OF_RUNS | OF_FILES

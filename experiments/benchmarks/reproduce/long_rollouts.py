@@ -134,7 +134,7 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def frame_logits(session: causal.Session, config: RunConfig, prompts: list[str]) -> np.ndarray:
+def frame_logits(session: causal.LoadedModel, config: RunConfig, prompts: list[str]) -> np.ndarray:
     """Return mean logits of pass 0, NaN where nothing was seen: [B, layers · H, F, F], a rollout a prompt."""
     configs = [replace(config, seed=config.seed + number) for number in range(len(prompts))]
     noise = causal.seeded_noise(configs, session.model_config, session.dtype, session.device)

@@ -8,16 +8,18 @@ with the same noise, over all frames of the miniature.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.analysis.axes import slots_of
 from experiments.benchmarks.harness import save_report
-from experiments.extraction.policy_atlas import policy_atlas, policy_run
+from experiments.extraction.causal import extract, policy_atlas
 from experiments.extraction.provenance import environment
 from experiments.figures.layer import slot_map
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, main
+from wan.config import load_config
 from wan.files import read_yaml
 
 NUM_FRAMES = 30
@@ -52,7 +54,8 @@ def run(argv=None) -> None:
     rows = []
     for settings in RELEASED:
         clean = {name: value for name, value in settings.items() if name != "released"}
-        runs = [policy_run(args.config_path, each, NUM_FRAMES) for each in (clean, settings)]
+        configs = [load_config(args.config_path, {"cache_policy": each}) for each in (clean, settings)]
+        runs = [extract(replace(config, num_frames=NUM_FRAMES), []) for config in configs]
         here, there = (run.latents for run in runs)
         distance = ((there - here).square().mean() / here.square().mean()).sqrt().item()
         rows.append({"policy": settings, "distance": round(distance, 3)})
