@@ -73,8 +73,8 @@ wan | token_mass | _softmax_(_logits(part, keys, bias)).unflatten(2, (-1, S)) \
   | _softmax_(_logits(part, keys, bias)).unflatten(3, (-1, S))
 wan | attention_with_lse | q.device.type == 'cuda' and q.dtype in (torch.bfloat16, torch.float16) \
   | q.device.type == 'cuda' or q.dtype in (torch.bfloat16, torch.float16)
-wan | attention_with_lse | q.device.type == 'cuda' and q.dtype in attention_backend.HALF \
-  | q.device.type == 'cuda' or q.dtype in attention_backend.HALF
+wan | attention_with_lse | q.device.type == 'cuda' and q.dtype in backends.HALF \
+  | q.device.type == 'cuda' or q.dtype in backends.HALF
 """  # a mistake of the older tree, and under it the same one in code that was rewritten since
 SWAPPED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)]
 SWAPPED += [(ast.Is, ast.IsNot), (ast.And, ast.Or), (ast.Add, ast.Sub)]

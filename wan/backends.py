@@ -1,16 +1,15 @@
-"""Which kernel computes attention on CUDA: cuDNN's, or FlashAttention-4's for long calls, and the FFN's GELU.
+"""Choose the kernel of attention on CUDA: cuDNN's, or FlashAttention-4's for long calls, and the FFN's GELU.
 
     WAN_ATTENTION=auto|cudnn|fa4      auto, the default, takes FlashAttention-4 where it is and runs
 
 The choice follows from that variable, what is installed, the device and the sizes of a call, never from
 whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
-wan/kernels/fa4.py, and elsewhere by its own function: torch's
-activate_flash_attention_impl("FA4") unpacks two results where 4.0.0b36 gives five (torch 2.13). Where it is
-launched, the FFN is quack's, which comes with it (wan/kernels/gelu_linear.py).
+wan/kernels/fa4.py, and elsewhere by its own function: torch's activate_flash_attention_impl("FA4") unpacks
+two results where 4.0.0b36 gives five (torch 2.13). Where it is launched, the FFN is quack's, which comes with
+it (wan/kernels/gelu_linear.py).
 """
 
 import os
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -25,50 +24,98 @@ from wan.errors import ConfigError, one_line, short_repr
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
 FA4, QUACK = "flash-attn-4", "quack-kernels"
 HOPPER, BLACKWELL = 9, 10  # major compute capability, of data centres
-CAPABILITIES = (HOPPER, BLACKWELL)
 HALF = (torch.bfloat16, torch.float16)
-# The version whose kernel hopper_attention.py launches; of others the package's own function is called.
-LAUNCHED = "4.0.0b36"
+LAUNCHED = "4.0.0b36"  # the version whose kernel kernels/fa4.py launches; others go by their own function
 LAUNCHED_QUACK = "0.6.5"  # likewise, gelu_linear.py
 # On an H200 FlashAttention-4 and cuDNN are within a tenth of each other at 512 keys, the text's, and at 1024;
 # beyond, the former wins. Its own function is slower up to 2048 keys, for its 0.07 ms on the host
 # (docs/benchmarks/attention_h200.json).
 FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
 LARGEST_HEAD = 128
-TILE = 128  # queries, and keys, that hopper_attention.py takes at once: one may hold one frame's beginning
+TILE = 128  # queries, and keys, that kernels/fa4.py takes at once: one may hold one frame's beginning
 ROW_BYTES = 16
 
 
+# --- What there is
+def check(device: torch.device) -> None:
+    """Raise ConfigError now for what the first call would refuse, also on devices without a choice."""
+    wanted()
+    if device.type == "cuda":
+        has_fa4(device)
+
+
 def wanted() -> str:
-    """One of CHOICES, as the environment says. ConfigError for anything else."""
+    """Return one of CHOICES, as the environment says. ConfigError for anything else."""
     choice = os.environ.get(VARIABLE) or CHOICES[0]
     if choice not in CHOICES:
         raise ConfigError(f"{VARIABLE} is {short_repr(choice)}, not one of {', '.join(CHOICES)}; unset it")
     return choice
 
 
-def check(device: torch.device) -> None:
-    """Refuse now what the first call would refuse. ConfigError, also on devices without a choice."""
-    wanted()
-    if device.type == "cuda":
-        has_fa4(device)
+def installed_version(package: str) -> str | None:
+    """Return None where it is not installed; looking imports nothing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def has_fa4(device: torch.device) -> bool:
+    """Return whether a CUDA device uses FlashAttention-4; ConfigError where it was asked for but cannot."""
+    choice = wanted()
+    if choice == "cudnn":
+        return False
+    lacks = None
+    if installed_version(FA4) is None:
+        lacks = 'flash-attn-4 is not installed; run: pip install ".[fa4]"'
+    elif (major := torch.cuda.get_device_capability(device)[0]) not in (HOPPER, BLACKWELL):
+        lacks = f"it needs a GPU of compute capability 9 or 10, and {device} has {major}; unset it"
+    if lacks and choice == "fa4":
+        raise ConfigError(f"{VARIABLE} is fa4, but {lacks}")
+    return lacks is None
+
+
+@cache
+def is_launched(device: torch.device) -> bool:
+    """Return whether FlashAttention-4 goes past its own function on a device that uses it."""
+    return installed_version(FA4) == LAUNCHED and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+@cache
+def has_quack(device: torch.device) -> bool:
+    """Return whether a device's FFN is quack's, which comes with FlashAttention-4 (gelu_linear.py)."""
+    is_hopper = device.type == "cuda" and has_fa4(device) and is_launched(device)
+    return is_hopper and installed_version(QUACK) == LAUNCHED_QUACK
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What computes attention on a GPU, for the record of a run; None on other devices."""
+    """Name what computes attention on a GPU, for the record of a run; None on other devices."""
     if device.type != "cuda":
         return None
     if dtype not in HALF:
         return "efficient"
     if not has_fa4(device):
         return "cudnn"
-    fewest = FEWEST_KEYS if _is_launched(device) else FEWEST_KEYS_OF_FUNCTION
-    name = f"fa4 {fa4_version()}, cudnn below {fewest} keys"
+    fewest = FEWEST_KEYS if is_launched(device) else FEWEST_KEYS_OF_FUNCTION
+    name = f"fa4 {installed_version(FA4)}, cudnn below {fewest} keys"
     return f"{name}; FFN by quack {LAUNCHED_QUACK}" if has_quack(device) else name
 
 
+def imported(name: str) -> ModuleType:
+    """Import a module of FlashAttention-4 or of what comes with it. ConfigError where that is broken."""
+    try:
+        return import_module(name)
+    except Exception as error:  # the package's own dependencies, in any way
+        raise ConfigError(
+            f"flash-attn-4 {installed_version(FA4)} cannot be imported ({one_line(error)}); install it again, or "
+            f"set {VARIABLE}=cudnn"
+        ) from error
+
+
+# --- Calls over [B, H, L, D]
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call over [B, H, L, D] on a GPU is FlashAttention-4's; those of a training step are not."""
+    """Return whether a call on a GPU is FlashAttention-4's; those of a training step are not."""
     head_dim = q.shape[3]
     fits = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and q.dtype in HALF
     if not fits or k.shape[2] < FEWEST_KEYS or not has_fa4(q.device):
@@ -77,13 +124,18 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not trains and (k.shape[2] >= FEWEST_KEYS_OF_FUNCTION or launches(q))
 
 
+def launches(q: Tensor) -> bool:
+    """Return whether FlashAttention-4, where it takes such a call, goes past its own function."""
+    return q.shape[3] == LARGEST_HEAD and is_launched(q.device)
+
+
 def gives_tails(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel of such a call can say what mass key frames of TILE keys or more have."""
+    """Return whether the kernel of a call can say what mass key frames of TILE keys or more have."""
     return q.is_cuda and takes(q, k, v) and launches(q)
 
 
 def kernels_can_read(q: Tensor) -> bool:
-    """Whether rows [D] of q start at multiples of 16 bytes: D is 8n in half precision, 4n in float32.
+    """Return whether rows [D] of q start at multiples of 16 bytes: D is 8n in half precision, 4n in float32.
 
     cuDNN's attention ends the process by a segmentation fault where they do not (D = 12 in bfloat16, H200,
     torch 2.11); the memory-efficient one has no kernel for them from compute capability 8 on.
@@ -92,7 +144,7 @@ def kernels_can_read(q: Tensor) -> bool:
 
 
 def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over [B, H, L, D] and its natural log-sum-exp, float32 [B, H, Lq], by FlashAttention-4."""
+    """Attention and its natural log-sum-exp, float32 [B, H, Lq], by FlashAttention-4."""
     if not launches(q):
         return fa4_by_function(q, k, v)
     out, lse, _ = _launched(q, k, v, frame_size=0)
@@ -101,82 +153,17 @@ def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def fa4_by_function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """fa4_attention by the function of the package."""
-    out, lse, *_ = _fa4_function()(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True)  # [B, L, H, D]
+    tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = imported("flash_attn.cute").flash_attn_func(*tokens_first, return_lse=True)
     return out.transpose(1, 2), lse
 
 
 def fa4_with_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> tuple[Tensor, Tensor, Tensor]:
-    """fa4_attention and the tails [2, B, H, Fk, Lq] of num_frames key frames (hopper_attention.py)."""
+    """fa4_attention and the tails [2, B, H, Fk, Lq] of num_frames key frames (kernels/fa4.py)."""
     return _launched(q, k, v, k.shape[2] // num_frames)
 
 
 def _launched(q: Tensor, k: Tensor, v: Tensor, frame_size: int) -> tuple[Tensor, Tensor, Any]:
-    out, lse, tails = _hopper().attention(*(x.transpose(1, 2) for x in (q, k, v)), frame_size)
+    tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, tails = imported("wan.kernels.fa4").attention(*tokens_first, frame_size)
     return out.transpose(1, 2), lse, tails
-
-
-def launches(q: Tensor) -> bool:
-    """Whether such calls, queries [B, H, L, D], where FlashAttention-4 takes them, go past its function."""
-    return q.shape[3] == LARGEST_HEAD and _is_launched(q.device)
-
-
-@cache
-def has_fa4(device: torch.device) -> bool:
-    """Whether a CUDA device uses FlashAttention-4. ConfigError where it was asked for and cannot be."""
-    choice = wanted()
-    if choice == "cudnn":
-        return False
-    lacks = None
-    if fa4_version() is None:
-        lacks = 'flash-attn-4 is not installed; run: pip install ".[fa4]"'
-    elif (major := torch.cuda.get_device_capability(device)[0]) not in CAPABILITIES:
-        lacks = f"it needs a GPU of compute capability 9 or 10, and {device} has {major}; unset it"
-    if lacks and choice == "fa4":
-        raise ConfigError(f"{VARIABLE} is fa4, but {lacks}")
-    return lacks is None
-
-
-@cache
-def _is_launched(device: torch.device) -> bool:
-    """Whether FlashAttention-4 is launched without its own function on a device that uses it."""
-    return fa4_version() == LAUNCHED and torch.cuda.get_device_capability(device)[0] == HOPPER
-
-
-@cache
-def has_quack(device: torch.device) -> bool:
-    """Whether a device's FFN is quack's, which comes with FlashAttention-4 (gelu_linear.py)."""
-    is_hopper = device.type == "cuda" and has_fa4(device) and _is_launched(device)
-    return is_hopper and installed_version(QUACK) == LAUNCHED_QUACK
-
-
-def fa4_version() -> str | None:
-    return installed_version(FA4)
-
-
-def installed_version(package: str) -> str | None:
-    """None where it is not installed; looking imports nothing."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def _fa4_function() -> Callable[..., tuple[Tensor, ...]]:
-    return imported("flash_attn.cute").flash_attn_func
-
-
-@cache
-def _hopper() -> ModuleType:
-    return imported("wan.kernels.fa4")
-
-
-def imported(name: str) -> ModuleType:
-    """A module of FlashAttention-4 or of what comes with it. ConfigError where that is broken."""
-    try:
-        return import_module(name)
-    except Exception as error:  # the package's own dependencies, in any way
-        raise ConfigError(
-            f"flash-attn-4 {fa4_version()} cannot be imported ({one_line(error)}); install it again, or set "
-            f"{VARIABLE}=cudnn"
-        ) from error

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wan.capture import Call, Pass, Site
+from wan.capture import Call, Pass, Site, check_indices
 from wan.errors import ConfigError
 from wan.keys import EMPTY, MIXED, KeyBias, KeyLayout, as_index, select, send
 from wan.rope import ROPE_THETA, RotaryTable, rotate
@@ -177,8 +177,11 @@ class RolloutPlan:
 
     def count(self, edit: "Edit") -> int:
         """Return how many attention calls an edit changes."""
-        layers, branches = edit.layers or range(self.num_layers), edit.branch or self.branches
-        return len(self.calls(edit)) * len(layers) * (1 if edit.branch else len(branches))
+        layers, branches = (
+            edit.layers or range(self.num_layers),
+            [edit.branch] if edit.branch else self.branches,
+        )
+        return len(self.calls(edit)) * len(layers) * len(branches)
 
     def in_words(self, edit: "Edit") -> str:
         """Say what an edit is going to do."""
@@ -240,12 +243,12 @@ class Edit(ABC):
     @property
     def kind(self) -> str:
         """The attention it edits: self or cross."""
-        return "self"
+        return getattr(self, "attention", "self")
 
     @property
     def key_frames(self) -> Frames | None:
         """The frames that it needs among the keys of a call; None where it needs none."""
-        return None
+        return getattr(self, "frames", None)
 
     @property
     def needs(self) -> str:
@@ -270,17 +273,18 @@ class Edit(ABC):
 
     def check(self, plan: RolloutPlan) -> None:
         """Raise InterventionError where a rollout has no such call."""
-        for noun, chosen, count in (
-            ("layer", self.layers, plan.num_layers),
-            ("head", self.heads, plan.num_heads),
-            ("block", self.blocks, len(plan.blocks)),
-        ):
-            check_below(noun, chosen, count, self)
         if plan.has_clean_pass and plan.num_steps in (self.steps or ()):
             raise InterventionError(
                 f"step {plan.num_steps} is the clean pass: name it by passes, not by steps"
             )
-        check_below("step", self.steps, plan.num_steps, self)
+        try:
+            check_indices("layer", self.layers, plan.num_layers)
+            check_indices("head", self.heads, plan.num_heads)
+            check_indices("block", self.blocks, len(plan.blocks))
+            check_indices("step", self.steps, plan.num_steps)
+            check_indices("prompt token", getattr(self, "tokens", None), plan.text_len)
+        except ValueError as error:
+            raise InterventionError(f"{error}: {self}") from None
         if self.passes == "clean" and not plan.has_clean_pass:
             raise InterventionError("the base model has no clean pass: passes are denoise or all")
         if self.passes == "clean" and not plan.keeps_clean_keys:
@@ -312,13 +316,6 @@ class Edit(ABC):
     def __repr__(self) -> str:
         said = [f"{name}={_plain(getattr(self, name))!r}" for name in self.to_dict() if name != "edit"]
         return f"{type(self).__name__}({', '.join(said)})"
-
-
-def check_below(noun: str, chosen: Sequence[int] | None, count: int, edit: Edit) -> None:
-    """Raise InterventionError for an index that is not in 0..count - 1."""
-    for index in chosen or ():
-        if index >= count:
-            raise InterventionError(f"{noun} {index} is not in 0..{count - 1}: {edit}")
 
 
 def _frames_text(numbers: Iterable[int]) -> str:
@@ -465,14 +462,6 @@ class KeySelection(Edit):
     def kind(self) -> str:
         return "self" if self.frames is not None else "cross"
 
-    @property
-    def key_frames(self) -> Frames | None:
-        return self.frames
-
-    def check(self, plan: RolloutPlan) -> None:
-        check_below("prompt token", self.tokens, plan.text_len, self)
-        super().check(plan)
-
     def apply(self, call: Call, data: Any = None) -> bool:
         slots = list(self.tokens or ()) if self.frames is None else slots_in(call, self.frames)
         if not slots:
@@ -541,10 +530,6 @@ class Ablate(Edit):
             raise InterventionError(f"how={self.how!r} takes no file of means: leave source out")
 
     @property
-    def kind(self) -> str:
-        return self.attention
-
-    @property
     def needs(self) -> str:
         if self.how == "resample":
             return "its source as a wan.recorders.RunInStep"
@@ -586,10 +571,6 @@ class Patch(Edit):
             raise InterventionError(f"frames are of what='kv', not of what={self.what!r}")
         if self.what == "kv" and self.attention == "cross":
             raise InterventionError("what='kv' is of cached frames: of self-attention")
-
-    @property
-    def kind(self) -> str:
-        return self.attention
 
     @property
     def key_frames(self) -> Frames | None:
@@ -658,10 +639,6 @@ class Move(Edit):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise InterventionError(f"{name} {value!r} is not a whole number of frames")
-
-    @property
-    def key_frames(self) -> Frames | None:
-        return self.frames
 
     def apply(self, call: Call, data: Any = None) -> bool:
         slots = slots_in(call, self.frames)

@@ -9,7 +9,10 @@ from wan.kernels import gelu_linear
 
 GPU = torch.device("cuda")
 pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and attention_backend.fa4_version() == attention_backend.LAUNCHED)
+    not (
+        torch.cuda.is_available()
+        and attention_backend.installed_version("flash-attn-4") == attention_backend.LAUNCHED
+    )
     or torch.cuda.get_device_capability()[0] != attention_backend.HOPPER,
     reason=f"no Hopper GPU with flash-attn-4 {attention_backend.LAUNCHED} here",
 )
