@@ -108,8 +108,8 @@ def imported(name: str) -> ModuleType:
         return import_module(name)
     except Exception as error:  # the package's own dependencies, in any way
         raise ConfigError(
-            f"flash-attn-4 {installed_version(FA4)} cannot be imported ({one_line(error)}); install it again, or "
-            f"set {VARIABLE}=cudnn"
+            f"flash-attn-4 {installed_version(FA4)} cannot be imported ({one_line(error)}); "
+            f"install it again, or set {VARIABLE}=cudnn"
         ) from error
 
 

@@ -194,7 +194,7 @@ class CapturedCall(Mapping[str, Any]):
         return iter([*self.facts, *self.values])
 
     def __len__(self) -> int:
-        return len([*self])
+        return sum(1 for _ in self)
 
 
 SMALL = 1 << 15  # elements; values up to here are copied together

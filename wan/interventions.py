@@ -184,13 +184,14 @@ class RolloutPlan:
         return len(self.calls(edit)) * len(layers) * len(branches)
 
     def in_words(self, edit: "Edit") -> str:
-        """Say what an edit is going to do."""
-        calls = self.calls(edit)
+        """Say what an edit is going to do: edits 1 of 12 heads in 5 passes of 7 blocks: 35 calls."""
+        calls, count = self.calls(edit), self.count(edit)
+        layers, heads = len(edit.layers or range(self.num_layers)), len(edit.heads or range(self.num_heads))
+        passes, blocks = len({step for _, step in calls}), len({block for block, _ in calls})
+        of_layers = f" in {layers} of {self.num_layers} layers," if layers > 1 else ""
         return (
-            f"edits {len(edit.heads or range(self.num_heads))} of {self.num_heads} heads "
-            f"in {len(edit.layers or range(self.num_layers))} of {self.num_layers} layers, "
-            f"{len({step for _, step in calls})} passes of {len({block for block, _ in calls})} blocks: "
-            f"{self.count(edit)} calls"
+            f"edits {heads} of {self.num_heads} heads{of_layers} in {passes} pass{'es' * (passes != 1)} of "
+            f"{blocks} block{'s' * (blocks != 1)}: {count} call{'s' * (count != 1)}"
         )
 
     def check(self, edits: Iterable["Edit"]) -> None:
@@ -322,7 +323,7 @@ def _frames_text(numbers: Iterable[int]) -> str:
     found = sorted(numbers)
     if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
         return f"frames {found[0]}..{found[-1]}"
-    return f"frames {', '.join(map(str, found))}" if found else "nothing"
+    return f"frame{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else "nothing"
 
 
 def _plain(value: Any) -> Any:

@@ -152,7 +152,7 @@ def test_call_index_and_layer_are_told_apart():
     capture = OlderCapture()
     for site in sites:
         capture.enable([call_index(site)], num_layers=2 * LAYERS)
-        (by_index,) = capture._sessions[-1].requests
+        (by_index,) = capture._asked[-1].requests
         by_name = causal.CaptureRequest(layers=[site.layer], kinds=(site.kind,))
         assert [by_index.wants(other, None) for other in sites] == [
             by_name.wants(other, None) for other in sites

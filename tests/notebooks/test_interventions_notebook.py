@@ -90,8 +90,8 @@ def test_the_notebook_runs_an_edit_and_shows_what_is_there(tmp_path):
         ATLAS=str(tmp_path / "none.pt"),
         EDIT={"edit": "knockout", "frames": "first", "layers": 3, "passes": "denoise"},
     )
-    assert "knock out the first frame: layer 3" in printed and "direct: mean 1.8" in printed
+    assert "Knockout(layers=3" in printed and "direct: mean 1.8" in printed
     drawn = executed.figures(tmp_path)
     shown = {"strips.svg", "attention.svg", "effects.svg", "causal_atlas.svg", "hidden_shapes.svg"}
     assert set(drawn) == shown
-    assert "edited: knock out the first frame" in executed.words(drawn["attention.svg"])
+    assert "edited: Knockout(layers=3" in executed.words(drawn["attention.svg"])

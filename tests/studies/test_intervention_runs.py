@@ -240,7 +240,7 @@ def test_the_base_model_is_edited_by_its_config_too():
         for one in (small, replace(small, interventions=[]))
     ]
     assert not torch.equal(runs[0].latents, runs[1].latents)
-    assert runs[0].common["interventions"]["words"].startswith("replace the output of heads by 0")
+    assert runs[0].common["interventions"]["words"].startswith("Ablate(")
     assert "interventions" not in runs[1].common
     mean = replace(small, interventions=[Ablate("mean", passes="denoise").to_dict()])
     with pytest.raises(ConfigError, match="runs of the base model cannot make this edit, which needs means"):

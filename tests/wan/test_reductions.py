@@ -6,19 +6,22 @@ within 1e-6; in bfloat16 no worse than twice the error of the same formula in pl
 
 import pytest
 import torch
+from conftest import golden_model
+from helpers.rollouts import TWO_STEPS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from wan import attention, reductions
-from wan.attention import attention_with_lse
+from wan import reductions
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention_with_lse
+from wan.capture import CaptureRequest, MapQuery, key_maps
+from wan.interventions import Knockout, intervene
+from wan.keys import AVERAGE, CHOSEN, EMPTY, ChosenTokens, KeyBias, KeyLayout, Slot, key_frames, key_tokens
+from wan.pipeline import CausalInferencePipeline
+from wan.policies import make_policy
+from wan.rope import RotaryTable
 
 # heads, head dim, tokens a frame, query frames, key frames
-SIZES = [
-    (3, 16, 5, 3, 6),
-    (3, 64, 5, 1, 7),
-    (2, 128, 1560, 1, 2),
-    (12, 16, 16, 3, 21),
-    (1, 32, 24, 2, 2),
-    (3, 128, 7, 3, 3),
-]
+SIZES = [(3, 16, 5, 3, 6), (2, 128, 1560, 1, 2), (12, 16, 16, 3, 21), (3, 128, 7, 3, 3)]
 
 
 def call(size, dtype, device):
@@ -35,78 +38,57 @@ def call(size, dtype, device):
 
 def per_frame(tokens: torch.Tensor, size) -> torch.Tensor:
     """[B, H, Lq, Lk] -> [B, H, Fq, S, Fk, S]."""
-    S = size[2]
-    return tokens.unflatten(2, (-1, S)).unflatten(4, (-1, S))
+    return tokens.unflatten(2, (-1, size[2])).unflatten(4, (-1, size[2]))
+
+
+def close(values: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float = 0) -> None:
+    torch.testing.assert_close(
+        values.cpu().double(), expected.cpu().double(), atol=atol, rtol=rtol, equal_nan=True
+    )
+
+
+# --- One call
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_quantity_of_a_call(size, device, monkeypatch):
+    """A few rows, or keys, at a time: chunks do not end where frames do."""
+    q, k, lse, logits, probabilities = call(size, torch.float32, device)
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 7 * size[0] * k.shape[1])
+    edge = 1e-5 * logits.abs().max().item()
+    found = reductions.frame_logits(q, reductions.frame_means(k, size[4]), size[3])
+    assert found.dtype == torch.float32
+    close(found, per_frame(logits, size).mean((3, 5)), edge)
+    close(reductions.key_curve(q, k), logits.mean(2), edge)
+    mass = per_frame(probabilities, size).sum(5).mean(3)
+    close(reductions.frame_mass(q, k, lse, size[3], size[4]), mass, 1e-6)
+    tokens = probabilities.unflatten(2, (size[3], -1)).mean(3)
+    close(reductions.token_mass(q, k, size[3]), tokens, 1e-6)
+    curve, columns = reductions.key_token_means(q, k, lse)
+    close(curve, logits.mean(2), edge)
+    close(columns, probabilities.mean(2), 1e-5)
+    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 3 * size[2] * size[0] * k.shape[1])  # whole frames
+    close(reductions.token_mass(q, k, size[3]), tokens, 1e-6)
+    assert lse.dtype == torch.float32 and lse.shape == (1, size[0], q.shape[1])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_frame_logits(size, device):
-    q, k, _, logits, _ = call(size, torch.float32, device)
-    means = reductions.frame_means(k, size[4])
-    found = reductions.frame_logits(q, means, size[3])
-    expected = per_frame(logits, size).mean((3, 5))
-    assert found.dtype == torch.float32 and found.shape == expected.shape
-    assert (found - expected).abs().max() <= 1e-5 * logits.abs().max()
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_key_curve(size, device, monkeypatch):
-    q, k, _, logits, _ = call(size, torch.float32, device)
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 3 * size[0] * size[1])  # three keys at a time
-    found = reductions.key_curve(q, k)
-    assert (found - logits.mean(2)).abs().max() <= 1e-5 * logits.abs().max()
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_frame_mass(size, device, monkeypatch):
-    q, k, lse, _, probabilities = call(size, torch.float32, device)
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 7 * size[0] * k.shape[1])  # seven query rows at a time
-    found = reductions.frame_mass(q, k, lse, size[3], size[4])
-    expected = per_frame(probabilities, size).sum(5).mean(3)
-    assert (found - expected).abs().max() <= 1e-6
-    assert (found.sum(-1) - 1).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_bfloat16_is_no_worse_than_plain_pytorch(size, device):
-    """Inputs are bfloat16; the reference sees the same rounded inputs,
-    plain PyTorch rounds its products as it does.
-    """
+def test_in_bfloat16_no_worse_than_twice_plain_pytorch(size, device):
     q, k, lse, logits, probabilities = call(size, torch.bfloat16, device)
-    expected_logits = per_frame(logits, size).mean((3, 5))
-    expected_mass = per_frame(probabilities, size).sum(5).mean(3)
     plain = torch.einsum("bqhd,bkhd->bhqk", q, k) * size[1] ** -0.5
-    plain_logits = per_frame(plain.float(), size).mean((3, 5))
-    plain_mass = per_frame(plain.float().softmax(-1), size).sum(5).mean(3)
-
-    found_logits = reductions.frame_logits(q, reductions.frame_means(k, size[4]), size[3])
-    found_mass = reductions.frame_mass(q, k, lse, size[3], size[4])
-    assert (found_logits - expected_logits).abs().max() <= 2 * (
-        plain_logits - expected_logits
-    ).abs().max() + 1e-6
-    assert (found_mass - expected_mass).abs().max() <= 2 * (plain_mass - expected_mass).abs().max() + 1e-6
-    assert (found_mass.sum(-1) - 1).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("size", SIZES[:2], ids=str)
-def test_token_mass(size, device, monkeypatch):
-    q, k, _, _, probabilities = call(size, torch.float32, device)
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 2 * size[0] * k.shape[1])
-    found = reductions.token_mass(q, k, size[3])
-    expected = probabilities.unflatten(2, (size[3], -1)).mean(3)
-    assert (found - expected).abs().max() <= 1e-6
-
-
-@pytest.mark.parametrize("length", [1, 3, 64, 337])
-def test_a_softmax_in_place_is_that_of_torch(length, device):
-    logits = (torch.randn(2, 3, 5, length, generator=torch.Generator().manual_seed(0)) * 9).to(device)
-    assert torch.equal(reductions._softmax_(logits.clone()), logits.softmax(-1))
-
-
-def test_a_softmax_under_gradients_leaves_its_logits():
-    logits = torch.randn(3, 7, requires_grad=True)
-    found, before = reductions._softmax_(logits), logits.clone()
-    assert found.requires_grad and torch.equal(found, logits.softmax(-1)) and torch.equal(logits, before)
+    mass = reductions.frame_mass(q, k, lse, size[3], size[4])
+    for found, exact, rough in (
+        (
+            reductions.frame_logits(q, reductions.frame_means(k, size[4]), size[3]),
+            per_frame(logits, size).mean((3, 5)),
+            per_frame(plain.float(), size).mean((3, 5)),
+        ),
+        (
+            mass,
+            per_frame(probabilities, size).sum(5).mean(3),
+            per_frame(plain.float().softmax(-1), size).sum(5).mean(3),
+        ),
+    ):
+        assert (found - exact).abs().max() <= 2 * (rough - exact).abs().max() + 1e-6
+    assert (mass.sum(-1) - 1).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -118,18 +100,187 @@ def test_token_matrix(dtype, device, monkeypatch):
         found = reductions.token_matrix(q, k, is_logits, dtype)
         assert found.device.type == "cpu" and found.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 2**-11
-        assert (found - expected.cpu()).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
+        close(found, expected, tolerance * max(1.0, expected.abs().max().item()))
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_log_sum_exp_of_the_fused_call(size, device):
-    q, _, lse, logits, _ = call(size, torch.float32, device)
-    assert lse.shape == (1, size[0], q.shape[1]) and lse.dtype == torch.float32
-    assert (lse - logits.logsumexp(-1)).abs().max() <= 1e-5
+def test_a_softmax_in_place_is_that_of_torch_and_leaves_gradients_their_logits(device):
+    logits = (torch.randn(2, 3, 5, 37, generator=torch.Generator().manual_seed(0)) * 9).to(device)
+    assert torch.equal(reductions._softmax_(logits.clone()), logits.softmax(-1))
+    if device.type == "cpu":
+        logits = logits.requires_grad_()
+        found, before = reductions._softmax_(logits), logits.clone()
+        assert found.requires_grad and torch.equal(logits, before) and torch.equal(found, logits.softmax(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_device_without_fused_calls_goes_by_formula(dtype, monkeypatch):
-    monkeypatch.setattr(attention, "_attention_by_formula", lambda *_: "by formula")
-    q = torch.empty(1, 3, 5, 16, dtype=dtype, device="meta")
-    assert attention.attention_with_lse(q, q, q) == "by formula"
+# --- Any layout, any bias, in float64
+@st.composite
+def layouts(draw):
+    """Slots of frames, of averages, zeros, other frames for each item, or chosen tokens, two batch items."""
+    S, slots, chosen = draw(st.integers(1, 5)), [], None
+    frame = st.integers(0, 5)
+    for _ in range(draw(st.integers(1, 5))):
+        items = draw(st.sampled_from([(), (draw(frame), draw(frame))]))
+        named = draw(st.sampled_from([draw(frame), AVERAGE, EMPTY]))
+        slots.append(Slot(items[0] if items else named, draw(st.integers(0, 9)), items=items))
+    if draw(st.booleans()):
+        first = draw(st.integers(0, len(slots) - 1))
+        count = draw(st.integers(1, len(slots) - first))
+        slots[first : first + count] = [Slot(CHOSEN, n) for n in range(count)]
+        rows = torch.tensor(
+            [[draw(frame) for _ in range(count * S)] for _ in range(2)], dtype=torch.int64
+        ).sort(1)[0]
+        zeros = torch.zeros_like(rows)
+        chosen = ChosenTokens(range(first, first + count), rows, zeros + 1, zeros + 2, zeros)
+    return KeyLayout(tuple(slots), S, chosen=chosen)
+
+
+@given(layout=layouts(), query_frames=st.integers(1, 3), biased=st.booleans(), seed=st.integers(0, 2**30))
+@settings(max_examples=150, deadline=None)
+def test_frames_and_slots_of_any_layout(layout, query_frames, biased, seed):
+    dice, S, heads, dim = torch.Generator().manual_seed(seed), layout.tokens_per_slot, 3, 12
+    num_slots = len(layout.slots)
+    q = torch.randn(2, query_frames * 4, heads, dim, generator=dice) * 2
+    k = torch.randn(2, num_slots * S, heads, dim, generator=dice)
+    bias = None
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * dim**-0.5
+    if biased:
+        values = torch.randn(heads, num_slots, generator=dice)
+        out = torch.rand(heads, num_slots, generator=dice) < 0.4
+        out[:, torch.randint(num_slots, (1,), generator=dice)] = False
+        bias = KeyBias(values.masked_fill(out, -torch.inf), S)
+        logits = logits + bias.per_token().double()[:, None]
+    probs = logits.softmax(-1).unflatten(2, (query_frames, -1)).mean(3)
+    means = logits.unflatten(2, (query_frames, -1)).mean(3).masked_fill(probs == 0, torch.nan)
+    lse = logits.logsumexp(-1).float()
+    values = reductions.frame_values(q, k, lse, layout, query_frames, True, True, bias)
+    frames, positions = key_frames(layout, 2)
+    assert frames.shape == positions.shape == key_tokens(layout, 2).shape == (2, num_slots * S)
+    for item in range(2):
+        for column, frame in enumerate(layout.columns):
+            members = frames[item] == frame
+            close(values["frame_logits"][item, ..., column], means[item][..., members].nanmean(-1), 1e-5)
+            close(values["frame_mass"][item, ..., column], probs[item][..., members].sum(-1), 1e-6)
+            if "tokens_kept" in values:
+                assert values["tokens_kept"][item, column] == members.sum()
+    close(values.get("slot_logits", values["frame_logits"]), means.unflatten(-1, (-1, S)).nanmean(-1), 1e-5)
+    close(values.get("slot_mass", values["frame_mass"]), probs.unflatten(-1, (-1, S)).sum(-1), 1e-6)
+    assert ("slot_mass" in values) == ("tokens_kept" in values) == (not layout.is_plain)
+    assert ("attended" in values) == (bias is not None and bool(bias.values.isinf().any()))
+    if "attended" in values:
+        assert torch.equal(values["attended"], ~values["frame_logits"].isnan())
+    if bias is None:
+        close(values["frame_logits_by_band"].sum(-1), values["frame_logits"], 1e-5)
+        assert values["frame_logits_by_band"].shape[-1] == len(RotaryTable(dim).bands)
+    else:
+        gone = values["frame_logits"].isnan()[..., None].expand_as(values["frame_logits_by_band"])
+        assert torch.equal(values["frame_logits_by_band"].isnan(), gone)
+
+
+@given(biased=st.booleans(), seed=st.integers(0, 2**30), tokens=st.lists(st.integers(0, 4), max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_maps_are_rows_of_the_matrix(biased, seed, tokens):
+    dice, S, query_frames = torch.Generator().manual_seed(seed), 5, (7, 8)
+    q = torch.randn(1, 2 * S, 3, 16, generator=dice)
+    k = torch.randn(1, 6 * S, 3, 16, generator=dice)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
+    bias = None
+    if biased:
+        bias = torch.randn(3, 6 * S, generator=dice)
+        bias[:, 1::3] = -torch.inf
+        logits = logits + bias[:, None]
+    queries = [MapQuery(), MapQuery(8), MapQuery(3), *(MapQuery(7, token) for token in set(tokens))]
+    maps = key_maps(q, k, logits.logsumexp(-1).float(), queries, query_frames, S, bias)
+    assert maps["map_queries"].tolist() == [list(query) for query in queries if query.frame != 3]
+    rows = [slice(0, 2 * S), slice(S, 2 * S), *(slice(token, token + 1) for token in set(tokens))]
+    for n, some in enumerate(rows):
+        mean = logits[:, :, some].mean(2)
+        close(maps["map_logits"][:, :, n], mean.masked_fill(mean.isinf(), torch.nan), 2e-5, 2**-10)
+        close(maps["map_mass"][:, :, n], logits.softmax(-1)[:, :, some].mean(2) * S, 2e-5, 2**-10)
+
+
+# --- Rollouts under policies: captured values are those of the token matrices
+POLICIES = [
+    {"name": "full"},
+    {"name": "window", "window": 6, "sink": 1},
+    {"name": "deep_sink", "window": 9, "sink": 4},
+    {"name": "participative", "window": 9, "sink": 2, "budget": 7, "recent": 3},
+    {"name": "ema_sink", "window": 6, "sink": 2, "alpha": 0.9},
+    {"name": "rolling_sink", "window": 9},
+    {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1},
+]
+REAL = pytest.mark.real_gpu
+ON_DEVICES = [  # a pretended GPU runs no line for the marked ones that it does not run for the others
+    policy if policy["name"] in ("participative", "memory_bank") else pytest.param(policy, marks=REAL)
+    for policy in POLICIES
+]
+
+
+def roll_out(policy: dict, *requests: CaptureRequest, items=slice(0, 2), num_frames: int = 15, device="cpu"):
+    """Latents and captured calls of a rollout of the golden model; batch items have noise of their own."""
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(2, num_frames, 16, 4, 6, generator=generator)
+    renoise = torch.randn(1, *noise.shape, generator=generator)
+    embeds = torch.randn(2, 32, 64, generator=generator)
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    noise, renoise, embeds = (x.to(device, dtype) for x in (noise[items], renoise[:, items], embeds[items]))
+    model = golden_model().to(device, dtype)
+    pipeline = CausalInferencePipeline(model, **TWO_STEPS, cache_policy=make_policy(**policy))
+    with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
+        latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+    return latents, calls
+
+
+@pytest.mark.parametrize("policy", ON_DEVICES, ids=lambda policy: policy["name"])
+def test_captured_values_are_those_of_the_token_matrices(policy, device):
+    atol, S = 1e-5 if device.type == "cpu" else 1e-4, 6
+    frames = CaptureRequest(layers=[3], granularity="frame")
+    maps = CaptureRequest(layers=[3], granularity="map", queries=((-1, -1), (13, 2)), blocks=[4])
+    latents, calls = roll_out(policy, frames, CaptureRequest(layers=[3]), maps, device=device)
+    assert torch.equal(latents, roll_out(policy, CaptureRequest(layers=[]), device=device)[0])
+    by_frame, tokens = ([c for c in calls if name in c] for name in ("frame_logits", "attn_weights"))
+    for call, matrix in zip(by_frame, tokens, strict=True):
+        logits = matrix["attn_weights"].double().unflatten(2, (3, S)).mean(3)  # [B, H, Fq, Lk]
+        probs = matrix["attn_weights"].double().softmax(-1).unflatten(2, (3, S)).mean(3)
+        of_keys, _ = key_frames(call.layout, len(logits))
+        if not call.layout.is_in_place:
+            assert torch.equal(matrix["key_frame"], of_keys)
+        for item in range(len(logits)):
+            columns = torch.stack([of_keys[item] == frame for frame in call["key_frames"]], -1).double()
+            close(call["frame_mass"][item], probs[item] @ columns, atol)
+            close(call["frame_logits"][item], logits[item] @ (columns / columns.sum(0)), atol)
+        slots = call.get("slot_mass", call["frame_mass"])
+        close(slots, probs.unflatten(-1, (-1, S)).sum(-1), atol)
+        close(slots.sum(-1), torch.ones(slots.shape[:-1]), atol)
+    for call, matrix in zip([c for c in calls if "map_mass" in c], tokens[-3:], strict=True):
+        rows = matrix["attn_weights"].double().softmax(-1)
+        expected = torch.stack([rows.mean(2), rows[:, :, S + 2]], 2) * S
+        close(call["map_mass"], expected, max(2e-5, S * atol), 2**-10)
+
+
+@pytest.mark.parametrize(
+    "policy", [POLICIES[3], POLICIES[6] | {"bank": 4}], ids=lambda policy: policy["name"]
+)
+def test_an_item_of_a_batch_chooses_as_it_does_alone(policy):
+    request = CaptureRequest(blocks=[4, 7, 8], steps=[0], granularity="key")
+    both = roll_out(policy, request, num_frames=27)[1]
+    assert any(not torch.equal(*call["key_frame"]) for call in both)  # or this test says nothing
+    for item in range(2):
+        alone = roll_out(policy, request, items=slice(item, item + 1), num_frames=27)[1]
+        for here, there in zip(alone, both, strict=True):
+            assert torch.equal(here["key_frame"][0], there["key_frame"][item])
+
+
+@pytest.mark.parametrize("policy", POLICIES[3:], ids=lambda policy: policy["name"])
+def test_a_knockout_leaves_the_other_heads_values(policy):
+    """Of slots that are no frames, too: the first edited call differs in its head alone."""
+    request = CaptureRequest(layers=[0], blocks=[4], steps=[0], granularity="frame", rope_bands=True)
+    plain = roll_out(policy, request)[1][0]
+    with intervene(Knockout(layers=[0], heads=[1], frames="past", blocks=[4], passes="all")):
+        edited = roll_out(policy, request)[1][0]
+    assert plain.values.keys() == edited.values.keys() - {"attended"}
+    others = [head for head in range(12) if head != 1]
+    for name in plain.values.keys() - {"tokens_kept"}:
+        close(edited[name][:, others], plain[name][:, others], 1e-5)
+    own = [frame in range(12, 15) for frame in edited["key_frames"]]
+    assert (edited["frame_mass"][:, 1].sum(-1) - 1).abs().max() < 1e-5
+    assert edited["frame_logits"][:, 1].isfinite().all((0, 1)).tolist() == own

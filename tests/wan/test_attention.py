@@ -1,0 +1,422 @@
+"""softmax(q kᵀ) v: plain, masked and by groups of keys against float64, and who gets which GPU kernel.
+
+A module of flash-attn's signature stands in for it; CUDA tensors are pretended, or torch's fake ones.
+"""
+
+import sys
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from helpers import pretended_gpu
+from helpers.rollouts import rollout, tiny_pipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from experiments import run_extraction_each
+from experiments.extraction.provenance import provenance
+from experiments.running import cli
+from wan import attention, backends
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attend_by_groups, attention_with_lse
+from wan.config import load_config
+from wan.errors import ConfigError
+from wan.kernels import gelu_linear
+from wan.keys import KeyBias
+from wan.policies import make_policy
+
+aten = torch.ops.aten
+HALF, FLOAT = torch.bfloat16, torch.float32
+GPU, LONG, SHORT = torch.device("cuda:0"), backends.FEWEST_KEYS_OF_FUNCTION, backends.FEWEST_KEYS - 1
+INSTALLED, QUACK = backends.LAUNCHED, backends.LAUNCHED_QUACK
+
+
+def drawn(seed, *shape) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_formula(q, k, v, added):
+    """Output and log-sum-exp in float64, of logits plus added."""
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    logits = q @ k.mT * q.shape[-1] ** -0.5 + added.double()
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+# --- Numbers
+@pytest.mark.parametrize("head_dim", [6, 10, 12, 16, 128])
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, FLOAT])
+def test_plain_and_masked_calls_are_those_of_the_formula(dtype, head_dim, device):
+    q, k, v = (drawn(n, 2, 3, n, head_dim).to(device, dtype) for n in (5, 9, 9))
+    q = q[:, :, :5]
+    mask = torch.arange(9) <= torch.arange(5)[:, None]
+    for added, (out, lse) in (
+        (torch.zeros(5, 9), attention_with_lse(q, k, v)),
+        (torch.zeros(5, 9).masked_fill(~mask, -torch.inf), masked(q, k, v, mask.to(device))),
+    ):
+        expected, expected_lse = by_formula(q, k, v, added)
+        rounding = 2 * torch.finfo(dtype).eps * v.abs().max().item() + 1e-5
+        assert out.dtype == dtype and lse.shape == expected_lse.shape
+        torch.testing.assert_close(out.cpu().double(), expected, atol=rounding, rtol=0)
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=1e-3, rtol=0)
+        if dtype == FLOAT:
+            torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=1e-5, rtol=0)
+
+
+masked = attention.masked_attention_with_lse
+
+
+def test_the_fused_call_is_sdpa_bit_for_bit_on_the_cpu():
+    q, k, v = (drawn(n, 2, n, 3, 16) for n in (7, 11, 12))
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v[:, :11])))
+    assert torch.equal(attention.attention(q, k, v[:, :11]), expected.transpose(1, 2))
+
+
+@given(
+    heads=st.integers(1, 4),
+    slots=st.integers(1, 6),
+    S=st.integers(1, 7),
+    queries=st.integers(1, 11),
+    seed=st.integers(0, 2**30),
+)
+@settings(max_examples=80, deadline=None)
+def test_groups_of_keys_agree_with_a_biased_softmax(heads, slots, S, queries, seed):
+    """Any pattern of left-out and biased slots in which every head keeps a slot; logits may be far apart."""
+    dice = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, n, 12, generator=dice) for n in (queries, slots * S, slots * S))
+    values = torch.randn(heads, slots, generator=dice) * (torch.rand(heads, slots, generator=dice) < 0.5)
+    out = torch.rand(heads, slots, generator=dice) < 0.5
+    out[torch.arange(heads), torch.randint(slots, (heads,), generator=dice)] = False
+    k[:, out[:, 0], :S] *= 200  # what is left out has by far the largest logits
+    bias = KeyBias(values.masked_fill(out, -torch.inf), S)
+    unseen = bias.per_token().isinf().all(0)
+    k[:, :, unseen] = v[:, :, unseen] = torch.nan  # keys that no head sees are not read
+    expected, expected_lse = by_formula(
+        q, k.nan_to_num(), v.nan_to_num(), bias.per_token()[:, None].expand(-1, queries, -1)
+    )
+    found, lse = attend_by_groups(attention_with_lse, q, k, v, bias)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=0)
+    blind = KeyBias(values.masked_fill(torch.arange(heads)[:, None] == heads - 1, -torch.inf), S)
+    with pytest.raises(ValueError, match=f"head {heads - 1} would see no key"):
+        attend_by_groups(attention_with_lse, q, k, v, blind)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_in_bfloat16_round_once_more_than_the_library_under_the_same_mask(seed, device):
+    q, k, v = (2 * drawn(seed + n, 2, 3, n, 16).to(device, HALF) for n in (10, 35, 35))
+    bias = KeyBias(torch.tensor([[0, 0, -1.5, 0, 0], [-torch.inf, 0, 0, 0, 2], [0, -torch.inf, 0, 0, 0]]), 7)
+    expected = by_formula(q, k, v, bias.per_token()[:, None])[0].to(device)
+    mask = bias.per_token().to(device, HALF)[None, :, None].expand(2, 3, 10, 35)
+    library = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    out, _ = attend_by_groups(attention_with_lse, q, k, v, bias)
+    assert (out.double() - expected).abs().max() <= 3 * (library.double() - expected).abs().max()
+    plain = attend_by_groups(attention_with_lse, q, k, v, KeyBias(torch.zeros(3, 5), 7))
+    assert all(map(torch.equal, plain, attention_with_lse(q, k, v)))
+
+
+def test_masks_that_cannot_be_edited_or_captured_are_refused():
+    q = drawn(0, 1, 4, 3, 16)
+    site = attention.Site(0, "self")
+    assert torch.equal(attention.attention(q, q, q, site, lambda q, k, v: v), q)
+    with ATTENTION_WEIGHT_CAPTURE.capture(), pytest.raises(ValueError, match=r"mask \[Lq, Lk\]"):
+        attention.attention(q, q, q, site, lambda q, k, v: v)
+
+
+# --- Which kernel
+def flash_attn_func(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
+    """flash_attn.cute's: tensors [B, L, H, D] -> output in that layout, natural log-sum-exp [B, H, Lq]."""
+    assert softmax_scale is None and not causal and return_lse and k.shape == v.shape
+    if q.is_cuda:  # a fake one
+        return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=FLOAT)
+    out, lse = by_formula(*(x.transpose(1, 2) for x in (q, k, v)), torch.zeros(()))
+    return out.transpose(1, 2).to(q.dtype).contiguous(), lse.float()
+
+
+def launched(q, k, v, frame_size=0):
+    """kernels/fa4.attention(): the same, and tails [2, B, H, Fk, Lq] of frames."""
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    if not frame_size or q.is_cuda:
+        shape = (2, *lse.shape[:2], k.shape[1] // frame_size, lse.shape[2]) if frame_size else None
+        return out, lse, shape and lse.new_empty(shape)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[-1] ** -0.5
+    logits, begins = logits * torch.tensor(2.0).log().reciprocal(), range(0, k.shape[1], frame_size)
+    maxima = torch.stack([logits[..., begin:].amax(-1) for begin in begins], 2)
+    sums = [(logits[..., b:] - maxima[:, :, i, :, None]).exp2().sum(-1) for i, b in enumerate(begins)]
+    return out, lse, torch.stack([torch.stack(sums, 2), maxima]).float()
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that says which GPU is there, and which version of flash-attn-4 -> calls by their way."""
+    calls = []
+
+    def counted(way, function):
+        return lambda *args, **more: (calls.append(way), function(*args, **more))[1]
+
+    def prepare(installed=INSTALLED, capability=(9, 0), wanted="", quack=QUACK) -> list[str]:
+        package, module, of_hopper = map(ModuleType, ("flash_attn", "flash_attn.cute", "wan.kernels.fa4"))
+        package.__spec__ = ModuleSpec("flash_attn", None)  # transformers looks at it
+        module.flash_attn_func = counted("function", flash_attn_func)
+        of_hopper.attention = counted("launched", launched)
+        monkeypatch.setitem(sys.modules, "flash_attn", package)
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", module if installed else None)
+        monkeypatch.setitem(sys.modules, "wan.kernels.fa4", of_hopper if installed else None)
+        versions = {backends.FA4: installed, backends.QUACK: quack if installed else None}
+        monkeypatch.setattr(backends, "installed_version", versions.get)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        monkeypatch.setenv(backends.VARIABLE, wanted)
+        forget()
+        return calls
+
+    def forget():
+        for function in (backends.has_fa4, backends.has_quack, backends.is_launched):
+            function.cache_clear()
+
+    yield prepare
+    monkeypatch.undo()
+    forget()
+
+
+def fake_call(keys: int, dtype=HALF, head_dim: int = 128, trains: bool = False):
+    """Queries, keys and values [B, H, L, D] of a call on a GPU."""
+    q = torch.empty(1, 2, 48, head_dim, dtype=dtype, device=GPU, requires_grad=trains)
+    k = torch.empty(1, 2, keys, head_dim, dtype=dtype, device=GPU)
+    return q, k, k
+
+
+@pytest.mark.parametrize(
+    "found, capability, wanted, expected",
+    [
+        (INSTALLED, (9, 0), "", "launched"),
+        (INSTALLED, (9, 0), "fa4", "launched"),
+        ("4.0.0b99", (9, 0), "", "function"),  # whose inside may be another one
+        (INSTALLED, (10, 0), "auto", "function"),
+        (INSTALLED, (9, 0), "cudnn", None),
+        (INSTALLED, (8, 0), "", None),  # A100
+        (None, (9, 0), "", None),
+    ],
+)
+def test_the_rule(machine, found, capability, wanted, expected):
+    calls = machine(found, capability, wanted)
+    for keys, way in (
+        (LONG, expected),
+        (LONG - 1, expected if expected == "launched" else None),
+        (SHORT, None),  # cuDNN wins there
+    ):
+        with FakeTensorMode():
+            q, k, v = fake_call(keys)
+            out, lse = attention_with_lse(q, k, v)
+        assert out.shape == q.shape and out.dtype == q.dtype and lse.shape == q.shape[:3]
+        assert calls == ([way] if way else [])
+        calls.clear()
+    below = SHORT + 1 if expected == "launched" else LONG
+    ffn = f"; FFN by quack {QUACK}" if expected == "launched" else ""
+    name = f"fa4 {found}, cudnn below {below} keys{ffn}" if expected else "cudnn"
+    assert backends.kernel_name(GPU, HALF) == name and backends.kernel_name(GPU, FLOAT) == "efficient"
+    assert backends.kernel_name(torch.device("cpu"), FLOAT) is None
+
+
+def test_calls_it_was_not_made_for_stay_where_they_were(machine):
+    machine()
+    with FakeTensorMode():
+        assert backends.takes(*fake_call(LONG)) and backends.takes(*fake_call(LONG, head_dim=64))
+        for other in ({"dtype": FLOAT}, {"head_dim": 136}, {"head_dim": 20}, {"trains": True}):
+            assert not backends.takes(*fake_call(LONG, **other))
+        # The launched kernel, no other, and none of training says what mass frames have.
+        assert backends.gives_tails(*fake_call(SHORT + 1))
+        assert backends.fa4_with_tails(*fake_call(1280), 10)[2].shape == (2, 1, 2, 10, 48)
+        assert not backends.gives_tails(*fake_call(SHORT))
+        for other in ({"dtype": FLOAT}, {"head_dim": 64}, {"trains": True}):
+            assert not backends.gives_tails(*fake_call(1280, **other))
+        assert not backends.gives_tails(*(x.cpu() for x in fake_call(1280)))
+        machine(capability=(10, 0))
+        assert not backends.gives_tails(*fake_call(LONG))
+
+
+def test_its_results_in_our_layout(machine):
+    """Heads first, natural logarithm: those of the CPU's call within bfloat16's rounding."""
+    machine()
+    q, k, v = (drawn(n, 2, n, 3, 16).to(HALF).transpose(1, 2) for n in (10, 35, 35))
+    out, lse = backends.fa4_attention(q, k, v)
+    expected, expected_lse = attention_with_lse(q.float(), k.float(), v.float())
+    assert out.shape == q.shape and out.dtype == q.dtype and lse.dtype == FLOAT
+    assert (out.float() - expected).abs().max() <= 2**-8 * v.float().abs().max()
+    assert (lse - expected_lse).abs().max() <= 1e-5
+    assert out.transpose(1, 2).is_contiguous()  # the next product takes it as it is
+
+
+POLICIES = [
+    {"name": "window", "window": 4, "sink": 1},
+    {"name": "ema_sink"},
+    {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["name"])
+def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch, policy):
+    """The same numbers as from q, k and the log-sum-exp, and the same latents; asked for mass alone."""
+    machine()
+    pipeline = tiny_pipeline(local_attn_size=6)
+    pipeline.cache_policy = make_policy(**policy)
+    asked = []
+
+    def captured(**request):
+        with ATTENTION_WEIGHT_CAPTURE.capture(**request) as calls:
+            return rollout(pipeline, 9), calls
+
+    def tails(q, k, v, frames):
+        asked.append(frames)
+        by_token = (x.transpose(1, 2) for x in (q, k, v))
+        return *attention_with_lse(q, k, v), launched(*by_token, k.shape[2] // frames)[2]
+
+    latents, expected = captured(granularity="frame")
+    monkeypatch.setattr(backends, "gives_tails", lambda *call: True)
+    monkeypatch.setattr(backends, "fa4_with_tails", tails)
+    captured(granularity="frame")
+    assert not asked  # a tile could hold the beginnings of two of these frames
+    monkeypatch.setattr(backends, "TILE", 5)
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="key"):  # the inner one is served
+        again, found = captured(granularity="frame")
+    by_slot = [call.layout for call in found if call.layout.chosen is None]
+    assert torch.equal(latents, again) and len(found) == len(expected) > 0
+    assert asked == [len(layout.slots) for layout in by_slot]
+    for one, other in zip(found, expected, strict=True):
+        assert one.values.keys() == other.values.keys()
+        for name in {"frame_logits", "frame_mass", "slot_mass"} & one.values.keys():
+            torch.testing.assert_close(one[name], other[name], atol=1e-6, rtol=0)
+    asked.clear()
+    for other in ({"granularity": "frame", "mass": False}, {"granularity": "key"}, {"granularity": "token"}):
+        assert torch.equal(captured(**other)[0], latents) and not asked
+
+
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: this counts calls of the pretended one")
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "plain", "masked"),
+    [(HALF, dim, CUDNN, EFFICIENT) for dim in (8, 128)]
+    + [(HALF, dim, None, None) for dim in (4, 12)]
+    + [(FLOAT, 12, EFFICIENT, EFFICIENT), (FLOAT, 6, None, None)],
+)
+def test_kernels_get_the_rows_that_they_can_read(dtype, head_dim, plain, masked, monkeypatch):
+    called = []
+
+    def counted(operation, does, *given):
+        called.append(operation)
+        return does(*given)
+
+    for operation, does in pretended_gpu.FUSED_ATTENTION.items():
+        monkeypatch.setitem(pretended_gpu.FUSED_ATTENTION, operation, partial(counted, operation, does))
+    with pretended_gpu.pretended_gpu() as gpu:
+        q, k = (drawn(n, 2, 3, n, head_dim).to(gpu, dtype) for n in (5, 9))
+        attention_with_lse(q, k, k)
+        attention.masked_attention_with_lse(q, k, k, torch.ones(5, 9, dtype=torch.bool, device=gpu))
+    assert called == [one for one in (plain, masked) if one is not None]
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
+def test_a_device_without_fused_calls_goes_by_formula(dtype, monkeypatch):
+    monkeypatch.setattr(attention, "_attention_by_formula", lambda *_: "by formula")
+    q = torch.empty(1, 3, 5, 16, dtype=dtype, device="meta")
+    assert attention_with_lse(q, q, q) == "by formula"
+
+
+# --- The FFN's kernel
+@pytest.fixture
+def quack_with(monkeypatch):
+    """A function that puts a gemm_act in the place of quack's."""
+
+    def prepare(gemm_act):
+        interface, configs = ModuleType("quack.gemm_interface"), ModuleType("quack.gemm_config")
+        interface.gemm_act, configs.GemmConfig = gemm_act, SimpleNamespace
+        monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+        monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+        monkeypatch.setitem(sys.modules, "quack.gemm_config", configs)
+        gelu_linear.by_quack.cache_clear()
+
+    yield prepare
+    gelu_linear.by_quack.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "found, quack, rows, columns, expected",
+    [
+        (INSTALLED, QUACK, 4680, 8960, "quack"),
+        (INSTALLED, QUACK, 1023, 8960, "cuBLAS"),
+        (INSTALLED, QUACK, 4680, 640, "cuBLAS"),  # the miniature's
+        (INSTALLED, QUACK, 4680, 8964, "cuBLAS"),  # rows without 16 bytes at their ends
+        (INSTALLED, "0.9", 4680, 8960, "cuBLAS"),  # which may be called in another way
+        ("4.0.0b99", QUACK, 4680, 8960, "cuBLAS"),
+        (None, None, 4680, 8960, "cuBLAS"),
+    ],
+)
+def test_who_applies_gelu(machine, quack_with, monkeypatch, found, quack, rows, columns, expected):
+    machine(found, quack=quack)
+    asked = []
+
+    def gemm_act(x, weight, bias, activation, store_preact, tuned, config):
+        asked.append((activation, store_preact, tuned, config.tile_m, config.tile_n))
+        return None, x @ weight + bias
+
+    quack_with(gemm_act)
+    monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: x @ weight + bias)
+    with FakeTensorMode():
+        sizes = (rows, 1536), (columns, 1536), (columns,)
+        x, weight, bias = (torch.empty(size, dtype=HALF, device=GPU) for size in sizes)
+        assert gelu_linear.gelu_linear(x, weight, bias).shape == (rows, columns)
+    assert asked == ([("gelu_tanh_approx", False, False, 128, 160)] if expected == "quack" else [])
+
+
+# --- What is refused, and what is said
+@pytest.mark.parametrize("value", ["fa3", "cudnn ", "\n", "a" * 3000])
+def test_another_value_is_refused_in_one_line(machine, monkeypatch, capsys, tmp_path, value):
+    machine(wanted=value)
+    monkeypatch.chdir(ROOT)
+    flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", str(tmp_path / "layer.pt")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_extraction_each.run, [*flags, "--device", "cpu"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and len(said) < 300
+    assert "WAN_ATTENTION is" in said and "auto, cudnn, fa4; unset it" in said and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "found, capability, said",
+    [(None, (9, 0), "is not installed; run: pip"), ("4.0", (8, 6), "and cuda:0 has 8")],
+)
+def test_asked_for_where_it_cannot_be(machine, found, capability, said):
+    machine(found, capability, "fa4")
+    with pytest.raises(ConfigError, match=said):
+        backends.check(GPU)
+
+
+def test_an_installation_that_is_broken(machine, monkeypatch, quack_with):
+    machine()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    q = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ConfigError, match=r"flash-attn-4 4.0.0b36 cannot be imported .*WAN_ATTENTION=cudnn"):
+        backends.fa4_attention(q, q, q)
+
+    def gemm_act(x, weight, **options):  # outside a folder site-packages, as pip install --target leaves it
+        raise TypeError("epilogue fn depends on <ContextVar>\nwhich has no key")
+
+    quack_with(gemm_act)
+    x = torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match=r"quack-kernels cannot build .*site-packages.*WAN_ATTENTION=cudnn"):
+        gelu_linear.by_quack(None, gelu_linear.TILE)(x, x, x[0])
+
+
+def test_caches_of_a_gpu_say_which(machine, monkeypatch):
+    machine()
+    monkeypatch.chdir(ROOT)
+    config = load_config("configs/wan_mini.yaml")
+    weights = ROOT / config.checkpoint_path
+    assert provenance(config, weights, HALF, GPU)["attention"].startswith("fa4 4.0.0b36")
+    assert "attention" not in provenance(config, weights, FLOAT, torch.device("cpu"))
