@@ -30,8 +30,8 @@ SLOW_FILES = (
     *("test_mini", "test_tracking", "test_measure_checkpoints", "test_training", "test_evaluation"),
     *("test_causal_atlas", "test_intervention_runs", "test_policy_atlas", "test_policy_comparison"),
     *("test_hidden_shapes", "test_parallel", "test_folder", "test_lora_training", "test_long_rollout"),
-    *("test_policy_keys", "test_prompts", "test_golden_policies", "test_capture_policies"),
-    *("test_edited_rollouts", "test_first_frame_numbers", "test_sweeps", "test_policy_findings"),
+    *("test_policy_keys", "test_prompts", "test_golden_policies"),
+    *("test_first_frame_numbers", "test_sweeps", "test_policy_findings"),
 )
 
 SIZES = (
