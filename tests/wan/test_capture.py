@@ -1,6 +1,5 @@
 """The hook: what it promises to scripts, that looking changes nothing, and that leaving leaves nothing."""
 
-import copy
 from functools import partial
 
 import pytest

@@ -230,6 +230,7 @@ def roll_out(policy: dict, *requests: CaptureRequest, items=slice(0, 2), num_fra
     return latents, calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ON_DEVICES, ids=lambda policy: policy["name"])
 def test_captured_values_are_those_of_the_token_matrices(policy, device):
     atol, S = 1e-5 if device.type == "cpu" else 1e-4, 6
@@ -257,6 +258,7 @@ def test_captured_values_are_those_of_the_token_matrices(policy, device):
         close(call["map_mass"], expected, max(2e-5, S * atol), 2**-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [POLICIES[3], POLICIES[6] | {"bank": 4}], ids=lambda policy: policy["name"]
 )
@@ -270,6 +272,7 @@ def test_an_item_of_a_batch_chooses_as_it_does_alone(policy):
             assert torch.equal(here["key_frame"][0], there["key_frame"][item])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES[3:], ids=lambda policy: policy["name"])
 def test_a_knockout_leaves_the_other_heads_values(policy):
     """Of slots that are no frames, too: the first edited call differs in its head alone."""
