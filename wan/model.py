@@ -20,19 +20,18 @@ from wan.keys import KeyLayout
 from wan.policies import of_window
 from wan.rope import RotaryTable, rotate
 
+# The parts of a layer. Parameter names are those of the released checkpoints.
 
-# --- The parts of a Wan2.1 transformer layer. Parameter names are those of the released checkpoints
+
 class Rope(NamedTuple):
-    """Tables of RoPE for a call's queries and for its own keys, cos and sin [L, 1, D];
-    mostly the same ones.
-    """
+    """Tables of RoPE for a call's queries and for its own keys, cos and sin [L, 1, D]; mostly the same."""
 
     queries: tuple[Tensor, Tensor]
     keys: tuple[Tensor, Tensor]
 
 
 class Modulation(NamedTuple):
-    """What a sublayer does with its input and output per frame, float32 [B, F or 1, dim] each."""
+    """Shift and scale of a sublayer's input, gate of its output: per frame, float32 [B, F or 1, dim]."""
 
     shift: Tensor
     scale: Tensor
@@ -40,13 +39,13 @@ class Modulation(NamedTuple):
 
 
 def modulations_in(table: Tensor) -> tuple[Modulation, Modulation]:
-    """Those of self-attention and of the FFN, views of a layer's table [B, F or 1, 6, dim]."""
+    """Split a layer's table [B, F or 1, 6, dim] into the modulations of self-attention and of the FFN."""
     rows = table.unbind(2)
     return Modulation(*rows[:3]), Modulation(*rows[3:])
 
 
 def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
-    """concat(cos, sin) of t·10000^(−i/(freq_dim/2)), in float64: [...] -> [..., freq_dim]."""
+    """Return concat(cos, sin) of t·10000^(−i/(freq_dim/2)), in float64: [...] -> [..., freq_dim]."""
     half = freq_dim // 2
     frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64, device=timestep.device) / half)
     angles = timestep.double()[..., None] * frequencies
@@ -62,13 +61,13 @@ class QueryKeyNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.dim))
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None, place: Tensor | None = None
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """[B, L, dim] -> [B, L, H, D]; in a place that is given."""
+        """[B, L, dim] -> [B, L, H, D]; written into out where it is given."""
         if kernels := fused_kernels(x):
-            return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, place)
+            return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, out)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
-        return _stored(x if rope is None else rotate(x, *rope), place)
+        return _stored(x if rope is None else rotate(x, *rope), out)
 
 
 class ModulatedNorm(nn.Module):
@@ -81,37 +80,37 @@ class ModulatedNorm(nn.Module):
         super().__init__()
         self.dim, self.eps = dim, eps
 
-    def forward(self, x: Tensor, scale: Tensor, shift: Tensor, place: Tensor | None = None) -> Tensor:
-        """[B, L, dim]; in a place that is given."""
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, L, dim]; written into out where it is given."""
         if kernels := fused_kernels(x):
-            return kernels.modulated_norm(x, scale, shift, self.eps, place)
+            return kernels.modulated_norm(x, scale, shift, self.eps, out)
         normed = F.layer_norm(x, (self.dim,), eps=self.eps)
         normed = normed.unflatten(1, (scale.shape[1], -1))  # [B, F, S, dim]
         modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None])
-        return _stored(modulated.flatten(1, 2).to(x.dtype), place)
+        return _stored(modulated.flatten(1, 2).to(x.dtype), out)
 
 
 class GatedAdd(nn.Module):
     """x + gate * y, with a gate per frame, float32 [B, F or 1, dim]."""
 
-    def forward(self, x: Tensor, y: Tensor, gate: Tensor, place: Tensor | None = None) -> Tensor:
-        """[B, L, dim]; in a place that is given."""
+    def forward(self, x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, L, dim]; written into out where it is given."""
         if kernels := fused_kernels(x):
-            return kernels.gated_add(x, y, gate, place)
+            return kernels.gated_add(x, y, gate, out)
         x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
         added = torch.addcmul(x_frames, y_frames, gate[:, :, None])
-        return _stored(added.flatten(1, 2).to(x.dtype), place)
+        return _stored(added.flatten(1, 2).to(x.dtype), out)
 
 
-def multiply(linear: nn.Linear, x: Tensor, place: Tensor) -> Tensor:
-    """linear(x) of tokens [B, L, ...] in a place [B, L, ...] whose tokens are rows, bit for bit."""
-    rows = place.view(-1, linear.out_features)
+def multiply(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
+    """Write linear(x) of tokens [B, L, ...] into out [B, L, ...] whose tokens are rows: the same bits."""
+    rows = out.view(-1, linear.out_features)
     torch.addmm(linear.bias, x.reshape(-1, linear.in_features), linear.weight.t(), out=rows)
-    return place
+    return out
 
 
-def _stored(x: Tensor, place: Tensor | None) -> Tensor:
-    return x if place is None else place.copy_(x)
+def _stored(x: Tensor, out: Tensor | None) -> Tensor:
+    return x if out is None else out.copy_(x)
 
 
 class FeedForward(nn.Sequential):
@@ -138,11 +137,11 @@ class _Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
 
-    def values(self, x: Tensor, place: Tensor | None = None) -> Tensor:
-        """[B, L, dim] -> [B, L, H, D]; in a place [1, L, H, D] that is given."""
-        if place is None:
+    def values(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, L, dim] -> [B, L, H, D]; written into out [1, L, H, D] where it is given."""
+        if out is None:
             return self.v(x).unflatten(-1, (self.num_heads, -1))
-        return multiply(self.v, x, place)
+        return multiply(self.v, x, out)
 
 
 class SelfAttention(_Attention):
@@ -159,31 +158,34 @@ class SelfAttention(_Attention):
         mask: Tensor | MaskedAttention | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
-        """x [B, L, dim]. layout says what the keys are where there is no cache to say it."""
-        in_place = fused_kernels(x) and not torch.is_grad_enabled()
-        places = self.places(kv_cache, x.shape) if in_place else None
-        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw, places)
+        """x [B, L, dim]. layout is required where kv_cache is None: it says what the keys are."""
+        in_cache = fused_kernels(x) and not torch.is_grad_enabled()
+        out = self.out_buffers(kv_cache, x.shape) if in_cache else None
+        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw, out)
         return self.merge(self.attend(own, kv_cache, mask, layout))
 
-    def places(
+    def out_buffers(
         self, kv_cache: KVCache | PerHeadCache | None, shape: torch.Size
     ) -> tuple[Tensor, Tensor] | None:
-        """Where keys and values of tokens [B, L, dim] can be computed in the cache, if they can."""
+        """Return views of the cache for keys and values of tokens [B, L, dim], or None where it has none."""
         return kv_cache.places(self.site.layer, shape) if isinstance(kv_cache, KVCache) else None
 
-    # What stands before and after attention knows nothing of the past, nor of who is looking:
-    # wan/parallel.py exchanges tokens for heads in between, wan/kernels/graphs.py replays both.
+    # project() and merge() know nothing of the past, nor of who is looking: wan/parallel.py exchanges tokens
+    # for heads in between, wan/kernels/graphs.py replays both.
 
     def project(
-        self, x: Tensor, rope: Rope, with_raw: bool, places: tuple[Tensor, Tensor] | None = None
+        self, x: Tensor, rope: Rope, with_raw: bool, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """Queries, keys and values [B, L, H, D] of the tokens, and with_raw their keys without RoPE."""
-        of_k, of_v = places or (None, None)
+        """Return queries, keys and values [B, L, H, D] of tokens, and with_raw their keys without RoPE.
+
+        Keys and values are written into out where it is given.
+        """
+        k_out, v_out = out or (None, None)
         q = self.norm_q(self.q(x), rope.queries)  # a norm finds its product in the GPU's cache
         projected = self.k(x)
-        k = self.norm_k(projected, rope.keys, of_k)
+        k = self.norm_k(projected, rope.keys, k_out)
         raw_k = (self.norm_k(projected),) if with_raw else ()
-        return q, k, self.values(x, of_v), *raw_k
+        return q, k, self.values(x, v_out), *raw_k
 
     def attend(
         self,
@@ -192,7 +194,7 @@ class SelfAttention(_Attention):
         mask: Tensor | MaskedAttention | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
-        """What heads see with what project() gave, [B, L, H, D]."""
+        """Return what heads see with what project() gave, [B, L, H, D]."""
         q, k, v = own[:3]
         if kv_cache is not None:
             seen = kv_cache.write(self.site.layer, q, k, v, own[3] if len(own) > 3 else None)
@@ -202,9 +204,9 @@ class SelfAttention(_Attention):
             layout = kv_cache.layouts[self.site.layer]  # type: ignore[union-attr]  # no groups: a KVCache
         return attention(q, k, v, self.site, mask, layout)
 
-    def merge(self, seen: Tensor, place: Tensor | None = None) -> Tensor:
-        """What all heads saw, [B, L, H, D] -> [B, L, dim]; in a place that is given."""
-        return self.o(seen.flatten(2)) if place is None else multiply(self.o, seen, place)
+    def merge(self, seen: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project what all heads saw, [B, L, H, D] -> [B, L, dim]; written into out where it is given."""
+        return self.o(seen.flatten(2)) if out is None else multiply(self.o, seen, out)
 
 
 class CrossAttention(_Attention):
@@ -251,24 +253,18 @@ class Block(nn.Module):
         """
         attend, feed = self.modulations(time)
         seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
-        return self.finish(x, seen, attend, feed, text)
-
-    def modulations(self, time: Tensor, place: Tensor | None = None) -> tuple[Modulation, Modulation]:
-        """Those of self-attention and of the FFN; in a place like time that is given."""
-        return modulations_in(torch.add(self.modulation, time, out=place))  # float32 as time is
-
-    def finish(
-        self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """The layer's output from its input and what self-attention gave, [B, L, dim] each."""
         x, fed = self.feed(x, seen, attend, feed, text)
         return self.gate2(x, fed, feed.gate)
+
+    def modulations(self, time: Tensor, out: Tensor | None = None) -> tuple[Modulation, Modulation]:
+        """Return those of self-attention and of the FFN, whose table is written into out if given."""
+        return modulations_in(torch.add(self.modulation, time, out=out))  # float32 as time is
 
     def feed(
         self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """finish() but for its last sum: what is added to, and what the FFN gave, [B, L, dim] each."""
-        if kernels := fused_kernels(x):  # a sum and the norm behind it at once
+        """Return the residual stream and the FFN's output before the last gated add, [B, L, dim] each."""
+        if kernels := fused_kernels(x):  # each sum with the norm behind it
             norm = self.norm3
             x, normed = kernels.add_norm(x, seen, attend.gate, norm.weight, norm.bias, norm.eps, affine=True)
             x, normed = kernels.add_norm(
@@ -296,7 +292,6 @@ class Head(nn.Module):
         return self.head(self.norm(x, scale, shift))
 
 
-# --- The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow
 TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
 
 
@@ -324,7 +319,7 @@ class WanModel(nn.Module):
         return self.flow(x, t.expand(x.shape[0])[:, None], text, frames=range(x.shape[2]))
 
     def text_keys_values(self, context: Tensor) -> TextKeysValues:
-        """Cross-attention keys and values of every layer, from prompt embeddings [B, n, text_dim].
+        """Return cross-attention keys and values of every layer, from prompt embeddings [B, n, text_dim].
 
         Rows of zeros fill the text up to text_len before the embedding; their embeddings are attended, as in
         training.
@@ -381,9 +376,7 @@ class WanModel(nn.Module):
     def rope_tables(
         self, frames: Sequence[int], height: int, width: int, kv_cache: KVCache | PerHeadCache | None
     ) -> Rope:
-        """Tables for the positions that a cache gives to queries and keys,
-        or for those of the frames without one.
-        """
+        """Return tables for the positions that a cache gives to queries and keys, else for the frames'."""
         at = frames if kv_cache is None else kv_cache.key_positions
         keys = self.rotary(at, height, width, self.device)
         asks = at if kv_cache is None else kv_cache.query_positions
@@ -392,7 +385,7 @@ class WanModel(nn.Module):
         return Rope(self.rotary(asks, height, width, self.device), keys)
 
     def init_weights(self) -> None:
-        """Initial values for training: Xavier for products, normal for embeddings, zero for the head."""
+        """Initialise for training: Xavier for products, normal for embeddings, zero for the head."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -421,9 +414,11 @@ def check_batch(texts: int, videos: int) -> None:
         )
 
 
-# --- The block-causal Wan of Self-Forcing: the same parameters, one block of frames at a time, a KV cache
 class CausalWanModel(WanModel):
-    """local_attn_size (-1: the whole past) and sink_size, in frames, shape the KV cache of its rollouts."""
+    """Block-causal Wan of Self-Forcing: the same parameters, one block of frames at a time, a KV cache.
+
+    local_attn_size (-1: the whole past) and sink_size, in frames, shape the KV cache of its rollouts.
+    """
 
     def __init__(self, *, local_attn_size: int = -1, sink_size: int = 0, **sizes):
         super().__init__(**sizes)
@@ -459,7 +454,7 @@ class CausalWanModel(WanModel):
         policy: CachePolicy | None = None,
         block_size: int = 3,
     ) -> KVCache | PerHeadCache:
-        """An empty cache for a rollout of num_frames latent frames of height x width in blocks of block_size.
+        """Return an empty cache for num_frames latent frames of height x width in blocks of block_size.
 
         Without a policy it is that of the model's local_attn_size and sink_size.
         """
@@ -487,7 +482,7 @@ class CausalWanModel(WanModel):
 
 
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:
-    """Block mask [2L, 2L] for clean frames followed by noisy copies of them, True where a query may look.
+    """Return the mask [2L, 2L] of clean frames followed by noisy copies, True where a query may look.
 
     frame_blocks gives the block of each frame. Clean frames see clean blocks up to their own. Noisy frames
     see the clean blocks before their own, and their own noisy block.

@@ -12,7 +12,7 @@ LAYER_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # relative, a few ro
 
 @torch.no_grad()
 def error_behind_attention(rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> float:
-    """Of Block.finish() in a dtype on a device, relative to float64 by PyTorch's operations."""
+    """Return the error of what follows attention in a dtype on a device, relative to float64 by PyTorch's operations."""
     dim, length, generator = 48, 15, torch.Generator().manual_seed(0)
     sizes = (2, length, dim), (2, length, dim), (2, 7, 3, 16), (2, 7, 3, 16)
     x, seen, *text = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
@@ -21,12 +21,16 @@ def error_behind_attention(rows: int, dtype: torch.dtype, device: torch.device |
     for parameter in block.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * dim**-0.5)
     exact = copy.deepcopy(block.to(dtype)).double()
-    expected = Block.finish(
-        exact, x.double(), seen.double(), *exact.modulations(time.double()), [part.double() for part in text]
-    )
+
+    def finish(block, x, seen, time, text):
+        attend, feed = block.modulations(time)
+        assert attend.gate.dtype == time.dtype
+        x, fed = block.feed(x, seen, attend, feed, text)
+        return block.gate2(x, fed, feed.gate)
+
+    expected = finish(exact, x.double(), seen.double(), time.double(), [part.double() for part in text])
     block, x, seen, time = (value.to(device) for value in (block, x, seen, time))
-    attend, feed = block.modulations(time)
-    found = block.finish(x, seen, attend, feed, [part.to(device) for part in text])
-    assert found.dtype == dtype and attend.gate.dtype == torch.float32
+    found = finish(block, x, seen, time, [part.to(device) for part in text])
+    assert found.dtype == dtype
     error = found.double().cpu() - expected
     return (error.square().mean() / expected.square().mean()).sqrt().item()

@@ -86,7 +86,7 @@ def main() -> None:
     fused.gated_add(x, x, rows)
     fused.add_norm(x, x, rows, x[0, 0], x[0, 0], 1e-6, affine=True)
     fused.add_norm(x, x, None, rows, rows, 1e-6)
-    fused.add_norm(x, x, rows, rows, rows, 1e-6, places=(x, torch.empty_like(x)))
+    fused.add_norm(x, x, rows, rows, rows, 1e-6, outs=(x, torch.empty_like(x)))
     fused.rotate_into(x.unflatten(2, (12, 128)), x.unflatten(2, (12, 128)), *(torch.empty(15, 1, 128),) * 2)
     tables = (torch.empty(15, 1, 128),) * 2
     fused.norm_rotate(x, x[0, 0], tables, 12, 1e-6)

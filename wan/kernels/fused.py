@@ -1,7 +1,6 @@
-"""Triton kernels for what stands between a layer's products: each reads its input once and writes once.
+"""Triton kernels between a layer's products: each reads its input once and writes once.
 
-They compute in float32 what layers.py says in PyTorch, which stays the definition and the path of CPU and
-training.
+They compute in float32 what wan/model.py says in PyTorch, which is the path of CPU and training.
 """
 
 from functools import cache
@@ -161,15 +160,13 @@ def _rotate_kernel(
     tl.store(place, turned.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def modulated_norm(
-    x: Tensor, scale: Tensor, shift: Tensor, eps: float, place: Tensor | None = None
-) -> Tensor:
+def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim].
 
-    It comes to a contiguous place [B, L, dim], where one is given.
+    It is written into a contiguous out where that is given.
     """
     x, grid, dim, block = _tokens(x)
-    out = torch.empty_like(x) if place is None else place
+    out = torch.empty_like(x) if out is None else out
     (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
     tokens = x.shape[1] // scale.shape[1]
     _modulated_norm_kernel[grid](
@@ -188,13 +185,14 @@ def modulated_norm(
     return out
 
 
-def gated_add(x: Tensor, y: Tensor, gate: Tensor, place: Tensor | None = None) -> Tensor:
+def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
     """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim].
 
-    It comes to a contiguous place [B, L, dim], where one is given, which may be x.
+    It is written into a contiguous out where that is given, which may be x.
     """
     x, grid, dim, block = _tokens(x)
-    out, (gate, stride_gate) = torch.empty_like(x) if place is None else place, _rows(gate)
+    out = torch.empty_like(x) if out is None else out
+    gate, stride_gate = _rows(gate)
     _gated_add_kernel[grid](
         x, y.contiguous(), gate, out, dim, x.shape[1] // gate.shape[1], stride_gate, BLOCK=block
     )
@@ -209,15 +207,15 @@ def add_norm(
     shift: Tensor,
     eps: float,
     affine: bool = False,
-    places: tuple[Tensor, Tensor] | None = None,
+    outs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + gate * y (gate None: x + y), and the LayerNorm of that * (1 + scale) + shift; affine: * scale.
 
-    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim]. Both come to
-    contiguous places [B, L, dim], where they are given, and the sum's may be x.
+    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim]. Both are
+    written into contiguous outs where they are given, of which the first may be x.
     """
     x, grid, dim, block = _tokens(x)
-    total, out = places or (torch.empty_like(x), torch.empty_like(x))
+    total, out = outs or (torch.empty_like(x), torch.empty_like(x))
     length, tokens = x.shape[1], grid[0]
     if affine:
         stride_scale = stride_shift = 0
@@ -253,14 +251,14 @@ def norm_rotate(
     rope: tuple[Tensor, Tensor] | None,
     num_heads: int,
     eps: float,
-    place: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D].
 
-    It comes to a contiguous place [B, L, H, D], where one is given.
+    It is written into a contiguous out [B, L, H, D] where that is given.
     """
     x, (batch, length, dim) = x.contiguous(), x.shape
-    out = x.new_empty((batch, length, num_heads, dim // num_heads)) if place is None else place
+    out = x.new_empty((batch, length, num_heads, dim // num_heads)) if out is None else out
     cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
     _norm_rotate_kernel[(batch * length,)](
         x,

@@ -1,14 +1,14 @@
 """CUDA graphs of what stands around self-attention in every layer, put on a model from outside.
 
-A GPU that has a share of a layer may compute it sooner than Python launches its thirty kernels. Graphs launch
-most of them: the projections, and all that follows attention. Attention itself, the KV cache and whoever
-looks at them run as without graphs, in between.
+A GPU may compute its share of a layer sooner than Python launches its thirty kernels. Graphs launch most of
+them: the projections, and all that follows attention. Attention itself, the KV cache and whoever looks at
+them run as without graphs, in between.
 
 Graphs read and write at fixed addresses, and no activations are copied there. On one GPU one graph holds all
 from a layer's attention to the next layer's; keys and values are computed behind it, which lets them come to
 where the cache has them, and so is the product behind attention. On several a layer has two graphs, of which
-the first ends with what Exchange.send() of wan/parallel.py does, so all processes record and replay alike; an
-exchange has fixed addresses of its own.
+the first ends with the exchange's send(), so all processes record and replay alike; an exchange has fixed
+addresses of its own.
 
     model = build_model(...)
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
@@ -19,7 +19,6 @@ Hooks inside a layer are not heard while it is replayed. On a CPU a replay compu
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -44,7 +43,7 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
 
     Under gradients, edits or captured text they run as before.
     """
-    recorder, inputs = Recorder(model.device), dict[Hashable, Inputs]()
+    recorder, inputs = Recorder(model.device), dict[Hashable, OnOneGPU]()
     replayed = [ReplayedBlock(block, recorder, inputs, after) for block in model.blocks]
     for one, following in zip(replayed, [*replayed[1:], None], strict=True):
         one.following = following
@@ -61,7 +60,8 @@ def forget_cuda_graphs(model: CausalWanModel) -> None:
     """Free what was recorded, which is recorded again when it is needed: before weights are moved."""
     for block in model.blocks:
         if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
-            replayed.forget()
+            for kept in (replayed.before, replayed.after, replayed.tables, replayed.texts, replayed.inputs):
+                kept.clear()
 
 
 class Recorder:
@@ -73,7 +73,7 @@ class Recorder:
         self.stream = torch.cuda.Stream(device) if on_gpu else None
 
     def record(self, call: Callable[[], None]) -> Replay:
-        """What launches at once all that call() launches on a GPU; the call itself computes nothing there."""
+        """Return what launches at once all that call() launches on a GPU; call() computes nothing there."""
         if self.stream is None:
             return call
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
@@ -87,18 +87,25 @@ class Recorder:
         return graph.replay
 
 
-class Inputs(ABC):
+class OnOneGPU:
     """What all layers' graphs of one shape read and write outside their own memory, at fixed addresses.
 
-    Subclasses say what is computed in which graph, and what between them.
+    Its methods say what is computed in which graph, and what between them.
     """
 
-    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope, num_heads: int):
         self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
         self.time = torch.empty_like(time)
         self.rope = Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
         self._projected: tuple[Block, int] | None = None  # whose projections are there already, and of what x
         self._taken: tuple[Tensor, Rope] | None = None
+        self.allocate(num_heads)
+
+    def allocate(self, num_heads: int) -> None:
+        """Make room for what goes from graph to graph."""
+        self.normed = torch.empty_like(self.x)  # what self-attention is given, and then what it gives
+        self.keys = torch.empty_like(self.x)  # before their norm
+        self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
 
     def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
         """Take over a layer's input: x unless the layer before left it here, the rest once a forward."""
@@ -109,78 +116,55 @@ class Inputs(ABC):
             copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
             self._taken = time, rope  # also so that nothing else can be the same object
 
-    def say_projected(self, block: Block | None) -> None:
-        """Whose project() came with the graph that was replayed last."""
+    def set_projected(self, block: Block | None) -> None:
+        """Remember whose project() came with the graph that was replayed last."""
         self._projected = None if block is None or self.x.is_inference() else (block, self.x._version)
 
     def has_projected(self, block: Block, x: Tensor) -> bool:
-        """Whether that is so, and nobody (a hook, say) changed x since: replays leave its version alone."""
+        """Return True unless somebody (a hook, say) changed x since: replays leave its version alone."""
         return x is self.x and self._projected is not None and self._projected == (block, x._version)
 
-    @abstractmethod
     def rehearse(self, finish: Callable[[], None]) -> None:
         """Have the kernels of finish() compiled, which cannot be done while they are recorded."""
-
-    @abstractmethod
-    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
-        """What stands before attention and is recorded, from x on. The first call is not recorded."""
-
-    @abstractmethod
-    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
-        """What is not recorded."""
-
-    @abstractmethod
-    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
-        """What stands behind it, to x, and where a layer follows in the same graph, its project()."""
-
-
-class OnOneGPU(Inputs):
-    """Keys, values and the product behind attention are computed between the graphs."""
-
-    def __init__(self, x: Tensor, time: Tensor, rope: Rope, num_heads: int):
-        super().__init__(x, time, rope)
-        self.normed = torch.empty_like(self.x)  # what self-attention is given, and then what it gives
-        self.keys = torch.empty_like(self.x)  # before their norm
-        self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
-
-    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
-        block.norm1(self.x, attend.scale, attend.shift, self.normed)
-        self._multiply(block.self_attn)
-
-    def rehearse(self, finish: Callable[[], None]) -> None:
         x, normed = self.x.clone(), self.normed.clone()
         finish()
         copy_all([self.x, self.normed], [x, normed])
+
+    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
+        """Compute the recorded part before attention, from x on. The first call is not recorded."""
+        block.norm1(self.x, attend.scale, attend.shift, self.normed)
+        self._multiply(block.self_attn)
 
     def _multiply(self, attn: SelfAttention) -> None:
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
         multiply(attn.k, self.normed, self.keys)
 
     def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
-        of_k, of_v = attn.places(kv_cache, self.x.shape) or (None, None)
+        """Compute what is not recorded: keys, values, attention and the product behind it."""
+        k_out, v_out = attn.out_buffers(kv_cache, self.x.shape) or (None, None)
         raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
-        k, v = attn.norm_k(self.keys, self.rope.keys, of_k), attn.values(self.normed, of_v)
+        k, v = attn.norm_k(self.keys, self.rope.keys, k_out), attn.values(self.normed, v_out)
         attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
 
     def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+        """Compute the recorded part behind attention, to x, and the following layer's project()."""
         x, fed = block.feed(self.x, self.normed, *rows, text)
         if following is None:
             block.gate2(x, fed, rows[1].gate, self.x)
             return
         then, attend = following
         if kernels := fused_kernels(x):  # the sum and the next layer's norm at once
-            places = self.x, self.normed
-            kernels.add_norm(x, fed, rows[1].gate, attend.scale, attend.shift, then.norm1.eps, places=places)
+            outs = self.x, self.normed
+            kernels.add_norm(x, fed, rows[1].gate, attend.scale, attend.shift, then.norm1.eps, outs=outs)
         else:
             then.norm1(block.gate2(x, fed, rows[1].gate, self.x), attend.scale, attend.shift, self.normed)
         self._multiply(then.self_attn)
 
 
-class OnSeveralGPUs(Inputs):
-    """The first graph sends tokens, the second one receives what heads saw."""
+class OnSeveralGPUs(OnOneGPU):
+    """The first graph sends tokens, the second one receives what heads saw; no layer follows in it."""
 
-    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
-        super().__init__(x, time, rope)
+    def allocate(self, num_heads: int) -> None:
         self.own: tuple[Tensor, ...] = ()  # what a layer projects
         self.heads: Tensor | None = None  # what its heads saw
 
@@ -196,10 +180,10 @@ class OnSeveralGPUs(Inputs):
         copy_all([self.heads], [heads])
 
     def rehearse(self, finish: Callable[[], None]) -> None:
-        """They are those of layers without graphs."""
+        """Its kernels are those of layers without graphs."""
 
     def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
-        assert self.heads is not None and following is None
+        assert self.heads is not None
         x, fed = block.feed(self.x, block.self_attn.merge(self.heads), *rows, text)
         block.gate2(x, fed, rows[1].gate, self.x)
 
@@ -221,7 +205,7 @@ class TextInputs:
 class ReplayedBlock:
     """The forward of a layer, from graphs and what stands between them."""
 
-    def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, Inputs], after: int):
+    def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, OnOneGPU], after: int):
         self.block, self.recorder, self.inputs, self.after_calls = block, recorder, inputs, after
         self.eager = block.forward
         self.before: dict[Hashable, Replay] = {}
@@ -241,71 +225,56 @@ class ReplayedBlock:
         mask: Tensor | MaskedAttention | None = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
-        if kv_cache is None or mask is not None or not self._may_replay():
+        wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
+        watched = torch.is_grad_enabled() or ACTIVE_EDITS.active or wants_text  # by who needs the call itself
+        if kv_cache is None or mask is not None or watched:
             return self.eager(x, time, rope, text, kv_cache, mask, layout)
-        shard = self.block.self_attn.site.shard
-        with_raw = shard is not None and kv_cache.stores_raw  # on one GPU they come between the graphs
+        attn = self.block.self_attn
+        with_raw = attn.site.shard is not None and kv_cache.stores_raw  # one GPU has them between the graphs
         key = with_raw, x.shape, time.shape, rope.keys[0].shape, text[0].shape
         if self.calls[key] < self.after_calls:
             self.calls[key] += 1
             return self.eager(x, time, rope, text, kv_cache)
 
-        inputs, own_text = self._inputs(key, x, time, rope), self._text(text)
+        if key not in self.inputs:  # of all layers
+            kind = OnOneGPU if attn.site.shard is None else OnSeveralGPUs
+            self.inputs[key] = kind(x, time, rope, attn.num_heads)
+        if text[0].shape not in self.texts:
+            self.texts[text[0].shape] = TextInputs(text)
+        inputs, own_text = self.inputs[key], self.texts[text[0].shape]
+        inputs.take(x, time, rope)
+        own_text.take(text)
         if not inputs.has_projected(self.block, x):
             if key not in self.before:
                 self.before[key] = self._record_before(key, inputs, with_raw)
             self.before[key]()
-        inputs.attend(self.block.self_attn, kv_cache)
-        following = None if shard is not None else self.following
+        inputs.attend(attn, kv_cache)
+        following = None if attn.site.shard is not None else self.following
         if key not in self.after:
-            self.after[key] = self._record_after(key, inputs, own_text, following)
+            self.after[key] = self._record_after(key, inputs, own_text.own, following)
         self.after[key]()
-        inputs.say_projected(None if following is None else following.block)
+        inputs.set_projected(None if following is None else following.block)
         return inputs.x
 
-    def forget(self) -> None:
-        """Free all that was recorded, and its inputs."""
-        for kept in (self.before, self.after, self.tables, self.texts, self.inputs):
-            kept.clear()
-
-    def _may_replay(self) -> bool:
-        """Whether nobody wants what only the call itself can give."""
-        wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
-        return not (torch.is_grad_enabled() or ACTIVE_EDITS.active or wants_text)
-
-    def _inputs(self, key: Hashable, x: Tensor, time: Tensor, rope: Rope) -> Inputs:
-        if key not in self.inputs:  # of all layers
-            attn, given = self.block.self_attn, (x, time, rope)
-            is_whole = attn.site.shard is None
-            self.inputs[key] = OnOneGPU(*given, attn.num_heads) if is_whole else OnSeveralGPUs(*given)
-        self.inputs[key].take(x, time, rope)
-        return self.inputs[key]
-
-    def _text(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        if text[0].shape not in self.texts:
-            self.texts[text[0].shape] = TextInputs(text)
-        self.texts[text[0].shape].take(text)
-        return self.texts[text[0].shape].own
-
-    def table(self, key: Hashable, inputs: Inputs) -> Tensor:
-        """The place of this layer's modulations."""
+    def table(self, key: Hashable, inputs: OnOneGPU) -> Tensor:
+        """Return the memory of this layer's modulations."""
         if key not in self.tables:
             self.tables[key] = torch.empty_like(inputs.time)
         return self.tables[key]
 
-    def _record_before(self, key: Hashable, inputs: Inputs, with_raw: bool) -> Replay:
+    def _record_before(self, key: Hashable, inputs: OnOneGPU, with_raw: bool) -> Replay:
         table = self.table(key, inputs)
 
         def project() -> None:
             inputs.project(self.block, self.block.modulations(inputs.time, table)[0], with_raw)
 
-        project()  # kernels that no layer without graphs called are compiled, and places found
+        project()  # kernels that no layer without graphs called are compiled, and addresses found
         return self.recorder.record(project)
 
     def _record_after(
         self,
         key: Hashable,
-        inputs: Inputs,
+        inputs: OnOneGPU,
         text: tuple[Tensor, Tensor],
         following: "ReplayedBlock | None",
     ) -> Replay:
@@ -324,5 +293,5 @@ class ReplayedBlock:
 
 def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
-        if target.data_ptr() != source.data_ptr():  # several GPUs exchange by places of their own
+        if target.data_ptr() != source.data_ptr():  # several GPUs exchange by buffers of their own
             target.copy_(source)
