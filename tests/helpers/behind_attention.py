@@ -12,7 +12,7 @@ LAYER_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # relative, a few ro
 
 @torch.no_grad()
 def error_behind_attention(rows: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> float:
-    """Return the error of what follows attention in a dtype on a device, relative to float64 by PyTorch's operations."""
+    """Return the relative error, against float64, of what follows attention in a layer."""
     dim, length, generator = 48, 15, torch.Generator().manual_seed(0)
     sizes = (2, length, dim), (2, length, dim), (2, 7, 3, 16), (2, 7, 3, 16)
     x, seen, *text = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
