@@ -1,8 +1,8 @@
-"""Time one rollout on one GPU and, by heads, on all of them; say how far the latents lie from float32.
+"""Time one rollout on one GPU and, by heads, on all of them.
 
     torchrun --nproc-per-node 2 experiments/benchmarks/parallel.py --output_path parallel.json
     torchrun --nproc-per-node 4 experiments/benchmarks/parallel.py --models Wan2.1-T2V-14B --num_frames 120 \
-        --no-alone --error_frames 0      # more than one GPU holds
+        --no-alone      # more than one GPU holds
 
 The models have random weights. The first rank works alone while the others wait, then all work together:
 launched by Python, and with the layers replayed from CUDA graphs. A shared rollout takes as long as its
@@ -25,7 +25,7 @@ from experiments.benchmarks.worker import Active, Rollout, capture_requests, cap
 from experiments.caches.files import require_writable
 from experiments.extraction.devices import choose_device
 from experiments.extraction.provenance import environment
-from experiments.running.cli import Parser, count, main, whole_number
+from experiments.running.cli import Parser, count, main
 from experiments.running.ranks import on_own_device, this_rank
 from experiments.running.run import end_at_once
 from wan import parallel
@@ -44,7 +44,6 @@ def run(argv=None):
     flag("--num_frames", type=count, default=21, help="latent frames of a rollout")
     flag("--repeats", type=count, default=2, help="timed rounds, of all rows in turn")
     flag("--alone", action=argparse.BooleanOptionalAction, default=True, help="also on one GPU")
-    flag("--error_frames", type=whole_number, default=6, help="of the comparison with float32; 0 for none")
     flag("--num_layers", type=count, help="fewer layers than the models have, to try the script")
     flag("--height", type=count, default=60, help="of a latent frame")
     flag("--width", type=count, default=104, help="of a latent frame")
@@ -71,11 +70,8 @@ def measure(args: argparse.Namespace) -> None:
         tokens = [n * sizes.tokens_per_frame(config.height, config.width) for n in config.block_sizes]
         check_size(rank.count, name, sizes.num_heads, tokens)
         found = report["models"][name] = time_model(args, config, sizes, group, rank.is_first)
-        if args.error_frames:
-            short = replace(config, num_frames=args.error_frames)
-            found["error"] = error_of(short, sizes, group, rank.is_first)
         if rank.is_first:
-            print(f"{name}: {found.get('error', '')}")
+            print(f"{name}, {found['exchange']}")
             print_rows(found["rows"])
             save_report(report, args.output_path)  # what there is, should the next model fail
     parallel.leave()
@@ -130,31 +126,6 @@ def time_ways(rollout: Rollout, repeats: int, label: str, group: dist.ProcessGro
     rows = {name: partial(over_ranks, rollout.seconds, active) for name, active in actives.items()}
     about = {name: {"gpu_peak_mib": rollout.peak_mib(row)} for name, row in rows.items()}  # not counted
     return in_turn(rows, repeats, about)
-
-
-def error_of(
-    config: RunConfig, sizes: ModelConfig, group: dist.ProcessGroup, is_first: bool
-) -> dict[str, float]:
-    """Return how far latents by one process and by all lie from float32, and from each other (RMS)."""
-    latents = {}
-    if is_first:
-        alone = Rollout(config, sizes, True)
-        alone.seconds()
-        latents["one"], exact = alone.latents.float(), alone.in_float32()
-        del alone
-    wait_for_all(group)
-    rollout = Rollout(config, sizes, True)
-    apply_head_parallel(rollout.model, group)
-    rollout.seconds()
-    latents["all"] = rollout.latents.float()
-    if not is_first:
-        return {}
-
-    def apart(x: torch.Tensor, y: torch.Tensor) -> float:
-        return ((x - y).square().mean().sqrt() / exact.square().mean().sqrt()).item()
-
-    between = apart(latents["one"], latents["all"])
-    return {name: apart(x, exact) for name, x in latents.items()} | {"between": between}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ ATLASES = {  # castle has no 72-frame matrix
     "castle, 21 frames": "self_forcing_dmd_castle_21f.pt",
     "eagle, 72 frames": "self_forcing_dmd_eagle_72f.pt",
 }
-FREE = (12, 24, 36)  # numbers of free key frames with which contrasts are compared
 
 
 def run(argv=None):
@@ -82,10 +81,6 @@ def numbers(view: Profiles) -> dict[str, Any]:
     """Return first − middle, s, placebos and contrasts of one atlas, over all heads."""
     found = measured(view)
     s, mean = found.fit.effect, np.abs(found.placebos.mean((0, 1)))
-    special = (found.placebos > measures.DELTA_THRESHOLD).sum((0, 1))
-    values = np.concatenate([s[..., None], found.placebos], -1)  # of frame 0 and of every placebo
-    is_largest = (values == np.abs(values).max(-1, keepdims=True)).sum((0, 1))
-    contrasts = {free: key_frame_contrasts(matrices(view), view.block_sizes, free) for free in FREE}
     return {
         "heads": s.size,
         "first_minus_middle": summary(measures.head_statistics(view.profiles()).delta),
@@ -95,19 +90,10 @@ def numbers(view: Profiles) -> dict[str, Any]:
             "frames": [found.frames[0], found.frames[-1]],
             "largest_mean": rounded(mean.max()),
             "its_frame": found.frames[int(mean.argmax())],
-            "most_heads_above_2": int(special.max()),
-            "that_frame": found.frames[int(special.argmax())],
             "heads_above_all": int((found.rank == 1).sum()),
-            "largest_in_most_heads": (0, *found.frames)[int(is_largest.argmax())],
-            "in_heads": int(is_largest.max()),
             "heads_above_all_to_24": int(found.above_placebos.sum()),
         },
-        "contrasts": [rounded(c) for c in contrasts[12].mean((0, 1))],
-        "contrasts_by_free_frames": {
-            n: [rounded(x) for x in c.mean((0, 1))[:3]] for n, c in contrasts.items()
-        },
-        "heads_above_2_by_contrast": int((contrasts[12][..., 0] > measures.DELTA_THRESHOLD).sum()),
-        "wave_r2_median": rounded(np.median(measures.wave(view.profiles(), view.context_frames).r2)),
+        "contrasts": [rounded(c) for c in found.contrasts.mean((0, 1))],
     }
 
 
