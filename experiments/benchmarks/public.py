@@ -176,7 +176,7 @@ def roll_out_public(model: Any, rollout: Rollout) -> Tensor:
     finished, sigmas = [], pipeline.sigmas
     with torch.no_grad():
         for block, frames in enumerate(block_ranges(block_sizes(num_frames, pipeline.num_frame_per_block))):
-            own, steps = slice(frames.start, frames.stop), pipeline.passes.of_block(block)
+            own, steps = slice(frames.start, frames.stop), rollout.config.passes_of_block(block)[:-1]
             x = noise[:, own]
             for number, step in enumerate(steps):
                 x0 = flow_to_x0(predict_flow(x, frames, step), x, sigmas[step])
