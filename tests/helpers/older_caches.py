@@ -13,6 +13,9 @@ MAKERS = {
     "layer": synthetic_caches.layer,
     "inference": lambda: synthetic_caches.inference(window=[0, 4, 5, 6, 7, 8]),
     "atlas": synthetic_caches.atlas,
+    "maps": synthetic_caches.maps,
+    "effects": synthetic_caches.effects,
+    "causal_atlas": synthetic_caches.causal_atlas,
 }
 
 

@@ -163,6 +163,43 @@ def atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5, blocks=None, curve=True
     return cache
 
 
+def maps(H=3, F=9, columns=2, rows=2):
+    """Of layer 2, head 1 and 2, in the first block: one patch, one frame, and all queries; even attention."""
+    S, Lk = rows * columns, 3 * rows * columns
+    values = torch.full((1, 1, 2, 3, Lk), S / Lk).half()
+    entry = {
+        "block": 0,
+        "query_frames": [0, 1, 2],
+        "queries": torch.tensor([[1, 1, 0], [2, -1, -1], [-1, -1, -1]]).int(),
+        "key_frame": torch.arange(3).repeat_interleave(S).expand(1, 1, -1).int(),
+        "key_token": torch.arange(S).repeat(3).expand(1, 1, -1).int(),
+        "key_position": torch.arange(3).repeat_interleave(S).expand(1, 1, -1).int(),
+        "map_logits": values.clone(),
+        "map_mass": values,
+    }
+    own = {"layers": [2], "heads": [1, 2], "rows": rows, "columns": columns, "blocks": [entry]}
+    passes = {"pass_timesteps": [1000.0], "pass_steps": [0], "pass_is_clean": [False]}
+    return common("maps", F, H, S) | own | passes
+
+
+def edited(kind, F):
+    said = {"edits": [], "words": "nothing", "hash": "0" * 16}
+    of_frames = {name: torch.ones(F) for name in ("between_seeds", "floor")}
+    return common(kind, F) | of_frames | {"interventions": said}
+
+
+def effects(F=9):
+    latents = {name: torch.zeros(F, 4, 2, 2) for name in ("latents_base", "latents_edited")}
+    return edited("effects", F) | latents | {name: torch.ones(F) for name in ("own_block", "total")}
+
+
+def causal_atlas(F=9, layers=(0, 1), heads=3):
+    own = {"prompts": [PROMPT], "seeds": [42], "each": "head", "layers": list(layers)}
+    values = {"units": list(range(heads)), "effects": torch.ones(1, len(layers), heads, F)}
+    of_runs = {name: torch.ones(1, F) for name in ("between_seeds", "floor")}
+    return edited("causal_atlas", F) | of_runs | own | values
+
+
 def frame_matrix(H, blocks, seed=0):
     """[H, F, F] float32, NaN in later blocks."""
     F = sum(blocks)

@@ -1,0 +1,353 @@
+"""Caches: what is written comes back, the same bytes each time; what is wrong is said in one line."""
+
+import copy
+import os
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import synthetic_caches
+from helpers.older_caches import MAKERS, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.caches import load_cache, save_cache
+from experiments.caches.files import CacheError
+from experiments.caches.formats import FORMATS, as_cache, check
+from experiments.caches.store import open_layers, select_passes
+from experiments.caches.view import open_profiles
+from wan.blocks import block_frames
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+@pytest.mark.parametrize("mmap", [True, False])
+def test_round_trip(tmp_path, maker, mmap):
+    cache = maker()
+    save_cache(tmp_path / "c.pt", cache)
+    assert same(load_cache(tmp_path / "c.pt", mmap=mmap), cache)
+    assert same(as_cache(cache).to_dict(), cache)
+    assert os.listdir(tmp_path) == ["c.pt"]
+    with torch.serialization.safe_globals([]):
+        torch.load(tmp_path / "c.pt", weights_only=True)  # needs no allow-list
+
+
+TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text(TEXT),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(TEXT, max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=7),
+    H=st.integers(1, 3),
+    half=st.booleans(),
+    prompt=st.text(TEXT, max_size=40),
+    seed=st.none() | st.integers(0, 2**62),
+    extra=PLAIN,
+)
+@settings(max_examples=40, deadline=None)
+def test_any_layer_cache_comes_back_with_the_same_bytes(sizes, H, half, prompt, seed, extra):
+    matrix = synthetic_caches.frame_matrix(H, sizes)
+    cache = synthetic_caches.layer(F=sum(sizes), H=H, blocks=sizes) | {
+        "full_frame_attention": matrix.half() if half else matrix,
+        "last_block_frame_attention": matrix[:, block_frames(sizes, -1)].mean(1),
+        "prompt": prompt,
+        "seed": seed,
+        "more": extra,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = Path(folder) / "a.pt", Path(folder) / "another.pt"
+        save_cache(a, cache)
+        read = load_cache(a, mmap=False)
+        save_cache(b, read)
+        assert same(read, cache) and a.read_bytes() == b.read_bytes()
+
+
+def test_bytes_depend_on_the_content_alone(tmp_path):
+    cache, twin = synthetic_caches.figure4(S=5, H=3), synthetic_caches.figure4(S=5, H=3)
+    cache["notes"] = [cache["prompt"], cache["prompt"]]  # one object three times
+    twin["notes"] = ["".join(list(twin["prompt"])) for _ in range(2)]  # equal texts, three objects
+    twin["query_frames"] = tuple(twin["query_frames"])
+    tokens = twin["attention_weights"][0]
+    larger = torch.cat([tokens["attn_logits"], torch.zeros_like(tokens["attn_logits"])])
+    tokens["attn_logits"] = larger[:1]  # a view
+    save_cache(tmp_path / "a.pt", cache)
+    save_cache(tmp_path / "other" / "a much longer name.pt", twin)
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "other" / "a much longer name.pt").read_bytes()
+
+
+def test_logits_of_figure4_have_both_names_and_one_storage(tmp_path):
+    one = synthetic_caches.figure4(layers=(1,), S=5, H=3)
+    entry = one["attention_weights"][0]
+    both = entry | {"attn_weights": entry["attn_logits"]}  # a name for older notebooks
+    save_cache(tmp_path / "one.pt", one)
+    save_cache(tmp_path / "both.pt", one | {"attention_weights": [both]})
+    more = (tmp_path / "both.pt").stat().st_size - (tmp_path / "one.pt").stat().st_size
+    assert 0 <= more < 1000 < entry["attn_logits"].nbytes
+    (read,) = load_cache(tmp_path / "both.pt")["attention_weights"]
+    assert read["attn_weights"].data_ptr() == read["attn_logits"].data_ptr()
+    other = entry | {"attn_weights": entry["attn_logits"] + 1}
+    with pytest.raises(CacheError, match=r"attention_weights\[0\].attn_weights is another tensor"):
+        check(one | {"attention_weights": [other]})
+
+
+# --- What is wrong
+def told(kind, granularity=None, **changes):
+    """A cache with fields replaced, or, given a function, changed."""
+    cache = getattr(synthetic_caches, kind)(**({"granularity": granularity} if granularity else {}))
+    return cache | {name: value(cache[name]) if callable(value) else value for name, value in changes.items()}
+
+
+def in_calls(kind, granularity=None, **changes):
+    cache = copy.deepcopy(told(kind, granularity))
+    for call in cache["attention_weights"]:
+        call |= {name: value(call[name]) if callable(value) else value for name, value in changes.items()}
+    return cache
+
+
+def in_maps(cache_changes=(), **changes):
+    cache = synthetic_caches.maps() | dict(cache_changes)
+    entry = cache["blocks"][0]
+    entry |= {name: value(entry[name]) if callable(value) else value for name, value in changes.items()}
+    return cache
+
+
+ONES = torch.zeros(1, 3, 3, 9)
+ZEROS = torch.zeros(45).int()
+KEYS = {"key_frame": ZEROS, "key_token": ZEROS}
+NAMED = {**KEYS, "key_position": ZEROS}
+WRONG = [
+    (told("layer", seed="42"), "seed is '42', not int | none"),
+    (told("layer", seed=True), "seed is True"),
+    (told("layer", prompt=None), "prompt is None, not str"),
+    (told("layer", prompt="a" * 100_001), "'prompt' has 100001 characters"),
+    (told("layer", num_heads=0), "num_heads is 0, not a number of 1..131072"),
+    (told("layer", num_frames=1 << 18), "num_frames is 262144"),
+    (told("layer", config=None), "config is None, not dict"),
+    (told("layer", files=[1]), "files is .*not a list of dicts"),
+    (told("layer", files=[{"name": "a"}]), r"files\[0\].size is missing"),
+    (told("layer", weights="other"), "weights is 'other', not one of base, checkpoint, published"),
+    (told("layer", quantity="other"), "quantity is 'other', not one of mean_logit, mass, mean_prob"),
+    (told("layer", block_sizes=[3, 3]), r"block_sizes \[3, 3\] do not add up to num_frames 9"),
+    (told("layer", block_sizes=[0, 9]), r"block_sizes \[0, 9\] do not add up"),
+    (told("layer", blocks_done=2), "blocks_done is 2, not in 1..3 of a partial cache"),
+    (told("layer", partial=True, blocks_done=4), "blocks_done is 4, not in 1..3"),
+    (told("layer", partial=True, blocks_done=2), "full_frame_attention has values in blocks that were not"),
+    (told("layer", last_block_query_frames=[6, 7, 9]), r"\[6, 7, 9\] are not increasing frames of 0..8"),
+    (told("layer", last_block_query_frames=[6, 8, 7]), "are not increasing frames"),
+    (told("layer", full_frame_attention=ONES[0, :, :, :8]), r"float32 \[3, 3, 8\], not f16/f32 \[H, F, F\]"),
+    (told("layer", full_frame_attention=torch.zeros(3, 9, 9)), "values where the key's block comes after"),
+    (told("layer", last_block_frame_attention=torch.zeros(3, 9).double()), r"float64 \[3, 9\]"),
+    (told("layer", last_block_frame_attention=lambda x: x * INF), "values that are infinite"),
+    (told("layer", last_block_frame_attention=lambda x: x * NAN), "holds no values for its last block"),
+    (told("layer", layer_index=-3), "layer_index is -3; it counts from 0"),
+    (told("layer", step=-2), "step is -2"),
+    (told("layer", timestep=NAN), "timestep is nan"),
+    (told("layer", format="lyer"), "format is 'lyer', not one of"),
+    (told("layer", schema_version=0), "schema_version is 0; they count from 1"),
+    (told("layer", schema_version=7, read_by="3.1"), "7 is newer than this code's 2; version 3.1 of this"),
+    (told("atlas", layers=[1, 1, 5]), r"layers \[1, 1, 5\] name one twice"),
+    (told("atlas", layers=[-1, 1, 5]), r"layers is \[-1, 1, 5\]; it counts from 0"),
+    (told("atlas", pass_steps=[0, 0]), "pass_steps .* name one twice"),
+    (told("atlas", pass_timesteps=[NAN, 0.0]), "pass_timesteps is "),
+    (told("atlas", frame_mass=lambda x: x * 1.002), "rows of frame_mass do not sum to 1"),
+    (told("atlas", frame_mass=lambda x: 2 / 9 - x), "rows of frame_mass do not sum to 1"),
+    (told("atlas", frame_mass=lambda x: x.roll(1, -1)), "comes after|do not sum"),
+    (told("atlas", frame_logits=lambda x: x * INF), "frame_logits has values that are infinite"),
+    (told("atlas", frame_logits=lambda x: x * NAN), "holds no values for its last block"),
+    (told("atlas", key_curve=lambda x: x[..., 1:]), "key_curve is .* not of 9 key frames of 5 tokens each"),
+    (told("atlas", slot_mass=torch.ones(3, 2, 3, 9, 2)), "rows of slot_mass do not sum to 1"),
+    (told("figure4", query_frames=[3, 4, 5]), "key_frames .* come after the queries' block"),
+    (told("figure4", attention_weights=3), "attention_weights is 3, not a list of dicts"),
+    (told("figure4", attention_weights=[], layer_indices=[]), r"layer_indices is \[\]"),
+    (told("figure4", layer_indices=[1]), r"\[1\] are not the layers of attention_weights, \[1, 5\]"),
+    (in_calls("figure4", num_query_frames=9), r"\[0\].num_query_frames is 9, and the cache says 3"),
+    (in_calls("figure4", num_heads=3), r"attention_weights\[0\]"),
+    (in_calls("figure4", attn_logits=lambda x: x[..., 1:]), r"not of 21 key frames of 16 tokens each"),
+    (in_calls("figure4", "frame", frame_mass=lambda x: x * 3), r"\[0\].rows of frame_mass do not sum to 1"),
+    (in_calls("inference", block=99), r"query_frames \[6, 7, 8\] are not those of block 99"),
+    (in_calls("inference", block=3), "are not those of block 3"),
+    (in_calls("inference", query_frames=[0, 1, 2]), "are not those of block 2"),
+    (in_calls("inference", block=0, query_frames=[0, 1, 2]), "key_frames .* come after the queries' block"),
+    (in_calls("inference", q_shape=[1, 2, 3, 4]), r"\[1, 2, 3, 4\] is not \[B, 15 tokens, 3 heads, D\]"),
+    (in_calls("inference", k_shape=[1, 45, 2, 4]), r"is not \[B, 45 tokens, 3 heads, D\]"),
+    (in_calls("inference", **KEYS), "key_frame, key_token and key_position go together"),
+    (
+        in_calls(
+            "inference", **KEYS | {"key_position": KEYS["key_frame"], "key_frame": KEYS["key_frame"] + 9}
+        ),
+        "key_frame is not in 0..8",
+    ),
+    (
+        in_calls(
+            "inference", **KEYS | {"key_position": KEYS["key_frame"], "key_token": KEYS["key_frame"] + 5}
+        ),
+        "key_token is not in 0..4",
+    ),
+    (in_maps(map_mass=lambda x: x * 0), "rows of map_mass do not sum to 1"),
+    (in_maps(key_frame=lambda x: x + 9), "key_frame is not in"),
+    (in_maps(key_frame=lambda x: x - 10), "key_frame is not in"),
+    (in_maps(key_token=lambda x: x - 1), "key_token is not in"),
+    (in_maps(queries=torch.tensor([[8, 0, 0]] * 3).int()), r"query \[8, 0, 0\] is none of this block's"),
+    (in_maps(queries=torch.tensor([[0, 2, 0]] * 3).int()), r"query \[0, 2, 0\] is none"),
+    (in_maps(queries=torch.tensor([[-1, 0, -1]] * 3).int()), r"query \[-1, 0, -1\] is none"),
+    (in_maps(map_logits=lambda x: x[..., 1:]), "map_logits is "),
+    (in_maps(query_frames=[3, 4, 5]), "are not those of block 0"),
+    (in_maps({"heads": [1, 3]}), "head 3 is not in 0..2"),
+    (in_maps({"heads": [1]}), "map_logits is .*h 1"),
+    (in_maps({"rows": 3}), "rows 3 x columns 2 are not 4 tokens"),
+    (in_maps({"words": ["a"]}, word_map=torch.zeros(1, 1, 2, 12, 2).half()), "word_map has 2 words"),
+    (synthetic_caches.maps() | {"blocks": []}, "blocks are of the blocks"),
+    (synthetic_caches.maps() | {"blocks": synthetic_caches.maps()["blocks"] * 2}, r"the blocks \[0, 0\]"),
+    (told("causal_atlas", each="word"), "each is 'word', not one of head, layer, frame"),
+    (told("causal_atlas", effects=lambda x: -x), "effects has negative values"),
+    (told("causal_atlas", effects=lambda x: x * INF), "effects has values that are infinite"),
+    (told("causal_atlas", interventions={}), "interventions is missing"),
+    (told("effects", interventions={}), "interventions is missing"),
+]
+
+
+@pytest.mark.parametrize(("cache", "message"), WRONG, ids=lambda x: x[:40] if isinstance(x, str) else "")
+def test_a_cache_that_contradicts_itself_is_refused(cache, message, tmp_path):
+    torch.save(cache, tmp_path / "c.pt")
+    with pytest.raises(CacheError, match=message) as caught:
+        view = open_profiles(load_cache(tmp_path / "c.pt"))
+        view.frame_profile(view.layers[0])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+def test_every_field_is_required_or_optional_as_declared(maker):
+    cache = maker()
+    check(cache)
+    optional = {name.rstrip("?") for name in FORMATS[cache["format"]].fields if name.endswith("?")}
+    for name in cache.keys() - optional:
+        with pytest.raises(CacheError, match=f"{name}|format is None"):
+            check({k: v for k, v in cache.items() if k != name})
+    for name in cache.keys() & optional - {"frame_logits", "frame_mass", "interventions"}:
+        check({k: v for k, v in cache.items() if k != name})
+
+
+@pytest.mark.parametrize("value", [np.int64(3), SimpleNamespace(), {1, 2}])
+def test_only_plain_values_are_written(tmp_path, value):
+    with pytest.raises(CacheError, match=r"c.pt not written: cache\['more'\] is a "):
+        save_cache(tmp_path / "c.pt", synthetic_caches.layer() | {"more": value})
+    assert os.listdir(tmp_path) == []
+
+
+# --- Files
+def test_unwritable_paths_leave_nothing_and_a_failed_write_keeps_what_was_there(tmp_path, monkeypatch):
+    cache = synthetic_caches.layer()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "file" / "c.pt", tmp_path / "folder", "/proc/c.pt"):
+        with pytest.raises(CacheError, match="cannot be written: "):
+            save_cache(path, cache)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+    path = tmp_path / "folder" / "c.pt"
+    save_cache(path, cache)
+    before = path.read_bytes()
+
+    def disk_full(cache, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", disk_full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(CacheError, match=r"No space left on device; it needs \d{4,} bytes, 1 are free"):
+        save_cache(path, synthetic_caches.layer(N=4))
+    assert path.read_bytes() == before and os.listdir(path.parent) == ["c.pt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expect", "command"),
+    [
+        ("attention_cache_figure4.pt", (), r"run_extraction_figure4.py \(on a CPU"),
+        ("layer7.pt", (), r"run_extraction_each.py --layer_index 7 \(without a model: .*--layers 7"),
+        ("mine.pt", ("layer",), r"run_extraction_each.py --output_path cache/mine.pt \("),
+        ("atlas.pt", (), r"run_extraction_all.py \("),
+        ("attention_cache.pt", (), r"run_extraction.py \("),
+    ],
+)
+def test_a_cache_that_is_not_there_names_the_command_that_makes_it(tmp_path, name, expect, command):
+    with pytest.raises(CacheError, match=f"{name} not found; run: python experiments/{command}"):
+        load_cache(tmp_path / name, expect=expect)
+
+
+def test_what_cannot_be_read(tmp_path):
+    for name in ("layer10.pt", "layer3.pt", "whole.pt"):
+        save_cache(tmp_path / name, synthetic_caches.layer())
+    with pytest.raises(CacheError, match=r"layer7.pt not found; there is layer3.pt, layer10.pt; run: "):
+        load_cache(tmp_path / "layer7.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:-700])
+    (tmp_path / "text.pt").write_text("not a cache")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"state_dict": {}}, tmp_path / "weights.pt")
+    for name, why in {
+        "cut": "cannot be read",
+        "text": "cannot be read",
+        "empty": "cannot be read",
+        "list": "holds a list",
+        "weights": "not an attention cache, its keys are state_dict",
+    }.items():
+        with pytest.raises(CacheError, match=f"{name}.*{why}.*; make it again: python") as error:
+            load_cache(tmp_path / f"{name}.pt")
+        assert "\n" not in str(error.value)
+    with pytest.raises(CacheError, match=r"is a cache of format layer: open it with notebooks/extract_all_"):
+        load_cache(tmp_path / "whole.pt", expect=("figure4", "atlas"))
+    assert load_cache(tmp_path / "whole.pt", expect=("atlas", "layer"))["format"] == "layer"
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.system, ("touch harmed",)
+
+
+@pytest.mark.parametrize(
+    "value", [Harmful(), np.array([Harmful()], dtype=object), pickle.Unpickler, torch.nn.Linear(1, 1)]
+)
+def test_nothing_else_is_unpickled(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    torch.save(synthetic_caches.layer() | {"more": value}, "c.pt")
+    with pytest.raises(CacheError, match="cannot be read"):
+        load_cache("c.pt")
+    assert os.listdir(tmp_path) == ["c.pt"]
+
+
+# --- Caches made of others
+def test_passes_are_taken_out_of_an_atlas():
+    atlas = synthetic_caches.atlas(steps=(0, 2, 4))
+    ends = select_passes(atlas, [4, 0])
+    check(ends)
+    assert ends["pass_steps"] == [4, 0] and ends["pass_is_clean"] == [True, False]
+    for step in (4, 0):
+        ours, theirs = open_profiles(ends, step), open_profiles(atlas, step)
+        assert (ours.timestep, ours.is_clean_pass) == (theirs.timestep, theirs.is_clean_pass)
+        np.testing.assert_array_equal(ours.profiles(), theirs.profiles())
+    with pytest.raises(CacheError, match="pass 77 is not in this cache; it has 0, 2, 4"):
+        select_passes(atlas, [77])
+
+
+def test_a_folder_of_layers_is_of_one_rollout(tmp_path):
+    for name, layer in (("layer10.pt", 10), ("layer9.pt", 9)):
+        save_cache(tmp_path / name, synthetic_caches.layer(N=layer))
+    assert [path.name for path in open_layers(tmp_path)] == ["layer9.pt", "layer10.pt"]
+    for wrong, message in (
+        (synthetic_caches.layer(N=9), "both hold layer 9; a folder of layers is of one rollout"),
+        (synthetic_caches.layer(N=3) | {"seed": 7}, "layer11.pt is of .*seed 7"),
+    ):
+        save_cache(tmp_path / "layer11.pt", wrong)
+        with pytest.raises(CacheError, match=message):
+            open_layers(tmp_path)
+    with pytest.raises(CacheError, match="holds no layerN"):
+        open_layers(tmp_path / "none")
