@@ -7,6 +7,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 from transformers import UMT5Config
 
+from wan.checkpoint import to_diffusers_names
 from wan.config import ModelConfig
 
 GOLDEN_MODEL = ModelConfig(**{name: golden_config()["model"][name] for name in SIZES})
@@ -38,32 +39,30 @@ def diffusers_model() -> WanTransformer3DModel:
     )
 
 
-def write_transformer(ckpt_dir, state, shards: int = 1) -> None:
-    """A transformer/ folder as diffusers writes it."""
-    folder = ckpt_dir / "transformer"
-    folder.mkdir()
-    c = GOLDEN_MODEL
-    config = {
-        "num_attention_heads": c.num_heads,
-        "attention_head_dim": c.head_dim,
-        "ffn_dim": c.ffn_dim,
-        "eps": c.eps,
-        "num_layers": c.num_layers,
-        "freq_dim": c.freq_dim,
-        "text_dim": c.text_dim,
-        "in_channels": c.in_dim,
-        "out_channels": c.out_dim,
-        "patch_size": list(c.patch_size),
-        "text_len": c.text_len,
-    }
+def native_config() -> dict:
+    """config.json as the original release has it, with text_dim and without patch_size."""
+    names = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim", "text_len", "eps")
+    sizes = {name: getattr(GOLDEN_MODEL, name) for name in (*names, "text_dim")}
+    return {"_class_name": "WanModel", "model_type": "t2v"} | sizes
+
+
+def write_transformer(ckpt_dir, native, shards: int = 1, layout: str = "diffusers") -> None:
+    """Write weights of native names as diffusers or the original release does."""
+    c, folder, config, state = GOLDEN_MODEL, ckpt_dir, native_config(), native
+    if layout == "diffusers":
+        folder, state = ckpt_dir / "transformer", to_diffusers_names(native)
+        folder.mkdir()
+        same = ("ffn_dim", "eps", "num_layers", "freq_dim", "text_dim", "text_len")
+        config = {name: getattr(c, name) for name in same} | {"patch_size": list(c.patch_size)}
+        config |= {"num_attention_heads": c.num_heads, "attention_head_dim": c.head_dim}
+        config |= {"in_channels": c.in_dim, "out_channels": c.out_dim}
     (folder / "config.json").write_text(json.dumps(config))
     name = "diffusion_pytorch_model"
     if shards == 1:
         save_file(state, folder / f"{name}.safetensors")
         return
-    parts = [dict(list(state.items())[i::shards]) for i in range(shards)]
-    names = [f"{name}-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    for part, file in zip(parts, names, strict=True):
+    parts = {f"{name}-{i + 1:05d}.safetensors": dict(list(state.items())[i::shards]) for i in range(shards)}
+    for file, part in parts.items():
         save_file(part, folder / file)
-    index = {"weight_map": {key: file for part, file in zip(parts, names, strict=True) for key in part}}
+    index = {"weight_map": {key: file for file, part in parts.items() for key in part}}
     (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))

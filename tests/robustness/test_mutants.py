@@ -32,7 +32,6 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from wan import checkpoint
-from wan import checkpoint as weight_names
 from wan.checkpoint import CheckpointError, read_self_forcing_state
 from wan.files import MAPPED_BYTES, UnreadableError, load_tensors
 from wan.model import CausalWanModel
@@ -135,7 +134,7 @@ def test_sharded_weights(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     dice, judge, folder = random.Random(2), Judge("sharded weights", 2), tmp_path / "model"
     folder.mkdir()
-    write_transformer(folder, weight_names.to_diffusers_names(dict(golden_arrays("weights"))), shards=2)
+    write_transformer(folder, dict(golden_arrays("weights")), shards=2)
     whole = {path: path.read_bytes() for path in (folder / "transformer").iterdir()}
     read_checkpoint(folder)
     for number in range(CHECKPOINTS // 2):

@@ -1,4 +1,4 @@
-"""Weights from files: names, strictness, and one clear line for what does not fit."""
+"""Weights from files: every sibling's layout, strictness, LoRAs, and one clear line for what does not fit."""
 
 import json
 from pathlib import Path
@@ -6,24 +6,41 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GOLDEN, golden_arrays, golden_config, golden_model
-from helpers.checkpoints import GOLDEN_MODEL, diffusers_model, write_transformer
+from helpers.checkpoints import GOLDEN_MODEL, diffusers_model, native_config, write_transformer
 from safetensors.torch import save_file
 
 from wan import checkpoint
-from wan import checkpoint as weight_names
-from wan.checkpoint import CheckpointError, read_self_forcing_state
+from wan.checkpoint import (
+    CheckpointError,
+    LoRA,
+    check_sizes,
+    describe_sizes,
+    merge_lora,
+    read_checkpoint,
+    read_lora,
+    read_self_forcing_state,
+    sizes_of,
+    to_diffusers_names,
+    to_native_names,
+)
 from wan.config import MODELS
 from wan.model import CausalWanModel, WanModel
 
+DIM, FFN = GOLDEN_MODEL.dim, GOLDEN_MODEL.ffn_dim
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def native() -> dict[str, torch.Tensor]:
     return dict(golden_arrays("weights"))
 
 
+def equal(state, other) -> bool:
+    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in other)
+
+
 def test_the_name_table_is_the_published_one():
     table = golden_config()["native_to_diffusers"]
-    assert table["top"] == weight_names.TOP_NAMES and table["block"] == weight_names.BLOCK_NAMES
+    assert table["top"] == checkpoint.TOP_NAMES and table["block"] == checkpoint.BLOCK_NAMES
 
 
 def test_the_keys_of_the_real_model():
@@ -31,29 +48,19 @@ def test_the_keys_of_the_real_model():
     published = json.loads((GOLDEN / "wan2.1_t2v_1.3b_state_dict.json").read_text())
     with torch.device("meta"):
         state = CausalWanModel(**vars(MODELS["Wan2.1-T2V-1.3B"])).state_dict()
-    ours = {name: list(value.shape) for name, value in state.items()}
     expected = dict(published["top_level"])
     for i in range(published["num_blocks"]):
-        expected |= {
-            published["block_prefix"].format(i=i) + name: shape
-            for name, shape in published["per_block"].items()
-        }
-    assert ours == expected and len(ours) == published["num_keys"] == 825
-
-
-def test_names_there_and_back(native):
-    theirs = weight_names.to_diffusers_names(native)
-    diffusers_model().load_state_dict(theirs, strict=True)
-    back = weight_names.to_native_names(theirs)
-    assert back.keys() == native.keys() and all(back[name] is native[name] for name in native)
+        block = published["block_prefix"].format(i=i)
+        expected |= {block + name: shape for name, shape in published["per_block"].items()}
+    assert {name: list(value.shape) for name, value in state.items()} == expected and len(state) == 825
 
 
 def test_diffusers_computes_the_same_flow(native):
     """A second oracle for the bidirectional model, with weights that went through the name table."""
+    renamed = to_diffusers_names(native)
+    assert equal(to_native_names(renamed), native)
     theirs = diffusers_model()
-    theirs.load_state_dict(
-        {name: value.float() for name, value in weight_names.to_diffusers_names(native).items()}
-    )
+    theirs.load_state_dict({name: value.float() for name, value in renamed.items()}, strict=True)
     generator = torch.Generator().manual_seed(0)
     x, text = torch.randn(2, 16, 4, 6, 10, generator=generator), torch.randn(2, 32, 64, generator=generator)
     t = torch.tensor([999.0, 140.0])
@@ -64,130 +71,301 @@ def test_diffusers_computes_the_same_flow(native):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_diffusers_directory(tmp_path, native, shards):
-    write_transformer(tmp_path, weight_names.to_diffusers_names(native), shards)
+@pytest.mark.parametrize("layout", ["diffusers", "native"])
+def test_a_model_directory(tmp_path, native, layout, shards):
+    write_transformer(tmp_path, native, shards, layout)
     assert checkpoint.read_model_config(tmp_path) == GOLDEN_MODEL
     state = checkpoint.read_transformer_state(tmp_path)
-    assert state.keys() == native.keys() and all(torch.equal(state[name], native[name]) for name in native)
+    assert equal(state, native) and checkpoint.is_native(tmp_path) == (layout == "native")
     model = checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, tmp_path, torch.float32)
     assert torch.equal(model.blocks[4].ffn[2].bias, native["blocks.4.ffn.2.bias"].float())
     assert len(checkpoint.file_sha256(checkpoint.weights_file(tmp_path, None))) == 64
 
 
-def test_text_len_is_512_where_the_directory_does_not_say(tmp_path, native):
-    write_transformer(tmp_path, weight_names.to_diffusers_names(native))
+def test_sizes_that_a_directory_does_not_say(tmp_path, native):
+    write_transformer(tmp_path, native)
     path = tmp_path / "transformer" / "config.json"
     config = json.loads(path.read_text())
     del config["text_len"]
     path.write_text(json.dumps(config))
     assert checkpoint.read_model_config(tmp_path).text_len == 512
+    released = {"dim": 1536, "eps": 1e-6, "ffn_dim": 8960, "freq_dim": 256, "in_dim": 16, "out_dim": 16}
+    released |= {"model_type": "t2v", "num_heads": 12, "num_layers": 30, "text_len": 512}
+    (tmp_path / "transformer").rename(tmp_path / "other")
+    (tmp_path / "config.json").write_text(json.dumps(released))
+    assert checkpoint.read_model_config(tmp_path) == MODELS["Wan2.1-T2V-1.3B"]
 
 
 @pytest.mark.parametrize(
-    "wrap",
+    ("change", "message"),
     [
-        lambda s: {"generator_ema": {f"model.{k}": v for k, v in s.items()}, "generator": {}},
-        lambda s: {"generator": {f"model._fsdp_wrapped_module.{k}": v for k, v in s.items()}},
-        lambda s: {f"_orig_mod.{k}": v for k, v in s.items()},
-        lambda s: {k.replace("blocks.", "blocks._checkpoint_wrapped_module."): v for k, v in s.items()},
+        ({"num_layers": 10**9}, "num_layers is 1000000000, not a number of 1..256"),
+        ({"dim": 0}, "dim is 0, not a number"),
+        ({"dim": 1 << 18 | 1}, "dim is 262145"),
+        ({"ffn_dim": None}, "ffn_dim is None"),
+        ({"eps": 1}, "eps is 1, not a small number"),
+        ({"patch_size": [1, 2]}, "not three numbers"),
+        ({"patch_size": [1, 2, 0]}, "patch_size is 0"),
+        ({"heads": 3}, None),
     ],
-    ids=["ema", "generator only", "bare", "checkpoint wrapped"],
 )
-def test_self_forcing_checkpoints(tmp_path, native, wrap):
-    torch.save(wrap(native), tmp_path / "sf.pt")
-    state = read_self_forcing_state(tmp_path / "sf.pt")
-    assert state.keys() == native.keys() and all(torch.equal(state[name], native[name]) for name in native)
+def test_sizes_that_no_model_has(tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(native_config() | change))
+    if message is None:
+        assert checkpoint.read_model_config(tmp_path).dim == DIM
+        return
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read_model_config(tmp_path)
 
 
-def test_ema_or_not(tmp_path, native):
-    torch.save(
-        {"generator_ema": {"model.head.a": torch.ones(1)}, "generator": {"model.head.a": torch.zeros(1)}},
-        tmp_path / "sf.pt",
-    )
-    assert read_self_forcing_state(tmp_path / "sf.pt", use_ema=True)["head.a"] == 1
-    assert read_self_forcing_state(tmp_path / "sf.pt", use_ema=False)["head.a"] == 0
+def led(state, lead="model."):
+    return {f"{lead}{name}": tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize(("there", "use_ema"), [("generator", True), ("generator_ema", False)])
-def test_the_only_one_there_is_used_and_said(tmp_path, there, use_ema):
-    torch.save({there: {"model.head.a": torch.ones(1)}}, tmp_path / "sf.pt")
-    with pytest.warns(UserWarning, match=rf"sf.pt holds no generator\w*; its {there} is used"):
-        assert read_self_forcing_state(tmp_path / "sf.pt", use_ema)["head.a"] == 1
+def zeros(state):
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
 
-def test_all_that_does_not_fit_is_reported(native):
-    native["lora"] = native.pop("head.head.bias")
-    native["head.modulation"] = torch.ones(3)
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, native, "sf.pt")
-    assert str(caught.value) == (
-        "sf.pt does not fit the model: 1 of 150 keys missing: head.head.bias; "
-        "1 of 150 keys unexpected: lora; "
-        f"1 of 150 keys of another shape: head.modulation [3] instead of {[1, 2, GOLDEN_MODEL.dim]}"
-    )
+FSDP = "model._fsdp_wrapped_module."
+SIBLINGS = {  # name -> the file's content, whether EMA is wanted, what the report says
+    "self_forcing": (
+        lambda s: {"generator": led(zeros(s)), "generator_ema": led(s), "critic": led(zeros(s))},
+        True,
+        f"150 tensors of generator_ema; dim {DIM}, ffn_dim {FFN}, 5 layers, in_dim 16; native names; "
+        "without the prefix model.* of 150; ignored: generator (150), critic (150)",
+    ),
+    "causal_forcing": (lambda s: {"generator": led(s)}, False, "150 tensors of generator; "),
+    "rolling_forcing": (
+        lambda s: {"generator_ema": led(s, FSDP), "generator": led(zeros(s), FSDP), "step": 3000},
+        True,
+        "without the prefix _fsdp_wrapped_module.* of 150, model.* of 150; ignored: generator (150), step",
+    ),
+    "reward_forcing": (led, True, "150 tensors of the file itself"),
+    "causvid": (lambda s: {"generator": led(s), "critic": {}, "step": 1}, False, "ignored: critic (0), step"),
+    "wrapped_layers": (
+        lambda s: led({k.replace("blocks.", "blocks._checkpoint_wrapped_module."): v for k, v in s.items()}),
+        True,
+        "_checkpoint_wrapped_module.* of 135, model.* of 150",
+    ),
+    "model": (lambda s: {"model": led(s, "module."), "optimizer": {}}, True, "150 tensors of model"),
+    "compiled": (lambda s: led(s, "_orig_mod."), True, "nothing ignored"),
+}
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_a_sibling_is_read(tmp_path, native, name):
+    made, use_ema, said = SIBLINGS[name]
+    torch.save(made(native), tmp_path / "w.pt")
+    state, report = read_checkpoint(tmp_path / "w.pt", use_ema)
+    report.sizes = describe_sizes(sizes_of(state))
+    assert equal(state, native) and said in str(report) and report.loaded == 150
+
+
+@pytest.mark.parametrize("rename", [led, to_diffusers_names], ids=["native", "diffusers"])
+def test_safetensors_are_read(tmp_path, native, rename):
+    """Krea's 14B: one file under model., and a transformer/ of diffusers beside it."""
+    save_file(rename(native), tmp_path / "w.safetensors")
+    state, report = read_checkpoint(tmp_path / "w.safetensors")
+    assert equal(state, native)
+    assert report.names == ("diffusers'" if rename is to_diffusers_names else "native")
+
+
+def test_ema_or_not(tmp_path):
+    both = {"generator_ema": {"model.head.a": torch.ones(1)}, "generator": {"model.head.a": torch.zeros(1)}}
+    torch.save(both, tmp_path / "sf.pt")
+    assert [read_self_forcing_state(tmp_path / "sf.pt", ema)["head.a"].item() for ema in (True, False)] == [
+        1,
+        0,
+    ]
+    for there, use_ema in (("generator", True), ("generator_ema", False)):
+        torch.save({there: both[there]}, tmp_path / "sf.pt")
+        with pytest.warns(UserWarning, match=rf"sf.pt holds no generator\w*; its {there} is used"):
+            read_self_forcing_state(tmp_path / "sf.pt", use_ema)
 
 
 def test_weights_are_mapped_not_copied(tmp_path, native):
     """On the CPU in the file's dtype a model's parameters are the pages of the file themselves."""
     save_file(native, tmp_path / "w.safetensors")
     state = checkpoint.read_safetensors(tmp_path / "w.safetensors")
-    model = checkpoint.build_model(
-        CausalWanModel, GOLDEN_MODEL, state, "w", next(iter(native.values())).dtype
-    )
-    maps = [
-        line.split()[0]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if line.endswith("w.safetensors")
-    ]
-    spans = [tuple(int(end, 16) for end in span.split("-")) for span in maps]
+    dtype = next(iter(native.values())).dtype
+    model = checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "w", dtype)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    maps = [line.split()[0].split("-") for line in lines if line.endswith("w.safetensors")]
+    spans = [(int(start, 16), int(end, 16)) for start, end in maps]
     assert spans and all(any(start <= p.data_ptr() < end for start, end in spans) for p in model.parameters())
+
+
+def test_all_that_does_not_fit_is_reported(native):
+    state = {name: tensor for name, tensor in native.items() if "ffn" not in name} | {"lora": torch.ones(1)}
+    state |= {"head.modulation": torch.ones(3), "head.head.bias": torch.ones(64, dtype=torch.int64)}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "sf.pt")
+    assert str(caught.value) == (
+        "sf.pt does not fit the model: 20 of 150 keys missing: blocks.0.ffn.0.weight, blocks.0.ffn.0.bias, "
+        "blocks.0.ffn.2.weight and 17 more; 1 of 150 keys unexpected: lora; "
+        "1 of 150 keys not of floating point: head.head.bias; "
+        f"1 of 150 keys of another shape: head.modulation [3] instead of {[1, 2, DIM]}"
+    )
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda s: s.pop("head.head.bias"), "1 of 150 keys missing: head.head.bias"),
-        (lambda s: s.update(lora=torch.ones(1)), "1 of 150 keys unexpected: lora"),
-        (lambda s: s.update({"head.head.bias": torch.ones(3)}), r"head.head.bias \[3\] instead of \[64\]"),
-        (lambda s: [s.pop(k) for k in list(s) if "ffn" in k], "20 of 150 keys missing: .* and 17 more"),
+        (
+            lambda s: {f"model.{k}" if "ffn" in k else k: v for k, v in s.items()},
+            "mixes prefixes of keys: 130 with none, 20 with model.; it was put together from two files",
+        ),
+        (
+            lambda s: s | led({"head.head.bias": s["head.head.bias"]}, "_orig_mod."),
+            "two keys for head.head.bias, such as _orig_mod.head.head.bias",
+        ),
+        (
+            lambda s: dict.fromkeys([*(f"encoder.conv{i}.w" for i in range(2)), *"abcdef"], torch.ones(1)),
+            r"no known layout of a Wan transformer; its keys begin with encoder.convN \(2\), .* and 2 more",
+        ),
+        (lambda s: {"generator": {}}, "holds no state dict of tensors"),
+        (lambda s: {"generator": led(s) | {"extra": 3}}, "holds no state dict of tensors"),
+        (lambda s: [torch.ones(1)], "holds a list, not a state dict"),
     ],
+    ids=["mixed", "twice", "unknown", "empty", "a number", "a list"],
 )
-def test_what_does_not_fit_is_named(native, spoil, message):
-    spoil(native)
+def test_other_files_are_refused(tmp_path, native, spoil, message):
+    torch.save(spoil(dict(native)), tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=message) as caught:
-        checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, native, "sf.pt")
-    assert str(caught.value).startswith("sf.pt does not fit the model")
+        read_checkpoint(tmp_path / "w.pt", use_ema=False)
+    assert "\n" not in str(caught.value)
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(
-        CheckpointError,
-        match=r"no_such.pt not found; run: bash experiments/download_weights.sh.*--no_checkpoint",
+    said = "not found; run: bash experiments/download_weights.sh"
+    for look, message in (
+        (
+            lambda: checkpoint.weights_file(tmp_path, tmp_path / "no_such.pt"),
+            f"no_such.pt {said}.*--no_checkpoint",
+        ),
+        (lambda: checkpoint.read_model_config(tmp_path / "nowhere"), f"model directory .* {said}"),
+        (lambda: checkpoint.read_model_config(tmp_path), f"config.json {said}"),
+        (lambda: read_checkpoint(tmp_path / "a.pt"), f"a.pt {said}"),
     ):
-        checkpoint.weights_file(tmp_path, tmp_path / "no_such.pt")
-    with pytest.raises(
-        CheckpointError, match=r"model directory .* not found; run: bash experiments/download_weights.sh"
-    ):
-        checkpoint.read_model_config(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"config.json not found"):
-        checkpoint.read_model_config(tmp_path)
+        with pytest.raises(CheckpointError, match=message):
+            look()
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "ran"), "w"))
-
-    torch.save({"generator": Evil()}, tmp_path / "sf.pt")
-    said = r"cannot be read as a checkpoint of tensors.*it holds a \S+open, which is neither tensor nor plain"
-    with pytest.raises(CheckpointError, match=said):
-        read_self_forcing_state(tmp_path / "sf.pt")
-    assert not (tmp_path / "ran").exists()
+def test_a_model_of_other_sizes_is_named(native):
+    wide = dict(native) | {"patch_embedding.weight": torch.empty(5120, 36, 1, 2, 2, device="meta")}
+    message = rf"holds a model of dim 5120, ffn_dim {FFN}, 5 layers, in_dim 36 \(an image-to-video model\)"
+    with pytest.raises(CheckpointError, match=message):
+        check_sizes("w.pt", wide, GOLDEN_MODEL)
+    check_sizes("w.pt", native, GOLDEN_MODEL)
+    assert sizes_of(wide)["num_heads"] == 40 and "num_heads" not in sizes_of(native)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 truncated"])
-def test_a_damaged_file_is_refused_in_one_line(tmp_path, content):
-    (tmp_path / "sf.pt").write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        read_self_forcing_state(tmp_path / "sf.pt")
+# LoRA.
+
+LAYERS = ("blocks.0.self_attn.q", "blocks.0.ffn.0", "blocks.3.cross_attn.o", "blocks.4.ffn.2")
+
+
+def lora(native, rank=4, lead="base_model.model.", names=("lora_A", "lora_B"), scale=0.05):
+    generator = torch.Generator().manual_seed(3)
+    made = {}
+    for layer in LAYERS:
+        out, size = native[f"{layer}.weight"].shape
+        made[f"{lead}{layer}.{names[0]}.weight"] = scale * torch.randn(rank, size, generator=generator)
+        made[f"{lead}{layer}.{names[1]}.weight"] = scale * torch.randn(out, rank, generator=generator)
+    return made
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda n: {"generator_lora": lora(n)},
+        lambda n: lora(n, lead="diffusion_model.", names=("lora_down", "lora_up")),
+        lambda n: lora(
+            n, lead="model.base_model.model._fsdp_wrapped_module.", names=("lora_A.default", "lora_B.default")
+        ),
+        lambda n: lora(n) | {f"{layer}.alpha": torch.tensor(8.0) for layer in LAYERS},
+    ],
+    ids=["longlive", "comfy", "wrapped", "with alpha"],
+)
+def test_a_lora_is_merged(tmp_path, native, wrap):
+    path = tmp_path / "lora.pt"
+    torch.save(wrap(native), path)
+    found, state = read_lora(path, 4, 8), lora(native)
+    merged = merge_lora(native, found, "base.pt")
+    for layer in LAYERS:
+        down, up = (
+            state[f"base_model.model.{layer}.{half}.weight"].double() for half in ("lora_A", "lora_B")
+        )
+        expected = native[f"{layer}.weight"].double() + 2 * up @ down
+        assert merged[f"{layer}.weight"].dtype == torch.float32
+        torch.testing.assert_close(merged[f"{layer}.weight"].double(), expected, atol=1e-7, rtol=1e-6)
+    changed = {f"{layer}.weight" for layer in LAYERS}
+    assert all(merged[name] is native[name] for name in native.keys() - changed)
+    assert str(found) == "lora.pt merged into 4 layers (rank 4, alpha 8)"
+    with pytest.raises(CheckpointError, match=r"merged.pt holds lora.pt already: (1.\d\d|0.9\d) times"):
+        merge_lora(merged, found, "merged.pt")
+    tiny = LoRA("lora.pt", {layer: (a / 500, b / 500) for layer, (a, b) in found.pairs.items()}, 4, 4.0)
+    merge_lora(merge_lora(native, tiny, "base.pt"), tiny, "merged.pt")  # too small to be noticed
+
+
+def test_a_lora_in_the_names_of_diffusers(tmp_path):
+    name = "blocks.0.attn1.to_q.lora_{}.weight"
+    torch.save(
+        {name.format("A"): torch.ones(2, DIM), name.format("B"): torch.ones(DIM, 2)}, tmp_path / "l.pt"
+    )
+    assert list(read_lora(tmp_path / "l.pt", alpha=2).pairs) == ["blocks.0.self_attn.q"]
+
+
+def changed(state, half, value, layer=LAYERS[0]):
+    return state | {f"base_model.model.{layer}.{half}.weight": value}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rank", "alpha", "message"),
+    [
+        (lambda s: s, 8, 8, "has rank 4, not 8 as lora_rank says"),
+        (lambda s: s, 4, None, "does not say its alpha; give lora_alpha"),
+        (
+            lambda s: {k: v for k, v in s.items() if "0.ffn.0.lora_B" not in k},
+            4,
+            4,
+            "half a LoRA: 1 of 4 layers",
+        ),
+        (
+            lambda s: changed(s, "lora_A", torch.ones(3, DIM)),
+            None,
+            4,
+            rf"\[3, {DIM}\] and lora_B \[{DIM}, 4\]",
+        ),
+        (lambda s: changed(s, "lora_A", torch.ones(4)), None, 4, "which do not multiply"),
+        (
+            lambda s: changed(changed(s, "lora_A", torch.ones(2, DIM)), "lora_B", torch.ones(DIM, 2)),
+            None,
+            4,
+            "different ranks: 2 of .*q, 4 of",
+        ),
+        (lambda s: changed(s, "lora_A", torch.full((4, DIM), torch.nan)), 4, 4, "not finite"),
+        (lambda s: changed(s, "lora_A", torch.ones(4, DIM, dtype=torch.int8)), 4, 4, "not of floating point"),
+        (lambda s: s | {"blocks.0.ffn.0.alpha": torch.tensor(torch.nan)}, 4, None, "alpha nan, not a number"),
+        (lambda s: s | {"blocks.0.ffn.0.alpha": torch.tensor(2.0)}, 4, 4, "different alphas: 2, 4"),
+        (lambda s: {"generator": s}, 4, 4, "generator is no tensor; not a LoRA"),
+        (lambda s: {"unet.w": torch.ones(1)}, 4, 4, r"unet.w is not of a LoRA's names; .* unet.w \(1\)"),
+        (lambda s: s | {f"{LAYERS[0]}.lora_A.weight": torch.ones(4, DIM)}, 4, 4, "two keys for one half of"),
+        (lambda s: {}, 4, 4, "holds no LoRA"),
+    ],
+)
+def test_a_lora_that_is_none_is_refused(tmp_path, native, spoil, rank, alpha, message):
+    torch.save(spoil(lora(native)), tmp_path / "lora.pt")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_lora(tmp_path / "lora.pt", rank, alpha)
     assert "\n" not in str(caught.value)
+
+
+def test_a_lora_of_another_model_is_refused(native):
+    for layer, size, message in (
+        ("blocks.7.self_attn.q", DIM, "changes blocks.7.self_attn.q, which base.pt does not have"),
+        ("blocks.0.self_attn.q", 64, r"by \[64, 64\]: it is of another model"),
+    ):
+        pair = torch.ones(2, size), torch.ones(size, 2)
+        with pytest.raises(CheckpointError, match=message):
+            merge_lora(native, LoRA("lora.pt", {layer: pair}, 2, 2.0), "base.pt")

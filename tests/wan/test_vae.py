@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
-from wan.vae import VAE, StreamedDecoder, channels_last
+from wan.checkpoint import CheckpointError
+from wan.vae import VAE, VAE_FILE, StreamedDecoder, channels_last, load_native_vae
 
 SIZES = {"base_dim": 8, "decoder_base_dim": 4, "z_dim": 4, "num_res_blocks": 1, "dim_mult": [1, 2, 2, 2]}
 PATCHES = {"dim_mult": [1, 2, 2], "temperal_downsample": [True, True], "patch_size": 2}
@@ -74,3 +76,37 @@ def test_the_layout_of_kernels_changes_rounding_alone(vae, latents):
     other = copy.deepcopy(vae)
     channels_last(other.vae)
     torch.testing.assert_close(other.decode(latents), vae.decode(latents), atol=ROUNDING, rtol=0)
+
+
+def native_vae_names(vae: AutoencoderKLWan) -> dict[str, str]:
+    """diffusers name -> native name, found by asking diffusers' conversion about every name the release
+    could have.
+    """
+    tails = [f"residual.{i}.{p}" for i in (0, 2, 3, 6) for p in ("gamma", "weight", "bias")]
+    tails += [f"{part}.{p}" for part in ("shortcut", "time_conv", "resample.1") for p in ("weight", "bias")]
+    middle = [f"middle.{i}.{t}" for i in (0, 2) for t in tails[:12]]
+    middle += [
+        f"middle.1.{t}" for t in ("norm.gamma", "to_qkv.weight", "to_qkv.bias", "proj.weight", "proj.bias")
+    ]
+    names = [f"conv{i}.{p}" for i in (1, 2) for p in ("weight", "bias")]
+    for side, stack in (("encoder", "downsamples"), ("decoder", "upsamples")):
+        names += [f"{side}.{rest}" for rest in middle]
+        names += [f"{side}.conv1.{p}" for p in ("weight", "bias")] + [f"{side}.head.0.gamma"]
+        names += [f"{side}.head.2.{p}" for p in ("weight", "bias")]
+        names += [f"{side}.{stack}.{i}.{t}" for i in range(15) for t in tails]
+    wanted = vae.state_dict()
+    pairs = ((name, next(iter(convert_wan_vae_to_diffusers({name: 0})), None)) for name in names)
+    return {theirs: name for name, theirs in pairs if theirs in wanted}
+
+
+def test_the_original_release_is_diffusers_own(tmp_path):
+    sizes = {"base_dim": 8, "num_res_blocks": 2}
+    torch.manual_seed(0)
+    theirs = AutoencoderKLWan(**sizes).eval()
+    names = native_vae_names(theirs)
+    assert names.keys() == theirs.state_dict().keys() and len(set(names.values())) == len(names)
+    with pytest.raises(CheckpointError, match=r"pth not found; run: bash experiments/download_weights.sh"):
+        load_native_vae(tmp_path, torch.float32)
+    torch.save({names[key]: value for key, value in theirs.state_dict().items()}, tmp_path / VAE_FILE)
+    ours, latents = load_native_vae(tmp_path, torch.float32, **sizes), torch.randn(1, 3, 16, 4, 4)
+    assert torch.equal(VAE(ours).decode(latents), VAE(theirs).decode(latents))

@@ -1,0 +1,139 @@
+"""umT5 of the original release against its definition; prompts that are too long, words of a prompt."""
+
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from helpers.checkpoints import SMALL_UMT5
+from transformers import UMT5Config, UMT5EncoderModel
+
+from wan import text_encoder
+from wan.checkpoint import CheckpointError
+from wan.text_encoder import UMT5_FILE, TextEncoder, load_umt5
+
+
+def random_umt5(config: UMT5Config) -> dict[str, torch.Tensor]:
+    """Weights under the names of models_t5_umt5-xxl-enc-bf16.pth."""
+    generator = torch.Generator().manual_seed(0)
+    dim, inner, heads = config.d_model, config.num_heads * config.d_kv, config.num_heads
+    shapes = {"token_embedding.weight": (config.vocab_size, dim), "norm.weight": (dim,)}
+    for i in range(config.num_layers):
+        block = {
+            "norm1.weight": (dim,),
+            "norm2.weight": (dim,),
+            "attn.o.weight": (dim, inner),
+            "pos_embedding.embedding.weight": (config.relative_attention_num_buckets, heads),
+            "ffn.gate.0.weight": (config.d_ff, dim),
+            "ffn.fc1.weight": (config.d_ff, dim),
+            "ffn.fc2.weight": (dim, config.d_ff),
+        }
+        block |= {f"attn.{part}.weight": (inner, dim) for part in "qkv"}
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
+    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
+def plain_umt5(
+    w: dict[str, torch.Tensor], config: UMT5Config, ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The encoder by its definition: pre-norm, T5 attention without scaling, a relative bias in every layer,
+    gated GELU.
+    """
+
+    def norm(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    def bucket(distance: int) -> int:
+        """16 buckets a side: exact up to 7, then logarithmic up to 128 (T5, arXiv 1910.10683)."""
+        side, distance = (16, distance) if distance > 0 else (0, -distance)
+        if distance < 8:
+            return side + distance
+        return side + min(15, 8 + int(math.log(distance / 8) / math.log(128 / 8) * 8))
+
+    length = ids.shape[1]
+    buckets = torch.tensor([[bucket(k - q) for k in range(length)] for q in range(length)])
+    hidden = ~mask[:, None, None].bool()
+    x = w["token_embedding.weight"][ids]
+    for i in range(config.num_layers):
+        p = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
+        y = norm(x, p["norm1.weight"])
+        q, k, v = (
+            (y @ p[f"attn.{part}.weight"].T).unflatten(-1, (config.num_heads, -1)).transpose(1, 2)
+            for part in "qkv"
+        )
+        logits = q @ k.mT + p["pos_embedding.embedding.weight"][buckets].permute(2, 0, 1)
+        out = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+        x = x + out.transpose(1, 2).flatten(2) @ p["attn.o.weight"].T
+        y = norm(x, p["norm2.weight"])
+        gated = F.gelu(y @ p["ffn.gate.0.weight"].T, approximate="tanh") * (y @ p["ffn.fc1.weight"].T)
+        x = x + gated @ p["ffn.fc2.weight"].T
+    return norm(x, w["norm.weight"])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A directory of the original release with a small umT5."""
+    (tmp_path / "config.json").write_text("{}")
+    torch.save(random_umt5(SMALL_UMT5), tmp_path / UMT5_FILE)
+    return tmp_path
+
+
+def test_umt5_computes_what_its_definition_says(folder):
+    encoder = load_umt5(folder, SMALL_UMT5, torch.float32)
+    ids = torch.randint(2, 50, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, 9:] = 0
+    found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+    expected = plain_umt5(random_umt5(SMALL_UMT5), SMALL_UMT5, ids, mask)
+    assert ((found - expected)[mask.bool()]).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_the_real_umt5_has_these_keys():
+    """Every parameter of the xxl encoder is filled from native names, without the memory for it."""
+    tiny = UMT5Config(vocab_size=2, d_model=2, d_kv=1, d_ff=2, num_layers=24, num_heads=1)
+    with torch.device("meta"):
+        names = UMT5EncoderModel(UMT5Config(**text_encoder.UMT5_XXL)).state_dict()
+    ours = text_encoder.umt5_to_transformers(random_umt5(tiny))
+    assert {*ours, "encoder.embed_tokens.weight"} == names.keys()
+    assert names["shared.weight"].shape == (256384, 4096)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda w: w.pop("norm.weight"), "keys missing: encoder.final_layer_norm.weight"),
+        (
+            lambda w: w.pop("token_embedding.weight"),
+            "keys missing: shared.weight, encoder.embed_tokens.weight",
+        ),
+        (
+            lambda w: w.update({"blocks.0.attn.x.weight": torch.ones(1)}),
+            "keys unexpected: encoder.block.0.layer.attn.x.weight",
+        ),
+        (
+            lambda w: w.update({"token_embedding.weight": torch.ones(3, 24)}),
+            r"of another shape: shared.weight \[3, 24\]",
+        ),
+    ],
+)
+def test_umt5_files_that_do_not_fit(folder, spoil, message):
+    weights = random_umt5(SMALL_UMT5)
+    spoil(weights)
+    torch.save(weights, folder / UMT5_FILE)
+    with pytest.raises(CheckpointError, match=message):
+        load_umt5(folder, SMALL_UMT5, torch.float32)
+
+
+def test_prompts_of_the_miniature(tmp_path):
+    mini = ROOT / "checkpoints/wan-mini"
+    encoder = TextEncoder.from_pretrained(mini, 8, torch.float32)
+    assert encoder.words("a red &amp;amp; blue  circle")[:2] == encoder.words("a red")[:2]
+    with pytest.warns(UserWarning, match="tokens, the model reads 8; cut: "):
+        states = encoder(["a red circle moving right and a blue square moving left", "a"])
+    assert states.shape[:2] == (2, 8) and not states[1, -1].any() and states[0].abs().sum(-1).all()
+    shutil.copytree(mini, tmp_path / "m")
+    shutil.rmtree(tmp_path / "m/tokenizer")
+    with pytest.raises(CheckpointError, match="tokenizer not found; run"):
+        TextEncoder.from_pretrained(tmp_path / "m", 8)
