@@ -16,30 +16,27 @@ VIDEO_FRAMES_PER_LATENT = 4  # the VAE encodes frame 0 alone, then groups of fou
 def block_sizes(
     num_frames: int, num_frame_per_block: int = 3, independent_first_frame: bool = False
 ) -> list[int]:
-    """Frames of each block of the rollout, e.g.
-    21 -> [3]*7, and with an independent first frame 19 -> [1] + [3]*6.
+    """Return the frames of each block: 21 -> [3] * 7, with an independent first frame 19 -> [1] + [3] * 6.
 
     Raises ConfigError where the frames do not fit, naming the nearest counts that do.
     """
-    n = num_frame_per_block
-    first = [1] if independent_first_frame else []
+    n, first = num_frame_per_block, int(independent_first_frame)
     if n < 1:
         raise ConfigError(f"num_frame_per_block must be at least 1, not {n}")
-    rest, left_over = divmod(num_frames - len(first), n)
-    if num_frames < 1 or rest < (0 if first else 1) or left_over:
-        lower = len(first) + max(rest, 0 if first else 1) * n
+    count, left_over = divmod(num_frames - first, n)
+    least = 1 - first  # blocks of n frames
+    if count < least or left_over:
+        lower = first + max(count, least) * n
+        behind = " after an independent first frame" if first else ""
         fits = sorted({lower, lower + n})
-        raise ConfigError(
-            f"{num_frames} frames do not fit blocks of {n}"
-            f"{' after an independent first frame' if first else ''}; try {fits[0]} or {fits[1]}"
-        )
-    return first + [n] * rest
+        raise ConfigError(f"{num_frames} frames do not fit blocks of {n}{behind}; try {fits[0]} or {fits[1]}")
+    return [1] * first + [n] * count
 
 
 def steps_of_blocks(
     steps: Sequence[int], first_block_steps: Sequence[int] | None = None
 ) -> tuple[list[int], list[int], list[int]]:
-    """All denoising steps of a config, descending; which of them the first block takes, and later ones.
+    """Return all denoising steps, descending, and as indices of them those of block 0 and of later blocks.
 
     [1000, 500] with first_block_steps [1000, 750, 500, 250] -> [1000, 750, 500, 250], 0..3 and [0, 2].
     """
@@ -48,61 +45,58 @@ def steps_of_blocks(
     return every, [every.index(step) for step in first], [every.index(step) for step in steps]
 
 
-def block_ranges(sizes: list[int]) -> list[range]:
-    """Frame indices of each block: [3, 3] -> [range(0, 3), range(3, 6)]."""
+def block_ranges(sizes: Sequence[int]) -> list[range]:
+    """Return the frames of each block: [3, 3] -> [range(0, 3), range(3, 6)]."""
     return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
-    """A window of local_attn_size frames must hold the sink frames and one whole block;
-    -1 means no window.
-    """
-    if sink_size < 0:
-        raise ConfigError(f"sink_size must be 0 or more frames, not {sink_size}")
-    if local_attn_size == -1:
-        return
-    if local_attn_size < sink_size + block_size:
-        raise ConfigError(
-            f"local_attn_size {local_attn_size} cannot hold {sink_size} sink frames and a block of "
-            f"{block_size}; it must be at least {sink_size + block_size}, or -1 for no window"
-        )
-
-
-def latent_frames(video_frames: int) -> int:
-    """Latent frames of a video of 4n + 1 frames, e.g. 21 -> 6.
-    Raises ConfigError for other counts, naming those that fit.
-    """
-    rest, left_over = divmod(video_frames - 1, VIDEO_FRAMES_PER_LATENT)
-    if video_frames < 1 or left_over:
-        fits = [1 + VIDEO_FRAMES_PER_LATENT * n for n in (max(rest, 0), max(rest, 0) + 1)]
-        raise ConfigError(
-            f"{video_frames} video frames are not {VIDEO_FRAMES_PER_LATENT}n + 1; try {fits[0]} or {fits[1]}"
-        )
-    return 1 + rest
-
-
-def video_to_latent_frame(video_frame: int, stride: int = VIDEO_FRAMES_PER_LATENT) -> int:
-    """Latent frame that holds a video frame, or array of them:
-    the VAE encodes frame 0 alone, then groups of stride.
-    """
-    return (video_frame + stride - 1) // stride
+def block_frames(block_sizes: Sequence[int], block: int) -> list[int]:
+    """Return the frames of a block, block -1 the last: block_frames([1, 3, 3], 1) == [1, 2, 3]."""
+    return list(block_ranges(block_sizes)[block])
 
 
 def block_of_frame(block_sizes: Sequence[int], frame: int) -> int:
-    """The block that a frame belongs to."""
-    return next(block for block, frames in enumerate(block_ranges(list(block_sizes))) if frame in frames)
+    """Return the block that a frame belongs to."""
+    return next(block for block, frames in enumerate(block_ranges(block_sizes)) if frame in frames)
 
 
-def block_frames(block_sizes: Sequence[int], block: int) -> list[int]:
-    """Frames of a block, block -1 the last: block_frames([1, 3, 3], 1) == [1, 2, 3]."""
-    return list(block_ranges(list(block_sizes))[block])
+def later_block(block_sizes: Sequence[int], ahead: int = 0) -> "Tensor":
+    """Return [F, F] bool: the key's block comes more than `ahead` blocks after the query's.
+
+    Such a cell was never attended. Only a rolling window looks ahead.
+    """
+    import torch
+
+    block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))
+    return block[None, :] > block[:, None] + ahead
+
+
+def earlier_block(block_sizes: Sequence[int]) -> "Tensor":
+    """Return [F, F] bool: the key's block comes before the query's.
+
+    Such keys are clean context in every pass; the query's own block is as noisy as the query.
+    """
+    return later_block(block_sizes).T
+
+
+def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
+    """Raise ConfigError where a window does not hold the sink and one block; -1 means no window."""
+    if sink_size < 0:
+        raise ConfigError(f"sink_size must be 0 or more frames, not {sink_size}")
+    least = sink_size + block_size
+    if local_attn_size != -1 and local_attn_size < least:
+        raise ConfigError(
+            f"local_attn_size {local_attn_size} cannot hold {sink_size} sink frames and a block of "
+            f"{block_size}; it must be at least {least}, or -1 for no window"
+        )
 
 
 def visible_frames(
     block_sizes: Sequence[int], block: int, local_attn_size: int = -1, sink_size: int = 0
 ) -> list[int]:
-    """Key frames that a block sees, its own included: all so far, or with local_attn_size > 0 the first
-    sink_size frames and the newest local_attn_size - sink_size ones.
+    """Return the key frames that a block sees, its own included.
+
+    All so far, or with local_attn_size > 0 the first sink_size and the newest local_attn_size - sink_size.
     """
     end = block_frames(block_sizes, block)[-1] + 1
     if local_attn_size <= 0 or end <= local_attn_size:
@@ -111,8 +105,9 @@ def visible_frames(
 
 
 def rolling_attention_size(local_attn_size: int, num_steps: int, block_size: int) -> int:
-    """Frames that a forward of Rolling Forcing sees: local_attn_size, or 21. ConfigError where they do not
-    hold the first block and a window of num_steps blocks.
+    """Return the frames that a forward of Rolling Forcing sees: local_attn_size, or 21.
+
+    Raises ConfigError where they do not hold the first block and a window of num_steps blocks.
     """
     size = ROLLING_ATTENTION if local_attn_size == -1 else local_attn_size
     least = (num_steps + 1) * block_size
@@ -124,33 +119,29 @@ def rolling_attention_size(local_attn_size: int, num_steps: int, block_size: int
     return size
 
 
-def later_block(block_sizes: Sequence[int], ahead: int = 0) -> "Tensor":
-    """[F, F] bool: the key's block comes more than `ahead` blocks after the query's, so the cell was never
-    attended. Only a rolling window looks ahead.
-    """
-    import torch
-
-    block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))
-    return block[None, :] > block[:, None] + ahead
-
-
 def window_levels(
     block_sizes: Sequence[int], block: int, step: int, timesteps: Sequence[float]
 ) -> dict[int, float]:
-    """Frame -> timestep of all that Rolling Forcing denoises together with a block at a step.
+    """Return frame -> timestep of all that Rolling Forcing denoises together with a block at a step.
 
     timesteps are those of the steps, from the noisiest on: one for each block of the window.
     """
-    newest, ranges = block + step, block_ranges(list(block_sizes))
+    newest, ranges = block + step, block_ranges(block_sizes)
     shown = range(max(0, newest - len(timesteps) + 1), min(len(ranges), newest + 1))
     return {frame: timesteps[newest - b] for b in shown for frame in ranges[b]}
 
 
-def earlier_block(block_sizes: Sequence[int]) -> "Tensor":
-    """[F, F] bool: the key's block comes before the query's. Such keys are clean context in every pass;
-    the query's own block is as noisy as the query.
-    """
-    import torch
+def latent_frames(video_frames: int) -> int:
+    """Return the latent frames of a video of 4n + 1 frames: 21 -> 6. ConfigError for other counts."""
+    n, left_over = divmod(video_frames - 1, VIDEO_FRAMES_PER_LATENT)
+    if n < 0 or left_over:
+        fits = [1 + VIDEO_FRAMES_PER_LATENT * near for near in (max(n, 0), max(n, 0) + 1)]
+        raise ConfigError(
+            f"{video_frames} video frames are not {VIDEO_FRAMES_PER_LATENT}n + 1; try {fits[0]} or {fits[1]}"
+        )
+    return 1 + n
 
-    block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))
-    return block[None, :] < block[:, None]
+
+def video_to_latent_frame(video_frame: int, stride: int = VIDEO_FRAMES_PER_LATENT) -> int:
+    """Return the latent frame that holds a video frame, or an array of them."""
+    return (video_frame + stride - 1) // stride

@@ -317,23 +317,25 @@ class KVCache:
     def drop(self, start: int, count: int) -> None:
         """Delete count slots from start on; shift the rest left."""
         if count > 0:
-            self.move(range(start + count, len(self.slots)), start)
-            del self.slots[start : start + count]
+            self.keep([*range(start), *range(start + count, len(self.slots))])
 
-    def move(self, slots: range, to: int) -> None:
-        """Copy the keys and values of slots to the slots from to on; self.slots keeps its order."""
-        source, target = self.tokens(slots), self.tokens(range(to, to + len(slots)))
-        moved = [*self.values]
-        if self.raw_slots == self.capacity:
-            moved += self.raw_keys
-        if self.policy.positions_follow_slots:  # their keys will be rotated anew
-            self.slots[slots.start : slots.stop] = [
-                Slot(slot.frame, NEEDS_ROTATION) for slot in self.slots[slots.start : slots.stop]
-            ]
-        else:
-            moved += self.keys
-        for buffer in moved:
-            buffer[:, target] = buffer[:, source].clone()  # the two ranges may overlap
+    def keep(self, slots: Sequence[int]) -> None:
+        """Make slots, in this order, the whole cache; one may come twice."""
+        moved = [index for index, slot in enumerate(slots) if index != slot]
+        kept = [self.slots[slot] for slot in slots]
+        if moved:
+            buffers = self.values + (self.raw_keys if self.raw_slots == self.capacity else [])
+            if not self.policy.positions_follow_slots:
+                buffers = buffers + self.keys
+            else:
+                for index in moved:  # their keys will be rotated anew
+                    kept[index] = Slot(kept[index].frame, NEEDS_ROTATION)
+            target = self.tokens(range(moved[0], len(slots)))
+            source = send(torch.tensor(slots[moved[0] :]), self.keys[0].device)
+            for buffer in buffers:
+                frames = buffer.unflatten(1, (self.capacity, -1))  # [B, slots, S, H, D]
+                buffer[:, target] = frames[:, source].flatten(1, 2)
+        self.slots = kept
 
     def set_positions(self, positions: Sequence[int]) -> None:
         """Put the keys of the first slots on to temporal positions; rotate past ones that stood elsewhere."""

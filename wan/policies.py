@@ -429,17 +429,28 @@ class MemoryBank(WindowedPolicy):
         return len(self._frames[0][0]) if self._frames[0] else 0
 
     def admit(self, cache: KVCache, block: range) -> None:
-        if self._blocks:
-            self._remember(cache)
+        bank = range(self._at, self._at + self.banked)
+        frames = [index for index in range(len(cache.slots)) if index not in bank]  # in order of time
+        excess = max(0, len(frames) + len(block) - self.window)
+        self._at = min(self.sink, len(frames))
+        banked: list[int] = []
+        if self._blocks:  # the first frame of the block before comes into the bank
+            wanted = (self._blocks - 1) // self.interval + 1
+            if wanted > self.bank:
+                self._sort_bank(cache, bank)
+            kept = min(wanted, self.bank) - 1
+            banked = [*bank[:kept], cache.own.start]
+            for layer, of_items in enumerate(self._frames):
+                of_items = of_items or [[]] * len(cache.keys[layer])
+                self._frames[layer] = [[*of_item[:kept], cache.newest.start] for of_item in of_items]
         self._blocks += 1
-        cache.drop(self._at + self.banked, len(cache.slots) - self.banked + len(block) - self.window)
+        cache.keep([*frames[: self._at], *banked, *frames[self._at + excess :]])
         cache.append(block)
 
     def flush(self, cache: KVCache) -> None:
         cache.drop(self._at, self.banked)
         self.start(cache)
         super().flush(cache)
-        self._at = min(self.sink, len(cache.slots))
 
     def of_layer(self, cache: KVCache, layer: int) -> tuple[Sequence[Slot], None]:
         slots = list(cache.slots)
@@ -448,56 +459,19 @@ class MemoryBank(WindowedPolicy):
             slots[self._at + index] = Slot(chosen[0], chosen[0], items=chosen)
         return slots, None
 
-    def _remember(self, cache: KVCache) -> None:
-        """Take the first frame of the last block into the bank."""
-        candidate = cache.slots[cache.own.start]
-        wanted = (self._blocks - 1) // self.interval + 1
-        grows = max(0, min(wanted, self.bank) - self.banked)
-        self._put_behind_sink(cache, grows)
-        if wanted > self.bank:
-            self._keep_best(cache)
-        last = self.banked + grows - 1  # the candidate's place in the bank
-        at, frame = cache.slots.index(candidate), cache.newest.start
-        source, target = (cache.tokens(i) for i in (at, self._at + last))
-        for buffer in (*cache.keys, *cache.values):
-            buffer[:, target] = buffer[:, source]
-        for layer, items in enumerate(self._frames):
-            items = items or [[] for _ in range(len(cache.keys[layer]))]
-            self._frames[layer] = [[*frames[:last], frame] for frames in items]
-        cache.slots[self._at + last] = Slot(frame, frame)
-
-    def _put_behind_sink(self, cache: KVCache, grows: int) -> None:
-        """Move the bank right behind the sink, with room for as many slots as it grows."""
-        at, held = min(self.sink, len(cache.slots) - self.banked), self.banked
-        if at != self._at and held:  # frames that came after the bank belong to the sink
-            order = [*range(self._at + held, at + held), *range(self._at, self._at + held)]
-            rows = torch.tensor(order)[:, None] * cache.tokens_per_frame + torch.arange(
-                cache.tokens_per_frame
-            )
-            for buffer in (*cache.keys, *cache.values):
-                target = cache.tokens(range(self._at, at + held))
-                buffer[:, target] = buffer[:, rows.flatten().to(buffer.device)]
-            cache.slots[self._at : at + held] = [cache.slots[i] for i in order]
-        self._at = at
-        if grows:
-            first = at + held
-            cache.move(range(first, len(cache.slots)), first + grows)
-            cache.slots[first:first] = [Slot(AVERAGE, AVERAGE)] * grows
-
-    def _keep_best(self, cache: KVCache) -> None:
-        """Order the bank by score, best first, but for its last slot, which is about to be overwritten."""
-        held = self.banked
-        where, kept = (cache.tokens(range(self._at, self._at + n)) for n in (held, held - 1))
+    def _sort_bank(self, cache: KVCache, bank: range) -> None:
+        """Order the slots of the bank by score, best first, in every layer and batch item."""
+        where = cache.tokens(bank)
         found = [self.scores(cache, layer, keys[:, where]) for layer, keys in enumerate(cache.keys)]
         scores = cache.shard.sum(torch.stack(found))  # [layers, B, bank]
-        best = scores.argsort(dim=2, descending=True, stable=True)[..., : held - 1]  # ties: lower index
+        best = scores.argsort(dim=2, descending=True, stable=True)  # ties: lower index
         for buffers in (cache.keys, cache.values):
             for buffer, order in zip(buffers, best, strict=True):
-                slots = buffer[:, where].unflatten(1, (held, -1))  # [B, bank, S, H, D]
-                buffer[:, kept] = slots.take_along_dim(order[:, :, None, None, None], 1).flatten(1, 2)
-        for layer, items in enumerate(best.tolist()):  # one wait for the device
-            pairs = zip(self._frames[layer], items, strict=True)
-            self._frames[layer] = [[*(frames[i] for i in order), AVERAGE] for frames, order in pairs]
+                slots = buffer[:, where].unflatten(1, (len(bank), -1))  # [B, bank, S, H, D]
+                buffer[:, where] = slots.take_along_dim(order[:, :, None, None, None], 1).flatten(1, 2)
+        for layer, orders in enumerate(best.tolist()):  # one wait for the device
+            pairs = zip(self._frames[layer], orders, strict=True)
+            self._frames[layer] = [[frames[i] for i in order] for frames, order in pairs]
 
     def scores(self, cache: KVCache, layer: int, keys: Tensor) -> Tensor:
         """Return the score under the prompt of every frame of bank keys [B, bank·S, H, D], [B, bank]."""
