@@ -9,14 +9,10 @@ import pytest
 from helpers.forked import exit_code, forked
 
 from experiments.caches.files import CacheError
-from experiments.extraction.devices import choose_device
 from experiments.extraction.observer import RunObserver
 from experiments.running import work_items
-from experiments.running.ranks import Rank, on_own_device, this_rank
+from experiments.running.ranks import Rank
 from experiments.running.work_items import WorkItems, item_name
-from wan import backends as attention_backend
-from wan.config import load_config
-from wan.errors import ConfigError
 
 NAMES = [f"item{i}" for i in range(12)]
 LEASE = 0.8  # seconds
@@ -184,65 +180,3 @@ def test_results_are_read_back_and_damaged_ones_are_made_again(tmp_path):
     items.path(names[2]).write_text("[1]")
     assert items.read(names[1]) is None is items.read(names[2]) and items.read("absent") is None
     assert list(items.claim(names)) == names[1:]
-
-
-# -- the environment -----------------------------------------------------------------------------------------
-
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-
-
-def test_ranks_of_torchrun_and_srun():
-    assert this_rank({}) == Rank() == this_rank({"LOCAL_RANK": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
-    assert this_rank(TORCHRUN) == Rank(1, 4, 1)
-    assert this_rank({"RANK": "0", "WORLD_SIZE": "1"}) == Rank(0, 1, 0)
-    srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
-    assert this_rank(srun) == Rank(5, 8, 1, has_own_view=True)
-    assert this_rank(srun | TORCHRUN) == Rank(1, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set and RANK is not"),
-        (TORCHRUN | {"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"),
-        (TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"}, "RANK 0 is not one of WORLD_SIZE 0"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', not a number"),
-        (TORCHRUN | {"WORLD_SIZE": "٤"}, "WORLD_SIZE is '٤', not a number"),
-        (TORCHRUN | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', not a number"),
-        (TORCHRUN | {"WORLD_SIZE": "9" * 50}, "not a number"),
-        (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK is not set beside RANK and WORLD_SIZE"),
-    ],
-)
-def test_half_an_environment_is_refused(environment, message):
-    with pytest.raises(ConfigError, match=message):
-        this_rank(environment)
-
-
-def test_every_rank_has_its_own_gpu(monkeypatch):
-    import torch
-
-    auto = load_config("configs/wan_mini.yaml")
-    assert on_own_device(auto, Rank()) is auto
-    for count, rank, device in (
-        (0, Rank(1, 2, 1), "cpu"),
-        (2, Rank(3, 4, 1), "cuda:1"),
-        (1, Rank(3, 4, 3, True), "cuda:0"),
-    ):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert on_own_device(auto, rank).device == device
-    current = []
-    with monkeypatch.context() as patch:  # Triton's kernels run on the current GPU
-        patch.setattr(torch.cuda, "device_count", lambda: 4)
-        patch.setattr(torch.cuda, "set_device", current.append)
-        patch.setattr(attention_backend, "check", lambda device: None)
-        assert (
-            choose_device(on_own_device(auto, Rank(3, 4, 3)).device) == current[0] == torch.device("cuda:3")
-        )
-        assert choose_device("cuda") == torch.device("cuda") and len(current) == 1
-    with pytest.raises(
-        ConfigError, match="rank 1 is number 1 of its host, which has 1 GPU: start at most 1 rank"
-    ):
-        on_own_device(auto, Rank(1, 2, 1))
-    with pytest.raises(ConfigError, match="device cuda:0 was asked for 2 ranks"):
-        on_own_device(load_config("configs/wan_mini.yaml", {"device": "cuda:0"}), Rank(1, 2, 1))

@@ -1,21 +1,25 @@
-"""Sweeps that are stopped, killed or spoiled: the same command goes on, nothing is mixed or made twice."""
+"""Sweeps go on after a stop or a kill, share the work of several processes, and mix in nothing else."""
 
 import hashlib
 import json
 import os
+import signal
+import subprocess
 import time
 
 import pytest
+import torch
 from conftest import ROOT
-from helpers.forked import FULL, exit_code, forked, tell
+from helpers.forked import exit_code, forked
 from helpers.stopping import stopping_after
 
-from experiments import run_extraction_all
+from experiments import run_extraction_all, run_extraction_each
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError
 from experiments.extraction import causal
-from experiments.running import cli
-from experiments.running import sweep as sweep_plan
+from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE, PromptTexts
+from experiments.running import cli, sweep
+from experiments.running.locks import claimed
 from wan.errors import ConfigError
 
 SHORT = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--quiet"]
@@ -24,6 +28,9 @@ SHORT = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -49,7 +56,8 @@ def files_below(folder) -> dict[str, bytes]:
 NAMES = [f"{slug}_s{seed}.pt" for slug in ("a-blue-square", "a-red-circle-moving-right") for seed in (0, 1)]
 
 
-def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch, capfd):
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch):
     loads, original = [], causal.load_pipeline
     monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
     sweeping(prompts, tmp_path / "whole")()
@@ -57,24 +65,20 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch, capfd):
     records = [name for name in whole if name.startswith("items/")]
     assert sorted(whole) == [*NAMES, *sorted(records), "manifest.json"] and len(loads) == 1
     assert len(records) == 4 and all(name.endswith(".json") for name in records)
-    kills = 0
     for attempt in range(1, 40):  # each time killed a little later
-        done = forked(
-            sweeping(prompts, tmp_path / "killed"), kill_after=0.1 + (0.05 if FULL else 0.2) * attempt
-        )
-        kills += done.code < 0
+        done = forked(sweeping(prompts, tmp_path / "killed"), kill_after=0.1 + 0.2 * attempt)
         for path in (tmp_path / "killed").glob("*.pt"):
             assert path.read_bytes() == whole[path.name]
         if done.code == 0:
             break
     assert files_below(tmp_path / "killed") == whole
-    tell(capfd, f"a sweep of 4 runs killed {kills} times, then whole and equal to an undisturbed one")
     states = [run["state"] for run in json.loads(whole["manifest.json"])["runs"]]
     assert states == ["done"] * 4
     sweeping(prompts, tmp_path / "whole")()
     assert len(loads) == 1  # nothing to do: nothing is loaded
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_says_how_to_go_on(tmp_path, prompts, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         stopping_after(patch, 0)
@@ -88,6 +92,7 @@ def test_a_stopped_sweep_says_how_to_go_on(tmp_path, prompts, monkeypatch, capfd
     assert all("partial" not in load_cache(tmp_path / "out" / name) for name in NAMES)
 
 
+@pytest.mark.slow
 def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
     path = tmp_path / "out" / NAMES[0]
@@ -109,6 +114,7 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     assert load_cache(path)["fingerprint"] == before
 
 
+@pytest.mark.slow
 def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, monkeypatch):
     loads, original = [], causal.load_pipeline
     monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
@@ -121,6 +127,7 @@ def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, monkeypatch):
     assert len(list(tmp_path.glob("*.mp4"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ['{"name": "of another program"}', "[1, 2]", "no JSON"])
 def test_a_manifest_of_another_program_is_kept(tmp_path, prompts, content):
     (tmp_path / "manifest.json").write_text(content)
@@ -129,6 +136,7 @@ def test_a_manifest_of_another_program_is_kept(tmp_path, prompts, content):
     assert (tmp_path / "manifest.json").read_text() == content
 
 
+@pytest.mark.slow
 def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
     original = causal.extract_next
 
@@ -150,7 +158,6 @@ def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
     [
         (["--seeds", "1"], "need --output_dir"),
         (["--prompts", "no.txt", "--output_dir", "x"], "no.txt cannot be read"),
-        (["--prompts", "/dev/null", "--output_dir", "x"], "holds no prompt"),
         (["--seeds", "1", "--seed", "2", "--output_dir", "x"], "--seed and --seeds exclude"),
         (["--seeds", "1", "--output_dir", "x", "--output_path", "a.pt"], "a sweep takes --output_dir"),
     ],
@@ -162,7 +169,7 @@ def test_flags_of_a_sweep_that_do_not_fit(flags, message):
 
 def test_slugs_tell_prompts_apart():
     prompts = ["A cat.", "a cat", "一只猫在海边", "x" * 100, "x" * 99, "!!"]
-    slugs = sweep_plan.slugs_of(prompts)
+    slugs = sweep.slugs_of(prompts)
     assert (
         slugs["A cat."] == "a-cat"
         and slugs["a cat"].startswith("a-cat-")
@@ -175,30 +182,29 @@ def test_slugs_tell_prompts_apart():
 def test_a_slug_that_somebody_else_has_is_not_taken_twice():
     digits = hashlib.sha256(b"a cat").hexdigest()
     prompts = [f"a cat {digits[:8]}", "A cat", "a cat", f"a cat {digits[:9]}"]
-    slugs = sweep_plan.slugs_of(prompts)
+    slugs = sweep.slugs_of(prompts)
     assert len(set(slugs.values())) == 4 and slugs["a cat"] == f"a-cat-{digits[:9]}"
 
 
 def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
     (tmp_path / "prompts.txt").write_text("a cat\r\na dog\r\n", encoding="utf-8-sig", newline="")
-    assert sweep_plan.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
+    assert sweep.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_being_made_by_another_script(tmp_path, prompts):
-    from experiments.running.locks import claimed
 
     with claimed({str(tmp_path / "out" / NAMES[0]): 0}):
         other = forked(exit_code(lambda: cli.main(lambda argv: sweeping(prompts, tmp_path / "out")(), [])))
     assert other.value == 2 and "is being made by another run" in other.said
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_not_opened_again(tmp_path, prompts, monkeypatch):
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
     opened = []
-    original = sweep_plan.load_cache
-    monkeypatch.setattr(
-        sweep_plan, "load_cache", lambda path, **k: opened.append(path) or original(path, **k)
-    )
+    original = sweep.load_cache
+    monkeypatch.setattr(sweep, "load_cache", lambda path, **k: opened.append(path) or original(path, **k))
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
     assert not opened
     path = tmp_path / "out" / NAMES[0]
@@ -211,6 +217,7 @@ def test_what_is_recorded_is_not_opened_again(tmp_path, prompts, monkeypatch):
     assert sorted(opened) == [str(path), str(tmp_path / "out" / NAMES[2])] and path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_several_checkpoints(tmp_path, prompts, monkeypatch):
     loads, original = [], causal.load_pipeline
     monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
@@ -241,3 +248,172 @@ def test_several_checkpoints(tmp_path, prompts, monkeypatch):
     twin.write_bytes(b"")
     with pytest.raises(ConfigError, match="would share the folder self_forcing_mini; rename one"):
         sweeping(prompts, tmp_path / "out", "--checkpoints", weights[1], str(twin))()
+
+
+# -- several processes
+ALONE: dict[str, str] = {}
+
+
+def rank(number: int, count: int) -> dict[str, str]:
+    return {"RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_RANK": str(number)}
+
+
+def flags_of(folder, *more: str) -> list[str]:
+    (folder.parent / "prompts.txt").write_text("a red circle\na blue square\na green triangle")
+    prompts = ["--prompts", str(folder.parent / "prompts.txt")]
+    return [*SHORT, *prompts, "--seeds", "0", "1", "2", "3", "--output_dir", str(folder), *more]
+
+
+def start(folder, environment: dict[str, str]) -> int:
+    """The process id of a sweep that runs as the environment says."""
+    child = os.fork()
+    if child == 0:
+        os.environ.update(environment)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        code = 70
+        try:
+            code = exit_code(lambda: cli.main(run_extraction_all.run, flags_of(folder)))()
+        finally:
+            os._exit(code)
+    return child
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def wait_for(folder, pattern: str) -> None:
+    deadline = time.monotonic() + 60
+    while not list(folder.glob(pattern)):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.beside
+def test_three_ranks_one_killed_one_added(tmp_path):
+    assert ended(start(tmp_path / "one", ALONE)) == 0
+    whole = files_below(tmp_path / "one")
+    assert len([name for name in whole if name.endswith(".pt")]) == 12
+
+    out = tmp_path / "three"
+    ranks = [start(out, rank(number, 3)) for number in range(3)]
+    wait_for(out, "*.pt")
+    os.kill(ranks[1], signal.SIGKILL)
+    assert ended(ranks.pop(1)) == -signal.SIGKILL
+    ranks.append(start(out, ALONE))  # without a launcher, such as a task of a SLURM array
+    assert [ended(child) for child in ranks] == [0, 0, 0]
+    assert {name: data for name, data in files_below(out).items() if not name.endswith(".lock")} == whole
+    assert [run["state"] for run in json.loads((out / "manifest.json").read_text())["runs"]] == ["done"] * 12
+
+
+@pytest.mark.beside
+def test_requeued_with_another_number_of_ranks(tmp_path):
+    """SLURM ends a task by SIGTERM and starts it again: here two processes, then one, then three."""
+    out = tmp_path / "out"
+    first = [start(out, rank(number, 2)) for number in range(2)]
+    wait_for(out, "*.pt")
+    for child in first:
+        os.kill(child, signal.SIGTERM)
+    assert {ended(child) for child in first} == {130}
+    assert 0 < len(list(out.glob("items/*.json"))) < 12 and not list(out.rglob("*.claim"))
+    assert ended(start(out, rank(0, 1))) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert [run["state"] for run in manifest["runs"]] == ["done"] * 12
+    before = files_below(out)
+    assert [ended(child) for child in [start(out, rank(number, 3)) for number in range(3)]] == [0, 0, 0]
+    assert files_below(out) == before
+
+
+@pytest.mark.slow
+def test_the_slurm_script(tmp_path):
+    """It goes where it was submitted, and becomes the Python that the signals are for."""
+    script = ["bash", str(ROOT / "experiments/running/slurm_sweep.sh")]
+    few = subprocess.run([*script, "x"], capture_output=True, text=True)
+    assert (
+        few.returncode == 2 and few.stderr.startswith("error: usage: sbatch") and few.stderr.count("\n") == 1
+    )
+    (tmp_path / "python").write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    words = ["c.yaml", "p.txt", "out", "--seeds", "0", "1"]
+    done = subprocess.run([*script, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    expected = ["experiments/run_extraction_all.py", "--config_path", "c.yaml", "--prompts", "p.txt"]
+    assert done.stdout.split() == [str(ROOT), *expected, "--output_dir", "out", "--seeds", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "message"),
+    [
+        ({"RANK": "1"}, [], "RANK is set and WORLD_SIZE is not: start ranks by torchrun"),
+        ({"WORLD_SIZE": "8"}, [], "WORLD_SIZE is set and RANK is not"),
+        (rank(0, 2) | {"LOCAL_RANK": ""}, [], "LOCAL_RANK is not set beside RANK and WORLD_SIZE"),
+        (rank(7, 2), [], "RANK 7 is not one of WORLD_SIZE 2"),
+        (rank(0, 2), ["--overwrite"], "--overwrite and 2 ranks exclude each other"),
+        (rank(1, 2), ["--device", "cuda:0"], "device cuda:0 was asked for 2 ranks"),
+    ],
+)
+def test_what_several_ranks_refuse(environment, flags, message, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        run_extraction_all.run(flags_of(tmp_path / "out", *flags))
+    assert not (tmp_path / "out").exists()
+
+
+# -- many prompts
+
+
+@pytest.mark.slow
+def test_ten_thousand_prompts_start_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    count = 2_000
+    (tmp_path / "prompts.txt").write_text(
+        "\n".join(f"a red circle {i}" for i in range(count)), encoding="utf-8"
+    )
+    monkeypatch.setattr(causal, "extract_next", lambda *args: os._exit(9))  # the first rollout would begin
+    flags = ["--prompts", str(tmp_path / "prompts.txt"), "--output_dir", str(tmp_path / "out")]
+    done = forked(lambda: run_extraction_all.run([*SHORT, *flags]))
+    assert done.code == 9 and done.cpu_seconds < 10, done
+    assert {"items", "manifest.json"} < set(os.listdir(tmp_path / "out"))
+
+
+def test_prompts_are_encoded_as_they_are_asked_for():
+    asked = []
+
+    def encode(prompts):
+        asked.append(list(prompts))
+        return {prompt: (torch.zeros(1), [prompt]) for prompt in prompts}
+
+    prompts = [str(i) for i in range(PROMPTS_AT_ONCE + 3)]
+    texts = PromptTexts(prompts, encode)
+    assert not asked
+    assert [texts[prompt][1] for prompt in prompts] == [[prompt] for prompt in prompts]
+    assert asked == [prompts[:PROMPTS_AT_ONCE], prompts[PROMPTS_AT_ONCE:]]
+    assert texts["another"][1] == ["another"]
+
+
+@pytest.mark.slow
+def test_a_checkout_of_somebody_else(tmp_path):
+    """As another user, who may write nothing but the folder of the output."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    out = tmp_path / "out"
+    out.mkdir()
+    for folder in [folder for folder in (out, *out.parents) if len(folder.parts) > 2]:
+        os.chmod(folder, 0o777)
+
+    def as_nobody(flags):
+        os.chdir(ROOT)
+        run_extraction_each.run([*SHORT, "--output_path", str(out / "warm.pt")])  # all that is imported late
+        os.unlink(out / "warm.pt")
+        os.setgid(65534)
+        os.setuid(65534)
+        with pytest.raises(PermissionError):
+            open(ROOT / "new", "w", encoding="utf-8").close()
+        cli.main(run_extraction_each.run, [*SHORT, *flags])
+
+    done = forked(exit_code(lambda: as_nobody(["--output_path", str(out / "a.pt")])))
+    assert done.value == 0 and load_cache(out / "a.pt")["format"] == "layer", done
+    assert os.listdir(out) == ["a.pt"]
+    blocked = forked(exit_code(lambda: as_nobody([])))
+    assert blocked.value == 2 and blocked.said.count("\n") == 1 and "cannot be" in blocked.said, blocked

@@ -11,18 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from helpers.forked import FULL, exit_code
+from helpers.forked import exit_code
 
-from experiments import run_extraction_all, run_extraction_each, run_extraction_maps
+from experiments import run_extraction_all, run_extraction_maps
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.extraction import causal
 from experiments.running import cli
-from experiments.running import cli as entry
 from wan import parallel
 from wan.errors import ConfigError
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--device", "cpu"]
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +122,8 @@ def test_one_process_does_not_answer(tmp_path):
 def test_all_fail_alike_and_say_it_once(tmp_path, late):
     def after_the_other(rank):
         if rank == late:
-            _is_first_to_fail = entry._is_first_to_fail
-            entry._is_first_to_fail = lambda message: time.sleep(0.3) or _is_first_to_fail(message)
+            _is_first_to_fail = cli._is_first_to_fail
+            cli._is_first_to_fail = lambda message: time.sleep(0.3) or _is_first_to_fail(message)
 
     run = extracting(tmp_path / "out.pt", "--checkpoint_path", "none.pt")
     codes, said = ranks(2, run, tmp_path, after_the_other)
@@ -163,7 +164,7 @@ def test_ctrl_c_saves_what_is_there(tmp_path):
     assert errors[1].startswith("error: stopped after") and load_cache(tmp_path / "out.pt")["partial"]
 
 
-@pytest.mark.skipif(not FULL, reason="a second start of torchrun takes its time; ROBUSTNESS=full")
+@pytest.mark.beside
 def test_a_killed_process_ends_the_others(tmp_path):
     process = start(tmp_path / "out.pt", "--num_frames", "300")
     next(line for line in process.stderr if line.startswith("block 1/100"))
@@ -197,11 +198,3 @@ def test_what_does_not_split(flags, environment, message, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         run_extraction_all.run([*MINI, *flags])
-
-
-def test_more_gpus_than_there_are(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(
-        ConfigError, match="--gpus 2, and 1 GPU is here; --device cpu takes as many processes"
-    ):
-        run_extraction_each.run([*MINI[:4], "--gpus", "2"])

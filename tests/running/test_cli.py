@@ -1,0 +1,335 @@
+"""Command lines and the end of a script: bad input, closed streams, signals, what nobody foresaw."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+
+import pytest
+import torch
+from conftest import ROOT
+from helpers import synthetic_caches
+from helpers.flags import arguments, flags, scripts
+from helpers.forked import exit_code, forked, one_after_another
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from experiments import layers_from_atlas, run_extraction_each
+from experiments.caches import load_cache, save_cache
+from experiments.extraction import causal
+from experiments.running import cli
+from experiments.running.progress import Progress
+from wan.errors import ConfigError, UserError, one_line, reason_of, short_repr
+
+SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
+PUBLISHED = "cache/published/self_forcing_dmd_castle_72f.pt"
+START = {  # what makes a command line whole, so that more than the parser is reached
+    "extract_attention_wan": ["--ckpt_dir", "checkpoints/wan-mini"],
+    "layer_page": [PUBLISHED],
+    "layers_from_atlas": [PUBLISHED],
+    "match_curve": ["--cache_path", PUBLISHED],
+    "contact_sheet": ["sheet.svg", "A=docs/no.svg"],
+    "run_notebooks": ["layer_atlas.ipynb", PUBLISHED, "0"],
+    "measure_checkpoints": ["outputs/training"],
+    "train_mini": ["--stage", "vae"],
+    "evaluate_mini": [],
+}
+EXTRACTIONS = (
+    *("run_extraction", "run_extraction_all", "run_extraction_each", "run_extraction_figure4"),
+    *("run_extraction_maps", "extract_attention_wan"),
+)
+SENSELESS = {  # values of the right kind that do not fit
+    "run_extraction": [["--blocks", "9"], ["--steps", "7"], ["--step", "99"], ["--num_frames", "0"]],
+    "run_extraction_all": [
+        *(["--seeds", "1"], ["--seeds", "1", "--output_dir", "/proc/no/such"], ["--checkpoints", "base"]),
+        *(["--cache_policy", "no_such_policy"], ["--prompt_schedule", "x" * 5000], ["--gpus", "0"]),
+        *(["--gpus", "5", "--device", "cpu"], ["--gpus", "2", "--seeds", "1", "--output_dir", "o"]),
+        *(["--ablate_heads", "none.csv"], ["--ablate_heads", "README.md", "--ablate_passes", "all"]),
+        *(
+            ["--output_path", "", "--log_file", ""],
+            ["--device", "abacus"],
+            ["--save_video", "/proc/no/v.mp4"],
+        ),
+    ],
+    "run_extraction_each": [["--layer_index", "8"], ["--output_dir", "/proc/no/such"]],
+    "run_extraction_figure4": [["--layer_indices", "-1"], ["--capture", "x"]],
+    "run_extraction_maps": [
+        *(["--query_patch", word] for word in ("99,0,0", "a,b", "1,-1,0", "18,4,0", "", "1,2", "9" * 30)),
+        *(["--query_frame", word] for word in ("21", "-1", "x")),
+        *(["--query_grid", word] for word in ("18,0,4", "18,5,4", "21,2,2", "x")),
+        *(["--heads", "12"], ["--layer_indices", "9"], ["--blocks", "9"], ["--step", "3", "--steps", "0"]),
+    ],
+    "run_intervention": [[], ["--interventions", "README.md"]],
+    "run_causal_atlas": [["--edit", "README.md"], ["--overwrite"], ["--save_video"]],
+    "compare_policies": [["--policies", "window,width=3"], ["--overwrite"], ["--videos", "-1"]],
+    "run_rollout": [["--output_path", "a.txt"], ["--save_video"], ["--capture", "last"]],
+    "layer_page": [["--max_mb", "0"], ["--maps", PUBLISHED]],
+    "layers_from_atlas": [["--layers", "99"]],
+    "run_notebooks": [["--jobs", "0"]],
+    "train_mini": [["--minutes", "-1"], ["--seed", "-1"], ["--start_from", "docs"]],
+    "evaluate_mini": [["--captions", "0"], ["--workers", "-1"]],
+}
+FUZZED = (*EXTRACTIONS, "layer_page", "layers_from_atlas", "match_curve", "contact_sheet")
+LINKED = ("configs", "checkpoints", "cache", "README.md", "docs", "notebooks")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def start_of(name: str) -> list[str]:
+    return START.get(name, ["--config_path", "configs/wan_mini.yaml"])
+
+
+# -- bad command lines
+
+
+@pytest.mark.parametrize("name", [name for name in scripts() if "." not in name])
+def test_bad_input_is_one_line_and_exit_code_2(name, tmp_path):
+    """Derived from the flags: words for numbers, files of the wrong kind, folders nobody may write to."""
+    save_cache(tmp_path / "layer.pt", synthetic_caches.layer())
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "text.txt").write_text("not a cache, not a config: [")
+    (tmp_path / "bytes.bin").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "folder").mkdir()
+    before, script = sorted(tmp_path.iterdir()), import_module(f"experiments.{name}")
+    cases = [["--no_such_flag"], *SENSELESS.get(name, [])]
+    for action in flags(name):
+        flag = action.option_strings[0]
+        if action.type in (cli.whole_number, cli.finite_number, cli.count):
+            cases += [[flag, "many"], [flag, "nan" if action.type is cli.finite_number else str(2**70)]]
+        elif action.choices:
+            cases += [[flag, "no such choice"]]
+        elif action.dest in ("config_path", "checkpoint_path", "prompts", "cache_path"):
+            wrong = {"none.yaml", "text.txt", "bytes.bin", "list.pt", "folder"}
+            wrong -= {"text.txt"} if action.dest == "prompts" else set()
+            cases += [[flag, str(tmp_path / file)] for file in sorted(wrong)]
+        elif action.dest in ("output_path", "log_file") and name in EXTRACTIONS:
+            cases += [[flag, "/proc/no/such/out.pt"], [flag, str(tmp_path / "folder")]]
+    runs = [lambda case=case: cli.main(script.run, [*start_of(name), *case]) for case in [*cases, ["--help"]]]
+    done = forked(lambda: one_after_another(runs), timeout=60)
+    assert done.code == 0, done
+    *refused, usage = done.value
+    wrong = [
+        (case, code, said[-300:])
+        for case, (code, said) in zip(cases, refused, strict=True)
+        if code != 2 or not said.startswith("error: ") or said.count("\n") != 1
+    ]
+    assert not wrong and usage == (0, "") and sorted(tmp_path.iterdir()) == before
+
+
+class BeganError(Exception):
+    """The work would begin here."""
+
+
+def begins(*args, **more):
+    raise BeganError
+
+
+NUMBERS = st.sampled_from(["0", "-1", "1", "5", "99", "1e9", "nan", "-inf", "1_0", "٣", " 7", "0x10", ""])
+NUMBERS |= st.integers(-(10**40), 10**40).map(str)
+WORDS = st.text(max_size=12) | st.sampled_from(
+    [
+        *("/dev/null", "/proc/self/mem", ".", "/", "configs/wan_mini.yaml", "a\nb", "\x1b[31m", "a" * 300),
+        *("README.md", PUBLISHED, "checkpoints/wan-mini", "cuda:99"),
+    ]
+)
+
+
+@st.composite
+def command_line(draw, name: str) -> list[str]:
+    words = list(start_of(name))
+    for action in draw(st.lists(st.sampled_from(flags(name)), min_size=1, max_size=4)):
+        words.append(draw(st.sampled_from(action.option_strings)))
+        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+            continue
+        choices = st.sampled_from([str(choice) for choice in action.choices]) if action.choices else NUMBERS
+        count = draw(st.integers(0, 3)) if action.nargs in ("+", "*", "?") else 1
+        words += [draw(choices | NUMBERS | WORDS) for _ in range(count)]
+    return words
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_whatever_is_given_a_script_begins_or_says_in_one_line_why_not(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for linked in LINKED:
+        (tmp_path / linked).symlink_to(ROOT / linked)
+    for place in ("running.run.make_outputs", "running.sweep.run_sweep", "running.locks.claimed"):
+        monkeypatch.setattr(f"experiments.{place}", begins)
+    for place in ("caches.store.save_cache", "figures.html_page.save_page"):
+        monkeypatch.setattr(f"experiments.{place}", begins)
+    explained = cli.explained
+    monkeypatch.setattr(
+        cli, "explained", lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)
+    )
+    script = import_module(f"experiments.{name}")
+
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(command_line(name))
+    def try_one(words):
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                cli.main(script.run, words)
+                code = 0
+            except SystemExit as ended:
+                code = ended.code or 0
+        lines = [line for line in said.getvalue().splitlines() if not line.startswith("warning: ")]
+        assert code in (0, 2), (words, code, lines)
+        if code and "--debug" not in words:
+            assert len(lines) == 1 and lines[0].startswith("error: ") and len(lines[0]) < 1500, (words, lines)
+            assert "unexpected " not in lines[0], (words, lines)
+
+    try_one()
+    assert {path.name for path in tmp_path.iterdir()} == set(LINKED)
+
+
+def test_every_flag_is_explained_and_every_output_known():
+    text = (ROOT / "experiments/README.md").read_text(encoding="utf-8")
+    explained = [*EXTRACTIONS, "layers_from_atlas", "match_curve", "run_causal_atlas", "run_intervention"]
+    for name in (*explained, "run_rollout", "compare_policies"):
+        names = {word for action in flags(name) for word in action.option_strings}
+        names = {word for word in names if word.startswith("--") and not word.startswith("--no-")}
+        missing = [word for word in names if not re.search(rf"`{word}\b", text)]
+        assert missing in ([], ["--help"]), (name, missing)
+    writes = {"output", "save", "log", "sheet", "figure"}  # words of the names of what is written
+    found = {a.dest for name in scripts() for a in arguments(name) if writes & set(a.dest.split("_"))}
+    assert found - {"output_dir"} <= set(cli.OUTPUT_FLAGS), found
+
+
+def test_no_help_waits_for_torch():
+    """Every script prints its flags without torch, in one process: an import of it fails there."""
+    names = [name for name in scripts() if "." not in name]
+    code = (
+        "import importlib, sys\n"
+        "for name in ('torch', 'transformers', 'diffusers', 'matplotlib', 'numpy'):\n"
+        "    sys.modules[name] = None\n"
+        f"for name in {names!r}:\n"
+        "    try: importlib.import_module('experiments.' + name).run(['--help'])\n"
+        "    except SystemExit as ended: assert not ended.code, name\n"
+        "    print('took', name)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.count("took ") == len(names) >= 10
+
+
+# -- streams and signals
+
+
+def closed_pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def with_streams(script, argv, stdout, encoding="utf-8"):
+    """Run a script in a fork whose descriptors 1 and 2 are what stdout opens; None leaves them closed."""
+
+    def call():
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.close(number)
+            if stdout:
+                os.dup2(made := stdout(), number)
+                os.close(made) if made != number else None
+            stream = open(number, "w", encoding=encoding) if stdout else None  # noqa: SIM115
+            setattr(sys, name, stream)
+        cli.main(script.run, [str(word) for word in argv])
+
+    return forked(exit_code(call), timeout=60)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [closed_pipe, lambda: os.open("/dev/full", os.O_WRONLY), None],
+    ids=["closed pipe", "full disk", "no stream"],
+)
+def test_streams_that_take_nothing_lose_no_file(stream, tmp_path):
+    done = with_streams(run_extraction_each, [*SHORT, "--output_path", tmp_path / "a.pt"], stream)
+    assert done.value == 0 and load_cache(tmp_path / "a.pt")["format"] == "layer"
+    save_cache(tmp_path / "atlas.pt", synthetic_caches.atlas(layers=range(30)))
+    done = with_streams(layers_from_atlas, [tmp_path / "atlas.pt", "--output_dir", tmp_path / "x"], stream)
+    assert done.value == 0 and len(list((tmp_path / "x").glob("layer*.pt"))) == 30
+    assert all(load_cache(path)["format"] == "layer" for path in (tmp_path / "x").glob("*.pt"))
+
+
+def test_an_alphabet_that_has_not_what_is_printed(tmp_path):
+    prompt = "\N{CLAPPER BOARD} 一只猫"
+    argv = [*SHORT, "--prompt", prompt, "--output_path", tmp_path / "a.pt"]
+    with open(tmp_path / "said", "wb") as file:
+        done = with_streams(run_extraction_each, argv, lambda: os.dup(file.fileno()), encoding="ascii")
+    assert done.value == 0 and load_cache(tmp_path / "a.pt")["prompt"] == prompt
+    assert b"\\U0001f3ac" in (tmp_path / "said").read_bytes()
+
+
+def hung_up(path, *numbers, ignored=False):
+    """A run of three blocks to which signals come during the first block."""
+
+    def call():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        original = Progress.block
+
+        def block(self, index, frames, num_blocks):
+            original(self, index, frames, num_blocks)
+            for number in numbers if index == 0 else ():
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+
+        Progress.block = block
+        argv = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "9", "--output_path", str(path)]
+        cli.main(run_extraction_each.run, argv)
+
+    return forked(exit_code(call))
+
+
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGHUP, signal.SIGHUP), (signal.SIGTERM, signal.SIGHUP)], ids=str
+)
+def test_a_terminal_that_is_closed_keeps_finished_blocks(numbers, tmp_path):
+    done = hung_up(tmp_path / "a.pt", *numbers)
+    assert done.value == 130 and "stopped after 1 of 3 blocks; saved as partial" in done.said
+    assert load_cache(tmp_path / "a.pt")["partial"] and os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_nohup_outlives_its_terminal(tmp_path):
+    done = hung_up(tmp_path / "a.pt", signal.SIGHUP, ignored=True)
+    assert done.value == 0 and "partial" not in load_cache(tmp_path / "a.pt")
+
+
+def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, monkeypatch):
+    def surprise(*args):
+        raise ZeroDivisionError("first\nsecond \x1b[31m")
+
+    monkeypatch.setattr(causal, "extract", surprise)
+    log = tmp_path / "log"
+    argv = [*SHORT, "--output_path", str(tmp_path / "a.pt"), "--log_file", str(log)]
+    done = forked(exit_code(lambda: cli.main(run_extraction_each.run, argv)))
+    assert done.value == 1 and done.said.startswith(
+        "error: unexpected ZeroDivisionError: first: please report"
+    )
+    assert done.said.count("\n") == 1
+    assert "in surprise" in json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["traceback"]
+    done = forked(exit_code(lambda: cli.main(run_extraction_each.run, [*argv, "--debug"])))
+    assert done.said.startswith("Traceback") and done.said.count("\nerror: ") == 1
+
+
+@pytest.mark.parametrize(
+    "said", ["a\nb", "\x1b[31m", "\0", "\ud800", "x" * 10**6, "\u202eabc", 10**5000], ids=range(7)
+)
+def test_whatever_is_quoted_is_one_short_line(said):
+    for text in (short_repr(said), short_repr([said] * 1000), reason_of(ValueError(short_repr({"a": said})))):
+        assert len(text) <= 300 and text.isprintable(), text
+    if isinstance(said, str):
+        for error in (ConfigError, *UserError.__subclasses__()):
+            assert str(error(said)).isprintable() and len(str(error(said))) <= 1005
+        assert one_line(said).isprintable()

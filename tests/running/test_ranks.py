@@ -1,0 +1,131 @@
+"""One of several processes: its rank, its GPU, its share of the cores, and the end of its workers."""
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import psutil
+import pytest
+
+from experiments.extraction.devices import choose_device
+from experiments.running import ranks as workers
+from experiments.running.ranks import Rank, exit_with_parent, on_own_device, this_rank, workers_of
+from wan import backends as attention_backend
+from wan.config import load_config
+from wan.errors import ConfigError
+
+
+@pytest.fixture
+def sixty_four_cores(monkeypatch):
+    monkeypatch.setattr(workers, "cores", lambda: 64)
+
+
+@pytest.mark.parametrize(
+    ("rank", "environment", "expected"),
+    [
+        (Rank(), {}, 64),
+        (Rank(), {"LOCAL_WORLD_SIZE": "8"}, 64),  # of a process that torchrun did not start
+        (Rank(3, 4, 3), {"LOCAL_WORLD_SIZE": "4"}, 16),
+        (Rank(9, 16, 1), {"LOCAL_WORLD_SIZE": "8"}, 8),  # two hosts of eight
+        (Rank(9, 16, 1), {}, 4),
+        (Rank(3, 100, 3), {"LOCAL_WORLD_SIZE": "100"}, 1),
+        (Rank(1, 4, 1), {"LOCAL_WORLD_SIZE": "0"}, 16),
+        (Rank(1, 4, 1), {"LOCAL_WORLD_SIZE": "x"}, 16),
+    ],
+)
+def test_ranks_share_the_cores_of_their_host(rank, environment, expected, sixty_four_cores):
+    assert workers_of(None, rank, environment) == expected
+    assert workers_of(3, rank, environment) == 3 and workers_of(0, rank, environment) == 0
+
+
+@pytest.mark.parametrize("asked", [-1, 1025, 2**63])
+def test_a_number_that_cannot_be_is_refused(asked):
+    with pytest.raises(ConfigError, match=r"--workers must be in 0\.\.1024"):
+        workers_of(asked, Rank())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_end_with_the_process_that_was_killed(method):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        pool = ProcessPoolExecutor(2, get_context(method), exit_with_parent, (os.getpid(),))
+        pool.submit(os.getpid).result()
+        os.write(writing, json.dumps(sorted(pool._processes)).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    workers = json.loads(os.read(reading, 1000))
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+
+
+def test_ranks_of_torchrun_and_srun():
+    assert this_rank({}) == Rank() == this_rank({"LOCAL_RANK": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert this_rank(TORCHRUN) == Rank(1, 4, 1)
+    assert this_rank({"RANK": "0", "WORLD_SIZE": "1"}) == Rank(0, 1, 0)
+    srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    assert this_rank(srun) == Rank(5, 8, 1, has_own_view=True)
+    assert this_rank(srun | TORCHRUN) == Rank(1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set and RANK is not"),
+        (TORCHRUN | {"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"),
+        (TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"}, "RANK 0 is not one of WORLD_SIZE 0"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', not a number"),
+        (TORCHRUN | {"WORLD_SIZE": "٤"}, "WORLD_SIZE is '٤', not a number"),
+        (TORCHRUN | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', not a number"),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 50}, "not a number"),
+        (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK is not set beside RANK and WORLD_SIZE"),
+    ],
+)
+def test_half_an_environment_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        this_rank(environment)
+
+
+def test_every_rank_has_its_own_gpu(monkeypatch):
+    import torch
+
+    auto = load_config("configs/wan_mini.yaml")
+    assert on_own_device(auto, Rank()) is auto
+    for count, rank, device in (
+        (0, Rank(1, 2, 1), "cpu"),
+        (2, Rank(3, 4, 1), "cuda:1"),
+        (1, Rank(3, 4, 3, True), "cuda:0"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert on_own_device(auto, rank).device == device
+    current = []
+    with monkeypatch.context() as patch:  # Triton's kernels run on the current GPU
+        patch.setattr(torch.cuda, "device_count", lambda: 4)
+        patch.setattr(torch.cuda, "set_device", current.append)
+        patch.setattr(attention_backend, "check", lambda device: None)
+        assert (
+            choose_device(on_own_device(auto, Rank(3, 4, 3)).device) == current[0] == torch.device("cuda:3")
+        )
+        assert choose_device("cuda") == torch.device("cuda") and len(current) == 1
+    with pytest.raises(
+        ConfigError, match="rank 1 is number 1 of its host, which has 1 GPU: start at most 1 rank"
+    ):
+        on_own_device(auto, Rank(1, 2, 1))
+    with pytest.raises(ConfigError, match="device cuda:0 was asked for 2 ranks"):
+        on_own_device(load_config("configs/wan_mini.yaml", {"device": "cuda:0"}), Rank(1, 2, 1))
