@@ -25,8 +25,8 @@ def tiny_pipeline(dtype=torch.float32, device="cpu", seed=0, **kwargs) -> Causal
     return CausalInferencePipeline(CausalWanModel(**TINY, **kwargs).to(device, dtype).requires_grad_(False))
 
 
-def rollout(pipeline: CausalInferencePipeline, num_frames: int = 6, **kwargs) -> torch.Tensor:
-    model, generator = pipeline.model, torch.Generator().manual_seed(1)
+def rollout(pipeline: CausalInferencePipeline, num_frames: int = 6, seed: int = 1, **kwargs) -> torch.Tensor:
+    model, generator = pipeline.model, torch.Generator().manual_seed(seed)
     noise = torch.randn(1, num_frames, 16, 2, 10, generator=generator)  # 5 tokens a frame
     renoise = torch.randn(3, *noise.shape, generator=generator)
     embeds = torch.randn(1, 4, TINY["text_dim"], generator=generator)

@@ -1,9 +1,15 @@
-"""Edits as values: what is accepted, how they read, and that they survive being written down."""
+"""Edits as values, and single edited calls against float64 softmax and RoPE written out by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.capture import Pass, Site
 from wan.interventions import (
     Ablate,
     Bias,
@@ -15,44 +21,49 @@ from wan.interventions import (
     Source,
     edit_from_dict,
     fingerprint,
+    intervene,
 )
+from wan.keys import MIXED, KeyLayout, Slot
 
-EDITS = {
-    "knock out the first frame: layer 5, head 10, denoising passes": Knockout(
-        frames="first", layers=[5], heads=[10], passes="denoise"
-    ),
-    "knock out prompt tokens 0..2: all layers, all heads, denoising passes, branch cond": Knockout(
-        tokens=range(3), passes="denoise", branch="cond"
-    ),
-    "add -2 to the logits of frame 0 and the sink: all layers, all heads, denoising steps 0 and 1 and "
-    "clean pass": Bias(-2, frames=["sink", 0], passes="all", steps=[1, 0]),
-    "knock out own frames 18 and 19: layers 1 and 3, all heads, block 6, all passes": Knockout(
-        frames=["own:18", "own:19"], layers=(3, 1, 3), blocks=6, passes="all"
-    ),
-    "replace the output of heads by its mean over the reference set: all layers, heads 0..11, "
-    "denoising passes": Ablate("mean", heads=range(12), passes="denoise"),
-    "replace the output of cross-attention heads by 0: all layers, all heads, clean pass": Ablate(
-        "zero", attention="cross", passes="clean"
-    ),
-    "replace the output of heads by that of the run of prompt 'a dog', seed 3: all layers, all heads, "
-    "all passes": Ablate("resample", source=Source("a dog", 3), passes="all"),
-    "take keys and values of heads, for the past, from the run of seed 1: all layers, all heads, "
-    "denoising passes": Patch("kv", {"seed": 1}, passes="denoise"),
-    "move the keys of the first frame by +3 frames: all layers, all heads, clean pass": Move(
-        "first", offset=3, passes="clean"
-    ),
-    "jitter the RoPE base of every head by up to 80% (seed 0): layer 2, all heads, all passes": Jitter(
-        layers=2
-    ),
-}
+# --- Values. A new edit has a row here
+EDITS = [
+    Knockout(frames="first", layers=[5], heads=[10], passes="denoise"),
+    Knockout(tokens=range(3), passes="denoise", branch="cond"),
+    Knockout(frames=["own:18", "own:19"], layers=(3, 1, 3), blocks=6, passes="all"),
+    Bias(-2, frames=["sink", 0], passes="all", steps=[1, 0]),
+    Ablate("mean", heads=range(12), passes="denoise"),
+    Ablate("mean", "means.pt", passes="denoise"),
+    Ablate("zero", attention="cross", passes="clean"),
+    Ablate("resample", source=Source("a dog", 3), passes="all"),
+    Patch("kv", {"seed": 1, "weights": "base"}, passes="denoise"),
+    Patch("kv", {"seed": 1}, frames=[4, "sink"], passes="denoise"),
+    Move("first", offset=3, passes="clean"),
+    Jitter(layers=2),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=str)
+def test_an_edit_survives_python_and_json(edit):
+    assert eval(repr(edit)) == edit and "\n" not in repr(edit)
+    assert edit_from_dict(json.loads(json.dumps(edit.to_dict()))) == edit
+    assert [one == edit for one in EDITS].count(True) == 1
+    assert len({fingerprint([one]) for one in EDITS}) == len(EDITS)
+
+
+def test_equal_edits_are_one_value_and_have_one_fingerprint():
+    one = Knockout(frames=0, heads=[2, 1], passes="all")
+    same = Knockout(frames=[0], heads=(1, 2), passes="all")
+    assert one == same and hash(one) == hash(same) and fingerprint([one]) == fingerprint([same])
+    assert fingerprint([one, EDITS[0]]) != fingerprint([EDITS[0], one]) and len(fingerprint([one])) == 16
+    assert one.to_dict() == {"edit": "knockout", "heads": [1, 2], "passes": "all", "frames": 0}
+
+
 REFUSED = {
     "passes 'both' is not one of denoise, clean, all": lambda: Knockout(frames=0, passes="both"),
     "takes frames .* or tokens": lambda: Knockout(passes="all"),
     "Bias takes frames": lambda: Bias(1.0, frames=0, tokens=[1], passes="all"),
     "b nan is not a finite number": lambda: Bias(float("nan"), frames=0, passes="all"),
-    "frame 'last' is not a number from 0, nor first, sink, past, own": lambda: Knockout(
-        frames="last", passes="all"
-    ),
+    "frame 'last' is not a number from 0": lambda: Knockout(frames="last", passes="all"),
     "frame True is not": lambda: Knockout(frames=[True], passes="all"),
     "frame -1 is not": lambda: Knockout(frames=-1, passes="all"),
     "frame 'own:x' is not": lambda: Knockout(frames="own:x", passes="all"),
@@ -78,30 +89,19 @@ REFUSED = {
     "own keys stand where their queries stand": lambda: Move("own", offset=1, passes="all"),
     "scale 1 is not in 0 .. 1": lambda: Jitter(1),
     "Jitter is of a whole rollout": lambda: Jitter(blocks=[1]),
+    "'knockout' is not an edit": lambda: edit_from_dict("knockout"),
+    "edit None is not one of knockout, bias": lambda: edit_from_dict({"frames": 0, "passes": "all"}),
+    "knockout: unknown field 'frame'; it takes": lambda: edit_from_dict({"edit": "knockout", "frame": 0}),
+    "knockout: passes is missing and has no default: denoise, clean, all": lambda: edit_from_dict(
+        {"edit": "knockout", "frames": 0}
+    ),
+    "bias: b 'x' is not a finite": lambda: edit_from_dict(
+        {"edit": "bias", "b": "x", "frames": 0, "passes": "all"}
+    ),
+    "patch: source: unknown field 'sed'": lambda: edit_from_dict(
+        {"edit": "patch", "what": "z", "source": {"sed": 1}, "passes": "all"}
+    ),
 }
-
-MALFORMED = {
-    "'knockout' is not an edit": "knockout",
-    "edit None is not one of knockout, bias": {"frames": 0, "passes": "all"},
-    "edit 'cut' is not one of": {"edit": "cut"},
-    "knockout: unknown field 'frame'; it takes": {"edit": "knockout", "frame": 0, "passes": "all"},
-    "knockout: passes is missing and has no default: denoise, clean, all": {"edit": "knockout", "frames": 0},
-    "bias: b is missing": {"edit": "bias", "frames": 0, "passes": "all"},
-    "bias: b 'x' is not a finite number": {"edit": "bias", "b": "x", "frames": 0, "passes": "all"},
-    "patch: source: unknown field 'sed'": {
-        "edit": "patch",
-        "what": "z",
-        "source": {"sed": 1},
-        "passes": "all",
-    },
-}
-
-
-@pytest.mark.parametrize("words", EDITS)
-def test_an_edit_reads_as_words_and_survives_python_and_json(words):
-    edit = EDITS[words]
-    assert eval(repr(edit)) == edit
-    assert edit_from_dict(json.loads(json.dumps(edit.to_dict()))) == edit
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -111,27 +111,6 @@ def test_what_is_not_an_edit_is_refused_in_one_line(message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("message", MALFORMED)
-def test_what_is_not_an_edits_mapping_is_refused_in_one_line(message):
-    with pytest.raises(InterventionError, match=message):
-        edit_from_dict(MALFORMED[message])
-
-
-def test_passes_have_no_default():
-    with pytest.raises(TypeError, match="passes"):
-        Knockout(frames=0)
-
-
-def test_equal_edits_are_one_value_and_have_one_fingerprint():
-    one, same = (
-        Knockout(frames=0, heads=[2, 1], passes="all"),
-        Knockout(frames=[0], heads=(1, 2), passes="all"),
-    )
-    other = Knockout(frames="first", heads=[1, 2], passes="all")
-    assert one == same and hash(one) == hash(same) and fingerprint([one]) == fingerprint([same])
-    assert len({fingerprint(edits) for edits in ([one], [other], [one, other], [other, one])}) == 4
-
-
 @pytest.mark.parametrize(
     "passes, steps, chosen",
     [("denoise", None, [0, 1, 2]), ("denoise", [1], [1]), ("clean", None, [3]), ("all", [0], [0, 3])],
@@ -139,3 +118,286 @@ def test_equal_edits_are_one_value_and_have_one_fingerprint():
 def test_passes_choose_and_steps_narrow_denoising(passes, steps, chosen):
     edit = Ablate("zero", passes=passes, steps=steps)
     assert [step for step in (-1, 0, 1, 2, 3) if edit.selects_pass(step, step in (-1, 3))] == chosen
+
+
+# --- Single calls
+HEADS, DIM, S = 3, 12, 5  # the temporal share of 12 dims is 4: two frequencies
+PAST, OWN = (0, 1, 4, 5), (6, 7)  # frames 2 and 3 have left; key frames in order
+FRAMES = (*PAST, *OWN)
+SLOTS = tuple(Slot(f, f) for f in FRAMES)
+LAYOUT = KeyLayout(SLOTS, S, range(4, 6), OWN, sink=range(2))
+HERE = Pass(query_frames=OWN, block=3, step=1, timestep=900.0)
+SITE = Site(2, "self")
+NAMED = {  # names of frames -> slots
+    "first": [0],
+    "sink": [0, 1],
+    "past": [0, 1, 2, 3],
+    "own": [4, 5],
+    "own:7": [5],
+    4: [2],
+    5: [3],
+    6: [],  # a number is never own
+}
+
+
+def inputs(device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n * S, HEADS, DIM, generator=generator) for n in (2, 6, 6))
+    return [x.to(device) for x in (2 * q, k, v)]
+
+
+def run(*edits, data=None, at=HERE, x=None, layout=LAYOUT, site=SITE, **capture):
+    """Output of the call under edits, and what was captured of it."""
+    q, k, v = x or inputs()
+    before = [tensor.clone() for tensor in (q, k, v)]
+    with (
+        intervene(*edits, data=data),
+        ATTENTION_WEIGHT_CAPTURE.capture(
+            **({"granularity": "frame", "kinds": ("self", "cross")} | capture)
+        ) as calls,
+        ATTENTION_WEIGHT_CAPTURE.during(at),
+    ):
+        out = attention(q, k, v, site, layout=layout)
+    assert all(map(torch.equal, before, (q, k, v)))  # views of the cache stay what they are
+    return out, calls[0]
+
+
+def check(found, q, k, v, bias=None, atol=1e-5):
+    """Compare output and mass of an edited call with the float64 softmax of q, k and v under bias [H, Lk]."""
+    (out, call), (q, k, v) = found, (x.double().transpose(1, 2) for x in (q, k, v))
+    logits = q @ k.mT * DIM**-0.5
+    p = (logits if bias is None else logits + bias.double()[:, None].to(q.device)).softmax(-1)
+    torch.testing.assert_close(out.double(), (p @ v).transpose(1, 2), atol=atol, rtol=0)
+    mass = p.unflatten(3, (-1, S)).sum(-1).unflatten(2, (-1, S)).mean(3)
+    torch.testing.assert_close(call["frame_mass"].double(), mass.cpu(), atol=1e-5, rtol=0)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_keys_left_out_and_biased_against_float64(data):
+    """Edits add up, whatever their number and heads; a head without keys is an error."""
+    added, edits = torch.zeros(HEADS, len(FRAMES)), []
+    for _ in range(data.draw(st.integers(1, 3))):
+        names = data.draw(st.lists(st.sampled_from(list(NAMED)[:-1]), min_size=1, max_size=2, unique=True))
+        heads = data.draw(st.lists(st.integers(0, HEADS - 1), min_size=1, max_size=HEADS, unique=True))
+        b = data.draw(st.sampled_from([-torch.inf, -1.5, 2.0]))
+        chosen = {"frames": [*names, 6], "heads": heads, "passes": "all"}
+        edits.append(Knockout(**chosen) if b == -torch.inf else Bias(b, **chosen))
+        slots = sorted({slot for name in names for slot in NAMED[name]})
+        added[torch.tensor(heads)[:, None], torch.tensor(slots)] += b
+    blind = added.isinf().all(1)
+    if blind.any():
+        with pytest.raises(InterventionError, match=r"layer 2, block 3: head \d would lose all its keys"):
+            run(*edits)
+        return
+    out, call = run(*edits)
+    check((out, call), *inputs(), bias=added.repeat_interleave(S, 1))
+    gone = added.isinf()[None, :, None].expand_as(call["frame_logits"])
+    assert torch.equal(call["frame_logits"].isnan(), gone) and (call["frame_mass"][gone] == 0).all()
+    assert ("attended" in call) == bool(gone.any())
+    if gone.any():
+        assert torch.equal(call["attended"], ~gone)
+    q, k, _ = (x.double().transpose(1, 2) for x in inputs())
+    for capture in ({"is_logits": True}, {"is_logits": False}, {"granularity": "key"}):
+        _, other = run(*edits, **{"granularity": "token"} | capture)
+        logits = q @ k.mT * DIM**-0.5 + added.repeat_interleave(S, 1).double()[:, None]
+        if "key_curve" in other:
+            found, expected = other["key_curve"], logits.mean(2)
+        else:
+            found = other["attn_weights"]
+            expected = logits if capture["is_logits"] else logits.softmax(-1)
+        expected = expected.masked_fill(expected == -torch.inf, torch.nan)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0, equal_nan=True)
+
+
+def test_a_call_on_a_device_is_edited(device):
+    x = inputs(device)
+    bias = torch.zeros(HEADS, len(FRAMES))
+    bias[1, :2] = -torch.inf
+    check(run(Knockout(frames="sink", heads=[1], passes="all"), x=x), *x, bias=bias.repeat_interleave(S, 1))
+
+
+def test_ablated_heads_are_replaced_and_the_others_keep_their_bits():
+    class Means:
+        def of(self, site, at):
+            return torch.arange(2.0 * HEADS * DIM).view(1, 2, HEADS, DIM)
+
+    plain = attention(*inputs(), SITE, layout=LAYOUT)
+    edit = Ablate("mean", heads=[1], passes="all")
+    out, call = run(edit, data={edit: Means()})
+    assert torch.equal(out[:, :, [0, 2]], plain[:, :, [0, 2]]) and "attended" not in call
+    expected = Means().of(SITE, HERE)[:, :, 1].repeat_interleave(S, 1).expand(2, -1, -1)
+    assert torch.equal(out[:, :, 1], expected)
+    assert (run(Ablate("zero", passes="all"))[0] == 0).all()
+
+
+class OtherRun:
+    """The same call of another run, with tensors that this file made."""
+
+    q, k, v = (x.flip(0) + 0.5 for x in inputs())
+    z = torch.full_like(q, 7.0)
+    layout = LAYOUT
+
+    def call(self, site, at, of_heads=None):
+        return self
+
+
+@pytest.mark.parametrize(
+    "what, frames, taken, slots",
+    [
+        ("qk", None, "qk", range(len(FRAMES))),
+        ("kv", None, "kv", range(4)),
+        ("kv", 4, "kv", [2]),
+        ("kv", [0, 5], "kv", [0, 3]),
+    ],
+)
+def test_patched_heads_against_float64(what, frames, taken, slots):
+    source, mixed = OtherRun(), dict(zip("qkv", inputs(), strict=True))
+    keys = torch.tensor([slot * S + n for slot in slots for n in range(S)])
+    for name in taken:
+        rows = torch.arange(len(OWN) * S) if name == "q" else keys
+        for head in (0, 2):
+            mixed[name][:, rows, head] = getattr(source, name)[:, rows, head]
+    edit = Patch(what, {"seed": 1}, frames=frames, heads=[0, 2], passes="all")
+    check(run(edit, data={edit: source}), *mixed.values())
+    for edit in (
+        Patch("z", {"seed": 1}, heads=[1], passes="all"),
+        Ablate("resample", {"seed": 1}, passes="all"),
+    ):
+        assert (run(edit, data={edit: source})[0][:, :, 1] == 7).all()
+
+
+def test_kv_of_a_slot_is_taken_where_the_source_holds_the_same_frame():
+    source = OtherRun()
+    source.layout = replace(LAYOUT, slots=(*SLOTS[:2], Slot(3, 3), *SLOTS[3:]))  # a bank chose frame 3 there
+    for frames in (4, "past"):
+        edit = Patch("kv", {"seed": 1}, frames=frames, passes="all")
+        with pytest.raises(InterventionError, match="the source chose other keys for slot 2"):
+            run(edit, data={edit: source})
+    edit = Patch("kv", {"seed": 1}, frames=[0, 5], passes="all")
+    assert torch.equal(run(edit, data={edit: source})[0], run(edit, data={edit: OtherRun()})[0])
+
+
+def rope_by_hand(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Turn the first pairs of x [..., D] by angles [..., pairs], as complex numbers in float64."""
+    z = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    pairs = angles.shape[-1]
+    turned = torch.cat([z[..., :pairs] * torch.polar(torch.ones_like(angles), angles), z[..., pairs:]], -1)
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def frequencies(base) -> torch.Tensor:
+    return torch.as_tensor(base).double() ** -(torch.tensor([0, 2], dtype=torch.float64) / 4)
+
+
+@pytest.mark.parametrize(
+    "edit, turns",
+    [
+        (Move("first", offset=3, passes="all"), {0: 3}),
+        (Move(["sink", 5], position=9, heads=[1], passes="all"), {0: 9, 1: 8, 3: 4}),
+    ],
+    ids=["offset", "position"],
+)
+def test_moved_keys_stand_elsewhere(edit, turns):
+    q, k, v = inputs()
+    moved = k.double()
+    for slot, by in turns.items():
+        for head in edit.heads or range(HEADS):
+            rows = slice(slot * S, (slot + 1) * S)
+            moved[:, rows, head] = rope_by_hand(k[:, rows, head], (by * frequencies(1e4)).expand(2, S, 2))
+    check(run(edit), q, moved, v)
+
+
+def test_jitter_gives_every_head_its_own_base():
+    edit, (q, k, v) = Jitter(scale=0.5, seed=3, heads=[0, 2]), inputs()
+    bases = edit.bases(SITE.layer, HEADS)
+    drawn = [Jitter(0.5, seed=seed).bases(layer, HEADS).tolist() for layer in (0, 1) for seed in (0, 1)]
+    assert ((bases / 1e4 - 1).abs() <= 0.5).all() and len(
+        {base for row in drawn for base in row}
+    ) == 4 * HEADS
+    turned = [q.double(), k.double()]
+    for x, plain, frames in zip(turned, (q, k), (OWN, FRAMES), strict=True):
+        position = torch.tensor(frames, dtype=torch.float64).repeat_interleave(S)[:, None]  # [L, 1]
+        for head in edit.heads:
+            drift = frequencies(bases[head]) - frequencies(1e4)
+            x[:, :, head] = rope_by_hand(plain[:, :, head], (position * drift).expand(2, -1, -1))
+    check(run(edit), *turned, v)
+    check(run(Jitter(scale=0.0)), q, k, v)
+    everything, one = run(Jitter(0.5))[0], run(Jitter(0.5, heads=[2]))[0]
+    assert torch.equal(one[:, :, 2], everything[:, :, 2])  # whichever others it takes
+
+
+def with_slot(slot: Slot) -> KeyLayout:
+    """The layout with another slot of frame 5."""
+    return replace(LAYOUT, slots=(*SLOTS[:3], slot, *SLOTS[4:]))
+
+
+@pytest.mark.parametrize("edit", [Move(5, position=9, passes="all"), Jitter(0.5)], ids=["move", "jitter"])
+def test_keys_without_rope_stand_at_0_and_keys_at_several_positions_move_by_an_offset_alone(edit):
+    slots = Slot(5, 5, is_rotated=False), Slot(5, 0), Slot(5, 5)
+    unturned, at_0, at_5 = (run(edit, layout=with_slot(slot))[0] for slot in slots)
+    assert torch.equal(unturned, at_0) and not torch.allclose(unturned, at_5, atol=1e-3)
+    mixed, by = with_slot(Slot(5, MIXED)), Move(5, offset=2, passes="all")
+    assert torch.equal(run(by, layout=mixed)[0], run(by)[0])
+    with pytest.raises(InterventionError, match=r"by offset=|needs the position of every key"):
+        run(edit, layout=mixed)
+
+
+def test_a_slot_with_another_frame_for_each_item_is_edited_where_all_items_agree():
+    """Item 0 holds frame 4 in slot 2, item 1 frame 3: there a number, or a position, is of one item alone."""
+    layout = replace(LAYOUT, slots=(*SLOTS[:2], Slot(4, 4, items=(4, 3)), *SLOTS[3:]))
+    numbers = [Knockout(frames=frame, passes="all") for frame in (3, 4)]
+    for edit in (*numbers, Move("past", position=0, passes="all"), Jitter()):
+        with pytest.raises(InterventionError, match="slot 2 holds another frame for each batch item"):
+            run(edit, layout=layout)
+    for edit in (Knockout(frames=[0, 5], passes="all"), Move("past", offset=2, passes="all")):
+        assert torch.equal(run(edit, layout=layout)[0], run(edit)[0])
+
+
+def test_prompt_tokens_are_knocked_out_of_cross_attention():
+    q, k, v = inputs()
+    out, call = run(Knockout(tokens=[0, 3], heads=[1], passes="all"), site=Site(0, "cross"), layout=None)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * DIM**-0.5
+    logits[:, 1, :, [0, 3]] = -torch.inf
+    p = logits.softmax(-1)
+    torch.testing.assert_close(
+        out.double(), torch.einsum("bhqk,bkhd->bqhd", p, v.double()), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        call["cross_mass"].double(), p.unflatten(2, (-1, S)).mean(3), atol=1e-6, rtol=0
+    )
+    assert torch.equal(call["attended"], call["cross_mass"] > 0)
+
+
+@pytest.mark.parametrize(
+    "edit, at",
+    [
+        (Knockout(frames="first", layers=[1], passes="all"), HERE),
+        (Knockout(frames="first", blocks=[0], passes="all"), HERE),
+        (Knockout(frames="first", passes="clean"), HERE),
+        (Knockout(frames="first", steps=[0], passes="denoise"), HERE),
+        (Knockout(frames="first", branch="uncond", passes="all"), HERE),
+        (Knockout(frames=[2, 6], passes="all"), HERE),
+        (Knockout(tokens=[0], passes="all"), HERE),
+        (Ablate("zero", attention="cross", passes="all"), HERE),
+        (Knockout(frames="first", passes="all"), Pass(query_frames=OWN, step=-1, is_clean_pass=True)),
+    ],
+    ids=str,
+)
+def test_a_call_that_is_not_selected_keeps_its_bits_and_an_edit_without_calls_warns(edit, at):
+    with pytest.warns(UserWarning, match="no call was edited by"):
+        out, _ = run(edit, at=at, steps=[at.step])
+    assert torch.equal(out, attention(*inputs(), SITE, layout=LAYOUT))
+
+
+def test_an_edit_needs_the_pass_and_what_it_takes_its_values_from():
+    knockout = Knockout(frames=0, passes="all")
+    with pytest.raises(InterventionError, match="needs to know the pass"), intervene(knockout):
+        attention(*inputs(), SITE, layout=LAYOUT)
+    with pytest.raises(ValueError, match="mask takes none"), intervene(knockout):
+        attention(*inputs(), SITE, torch.ones(10, 30, dtype=torch.bool), LAYOUT)
+    for edit in (Ablate("mean", passes="all"), Patch("z", {"seed": 1}, passes="all")):
+        with pytest.raises(InterventionError, match="needs data"), intervene(edit):
+            pass
+    with pytest.raises(InterventionError, match="intervene takes"), intervene():
+        pass
