@@ -100,7 +100,7 @@ def attention(args: argparse.Namespace, device: torch.device) -> Iterator[Rows]:
 
 
 def attention_kernels(device: torch.device) -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
-    """Return the kernels that this machine has, by name; FlashAttention-4 with its version."""
+    """Return the kernels that this machine has, by name."""
 
     def cudnn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
@@ -108,7 +108,7 @@ def attention_kernels(device: torch.device) -> dict[str, Callable[..., tuple[Ten
 
     found = {"cuDNN": cudnn}
     if backends.has_fa4(device):
-        found[f"FlashAttention {backends.fa4_version()}"] = backends.fa4_attention
+        found["FlashAttention-4"] = backends.fa4_attention
     return found
 
 

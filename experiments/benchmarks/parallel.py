@@ -10,7 +10,6 @@ slowest rank.
 """
 
 import argparse
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from experiments.running.cli import Parser, count, main
 from experiments.running.ranks import on_own_device, this_rank
 from experiments.running.run import end_at_once
 from wan import parallel
-from wan.config import DTYPES, MODELS, ModelConfig, RunConfig
+from wan.config import DTYPES, MODELS, RunConfig
 from wan.errors import ConfigError
 from wan.kernels.graphs import apply_cuda_graphs, remove_cuda_graphs
 from wan.parallel import apply_head_parallel, check_size, gather_calls, shard_of, wait_for_all
@@ -54,54 +53,43 @@ def run(argv=None):
 
 
 def measure(args: argparse.Namespace) -> None:
+    """Time every model's rollouts by the first rank alone, then by all; save what there is after each."""
     rank = this_rank()
     if rank.count < 2:
         raise ConfigError("start it by torchrun --nproc-per-node P: it compares P processes with one")
     if args.output_path:
         require_writable(args.output_path)
-    config = on_own_device(RunConfig(device=args.device, dtype=args.dtype), rank)
+    shape = {"num_frames": args.num_frames, "height": args.height, "width": args.width}
+    config = on_own_device(RunConfig(device=args.device, dtype=args.dtype, **shape), rank)
     device = choose_device(config.device)
     group = parallel.join(device)
-    report: dict[str, Any] = {"gpus": rank.count, "num_frames": args.num_frames, "repeats": args.repeats}
-    report |= {"environment": environment(device), "models": {}}
+    report = {"gpus": rank.count, "num_frames": args.num_frames, "environment": environment(device)}
     for name in args.models:
         sizes = replace(MODELS[name], num_layers=args.num_layers or MODELS[name].num_layers)
-        config = replace(config, model=name, num_frames=args.num_frames, height=args.height, width=args.width)
         tokens = [n * sizes.tokens_per_frame(config.height, config.width) for n in config.block_sizes]
         check_size(rank.count, name, sizes.num_heads, tokens)
-        found = report["models"][name] = time_model(args, config, sizes, group, rank.is_first)
+        rollout = None  # the model before goes first
+        rollout = Rollout(replace(config, model=name), sizes, True)
+        rows: Rows = {}
+        if args.alone and rank.is_first:
+            rows |= time_ways(rollout, args.repeats, "1 GPU")
+            apply_cuda_graphs(rollout.model)
+            rows |= time_ways(rollout, args.repeats, "1 GPU, graphs")
+            remove_cuda_graphs(rollout.model)
+        wait_for_all(group)
+        apply_head_parallel(rollout.model, group)
+        rows |= time_ways(rollout, args.repeats, f"{rank.count} GPUs", group)
+        apply_cuda_graphs(rollout.model)
+        rows |= time_ways(rollout, args.repeats, f"{rank.count} GPUs, graphs", group)
+        shard = shard_of(rollout.model)
+        exchange = "peers' memory" if shard and shard.peer_memory else "all-to-all"
         if rank.is_first:
-            print(f"{name}, {found['exchange']}")
-            print_rows(found["rows"])
-            save_report(report, args.output_path)  # what there is, should the next model fail
+            print(f"{name}, {exchange}")
+            print_rows(rows)
+            report[name] = {"exchange": exchange, "rows": rows}
+            save_report(report, args.output_path)
     parallel.leave()
     end_at_once()
-
-
-def time_model(
-    args: argparse.Namespace,
-    config: RunConfig,
-    sizes: ModelConfig,
-    group: dist.ProcessGroup,
-    is_first: bool,
-) -> dict[str, Any]:
-    """Time a model's rollouts by the first rank alone, then by all."""
-    gc.collect()  # the model before
-    rollout = Rollout(config, sizes, True)
-    rows: Rows = {}
-    if args.alone and is_first:
-        rows |= time_ways(rollout, args.repeats, "1 GPU")
-        apply_cuda_graphs(rollout.model)
-        rows |= time_ways(rollout, args.repeats, "1 GPU, graphs")
-        remove_cuda_graphs(rollout.model)
-    wait_for_all(group)
-    apply_head_parallel(rollout.model, group)
-    rows |= time_ways(rollout, args.repeats, f"{group.size()} GPUs", group)
-    apply_cuda_graphs(rollout.model)
-    rows |= time_ways(rollout, args.repeats, f"{group.size()} GPUs, graphs", group)
-    shard = shard_of(rollout.model)
-    exchange = "peers' memory" if shard and shard.peer_memory else "all-to-all"
-    return {"exchange": exchange, "rows": rows}
 
 
 def time_ways(rollout: Rollout, repeats: int, label: str, group: dist.ProcessGroup | None = None) -> Rows:

@@ -9,28 +9,8 @@ import pytest
 from conftest import ROOT
 
 SCRIPT = ROOT / "experiments/benchmarks/on_gpus.sh"
-PARTS = [
-    "vae",
-    "base",
-    "causal",
-    "few_step",
-    "seeds",
-    "evaluation",
-    "checkpoints",
-    "policies",
-    "hidden_shapes",
-]
-PARTS += [
-    "hidden_shapes",
-    "rollout",
-    "rollout_fa4",
-    "other_rows",
-    "cache_policies",
-    "models",
-    "kernels",
-    "public",
-]
-PARTS += ["parallel", "parallel_long", "gpu_tests"]
+FUNCTIONS = re.findall(r"^(\w+)\(\) \{", SCRIPT.read_text(), re.MULTILINE)
+PARTS = FUNCTIONS[FUNCTIONS.index("shared") + 1 :]
 
 
 def start(folder, *parts):
@@ -60,7 +40,7 @@ def test_every_command_has_flags_that_its_script_knows(host, capsys):
     ended = start(host, *PARTS)
     assert ended.returncode == 0, ended.stderr
     calls = (host / "calls").read_text().splitlines()
-    assert len(calls) == ended.stdout.count("status 0") == len(PARTS) + 3  # of three parts two commands
+    assert len(calls) == ended.stdout.count("status 0") == len(PARTS) + 3 > 20  # three parts have two
     for words in map(str.split, calls):
         if words[:2] == ["-m", "pytest"]:
             continue

@@ -30,7 +30,7 @@ def test_two_processes(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    found = report["models"]["Wan2.1-T2V-1.3B"]
+    found = report["Wan2.1-T2V-1.3B"]
     assert report["gpus"] == 2 and found["exchange"] == "all-to-all"
     ways = ("1 GPU", "1 GPU, graphs", "2 GPUs", "2 GPUs, graphs")
     assert list(found["rows"]) == [f"{name}, {way}" for way in ways for name in ("plain", "mass")]

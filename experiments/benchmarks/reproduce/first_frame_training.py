@@ -84,7 +84,7 @@ def numbers(view: Profiles) -> dict[str, Any]:
 
 
 def extended(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """Return a report with an earlier one's rows of other seeds, steps and passes; each names its commit."""
+    """Return a report with an earlier one's rows of other seeds, steps and passes; they name their commit."""
 
     def key(row: dict[str, Any]) -> tuple[int, int, int]:
         return row["seed"], row["step"], ENDS.index(row["pass"])
@@ -92,12 +92,9 @@ def extended(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     try:
         before = [{"git": earlier["environment"]["git"][:9]} | row for row in earlier["checkpoints"]]
         rows = {key(row): row for row in [*before, *report["checkpoints"]]}
-        commits = {row.get("git") for row in rows.values()}
-        made = [earlier["environment"], *earlier.get("earlier", ())]
-        made = [env for env in made if env["git"][:9] in commits]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--extend: the report is not what this script writes ({error!r})") from None
-    return report | {"earlier": made, "checkpoints": [rows[k] for k in sorted(rows)]}
+    return report | {"checkpoints": [rows[k] for k in sorted(rows)]}
 
 
 def few_step_from() -> int:
