@@ -1,5 +1,4 @@
-"""Synthetic captioned videos: shapes that move at constant speed over a background and bounce off the
-borders.
+"""Synthetic captioned videos of shapes that move at constant speed and bounce off the borders.
 
 Four kinds of scenes: one shape; one shape past a small landmark that stays where it is; two shapes whose
 paths cross; a shape that goes behind a wall and comes back. Lengths are in frame sides (0 is left or top,
@@ -63,9 +62,7 @@ SMALL_RADII = (0.11, 0.15)  # of shapes that cross or hide
 WALL_SPEEDS = (0.22, 0.30)
 LANDMARK_RADIUS = 0.07
 WALL = 0.42  # its thickness; it stands at the border that the shape moves to
-STRAIGHT = (
-    1.25  # seconds at the start in which no shape bounces: the direction in the caption is the one to see
-)
+STRAIGHT = 1.25  # seconds at the start in which no shape bounces: its direction is the caption's
 CROSS_BETWEEN = (1.0, 3.0)  # seconds; two paths meet in this time
 BACK_BY = 4.2  # seconds; what went behind a wall is wholly visible again
 
@@ -116,15 +113,9 @@ class Scene:
 
     @property
     def kind(self) -> str:
-        return (
-            "wall"
-            if self.wall
-            else "landmark"
-            if self.landmark
-            else "crossing"
-            if len(self.movers) > 1
-            else "single"
-        )
+        if self.wall:
+            return "wall"
+        return "landmark" if self.landmark else "crossing" if len(self.movers) > 1 else "single"
 
     @property
     def caption(self) -> str:
@@ -147,15 +138,14 @@ def _a(noun: str) -> str:
 
 
 def combinations(held_out: bool) -> list[tuple[str, str, str, str]]:
-    """(shape, color, direction, background) of one side of the fixed split: a tenth of all is held out."""
+    """Return (shape, color, direction, background) of one side of the fixed split; a tenth is held out."""
     grid = itertools.product(SHAPES, COLORS, DIRECTIONS, BACKGROUNDS)
     visible = (c for c in grid if math.dist(COLORS[c[1]], BACKGROUNDS[c[3]]) >= MIN_CONTRAST)
     return [c for c in visible if (crc32(" ".join(c).encode()) % 10 == 0) == held_out]
 
 
 def sample_scenes(seed: int, held_out: bool = False, kinds: Iterable[str] = KINDS) -> Iterator[Scene]:
-    """Endless random scenes of these kinds; the same seed gives the same ones. Every mover is from one
-    side of the split."""
+    """Yield random scenes of these kinds for ever, of one side of the split; a seed gives the same ones."""
     rng, grid, kinds = random.Random(seed), combinations(held_out), tuple(kinds)
     samplers = {"single": _single, "landmark": _with_landmark, "crossing": _crossing, "wall": _behind_wall}
     while True:
@@ -166,7 +156,7 @@ def sample_scenes(seed: int, held_out: bool = False, kinds: Iterable[str] = KIND
 
 
 def _mover(rng: random.Random, combination: tuple[str, ...], radii=RADII, speeds=SPEEDS) -> Mover:
-    """A mover that starts where it will not bounce for a while."""
+    """Place a mover where it will not bounce for a while."""
     shape, color, direction, _ = combination
     mover = Mover(shape, color, direction, 0, 0, rng.uniform(*radii), rng.uniform(*speeds))
     x, y = (
@@ -177,10 +167,9 @@ def _mover(rng: random.Random, combination: tuple[str, ...], radii=RADII, speeds
 
 
 def _other_color(rng: random.Random, *seen: tuple[float, ...]) -> str:
-    """A colour that stands out against these."""
-    return rng.choice(
-        [c for c, rgb in COLORS.items() if all(math.dist(rgb, other) >= MIN_CONTRAST for other in seen)]
-    )
+    """Choose a colour that stands out against these."""
+    far = [c for c, rgb in COLORS.items() if all(math.dist(rgb, other) >= MIN_CONTRAST for other in seen)]
+    return rng.choice(far)
 
 
 def _single(rng: random.Random, grid: list) -> Scene:
@@ -195,11 +184,10 @@ def _with_landmark(rng: random.Random, grid: list) -> Scene:
 
 
 def _crossing(rng: random.Random, grid: list) -> Scene | None:
-    """None where the two do not meet in time."""
+    """Sample two movers, or None where they do not meet in time."""
     first = rng.choice(grid)
-    second = rng.choice(
-        [c for c in rng.sample(grid, 200) if c[3] == first[3] and c[2] != first[2]] or [first]
-    )
+    others = [c for c in rng.sample(grid, 200) if c[3] == first[3] and c[2] != first[2]]
+    second = rng.choice(others or [first])
     if math.dist(COLORS[first[1]], COLORS[second[1]]) < MIN_CONTRAST:
         return None
     scene = Scene(tuple(_mover(rng, c, SMALL_RADII) for c in (first, second)), first[-1])
@@ -209,7 +197,7 @@ def _crossing(rng: random.Random, grid: list) -> Scene | None:
 
 
 def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
-    """None where the mover would start behind the wall or come back late."""
+    """Sample a mover, or None where it would start behind the wall or come back late."""
     combination = rng.choice([c for c in grid if 0 in DIRECTIONS[c[2]]])
     mover = _mover(rng, combination, SMALL_RADII, WALL_SPEEDS)
     color = _other_color(rng, BACKGROUNDS[combination[-1]], COLORS[mover.color])
@@ -223,7 +211,7 @@ def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
 
 
 def positions(scene: Scene, frames: int) -> Tensor:
-    """Centres of the movers [F, N, 2] (x, y), reflected where the shape would leave the frame."""
+    """Return centres of the movers [F, N, 2] (x, y), reflected where the shape would leave the frame."""
     start = torch.tensor([(m.x, m.y) for m in scene.movers])
     velocity = torch.tensor([m.velocity for m in scene.movers])
     margin = torch.tensor([m.radius for m in scene.movers])[:, None]
@@ -231,55 +219,50 @@ def positions(scene: Scene, frames: int) -> Tensor:
 
 
 def hidden_share(scene: Scene, frames: int) -> Tensor:
-    """How much of the first mover's width is behind the wall [F], in 0..1."""
+    """Return the share of the first mover's width that is behind the wall [F]."""
     mover, toward = scene.movers[0], torch.tensor(DIRECTIONS[scene.movers[0].direction], dtype=torch.float32)
-    ahead = ((positions(scene, frames)[:, 0] - 0.5) * toward).sum(
-        -1
-    ) + 0.5  # 1 is the border it goes to first
+    ahead = ((positions(scene, frames)[:, 0] - 0.5) * toward).sum(-1) + 0.5  # 1: the border it goes to first
     return ((ahead + mover.radius - (1 - WALL)) / (2 * mover.radius)).clamp(0, 1)
 
 
 def render(scene: Scene, frames: int, size: int) -> Tensor:
-    """One scene as video [F, 3, H, W] in [-1, 1]."""
+    """Render one scene as video [F, 3, H, W] in [-1, 1]."""
     return render_batch([scene], frames, size)[0].transpose(0, 1)
 
 
 def render_batch(scenes: list[Scene], frames: int, size: int, device: str | torch.device = "cpu") -> Tensor:
-    """Scenes as video [B, 3, F, H, W] in [-1, 1], anti-aliased over one pixel."""
+    """Render scenes as video [B, 3, F, H, W] in [-1, 1], anti-aliased over one pixel."""
     return render_table(scene_table(scenes).to(device), frames, size)
 
 
 def scene_table(scenes: list[Scene]) -> Tensor:
-    """Scenes as numbers [B, 1 + layers, 9]: the background, then what is drawn over it from back to front.
+    """Return scenes as numbers [B, 1 + layers, 9]: the background, then layers from back to front.
 
     Columns: x, y, speed along x and y, radius, r, g, b, number of the outline.
     """
-    rows = [_layers(scene) for scene in scenes]
-    most = max(map(len, rows))
-    nothing = (0.5, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0)
-    return torch.tensor([row + [nothing] * (most - len(row)) for row in rows])
-
-
-def _layers(scene: Scene) -> list[tuple[float, ...]]:
-    rows: list[tuple[float, ...]] = [(0.0, 0.0, 0.0, 0.0, 0.0, *BACKGROUNDS[scene.background], 0.0)]
-    if mark := scene.landmark:
-        rows.append(
-            (*CORNERS[mark.corner], 0.0, 0.0, LANDMARK_RADIUS, *COLORS[mark.color], SHAPES.index(mark.shape))
-        )
-    rows += [(m.x, m.y, *m.velocity, m.radius, *COLORS[m.color], SHAPES.index(m.shape)) for m in scene.movers]
-    if scene.wall:
-        dx, dy = DIRECTIONS[scene.movers[0].direction]
-        centre = (0.5 + dx * (1 - WALL) / 2, 0.5 + dy * (1 - WALL) / 2)
-        rows.append((*centre, 0.0, 0.0, WALL / 2, *COLORS[scene.wall], len(SHAPES) + (dx == 0)))
-    return rows
+    tables = []
+    for scene in scenes:
+        rows: list[tuple[float, ...]] = [(0, 0, 0, 0, 0, *BACKGROUNDS[scene.background], 0)]
+        if mark := scene.landmark:
+            outline = SHAPES.index(mark.shape)
+            rows.append((*CORNERS[mark.corner], 0, 0, LANDMARK_RADIUS, *COLORS[mark.color], outline))
+        for m in scene.movers:
+            rows.append((m.x, m.y, *m.velocity, m.radius, *COLORS[m.color], SHAPES.index(m.shape)))
+        if scene.wall:
+            dx, dy = DIRECTIONS[scene.movers[0].direction]
+            centre = (0.5 + dx * (1 - WALL) / 2, 0.5 + dy * (1 - WALL) / 2)
+            rows.append((*centre, 0, 0, WALL / 2, *COLORS[scene.wall], len(SHAPES) + (dx == 0)))
+        tables.append(torch.tensor(rows, dtype=torch.float32))
+    nothing = torch.tensor((0.5, 0.5, 0, 0, -1, 0, 0, 0, 0))
+    most = max(map(len, tables))
+    return torch.stack([torch.cat([rows, nothing.expand(most - len(rows), -1)]) for rows in tables])
 
 
 def render_table(table: Tensor, frames: int, size: int) -> Tensor:
-    """Rows of `scene_table` [B, layers, 9] as video [B, 3, F, H, W] in [-1, 1]."""
+    """Render rows of `scene_table` [B, layers, 9] as video [B, 3, F, H, W] in [-1, 1]."""
     start, velocity, margin, color, kind = table.split((2, 2, 1, 3, 1), -1)
-    centre = _reflect(
-        start, velocity, margin, torch.arange(frames, device=table.device) / FPS
-    )  # [B, F, layers, 2]
+    seconds = torch.arange(frames, device=table.device) / FPS
+    centre = _reflect(start, velocity, margin, seconds)  # [B, F, layers, 2]
     video = color[:, 0, :, None, None, None].expand(-1, -1, frames, size, size)  # [B, 3, F, H, W]
     for n in range(1, table.shape[1]):
         alpha = coverage(centre[:, :, n], margin[:, n], kind[:, n], size)[:, None]  # [B, 1, F, H, W]
@@ -288,8 +271,7 @@ def render_table(table: Tensor, frames: int, size: int) -> Tensor:
 
 
 def coverage(centre: Tensor, radius: Tensor, kind: Tensor, size: int) -> Tensor:
-    """How much of each pixel an outline covers: centre [..., 2], radius and number [...] -> [..., H, W],
-    anti-aliased."""
+    """Return pixels' shares that outlines cover: centre [..., 2], radius, number [...] -> [..., H, W]."""
     axis = (torch.arange(size, device=centre.device) + 0.5) / size
     x = axis - centre[..., 0, None, None]  # [..., 1, W]
     y = axis[:, None] - centre[..., 1, None, None]  # [..., H, 1]
@@ -298,7 +280,7 @@ def coverage(centre: Tensor, radius: Tensor, kind: Tensor, size: int) -> Tensor:
 
 
 def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -> Tensor:
-    """Straight paths [..., N, 2] folded into [margin, 1 - margin]; [..., F, N, 2]."""
+    """Fold straight paths [..., N, 2] into [margin, 1 - margin]; [..., F, N, 2]."""
     start, velocity, margin = (a.unsqueeze(-3) for a in (start, velocity, margin))
     room = 1 - 2 * margin
     path = start - margin + velocity * seconds[:, None, None]
@@ -306,8 +288,7 @@ def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -
 
 
 def _signed_distance(x: Tensor, y: Tensor, radius: Tensor, kind: Tensor) -> Tensor:
-    """Distance to the outline of the shape numbered `kind`, negative inside; [..., H, W]. The last two are
-    walls."""
+    """Return the distance to outlines by number, negative inside; [..., H, W]. The last two are walls."""
     ax, ay = x.abs(), y.abs()
     long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
     outlines = (

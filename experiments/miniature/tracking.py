@@ -1,4 +1,4 @@
-"""What a video of moving shapes shows, measured: background, colour, outline and direction of what moves.
+"""Track moving shapes in a video: background, colour, outline and direction; judge it by its caption's scene.
 
 Nothing is taken from the caption but where a wall and a landmark would be, which are left out of sight;
 with two movers, also their colours, to tell them apart. Videos are [F, 3, H, W] in 0..1, places in frame
@@ -35,10 +35,10 @@ from experiments.miniature.moving_shapes import (
 )
 from experiments.miniature.recipe import SIDE
 
-# --- What a video of moving shapes shows, measured: background, colour, outline and direction of what moves
 DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
 SMALLEST = 0.008  # share of the picture; less is nothing, or the rest of something hidden
 SLOWEST = 0.03  # sides per second; slower does not move
+WHOLE = 0.85  # of its area in the first second; what is smaller is cut off, by a wall or another shape
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Track:
 
     @property
     def direction(self) -> str | None:
-        """The nearest direction of its path at the start, before anything bounces; None where it does not
-        move."""
+        """The nearest direction of its path before anything bounces; None where it does not move."""
         seconds = torch.arange(len(self.area)) / FPS
         early = self.seen & (seconds <= STRAIGHT)
         if early.sum() < 4:
@@ -89,7 +88,7 @@ def nearest(rgb: Tensor, names: Mapping[str, tuple[float, ...]]) -> str:
 
 
 def in_sight(scene: Scene, size: int) -> Tensor:
-    """Pixels [H, W] that neither a wall nor a landmark of this scene covers."""
+    """Return the pixels [H, W] that neither a wall nor a landmark of this scene covers."""
     axis = (torch.arange(size) + 0.5) / size
     x, y = axis.expand(size, size), axis[:, None].expand(size, size)
     sight = torch.ones(size, size, dtype=torch.bool)
@@ -103,12 +102,12 @@ def in_sight(scene: Scene, size: int) -> Tensor:
 
 
 def background(video: Tensor, sight: Tensor) -> Tensor:
-    """Colour [3] of most pixels in sight."""
+    """Return the median colour [3] of the pixels in sight."""
     return video.transpose(0, 1)[:, :, sight].flatten(1).median(1).values
 
 
 def track(video: Tensor, sight: Tensor) -> Track:
-    """The one shape that differs from the background."""
+    """Track the one shape that differs from the background."""
     ground = background(video, sight)
     difference = video - ground[:, None, None]
     core = _shrunk((difference.norm(dim=1) > DIFFERS) & sight)  # [F, H, W]
@@ -124,7 +123,7 @@ def track(video: Tensor, sight: Tensor) -> Track:
 
 
 def track_colors(video: Tensor, names: list[str]) -> list[Track]:
-    """A track for each of several colours: every pixel belongs to the nearest of them and the background."""
+    """Track a shape of each colour: a pixel belongs to the nearest of them and the background."""
     everywhere = torch.ones(video.shape[2:], dtype=torch.bool)
     palette = torch.stack([background(video, everywhere), *(torch.tensor(COLORS[name]) for name in names)])
     owner = (video[:, None] - palette[:, :, None, None]).norm(dim=2).argmin(1)  # [F, H, W]
@@ -145,12 +144,12 @@ def _grown(mask: Tensor, pixels: int = 2) -> Tensor:
 
 
 def _measure(alpha: Tensor, color: Tensor) -> Track:
-    """Place, area and outlines of coverage alpha [F, H, W]."""
+    """Measure place, area and outlines of coverage alpha [F, H, W]."""
     size = alpha.shape[-1]
     axis = (torch.arange(size) + 0.5) / size
     weight = alpha.sum((1, 2)).clamp(min=1e-6)
-    centre = torch.stack(
-        [(alpha * axis).sum((1, 2)) / weight, (alpha * axis[:, None]).sum((1, 2)) / weight], 1
+    centre = (
+        torch.stack([(alpha * axis).sum((1, 2)), (alpha * axis[:, None]).sum((1, 2))], 1) / weight[:, None]
     )
     area = alpha.mean((1, 2))
     likeness = []
@@ -159,16 +158,14 @@ def _measure(alpha: Tensor, color: Tensor) -> Track:
         radius = (area / unit_area).sqrt()
         place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
         template = coverage(place, radius, torch.full_like(radius, number), size)
-        likeness.append(
-            torch.minimum(alpha, template).sum((1, 2))
-            / torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
-        )
+        union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
+        likeness.append(torch.minimum(alpha, template).sum((1, 2)) / union)
     return Track(centre, area, color, torch.stack(likeness, 1))
 
 
 @cache
 def _outline(number: int) -> tuple[float, float]:
-    """Of a shape of radius 1: its area, and how far its centre of mass is below its centre."""
+    """Return the area of a shape of radius 1, and how far its centre of mass is below its centre."""
     radius = 0.4
     alpha = coverage(torch.tensor([0.5, 0.5]), torch.tensor(radius), torch.tensor(number), 512)
     rows = (torch.arange(512) + 0.5) / 512 - 0.5
@@ -179,7 +176,7 @@ def _outline(number: int) -> tuple[float, float]:
 
 
 def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
-    """Whether a video shows what the caption of a scene says."""
+    """Judge whether a video shows what the caption of a scene says, by question."""
     return _judge_crossing(video, scene) if scene.kind == "crossing" else _judge_one(video, scene)
 
 
@@ -204,7 +201,7 @@ def _judge_one(video: Tensor, scene: Scene) -> dict[str, bool]:
 
 
 def _judge_return(shape: Track) -> dict[str, bool]:
-    """Whether a shape that hid comes back as what it was: the first second against the last half."""
+    """Compare the first second with the last half: does a shape that hid come back as what it was?"""
     first, last = slice(0, FPS), slice(-FPS // 2, None)
     start = shape.area[first].median()
     back = bool((shape.area[last] > 0.5 * start).float().mean() > 0.5)
@@ -235,8 +232,7 @@ def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
     }
 
 
-# --- What a long video of moving shapes shows in each of its seconds: shapes bounce for ever and hide more
-WHOLE = 0.85  # of its area in the first second; what is smaller is cut off, by a wall or another shape
+# -- long videos: shapes bounce for ever, and hide more than once ------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -244,9 +240,7 @@ class Seconds:
     """Answers [T] for each second of a video, of all movers of its scene."""
 
     visible: Tensor  # bool: every mover is wholly in sight in some frame
-    color: (
-        Tensor  # bool: visible, each in the colour of the caption; one that is not said, of the first second
-    )
+    color: Tensor  # bool: visible, each in the caption's colour; one that is not said, of the first second
     shape: Tensor  # bool: visible, each with the outline of the caption
     background: Tensor  # bool
 
@@ -256,8 +250,7 @@ class Seconds:
         return self.color & self.shape
 
     def shares(self, first: int = 0) -> dict[str, float]:
-        """Means over the seconds from `first` on; colour and shape of the visible ones (0 where there are
-        none)."""
+        """Return means over the seconds from `first` on; colour and shape of the visible ones, 0 for none."""
         seen = self.visible[first:]
         count = max(1, int(seen.sum()))
         return {
@@ -270,51 +263,39 @@ class Seconds:
 
 
 def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
-    """Answers for a video [frames, 3, H, W] in 0..1; frames after its last whole second are left out."""
-    seconds = video[: len(video) // FPS * FPS].split(FPS)
-    tracks = [_tracks(second, scene) for second in seconds]
-    sight, firsts = in_sight(scene, video.shape[-1]), tracks[0]
-    sizes = [_area(first) for first in firsts]
-    named = [
-        first.color_name() if scene.unnamed_color else mover.color
-        for first, mover in zip(firsts, scene.movers, strict=True)
-    ]
-    answers = []
-    for second, shown in zip(seconds, tracks, strict=True):
-        whole = [_whole_frames(t, size) for t, size in zip(shown, sizes, strict=True)]
+    """Judge each second of a video [frames, 3, H, W] in 0..1; a last second that is not whole is left out."""
+    sight, movers = in_sight(scene, video.shape[-1]), scene.movers
+    areas, colors, answers = list[Tensor](), list[str | None](), []
+    for second in video[: len(video) // FPS * FPS].split(FPS):
+        if len(movers) > 1:
+            tracks = track_colors(second, [mover.color for mover in movers])
+        else:
+            tracks = [track(second, sight)]
+        if not areas:  # the first second: the whole areas, and the colour that the caption does not say
+            areas = [t.area[t.seen].median() if t.seen.any() else torch.tensor(0.0) for t in tracks]
+            colors = [
+                t.color_name() if scene.unnamed_color else mover.color
+                for t, mover in zip(tracks, movers, strict=True)
+            ]
+        whole = [t.seen & (t.area > WHOLE * area) for t, area in zip(tracks, areas, strict=True)]
         visible = all(bool(frames.any()) for frames in whole)
-        movers = list(zip(shown, whole, scene.movers, named, strict=True))
+        shown = list(zip(tracks, whole, movers, colors, strict=True))
         answers.append(
             (
                 visible,
-                visible and all(t.color_name(frames) == name for t, frames, _, name in movers),
-                visible and all(t.shape_name(frames) == mover.shape for t, frames, mover, _ in movers),
+                visible and all(t.color_name(frames) == color for t, frames, _, color in shown),
+                visible and all(t.shape_name(frames) == mover.shape for t, frames, mover, _ in shown),
                 nearest(background(second, sight), BACKGROUNDS) == scene.background,
             )
         )
     return Seconds(*torch.tensor(answers, dtype=torch.bool).T)
 
 
-def _tracks(second: Tensor, scene: Scene) -> list[Track]:
-    """Of every mover; two are told apart by their colours."""
-    if len(scene.movers) > 1:
-        return track_colors(second, [mover.color for mover in scene.movers])
-    return [track(second, in_sight(scene, second.shape[-1]))]
+# -- captions ----------------------------------------------------------------------------------------------
 
 
-def _area(shape: Track) -> Tensor:
-    """Share of the picture, median of the frames that show it; 0 where none does."""
-    return shape.area[shape.seen].median() if shape.seen.any() else torch.tensor(0.0)
-
-
-def _whole_frames(shape: Track, size: Tensor) -> Tensor:
-    """Frames [F] that show a mover uncut: about as large as at first."""
-    return shape.seen & (shape.area > WHOLE * size)
-
-
-# --- From a caption of the miniature back to its scene: all that the tracker judges by
 def _one_of(names: Any) -> str:
-    """A group of any of these words, longer ones first."""
+    """Return a regular expression's group of any of these words, longer ones first."""
     return f"({'|'.join(sorted(names, key=len, reverse=True))})"
 
 
@@ -329,7 +310,7 @@ CAPTION = re.compile(
 
 
 def scene_of(caption: str) -> Scene | None:
-    """The scene of a caption, with places and sizes 0, which it does not say; None for another text."""
+    """Return the scene of a caption, without places and sizes; None for another text."""
     found = CAPTION.fullmatch(caption)
     if found is None:
         return None
@@ -345,9 +326,9 @@ def scene_of(caption: str) -> Scene | None:
 
 
 def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
-    """What the tracker says of videos [frames, 3, H, W] in 0..1 of a caption, by question.
+    """Judge videos [frames, 3, H, W] in 0..1 by their caption -> answers by question.
 
-    Nothing for a text that is no caption of the miniature, and for videos of another size.
+    Empty for a text that is no caption of the miniature, and for videos of another size.
     """
     scene = scene_of(caption)
     if scene is None or any(video.shape[-2:] != (SIDE, SIDE) for video in videos):
