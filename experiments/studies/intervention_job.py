@@ -1,4 +1,4 @@
-"""One run, edited and not: direct, own-block and total effects per frame, and both videos side by side."""
+"""Measure what edits change in one run: direct, own-block and total effects per frame, both videos."""
 
 import argparse
 import hashlib
@@ -28,6 +28,7 @@ from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import UnreadableError, load_tensors
 from wan.interventions import Bias, Edit, Jitter
+from wan.vae import VAE
 
 VIDEO_FPS = 16
 
@@ -54,7 +55,11 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             return
         base, other = base_runs(args.save_base, session, base_config)
         measured = measure(session, base_config, edits, base, other)
-        pixels = [decode(config, session, latents) for latents in (base, measured["latents_edited"][None])]
+        vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
+        pixels = [
+            vae.decode(latents.to(session.device))[0].float().cpu().numpy()  # [frames, 3, H, W] in 0..1
+            for latents in (base, measured["latents_edited"][None])
+        ]
         cache = {
             **session.common,
             "format": "effects",
@@ -66,8 +71,10 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             **measured,
             "psnr": torch.tensor(effects.psnr(*pixels)).float().clamp(max=100),
             "ssim": torch.tensor(effects.ssim(*pixels)).float(),
-            **tracked(config.prompt, pixels),
         }
+        if said := answers(config.prompt, [torch.from_numpy(video) for video in pixels]):
+            without, with_edits = (torch.tensor(values) for values in zip(*said.values(), strict=True))
+            cache |= {"questions": list(said), "answers_base": without, "answers_edited": with_edits}
         save_cache(args.output_path, cache)
         save_side_by_side(pixels, video)
         total = measured["total"] / measured["between_seeds"]
@@ -75,19 +82,8 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         watch.print(f"{video}: without and with the edits")
 
 
-def tracked(prompt: str, videos: Sequence[Any]) -> dict[str, Any]:
-    """The tracker's answers for both videos, where the prompt is a caption of the miniature."""
-    said = answers(prompt, [torch.from_numpy(video) for video in videos])
-    if not said:
-        return {}
-    base, edited = (torch.tensor(values) for values in zip(*said.values(), strict=True))
-    return {"questions": list(said), "answers_base": base, "answers_edited": edited}
-
-
 def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) -> tuple[Tensor, Tensor]:
-    """Latents of the unedited run and of another seed, from a file where it has them,
-    and into it otherwise.
-    """
+    """Return latents of the unedited run and of another seed, kept in a file where path names one."""
     run = [asdict(config), session.sha256.result(), session.common["files"], str(session.dtype)]
     said = json.dumps(run, default=str)
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
@@ -109,36 +105,39 @@ def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) 
 def measure(
     session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
 ) -> dict[str, Tensor]:
-    """The tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
+    """Return the tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
+
+    def run_distance(some: Sequence[Edit], shake: float = 0.0) -> Tensor:
+        with edited(session, config, some):
+            return distance(base, session.rollout(config, shake=shake))[0].float()
+
     with edited(session, config, edits):
         latents = session.rollout(config)
+    if session.dtype == torch.float32:
+        floor = run_distance([], FLOOR_NOISE)
+    else:  # attention by groups is another backend
+        floor = run_distance([Bias(FLOOR_BIAS, frames=("past",), passes="denoise")])
     found = {
         "latents_base": base[0].cpu(),
         "latents_edited": latents[0].cpu(),
         "between_seeds": distance(base, other)[0].float(),
         "total": distance(base, latents)[0].float(),
-        "own_block": _own_block(session, config, edits, base),
-        "floor": distance(base, _shaken(session, config))[0].float(),
+        "own_block": torch.full((config.num_frames,), torch.nan),
+        "floor": floor,
     }
+    if not any(isinstance(edit, Jitter) for edit in edits):
+        # The same edits in all passes of the first block that they edit, and nowhere else.
+        plan = session.pipeline.plan(config.num_frames)
+        first = min(block for edit in edits for block, _ in plan.calls(edit))
+        there = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
+        found["own_block"] = run_distance([edit for edit in there if plan.calls(edit)])
     if not any("source" in edit.needs for edit in edits):
         found["direct"] = _direct(session, config, edits, base)
     return found
 
 
-def _own_block(session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
-    """The same edits in all passes of the first block they edit, and nowhere else; NaN for a jitter."""
-    if any(isinstance(edit, Jitter) for edit in edits):
-        return torch.full((config.num_frames,), torch.nan)
-    plan = session.pipeline.plan(config.num_frames)
-    first = min(block for edit in edits for block, _ in plan.calls(edit))
-    there = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
-    there = [edit for edit in there if plan.calls(edit)]
-    with edited(session, config, there):
-        return distance(base, session.rollout(config))[0].float()
-
-
 def _direct(session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
-    """Each block denoised again under the edits, over the base run's past; NaN where nothing is edited."""
+    """Denoise each block again under the edits, over the base run's past; NaN where nothing is edited."""
     frames, found = block_ranges(config.block_sizes), torch.full((config.num_frames,), torch.nan)
 
     def probe(block: int, denoise: Callable[[], Tensor]) -> None:
@@ -154,24 +153,8 @@ def _direct(session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit
     return found
 
 
-def _shaken(session: causal.LoadedModel, config: RunConfig) -> Tensor:
-    """A run that should be the base run: noise changed by 1e-6, or in other dtypes attention by groups."""
-    if session.dtype != torch.float32:
-        with edited(session, config, [Bias(FLOOR_BIAS, frames=("past",), passes="denoise")]):
-            return session.rollout(config)
-    return session.rollout(config, shake=FLOOR_NOISE)
-
-
-def decode(config: RunConfig, session: causal.LoadedModel, latents: Tensor) -> Any:
-    """Video [frames, 3, H, W] in 0..1, as numpy."""
-    from wan.vae import VAE  # diffusers is needed only here
-
-    vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
-    return vae.decode(latents.to(session.device))[0].float().cpu().numpy()
-
-
 def save_side_by_side(videos: Sequence[Any], path: str) -> None:
-    """An mp4 with the videos [frames, 3, H, W] in 0..1 beside each other, small ones enlarged."""
+    """Save an mp4 with the videos [frames, 3, H, W] in 0..1 beside each other, small ones enlarged."""
     both = torch.cat([torch.as_tensor(video) for video in videos], 3).permute(0, 2, 3, 1)
     enlarge = -(-256 // min(both.shape[1:3]))
     pixels = (both * 255).round().byte().repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)

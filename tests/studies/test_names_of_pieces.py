@@ -1,4 +1,4 @@
-"""What is kept of a study is named by all that its numbers depend on: another input is another name."""
+"""Items are named by all that their numbers depend on: another input is another name."""
 
 from concurrent.futures import Future
 from dataclasses import replace

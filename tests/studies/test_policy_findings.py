@@ -65,7 +65,7 @@ def test_another_table_is_refused(content):
 
 
 def measures_of_full(table):
-    return policy_findings.of_policy(policy_findings.Table(table), "full")["measures"]
+    return policy_findings.findings(table)["policies"]["full"]["measures"]
 
 
 @pytest.mark.parametrize("second, counts", [(4, False), (5, True), (59, True), (60, False), (69, False)])
