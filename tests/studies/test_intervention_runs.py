@@ -13,7 +13,6 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import base as bidirectional
 from experiments.extraction import causal
-from experiments.extraction import causal as reference_means
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import edited
 from experiments.extraction.edits import to_yaml
@@ -158,20 +157,23 @@ def test_means_are_kept_by_all_that_they_depend_on(session, config, tmp_path):
     names = set()
     for more in ({}, *loras, {"prompt_embeds": str(tmp_path / "a/lora.pt")}):
         common = causal.common_fields(replace(config, **more), sizes, weights, session.dtype, session.device)
-        names.add(reference_means.means_name(replace(session, common=common), config))
+        names.add(causal.means_name(replace(session, common=common), config))
     assert len(names) == 4
 
 
 def test_means_of_something_else_are_refused(session, config, tmp_path):
     path = tmp_path / "means.pt"
     for values, message in (
-        (torch.zeros(3, 4, 16), "has means of 4 heads of 16 numbers, this model has 12 of"),
-        (torch.zeros(3, 12, 16).int(), "holds no means of head outputs; leave source out"),
+        (
+            torch.zeros(3, 4, 16),
+            "no means of head outputs of this model.s 12 heads of 16 numbers; leave source out",
+        ),
+        (torch.zeros(3, 12, 16).int(), "holds no means of head outputs"),
         ([1], "holds no means of head outputs"),
     ):
         torch.save({"self|4|0|": values}, path)
         with pytest.raises(ConfigError, match=message):
-            reference_means.reference_means(session, config, path)
+            causal.reference_means(session, config, path)
 
 
 def test_a_kept_base_run_is_of_the_files_that_it_was_made_of(session, config, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.extraction import causal as reference_means
+from experiments.extraction import causal
 from experiments.studies.causal_atlas import Study
 from experiments.studies.intervention_job import base_runs
 from experiments.studies.policy_comparison import Comparison, held_out
@@ -61,7 +61,7 @@ def of_base_runs(session, config, tmp_path):
 
 
 def of_means(session, config, tmp_path):
-    return reference_means.means_name(session, config)
+    return causal.means_name(session, config)
 
 
 EVERYTHING = OF_RUNS | OF_FILES
@@ -105,9 +105,9 @@ def test_a_video_of_a_comparison_is_named_by_its_policy_and_its_scene_too(config
 
 
 def test_a_reference_set_is_every_prompt_with_two_seeds(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(reference_means, "FOLDER", tmp_path)
+    monkeypatch.setattr(causal, "MEANS", tmp_path)
     few, session = replace(config, reference_prompts=["a", "b"]), session_of(config)
-    reference_means.reference_means(session, few)
+    causal.reference_means(session, few)
     assert session.asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    reference_means.reference_means(session, few)
+    causal.reference_means(session, few)
     assert len(session.asked) == 4  # they are made once

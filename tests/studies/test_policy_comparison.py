@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.extraction.block_capture import BlockCapture, path_of, read_blocks
 from helpers.rollouts import TWO_STEPS
 
 from experiments.caches.files import CacheError
+from experiments.extraction.long_rollout import BlockCapture, path_of, read_blocks
 from experiments.extraction.video import decoded_blocks, to_pixels
 from experiments.studies import policy_comparison
 from experiments.studies.policy_comparison import Comparison
