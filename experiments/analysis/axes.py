@@ -1,7 +1,8 @@
-"""What queries see along frames or along temporal positions, with averages of gone frames as columns.
+"""The axes of figures: keys along frames or temporal positions, and latent or video frames.
 
-Frame: global latent index. Position: temporal RoPE index of a slot's keys. An atlas without slot fields has
-frames in their places: there the two axes are one.
+Frame: global latent index. Position: temporal RoPE index of a slot's keys. An atlas without slot fields
+has frames in their places: there the two axes are one. Averages of gone frames are columns of their own,
+after the frames.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,23 +16,35 @@ from experiments.caches.formats import as_cache
 from experiments.caches.view import Caption, Profiles, noise_label, subtitle
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges, video_to_latent_frame
 
-# --- What lay in the slots of a rollout's cache, block by block, from an atlas
 NO_SLOT, CHOSEN, EMPTY, AVERAGE = -9, -3, -2, -1  # codes of slot_frame beside frames
+AXES = ("frame", "position")
+SPECIAL = {
+    AVERAGE: "average",
+    CHOSEN: "chosen tokens",
+    EMPTY: "zeros",
+}  # marks of keys, beside sink and memory
+STORED = {"mean_logit": "logits", "mass": "mass", "mean_prob": "mass"}
+
+# --- What lay in the slots of a rollout's cache, block by block
+
+
+def has_slots(atlas: dict[str, Any]) -> bool:
+    """Tell whether slots are something else than the frames of a window."""
+    return "slot_frame" in atlas
 
 
 def slots_of(atlas: dict[str, Any], layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Frame and temporal position of every slot that a block saw: [blocks, slots], -9 for none.
+    """Return frame and temporal position of every slot that a block saw: [blocks, slots], -9 for none.
 
     layer is an index into the atlas. Without slot fields the slots are the frames that were attended.
     """
-    if "slot_frame" in atlas:
+    if has_slots(atlas):
         return atlas["slot_frame"][layer].numpy(), atlas["slot_position"][layer].numpy()
     held = [atlas[name] for name in ("frame_logits", "frame_mass") if name in atlas]
     if not held:
         raise CacheError("this cache holds no frame matrices: what its blocks saw is not known")
     seen = ~held[0][layer, 0].isnan().all(0)  # [F queries, F keys]
-    ends = np.cumsum(atlas["block_sizes"])
-    rows = [np.flatnonzero(seen[end - 1].numpy()) for end in ends]
+    rows = [np.flatnonzero(seen[end - 1].numpy()) for end in np.cumsum(atlas["block_sizes"])]
     frames = np.full((len(rows), max(map(len, rows))), NO_SLOT)
     for block, row in enumerate(rows):
         frames[block, : len(row)] = row
@@ -39,16 +52,16 @@ def slots_of(atlas: dict[str, Any], layer: int = 0) -> tuple[np.ndarray, np.ndar
 
 
 def slot_mass(atlas: dict[str, Any], layer: int, step: int) -> np.ndarray:
-    """Attention mass of every slot of the last block, mean over its queries: [H, slots]."""
+    """Return the attention mass of every slot of the last block, mean over its queries: [H, slots]."""
     frames, _ = slots_of(atlas, layer)
-    count, size = int((frames[-1] != NO_SLOT).sum()), atlas["block_sizes"][-1]
+    there, size = frames[-1][frames[-1] != NO_SLOT], atlas["block_sizes"][-1]
     if "slot_mass" in atlas:
-        return atlas["slot_mass"][layer, step, :, -size:, :count].mean(1).numpy()
-    return atlas["frame_mass"][layer, step, :, -size:].mean(1).numpy()[:, frames[-1][:count]]
+        return atlas["slot_mass"][layer, step, :, -size:, : len(there)].mean(1).numpy()
+    return atlas["frame_mass"][layer, step, :, -size:].mean(1).numpy()[:, there]
 
 
 def survival(atlas: dict[str, Any]) -> np.ndarray:
-    """Share of each frame's tokens that the last block still sees, per layer: [layers, F].
+    """Return the share of each frame's tokens that the last block still sees, per layer: [layers, F].
 
     Averages are of no frame. Where no tokens are chosen a frame is there or not.
     """
@@ -61,10 +74,7 @@ def survival(atlas: dict[str, Any]) -> np.ndarray:
     return kept
 
 
-# --- What queries see along frames or along temporal positions, with averages of gone frames as columns
-AXES = ("frame", "position")
-SINK, MEAN, MEMORY, TOKENS, ZEROS = "sink", "average", "memory", "chosen tokens", "zeros"
-STORED = {"mean_logit": "logits", "mass": "mass", "mean_prob": "mass"}
+# --- What queries see along an axis
 
 
 @dataclass(frozen=True)
@@ -77,12 +87,8 @@ class KeyColumns:
     values: np.ndarray  # [H, columns]; NaN: not there
 
 
-def has_slots(atlas: dict[str, Any]) -> bool:
-    """Whether slots are not the frames of a window."""
-    return "slot_frame" in atlas
-
-
 def check_axis(axis: str) -> str:
+    """Return the axis. Raises CacheError for another word."""
     if axis not in AXES:
         raise CacheError(f"KEY_AXIS {axis!r} is not one of {', '.join(AXES)}")
     return axis
@@ -91,7 +97,8 @@ def check_axis(axis: str) -> str:
 def key_columns(
     atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis: str = "frame"
 ) -> KeyColumns:
-    """What the last block's queries see in one layer and pass, along an axis. CacheError for another axis."""
+    """Return what the last block's queries see in one layer and pass, along an axis. CacheError for
+    another axis."""
     check_axis(axis)
     i, block = atlas["layers"].index(layer), as_cache(atlas).done - 1
     queries = list(block_ranges(list(atlas["block_sizes"]))[block])
@@ -104,44 +111,50 @@ def key_columns(
         order = range(count) if positions.min() < 0 else np.argsort(positions, kind="stable").tolist()
         labels = tuple(str(positions[n]) if positions[n] >= 0 else "·" for n in order)
         return KeyColumns(axis, labels, tuple(marks[n] for n in order), by_slot[:, list(order)])
-    gone = [n for n in range(count) if frames[n] == AVERAGE]
-    whole = _frame_values(atlas, i, step, quantity)[:, queries].mean(1)  # [H, F]
+    averages = np.flatnonzero(frames == AVERAGE)
+    whole = _stored(atlas, "frame", i, step, quantity)[:, queries].mean(1)  # [H, F]
     of_frame = {int(frames[n]): marks[n] for n in reversed(range(count)) if frames[n] >= 0}
-    of_frame |= {f: TOKENS for f in _frames_of_tokens(atlas, i, block) if f not in of_frame}
-    names = [str(f) for f in range(whole.shape[1])] + [f"μ{k}" for k in range(1, len(gone) + 1)]
-    seen = [of_frame.get(f, "") for f in range(whole.shape[1])] + [MEAN] * len(gone)
-    return KeyColumns(axis, tuple(names), tuple(seen), np.concatenate([whole, by_slot[:, gone]], 1))
+    if "tokens_kept" in atlas:
+        kept = np.flatnonzero(atlas["tokens_kept"][i, block].numpy()).tolist()
+        of_frame = dict.fromkeys(kept, SPECIAL[CHOSEN]) | of_frame
+    F = whole.shape[1]
+    names = [*map(str, range(F)), *(f"μ{k}" for k in range(1, len(averages) + 1))]
+    seen = [of_frame.get(f, "") for f in range(F)] + [SPECIAL[AVERAGE]] * len(averages)
+    return KeyColumns(axis, tuple(names), tuple(seen), np.concatenate([whole, by_slot[:, averages]], 1))
 
 
 def key_matrix(
     atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis: str = "frame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Query frames × keys of one layer and pass along an axis: [H, F, columns] and the columns' labels.
+    """Return query frames × keys of one layer and pass along an axis: [H, F, columns] and the columns'
+    labels.
 
-    Averages are columns after the frames. Along positions tokens that stand at several ones are left out.
+    Several slots at one position are added up, or averaged where values are logits. Along positions tokens
+    that stand at several ones are left out.
     """
     check_axis(axis)
     i = atlas["layers"].index(layer)
     frames, positions = slots_of(atlas, i)
     by_slot = _slot_values(atlas, i, step, quantity)
-    blocks = block_ranges(list(atlas["block_sizes"]))[: as_cache(atlas).done]
     if axis == "position":
         names = tuple(str(p) for p in range(max(0, int(positions.max())) + 1))
-        places, matrix = positions, np.full((*by_slot.shape[:2], len(names)), np.nan, np.float32)
+        columns, matrix = positions, np.full((*by_slot.shape[:2], len(names)), np.nan, np.float32)
     else:
-        whole = _frame_values(atlas, i, step, quantity)
-        count = int((frames == AVERAGE).sum(1).max(initial=0))
+        whole, is_average = _stored(atlas, "frame", i, step, quantity), frames == AVERAGE
+        count = int(is_average.sum(1).max(initial=0))
         names = (*map(str, range(whole.shape[2])), *(f"μ{k}" for k in range(1, count + 1)))
         matrix = np.concatenate([whole, np.full((*whole.shape[:2], count), np.nan, np.float32)], 2)
-        rank = np.cumsum(frames == AVERAGE, 1) - 1
-        places = np.where(frames == AVERAGE, whole.shape[2] + rank, -1)
-    for block, queries in enumerate(blocks):
-        _place(matrix, by_slot, list(queries), places[block], adds=quantity != "mean_logit")
+        columns = np.where(is_average, whole.shape[2] + np.cumsum(is_average, 1) - 1, -1)
+    reduce = np.mean if quantity == "mean_logit" else np.sum
+    for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))[: as_cache(atlas).done]):
+        for column in {int(c) for c in columns[block] if c >= 0}:
+            values = by_slot[:, list(queries)][:, :, columns[block] == column]
+            matrix[:, list(queries), column] = reduce(values, 2)
     return matrix, names
 
 
 def slot_marks(atlas: dict[str, Any], i: int, block: int) -> list[str]:
-    """What is special about each slot that a block sees; i is the index of a layer.
+    """Say what is special about each slot that a block sees; i is the index of a layer.
 
     Slots of frames between the sink and the unbroken run of the newest frames are memories.
     """
@@ -153,39 +166,26 @@ def slot_marks(atlas: dict[str, Any], i: int, block: int) -> list[str]:
     sinks = atlas.get("sink_slots")
     sink = recent if sinks is None else sinks[block]  # a window lets nothing stand between the two
     recent = max(recent, sink + atlas["memory_slots"][block] if "memory_slots" in atlas else 0)
-    special = {AVERAGE: MEAN, CHOSEN: TOKENS, EMPTY: ZEROS}
     return [
-        special.get(frame, SINK if n < sink else MEMORY if n < recent else "")
+        SPECIAL.get(frame, "sink" if n < sink else "memory" if n < recent else "")
         for n, frame in enumerate(frames)
     ]
-
-
-def _frames_of_tokens(atlas: dict[str, Any], i: int, block: int) -> list[int]:
-    """Frames of which a block sees tokens."""
-    if "tokens_kept" not in atlas:
-        return []
-    return np.flatnonzero(atlas["tokens_kept"][i, block].numpy()).tolist()
-
-
-def _frame_values(atlas: dict[str, Any], i: int, step: int | None, quantity: str) -> np.ndarray:
-    """Values of frames [H, F, F] of the layer at index i in a quantity."""
-    return _stored(atlas, "frame", i, step, quantity)
 
 
 def _slot_values(atlas: dict[str, Any], i: int, step: int | None, quantity: str) -> np.ndarray:
     """Values of slots [H, F, slots]; where slots are frames, those of the frames."""
     if f"slot_{STORED[quantity]}" in atlas:
         return _stored(atlas, "slot", i, step, quantity)
-    whole, (frames, _) = _frame_values(atlas, i, step, quantity), slots_of(atlas, i)
+    whole, (frames, _) = _stored(atlas, "frame", i, step, quantity), slots_of(atlas, i)
     found = np.full((*whole.shape[:2], frames.shape[1]), np.nan, np.float32)
     for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))):
-        there = np.flatnonzero(frames[block] >= 0)
-        rows = list(queries)
-        found[:, np.array(rows)[:, None], there] = whole[:, np.array(rows)[:, None], frames[block][there]]
+        there, rows = np.flatnonzero(frames[block] >= 0), np.array(queries)[:, None]
+        found[:, rows, there] = whole[:, rows, frames[block][there]]
     return found
 
 
 def _stored(atlas: dict[str, Any], kind: str, i: int, step: int | None, quantity: str) -> np.ndarray:
+    """Values [H, F, F] of frames or [H, F, slots] of slots, of the layer at index i."""
     name = f"{kind}_{STORED[quantity]}"
     if name not in atlas:
         raise CacheError(f"this cache holds no {quantity}")
@@ -194,23 +194,18 @@ def _stored(atlas: dict[str, Any], kind: str, i: int, step: int | None, quantity
     return values / atlas["frame_seq_length"] if quantity == "mean_prob" else values
 
 
-def _place(
-    matrix: np.ndarray, by_slot: np.ndarray, rows: Sequence[int], places: np.ndarray, adds: bool
-) -> None:
-    """Put slots at their places, in the rows of a block; several at one place are added up, or averaged."""
-    for place in sorted({int(p) for p in places if p >= 0}):
-        slots = np.flatnonzero(places == place)
-        values = by_slot[:, rows][:, :, slots]
-        matrix[:, rows, place] = values.sum(2) if adds else values.mean(2)
-
-
 # --- Latent or video frames along the axes of a layer's figures
+
+
 @dataclass(frozen=True)
 class FrameView:
-    """Which latent frame each shown frame is in."""
+    """Which latent frame each shown frame is in.
+
+    The VAE encodes video frame 0 alone, then groups of stride: video frame i is in latent frame
+    (i + stride - 1) // stride, and shows its value.
+    """
 
     unit: str  # "latent" or "video", for axis labels
-    stride: int  # video frames per latent frame
     latent: np.ndarray  # [n] latent frame of every shown frame
 
     def spread(self, values: np.ndarray) -> np.ndarray:
@@ -222,25 +217,16 @@ class FrameView:
         return self.spread(matrix[..., self.latent, :])
 
     def shown(self, latent_frames: Sequence[int]) -> list[int]:
-        """The shown frames that are in some latent frames."""
+        """List the shown frames that are in some latent frames."""
         return np.flatnonzero(np.isin(self.latent, list(latent_frames))).tolist()
 
     def latent_frames(self, shown: Sequence[int]) -> list[int]:
-        """The latent frame of each of some shown frames. CacheError for a frame that is not shown."""
+        """Return the latent frame of each of some shown frames. CacheError for a frame that is not shown."""
         for f in shown:
             if not 0 <= f < len(self.latent):
                 last = len(self.latent) - 1
                 raise CacheError(f"query frame {f} is not in 0..{last}, the {self.unit} frames of this view")
         return [int(self.latent[f]) for f in shown]
-
-    def __str__(self) -> str:
-        n = len(self.latent)
-        if self.unit == "latent":
-            return f"View: {n} latent frames"
-        return (
-            f"View: {n} video frames; the VAE encodes frame 0 alone, then groups of {self.stride}: "
-            f"video frame i is in latent frame (i + {self.stride - 1}) // {self.stride}, and shows its value"
-        )
 
 
 def choose_view(
@@ -249,15 +235,17 @@ def choose_view(
     num_video_frames: int | None = None,
     stride: int | None = None,
 ) -> FrameView:
-    """The frames of a layer cache to show: video frames if use_video, or None and the cache knows
-    orig_num_frames.
+    """Choose the frames of a layer cache to show: video frames if use_video, or None and orig_num_frames
+    is known.
 
-    num_video_frames and stride are the cache's orig_num_frames and vae_stride_t, else as many as the latents
-    hold in groups of four. Raises CacheError for a count that is not that of the cache's latent frames."""
+    num_video_frames and stride are the cache's orig_num_frames and vae_stride_t, else as many as the
+    latents hold in groups of four. Raises CacheError for a count that is not that of the cache's latent
+    frames.
+    """
     F = cache["num_frames"]
     stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
     if not (use_video if use_video is not None else "orig_num_frames" in cache):
-        return FrameView("latent", stride, np.arange(F))
+        return FrameView("latent", np.arange(F))
     n = num_video_frames or cache.get("orig_num_frames", 1 + stride * (F - 1))
     needed = video_to_latent_frame(n - 1, stride) + 1
     if needed != F:
@@ -266,17 +254,18 @@ def choose_view(
             f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}; "
             f"ORIG_NUM_FRAMES may be {fits}"
         )
-    return FrameView("video", stride, np.array([video_to_latent_frame(i, stride) for i in range(n)]))
+    return FrameView("video", np.array([video_to_latent_frame(i, stride) for i in range(n)]))
 
 
 def query_profile(
     view: Profiles, axes: FrameView, query_frames: Sequence[int] | None = None
 ) -> tuple[np.ndarray, Caption]:
-    """Profile [H, F + averages] over latent key frames of a layer view, and what figures say about it.
+    """Return the profile [H, F + averages] over latent key frames of a layer view, and its caption.
 
-    query_frames None takes the stored mean over the last block's queries; frames as the axes count them take
-    the mean of those rows, in which a key frame counts the queries that attend to it. CacheError for a frame
-    that is not there, or rows of a cache without a matrix."""
+    query_frames None takes the stored mean over the last block's queries; frames as the axes count them
+    take the mean of those rows, in which a key frame counts the queries that attend to it. CacheError for
+    a frame that is not there, or rows of a cache without a matrix.
+    """
     (layer,) = view.layers
     noise: Sequence[int]
     if query_frames is None:
@@ -286,10 +275,14 @@ def query_profile(
         latent, matrix = axes.latent_frames(query_frames), view.key_matrix(layer)
         if matrix is None:
             raise CacheError("this cache has no frame matrix: QUERY_FRAMES must be None")
-        profile = _mean_of_rows(matrix, latent)
-        noise = own_blocks(view.block_sizes, latent) if view.is_clean_pass is False else ()
-        if view.rolling_timesteps and noise:
-            noise = view.noise_frames if tuple(latent) == view.query_frames else noise
+        rows = matrix[:, latent]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            profile = np.nansum(rows, 1) / (~np.isnan(rows)).sum(1)
+        block = np.repeat(np.arange(len(view.block_sizes)), view.block_sizes)
+        own = np.flatnonzero(np.isin(block, block[latent])).tolist()  # denoised together with the queries
+        noise = own if view.is_clean_pass is False else ()
+        if view.rolling_timesteps and noise and tuple(latent) == view.query_frames:
+            noise = view.noise_frames
     highlighted = {}
     if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
         highlighted = {noise_label(view.timestep, view.noise_levels.values()): axes.shown(noise)}
@@ -298,33 +291,13 @@ def query_profile(
 
 
 def select_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
-    """A layer cache as it is ("cond"), or of guidance's unconditional branch ("uncond"), whose queries are
-    the same."""
+    """Return a layer cache as it is ("cond"), or of guidance's unconditional branch ("uncond"), queries
+    alike."""
     if branch == "cond":
         return cache
     if branch != "uncond" or "full_frame_attention_uncond" not in cache:
-        raise CacheError(
-            f"no branch {branch!r} in this cache; it has cond"
-            f"{' and uncond' if 'full_frame_attention_uncond' in cache else ' alone'}"
-        )
+        there = "cond and uncond" if "full_frame_attention_uncond" in cache else "cond alone"
+        raise CacheError(f"no branch {branch!r} in this cache; it has {there}")
     matrix = cache["full_frame_attention_uncond"]
-    return {
-        **cache,
-        "branch": branch,
-        "full_frame_attention": matrix,
-        "last_block_frame_attention": matrix[:, cache["last_block_query_frames"]].float().mean(1),
-    }
-
-
-def own_blocks(block_sizes: Sequence[int], latent_frames: Sequence[int]) -> list[int]:
-    """All frames of the blocks that hold some frames: those that were denoised together with them."""
-    block = np.repeat(np.arange(len(block_sizes)), block_sizes)
-    return np.flatnonzero(np.isin(block, block[list(latent_frames)])).tolist()
-
-
-def _mean_of_rows(matrix: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Mean over rows of A [H, F, F] -> [H, F], without NaN; NaN where nothing is left."""
-    chosen = matrix[:, list(rows)]
-    count = (~np.isnan(chosen)).sum(1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(count > 0, np.nansum(chosen, 1) / count, np.nan)
+    last = matrix[:, cache["last_block_query_frames"]].float().mean(1)
+    return {**cache, "branch": branch, "full_frame_attention": matrix, "last_block_frame_attention": last}

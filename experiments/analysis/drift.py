@@ -1,7 +1,7 @@
 """How a video changes as it goes on, in numbers that need no network.
 
-Videos are uint8 [T, H, W, 3]. Each measure stands in MEASURES with its formula, unit, direction and source.
-A frozen first frame is perfect by every measure of stability: it is the control, and motion stands beside
+Videos are uint8 [T, H, W, 3]. MEASURES has the formula, unit, direction and source of each number. A
+frozen first frame is perfect by every measure of stability: it is the control, and motion stands beside
 them.
 """
 
@@ -10,54 +10,43 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# --- Optical flow of two frames by polynomial expansion (Farnebäck, SCIA 2003), for videos as they are
+# --- Optical flow of two frames by polynomial expansion (Farnebäck, SCIA 2003)
 EXPANSION, SMOOTHING = 1.5, 3.0  # pixels: widths of the Gaussians of the fit and of the neighbourhood
 ITERATIONS = 4
 FLAT = 1e-6  # squared curvature, in grey levels of 0..1 per square pixel: what is flatter counts as at rest
 
 
 def flow(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Displacement (x, y) in pixels of every pixel from the first to the second of grey frames
-    [..., H, W] in 0..1 -> [..., H, W, 2].
+    """Estimate the displacement (x, y) in pixels from the first to the second of grey frames [..., H, W]
+    in 0..1.
+
+    Each of a few steps takes the second frame's polynomials where the present shift says -> [..., H, W, 2].
     """
     before, after = _expansion(first), _expansion(second)
+    height, width = first.shape[-2:]
+    row, column = np.arange(height)[:, None], np.arange(width)
     shift = np.zeros((*first.shape, 2))
     for _ in range(ITERATIONS):
-        shift = _updated(before, after, shift)
+        whole = np.rint(shift).astype(int)
+        rows = np.clip(row + whole[..., 1], 0, height - 1)
+        columns = np.clip(column + whole[..., 0], 0, width - 1)
+        pixels = (rows * width + columns).reshape(*first.shape[:-2], -1, 1)
+        flat = after.reshape(*after.shape[:-3], height * width, after.shape[-1])
+        moved = np.take_along_axis(flat, pixels, -2).reshape(after.shape)
+        xx, yy, xy = np.moveaxis((before[..., 2:] + moved[..., 2:]) / 2, -1, 0)
+        dx = (before[..., 0] - moved[..., 0]) / 2 + xx * whole[..., 0] + xy / 2 * whole[..., 1]
+        dy = (before[..., 1] - moved[..., 1]) / 2 + xy / 2 * whole[..., 0] + yy * whole[..., 1]
+        xy = xy / 2  # A = [[xx, xy], [xy, yy]]
+        g11, g12, g22 = (_blurred(x) for x in (xx * xx + xy * xy, xy * (xx + yy), yy * yy + xy * xy))
+        h1, h2 = _blurred(xx * dx + xy * dy), _blurred(xy * dx + yy * dy)
+        g11, g22 = g11 + FLAT, g22 + FLAT
+        shift = np.stack([g22 * h1 - g12 * h2, g11 * h2 - g12 * h1], -1) / (g11 * g22 - g12 * g12)[..., None]
     return shift
-
-
-def _updated(before: np.ndarray, after: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """One step: the second frame's polynomials are taken where the present shift says."""
-    whole = np.rint(shift).astype(int)
-    moved = _taken(after, whole)
-    xx, yy, xy = (before[..., 2:] + moved[..., 2:]).transpose(-1, *range(before.ndim - 1)) / 2
-    dx = (before[..., 0] - moved[..., 0]) / 2 + xx * whole[..., 0] + xy / 2 * whole[..., 1]
-    dy = (before[..., 1] - moved[..., 1]) / 2 + xy / 2 * whole[..., 0] + yy * whole[..., 1]
-    xy = xy / 2  # A = [[xx, xy], [xy, yy]]
-    g11, g12, g22, h1, h2 = (
-        _blurred(x, SMOOTHING)
-        for x in (xx * xx + xy * xy, xy * (xx + yy), yy * yy + xy * xy, xx * dx + xy * dy, xy * dx + yy * dy)
-    )
-    g11, g22 = g11 + FLAT, g22 + FLAT
-    solved = np.stack([g22 * h1 - g12 * h2, g11 * h2 - g12 * h1], -1)
-    return solved / (g11 * g22 - g12 * g12)[..., None]
-
-
-def _taken(values: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """values [..., H, W, n] at pixels moved by whole shifts [..., H, W, 2], the nearest at the border."""
-    height, width = values.shape[-3:-1]
-    rows = np.clip(np.arange(height)[:, None] + shift[..., 1], 0, height - 1)
-    columns = np.clip(np.arange(width) + shift[..., 0], 0, width - 1)
-    flat = values.reshape(*values.shape[:-3], height * width, values.shape[-1])
-    places = (rows * width + columns).reshape(*shift.shape[:-3], height * width, 1)
-    return np.take_along_axis(flat, places, -2).reshape(values.shape)
 
 
 def _expansion(frames: np.ndarray) -> np.ndarray:
     """Coefficients [..., H, W, 5] of x, y, x², y², xy, weighted by a Gaussian around every pixel."""
-    offsets = _offsets(EXPANSION)
-    weights = _gaussian(offsets, EXPANSION)
+    offsets, weights = _gaussian(EXPANSION)
     powers = [weights * offsets**power for power in range(3)]
     rows = [_along(frames, kernel, -2) for kernel in powers]  # moments of y
     names = ((0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # powers of x and y: 1, x, y, x², y², xy
@@ -67,31 +56,29 @@ def _expansion(frames: np.ndarray) -> np.ndarray:
     return (moments @ np.linalg.inv(gram).T)[..., 1:]
 
 
-def _blurred(x: np.ndarray, width: float) -> np.ndarray:
-    kernel = _gaussian(_offsets(width), width)
+def _blurred(x: np.ndarray) -> np.ndarray:
+    _, kernel = _gaussian(SMOOTHING)
     return _along(_along(x, kernel, -1), kernel, -2)
 
 
-def _offsets(width: float) -> np.ndarray:
+def _gaussian(width: float) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets in pixels and weights of sum 1, to three widths."""
     radius = int(np.ceil(3 * width))
-    return np.arange(-radius, radius + 1.0)
-
-
-def _gaussian(offsets: np.ndarray, width: float) -> np.ndarray:
+    offsets = np.arange(-radius, radius + 1.0)
     weights = np.exp(-(offsets**2) / (2 * width**2))
-    return weights / weights.sum()
+    return offsets, weights / weights.sum()
 
 
 def _along(x: np.ndarray, kernel: np.ndarray, axis: int) -> np.ndarray:
     """Correlation of x with a kernel along one of its last two axes; the border's pixels go on beyond it."""
     size, radius = x.shape[axis], len(kernel) // 2
-    places = np.clip(np.arange(size)[:, None] + np.arange(-radius, radius + 1), 0, size - 1)
+    pixels = np.clip(np.arange(size)[:, None] + np.arange(-radius, radius + 1), 0, size - 1)
     matrix = np.zeros((size, size))  # a product with it is sooner done than a sum of shifted pictures
-    np.add.at(matrix, (np.arange(size)[:, None], places), kernel)
+    np.add.at(matrix, (np.arange(size)[:, None], pixels), kernel)
     return matrix @ x if axis == -2 else x @ matrix.T
 
 
-# --- How a video changes as it goes on, in numbers that need no network
+# --- The measures
 FPS = 16
 HUE_BINS = 180
 FIRST_FRAMES = 9  # of the video: its first block of three latent frames
@@ -103,7 +90,7 @@ FASTEST = 0.05  # share of the pixels whose motion is averaged
 
 @dataclass(frozen=True)
 class Measure:
-    """What a number is: its formula, unit, which direction is good and where it comes from."""
+    """The formula of a number, its unit, which direction is good and where it comes from."""
 
     title: str
     formula: str
@@ -185,49 +172,42 @@ SUMMARIES = {
 
 
 def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
-    """Every measure of MEASURES for each whole second -> [seconds] each.
+    """Compute every measure of MEASURES for each whole second -> [seconds] each.
 
     Raises ValueError for what is no video of a second at least.
     """
     if video.dtype != np.uint8 or video.ndim != 4 or video.shape[3] != 3 or len(video) < FPS:
         raise ValueError(f"a video is uint8 [T, H, W, 3] of {FPS} frames or more, not {video.shape}")
-    return {
-        "hue_kept": hue_kept(video),
-        "sharpness": _by_second(sharpness(video)),
-        "clipped": _by_second(clipped(video)),
-        "flicker": _by_second(np.append(flicker(video), 0.0)[: len(video)], last=len(video) - 1),
-        "motion": motion(video),
-        "distance": _by_second(distance(video)),
-    }
+    by_frame = {"sharpness": sharpness(video), "clipped": clipped(video), "distance": distance(video)}
+    by_frame["flicker"] = np.append(flicker(video), np.nan)  # the last frame has no next one
+    whole = len(video) // FPS
+    seconds = {name: np.nanmean(x[: whole * FPS].reshape(-1, FPS), 1) for name, x in by_frame.items()}
+    return {name: seconds[name] if name in seconds else OF_SECONDS[name](video) for name in MEASURES}
 
 
 def summaries(video: np.ndarray) -> dict[str, float]:
-    """Every measure of SUMMARIES."""
+    """Compute every measure of SUMMARIES."""
     first_sharp, last_sharp = _ends(sharpness(video))
-    changes = {name: _ends(of(video)) for name, of in (("clipped", clipped), ("flicker", flicker))}
     with np.errstate(divide="ignore", invalid="ignore"):
         sharper = float(np.log2(last_sharp / first_sharp)) if last_sharp != first_sharp else 0.0
+    ends = {"clipped_change": _ends(clipped(video)), "flicker_change": _ends(flicker(video))}
     return {
         "sharpness_change": sharper,
-        **{f"{name}_change": last - first for name, (first, last) in changes.items()},
+        **{name: last - first for name, (first, last) in ends.items()},
         "largest_drop": largest_drop(distance(video)),
         "non_repetition": non_repetition(video),
     }
 
 
-# -- of every frame ----------------------------------------------------------------------------------------
-
-
 def sharpness(video: np.ndarray) -> np.ndarray:
     """Variance of the Laplacian of luma -> [T]."""
-    return _in_parts(video, _sharpness)
 
+    def of(frames: np.ndarray) -> np.ndarray:
+        grey = luma(frames)
+        around = grey[:, :-2, 1:-1] + grey[:, 2:, 1:-1] + grey[:, 1:-1, :-2] + grey[:, 1:-1, 2:]
+        return (around - 4 * grey[:, 1:-1, 1:-1]).var((1, 2))
 
-def _sharpness(frames: np.ndarray) -> np.ndarray:
-    grey = luma(frames)
-    inner = grey[:, 1:-1, 1:-1]
-    around = grey[:, :-2, 1:-1] + grey[:, 2:, 1:-1] + grey[:, 1:-1, :-2] + grey[:, 1:-1, 2:]
-    return (around - 4 * inner).var((1, 2))
+    return _in_parts(video, of)
 
 
 def clipped(video: np.ndarray) -> np.ndarray:
@@ -261,9 +241,8 @@ def hue_kept(video: np.ndarray) -> np.ndarray:
 
 
 def hue_histogram(pixels: np.ndarray) -> np.ndarray:
-    """Hues of pixels [n, 3] in 180 bins, weighted by saturation; sum 1. Without colour the last of 181
-    entries is 1.
-    """
+    """Hues of pixels [n, 3] in 180 bins, weighted by saturation; sum 1. Without colour the last of 181 is
+    1."""
     rgb = pixels.astype(np.float32)
     top, bottom = rgb.max(1), rgb.min(1)
     chroma = top - bottom
@@ -280,22 +259,23 @@ def hue_histogram(pixels: np.ndarray) -> np.ndarray:
 def motion(video: np.ndarray) -> np.ndarray:
     """Length of the flow of the fastest pixels, in shorter sides per second -> [seconds]."""
     scale = max(1, min(video.shape[1:3]) // FLOW_SIDE)
+    height, width = (side // scale for side in video.shape[1:3])
     found = []
     for start in range(0, len(video) // FPS * FPS, FPS):
-        second = luma(video[start : start + FPS + 1])
-        second = _shrunk(second, scale)
-        pairs = np.arange(0, len(second) - 1, FLOW_EVERY)
-        lengths = np.linalg.norm(flow(second[pairs], second[pairs + 1]), axis=-1).reshape(len(pairs), -1)
+        grey = luma(video[start : start + FPS + 1])[:, : height * scale, : width * scale]
+        small = grey.reshape(len(grey), height, scale, width, scale).mean((2, 4))
+        pairs = np.arange(0, len(small) - 1, FLOW_EVERY)
+        lengths = np.linalg.norm(flow(small[pairs], small[pairs + 1]), axis=-1).reshape(len(pairs), -1)
         fastest = np.sort(lengths, 1)[:, -max(1, int(FASTEST * lengths.shape[1])) :]
-        found.append(fastest.mean() * FPS / min(second.shape[1:]))
+        found.append(fastest.mean() * FPS / min(height, width))
     return np.array(found)
 
 
-# -- of the whole video ------------------------------------------------------------------------------------
+OF_SECONDS = {"hue_kept": hue_kept, "motion": motion}
 
 
 def largest_drop(distances: np.ndarray) -> float:
-    """How far the distance [T] to the first frames falls within a second, at most."""
+    """Return how far the distance [T] to the first frames falls within a second, at most."""
     windows = np.lib.stride_tricks.sliding_window_view(distances, min(FPS + 1, len(distances)))
     return float((windows[:, 0] - windows.min(1)).max())
 
@@ -307,15 +287,11 @@ def non_repetition(video: np.ndarray) -> float:
     """
     if len(video) < 2 * FPS:
         return float("nan")
-    frames = (
-        video[:, :: max(1, video.shape[1] // 64), :: max(1, video.shape[2] // 64)].astype(np.float32) / 255
-    )
+    rows, columns = (max(1, side // 64) for side in video.shape[1:3])
+    frames = video[:, ::rows, ::columns].astype(np.float32) / 255
     like = FPS + int(_rms(frames[FPS : len(frames) - 1], frames[0]).argmin())
     count = min(FPS, len(frames) - like - 1)
     return float(_rms(frames[like + 1 : like + 1 + count], frames[1 : 1 + count]).mean())
-
-
-# -- helpers -----------------------------------------------------------------------------------------------
 
 
 def luma(frames: np.ndarray) -> np.ndarray:
@@ -327,24 +303,9 @@ def _rms(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.sqrt(((one - other) ** 2).mean((-3, -2, -1)))
 
 
-def _shrunk(frames: np.ndarray, scale: int) -> np.ndarray:
-    """Means over squares of scale x scale pixels."""
-    height, width = (side // scale for side in frames.shape[1:])
-    cut = frames[:, : height * scale, : width * scale]
-    return cut.reshape(len(frames), height, scale, width, scale).mean((2, 4))
-
-
 def _in_parts(video: np.ndarray, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """of(frames) -> [n], a second at a time: a long video would not fit as floats."""
+    """Apply of to a second at a time -> [T]: a long video would not fit as floats."""
     return np.concatenate([of(video[start : start + FPS]) for start in range(0, len(video), FPS)])
-
-
-def _by_second(values: np.ndarray, last: int | None = None) -> np.ndarray:
-    """Means over whole seconds of values [T]; the values from last on are not there."""
-    whole = len(values) // FPS * FPS
-    known = np.arange(len(values)) < (len(values) if last is None else last)
-    kept = np.where(known, values, np.nan)[:whole].reshape(-1, FPS)
-    return np.nanmean(kept, 1)
 
 
 def _ends(values: np.ndarray) -> tuple[float, float]:

@@ -1,20 +1,25 @@
-"""What an intervention did, in numbers: changes of videos, correlations.
+"""What an intervention did, in numbers: changes of videos, correlations, knockout curves, a causal atlas.
 
-The unit is the prompt. Seeds of a prompt are averaged first, bootstraps resample prompts, and where a number
-is over heads they resample layers too, whose heads belong together. NaN is what was not measured.
+The unit is the prompt. Seeds of a prompt are averaged first, bootstraps resample prompts, and where a
+number is over heads they resample layers too, whose heads belong together. NaN is what was not measured.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
+from experiments.analysis.first_frame import first_frame_effect
+from experiments.analysis.measures import context_sign_rate, first_frame_mass
+from experiments.analysis.panels import HeadMap
+from experiments.analysis.taxonomy import ABSENT, KINDS, Thresholds, kinds
+from experiments.caches import load_cache
+from experiments.caches.files import CacheError
+from experiments.caches.view import edits_in_words, open_profiles
 
-# --- What an intervention did, in numbers: changes of videos, correlations
 DRAWS = 2000
 ENOUGH_PROMPTS = 16  # below, a bootstrap over prompts says little
 
@@ -30,15 +35,19 @@ class Interval(NamedTuple):
         return f"{self.estimate:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
+# --- Changes of videos
+
+
 def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1; infinite where equal."""
+    """Return the peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1; infinite where
+    equal."""
     squared = ((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean((-3, -2, -1))
     with np.errstate(divide="ignore"):
         return -10 * np.log10(squared)
 
 
 def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
-    """Structural similarity per video frame (Wang et al. 2004), of videos [F, C, H, W] in 0..1.
+    """Return the structural similarity per frame (Wang et al. 2004) of videos [F, C, H, W] in 0..1.
 
     Means, variances and covariance over square windows of equal weight, one per pixel that has a whole one.
     """
@@ -59,8 +68,11 @@ def _windows(x: np.ndarray, size: int) -> np.ndarray:
     return (corner - sums[..., size:, :-size] - sums[..., :-size, size:]) / size**2
 
 
+# --- Correlations and intervals
+
+
 def ranks(x: np.ndarray) -> np.ndarray:
-    """Ranks from 1 of values [n]; equal ones share the mean of theirs."""
+    """Rank values [n] from 1; equal ones share the mean of theirs."""
     _, inverse, counts = np.unique(np.asarray(x, np.float64), return_inverse=True, return_counts=True)
     last = counts.cumsum()
     return ((last - counts + 1 + last) / 2)[inverse]
@@ -90,7 +102,7 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
 
 
 def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """The mean of values and its interval, from resampling the first axis, the prompts."""
+    """Return the mean of values and its interval, from resampling the first axis, the prompts."""
     values = np.asarray(values, np.float64)
     chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
     return _interval(float(values.mean()), values[chosen].reshape(draws, -1).mean(1))
@@ -103,10 +115,11 @@ def head_correlation(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """ρ over heads of effects [prompts, layers, H], averaged over prompts, with a predictor.
+    """Correlate effects [prompts, layers, H], averaged over prompts, with a predictor over heads
+    (Spearman's ρ).
 
-    predictor [layers, H], or per prompt. given: other values [layers, H] that ρ is partial to. Each draw
-    resamples prompts, and layers as wholes.
+    predictor is [layers, H], or per prompt. given: other values [layers, H] that ρ is partial to. Each
+    draw resamples prompts, and layers as wholes.
     """
     effects, predictor = np.asarray(effects, np.float64), np.asarray(predictor, np.float64)
     per_prompt = predictor if predictor.ndim == 3 else np.broadcast_to(predictor, effects.shape)
@@ -129,7 +142,7 @@ def head_correlation(
 
 
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000, seed: int = 0) -> float:
-    """Two-sided p of paired differences [prompts] having mean 0, by flipping their signs at random."""
+    """Return the two-sided p of paired differences [prompts] having mean 0, by flipping signs at random."""
     differences = np.asarray(differences, np.float64)
     signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(draws, len(differences)))
     as_far = np.abs(signs @ differences) >= abs(differences.sum()) * (1 - 1e-12)
@@ -137,7 +150,7 @@ def sign_flip_p(differences: np.ndarray, draws: int = 10_000, seed: int = 0) -> 
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
-    """p-values [n] adjusted for n comparisons (Holm 1979), in their order."""
+    """Adjust p-values [n] for n comparisons (Holm 1979), in their order."""
     p = np.asarray(p_values, np.float64)
     order = p.argsort(kind="stable")
     adjusted = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order])
@@ -153,7 +166,8 @@ def _interval(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
     return Interval(estimate, float(low), float(high))
 
 
-# --- How much of something is left when more and more heads lose their past: shares, intervals, orders
+# --- Knockout curves: how much of something is left when more and more heads lose their past
+
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
 ORDERS = {  # of heads -> in words
     "effect": "by single effect",
@@ -164,16 +178,17 @@ ORDERS = {  # of heads -> in words
 
 
 def rounded(interval: Interval, digits: int = 3) -> list[float]:
+    """Turn an interval into the list that a report holds."""
     return [round(float(value), digits) for value in interval]
 
 
 def curve(answers: np.ndarray) -> list[list[float]]:
-    """Share and its interval for each count of heads, of answers [counts, captions]."""
+    """Return share and interval for each count of heads, of answers [counts, captions]."""
     return [rounded(bootstrap(row)) for row in answers]
 
 
 def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> list[list[float]]:
-    """Of draws [draws, counts, captions]: share, its interval, lowest and highest draw, for each count.
+    """Return share, interval, lowest and highest draw for each count, of draws [draws, counts, captions].
 
     The interval resamples random orders and captions: both are samples of what might have been drawn.
     """
@@ -192,17 +207,18 @@ def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> li
 
 
 def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float, none: float) -> int | None:
-    """The fewest heads after which half of what the past gives is lost; None where no count does that."""
+    """Return the fewest heads after which half of what the past gives is lost; None where no count does
+    that."""
     half = (whole + none) / 2 + 1e-9  # shares are multiples of 1 / (captions x seeds): no rounding decides
     return next((count for count, share in zip(counts, shares, strict=True) if share <= half), None)
 
 
 def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Every order's curve and heads_for_half, from the seeds that come back in each condition and caption."""
+    """Compute every order's curve and heads_for_half from the seeds that come back in each condition and
+    caption."""
 
     def answers(name: str) -> np.ndarray:
-        digits = found["seeds_that_come_back"][name]
-        return np.array([int(digit) for digit in digits]) / found["seeds"]
+        return np.array([int(digit) for digit in found["seeds_that_come_back"][name]]) / found["seeds"]
 
     def by_count(name: str) -> np.ndarray:
         return np.stack([answers(f"{name}: {count}") for count in found["counts"]])
@@ -210,64 +226,65 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
     orders = {name: by_count(name) for name in ORDERS}
     random = np.stack([by_count(f"random {draw}") for draw in range(found["draws"])])
     means = {name: values.mean(1) for name, values in orders.items()} | {"random": random.mean((0, 2))}
-    whole, none = (float(answers(name).mean()) for name in ("base", "all"))
+    ends = float(answers("base").mean()), float(answers("all").mean())
+    beyond = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
     return {
         "curves": {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)},
-        "more_than_by_effect": {  # paired by caption
-            name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"
-        },
+        "more_than_by_effect": beyond,  # paired by caption
         "heads_for_half": {
-            name: heads_for_half(shares.tolist(), found["counts"], whole, none)
-            for name, shares in means.items()
+            name: heads_for_half(shares.tolist(), found["counts"], *ends) for name, shares in means.items()
         },
     }
 
 
 class Knockouts(NamedTuple):
-    """The curves of a report as a figure takes them; reason says why there are none."""
+    """The curves of a report as figures.knockout_curves takes them."""
 
-    reason: str = ""
-    subtitle: str = ""
-    counts: Sequence[int] = ()
-    orders: Mapping[str, np.ndarray] = MappingProxyType({})  # [counts, 3] each: share and its interval
-    random: np.ndarray = np.empty((0, 5))  # and lowest and highest draw
-    ends: tuple[np.ndarray, np.ndarray] = (np.empty(3), np.empty(3))  # with the whole past, and without any
+    counts: Sequence[int]
+    orders: Mapping[str, np.ndarray]  # [counts, 3] each: share and its interval
+    random: np.ndarray  # [counts, 5]: and lowest and highest draw
+    ends: tuple[np.ndarray, np.ndarray]  # with the whole past, and without any
+    subtitle: str
 
 
 def knockouts_of(report: Mapping[str, Any]) -> Knockouts:
-    """The curves of a report of hidden_shapes.py."""
+    """Take the curves out of a report of hidden_shapes.py."""
     found = report["knockouts"]
     curves = {name: np.array(rows) for name, rows in found["curves"].items()}
+    orders = {label: curves[name] for name, label in ORDERS.items()}
+    ends = np.array(found["base"][BACK]), np.array(found["all"][BACK])
     about = f"{report['model']}, {found['captions']} captions × {found['seeds']} seeds"
-    return Knockouts(
-        "",
-        f"Which heads bring a hidden shape back: {about}",
-        found["counts"],
-        {label: curves[name] for name, label in ORDERS.items()},
-        curves["random"],
-        (np.array(found["base"][BACK]), np.array(found["all"][BACK])),
-    )
+    subtitle = f"Which heads bring a hidden shape back: {about}"
+    return Knockouts(found["counts"], orders, curves["random"], ends, subtitle)
 
 
 def read_knockouts(path: str | Path) -> Knockouts:
-    """The curves of a report in a file, or why there are none."""
+    """Read the curves of a report. Raises CacheError for a file that is not there."""
     if not Path(path).is_file():
-        return Knockouts(f"{path} not found; run: python experiments/benchmarks/reproduce/hidden_shapes.py")
+        raise CacheError(f"{path} not found; run: python experiments/benchmarks/reproduce/hidden_shapes.py")
     return knockouts_of(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:
-    """Does what a head attends to predict what removing frame 0 does? found [prompts, layers, H] each.
+    """Report whether what a head attends to predicts what removing frame 0 does; found [prompts, layers,
+    H] each.
 
     ρ over heads, and partial ρ given layer and ‖z‖, of the effect and of the effect beyond the control.
     """
     effect, beyond = found["effect"], found["effect"] - found["control"]
     shape = effect.shape[1:]
     given = [np.broadcast_to(np.asarray(layers, float)[:, None], shape), found["norm"].mean(0)]
-    measured = [name for name in found if name.endswith("pass") or name.endswith("passes")]
-    above = [
-        bootstrap(beyond[:, layer, head]).low > 0 for layer in range(shape[0]) for head in range(shape[1])
-    ]
+    measured = [name for name in found if name.endswith(("pass", "passes"))]
+    above = [bootstrap(beyond[:, layer, head]).low > 0 for layer, head in np.ndindex(shape)]
+    labels = kinds(found["share of positive logits, first pass"].mean(0), Thresholds())
+    by_kind = {
+        name: {
+            "heads": int((labels == kind).sum()),
+            "effect": rounded(bootstrap(effect[:, labels == kind].mean(1)), 4),
+        }
+        for kind, name in KINDS.items()
+        if (labels == kind).any()
+    }
     return {
         "prompts": len(effect),
         "layers": list(layers),
@@ -275,7 +292,7 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
         "mean_control": rounded(bootstrap(found["control"].mean((1, 2))), 4),
         "floor": float(f"{found['floor'].mean():.2g}"),
         "heads_above_control": int(sum(above)),
-        "kinds": _by_kind(effect, found["share of positive logits, first pass"].mean(0)),
+        "kinds": by_kind,
         "correlations": {
             name: {
                 "rho": rounded(head_correlation(effect, found[name])),
@@ -292,14 +309,151 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
     }
 
 
-def _by_kind(effect: np.ndarray, rate: np.ndarray) -> dict[str, dict[str, Any]]:
-    """Number of heads of every kind, and their mean effect; effect [prompts, layers, H], rate [layers, H]."""
-    labels = kinds(rate, Thresholds())
-    return {
-        name: {
-            "heads": int((labels == kind).sum()),
-            "effect": rounded(bootstrap(effect[:, labels == kind].mean(1)), 4),
+# --- An effects cache
+
+QUESTIONS = {  # of the miniature's tracker, in words
+    "background": "background",
+    "color": "colour",
+    "shape": "shape",
+    "direction": "direction",
+    "landmark": "landmark",
+    "crossing": "paths cross",
+    "hides": "it hides",
+    "comes_back": "it comes back",
+    "same": "back in colour and shape",
+}
+
+
+def changes_of(cache: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the effects of an effects cache [F] each, in units of the distance between seeds."""
+    names = {"direct": "direct", "own_block": "own block", "total": "total", "floor": "floor"}
+    unit = cache["between_seeds"].numpy()
+    return {label: cache[name].numpy() / unit for name, label in names.items() if name in cache}
+
+
+def change_rows(changes: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Mean of each effect over the frames that have one."""
+    return [{"effect": name, "mean": np.nanmean(values)} for name, values in changes.items()]
+
+
+def tracker_rows(cache: Mapping[str, Any]) -> list[dict[str, str]]:
+    """List what the tracker says of both videos of an effects cache; nothing but for captions of the
+    miniature."""
+    answers = [cache.get(name) for name in ("answers_base", "answers_edited")]
+    if any(answer is None for answer in answers) or "questions" not in cache:
+        return []
+    said = zip(
+        cache["questions"], *(answer.tolist() for answer in answers if answer is not None), strict=True
+    )
+    words = {True: "right", False: "wrong"}
+    return [
+        {"question": QUESTIONS[name], "unedited": words[bool(base)], "edited": words[bool(edited)]}
+        for name, base, edited in said
+        if name in QUESTIONS
+    ]
+
+
+# --- A causal atlas: the direct effect of editing each head alone, beside what heads attend to
+
+UNIT = "/ seeds"  # effects are in units of the distance between two seeds
+S = "First-frame effect s"
+
+
+@dataclass(frozen=True)
+class HeadStudy:
+    """Direct effects of heads, controls, and what heads attend to."""
+
+    subtitle: str
+    layers: list[int]
+    effects: np.ndarray  # [prompts, N, H], mean over frames
+    floor: float
+    controls: dict[str, np.ndarray]  # [N, H]
+    norms: np.ndarray | None  # [N, H]
+    measures: dict[str, np.ndarray] = field(default_factory=dict)  # [N, H], of one atlas
+    kinds: np.ndarray | None = None  # [N, H], names, by the signs of logits in that atlas
+
+    @property
+    def effect(self) -> np.ndarray:
+        """Mean over prompts [N, H]."""
+        return self.effects.mean(0)
+
+    def maps(self) -> list[HeadMap]:
+        """Effect, controls and measures as panels for figures.head_maps."""
+        maps = [HeadMap("effect", "Direct effect", UNIT, "sequential", self.effect)]
+        maps += [HeadMap(name, name, UNIT, "sequential", values) for name, values in self.controls.items()]
+        for name, values in self.measures.items():
+            unit, scale = ("logits", "diverging") if name == S else ("share", "sequential")
+            maps.append(HeadMap(name, name, unit, scale, values))
+        return maps
+
+    def correlations(self) -> dict[str, tuple[Interval, Interval]]:
+        """ρ of every measure with the effect, and partial ρ given layer and ‖z‖."""
+        layer = np.broadcast_to(np.arange(len(self.layers))[:, None], self.effect.shape)
+        given = [layer] if self.norms is None else [layer, self.norms]
+        return {
+            name: (head_correlation(self.effects, values), head_correlation(self.effects, values, given))
+            for name, values in self.measures.items()
         }
-        for kind, name in KINDS.items()
-        if (labels == kind).any()
+
+    def summary(self) -> dict[str, float | int]:
+        """Prompts, mean and largest effect, floor. Below ENOUGH_PROMPTS prompts intervals say little."""
+        effect = self.effect
+        return {
+            "prompts": len(self.effects),
+            "mean effect": effect.mean(),
+            "largest": effect.max(),
+            "floor": self.floor,
+        }
+
+
+def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> HeadStudy | None:
+    """Read a causal atlas, beside an unedited attention atlas of the same weights where one is there.
+
+    None where there is no causal atlas, or one that is not of every head.
+    """
+    if not Path(causal_atlas).is_file():
+        return None
+    cache = load_cache(causal_atlas, expect=("causal_atlas",))
+    if cache["each"] != "head" or len(cache["units"]) != cache["num_heads"]:
+        return None
+    prompts = np.array(cache["prompts"])
+    per_run = np.nanmean(cache["effects"].numpy(), -1)  # [R, N, H]
+    names = {"frame_control": "On a random frame", "head_control": "On another head"}
+    controls = {
+        label: np.nanmean(cache[name].numpy(), (0, -1)) for name, label in names.items() if name in cache
     }
+    measures, labels = _attention(atlas, cache)
+    return HeadStudy(
+        edits_in_words(cache["interventions"]),
+        cache["layers"],
+        np.stack([per_run[prompts == one].mean(0) for one in dict.fromkeys(cache["prompts"])]),  # seeds first
+        float(np.nanmean(cache["floor"].numpy())),
+        controls,
+        cache["head_norms"].numpy().mean(0) if "head_norms" in cache else None,
+        measures,
+        labels,
+    )
+
+
+def _attention(
+    atlas: str | Path | None, causal: Mapping[str, Any]
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """s, the mass on frame 0 and on the past of every head [N, H], and the names of their kinds."""
+    if atlas is None or not Path(atlas).is_file():
+        return {}, None
+    cache = load_cache(atlas, expect=("atlas",))
+    same = cache["weights_sha256"] == causal["weights_sha256"] and "interventions" not in cache
+    if not same or "frame_mass" not in cache or cache["layers"] != causal["layers"]:
+        return {}, None
+    mass = open_profiles(cache, quantity="mass")
+    profile, context = mass.profiles(), mass.context_frames
+    past = np.nansum(profile[..., list(context)], -1)
+    found = {"Mass on frame 0": first_frame_mass(profile, context)[0], "Mass on the past": past}
+    if "frame_logits" not in cache:
+        return found, None
+    logits = open_profiles(cache, quantity="mean_logit")
+    labels = kinds(context_sign_rate(logits), Thresholds())
+    words = np.vectorize({**KINDS, ABSENT: "no kind"}.__getitem__, otypes=[object])(labels)
+    if (matrices := logits.frame_matrices()) is not None:
+        found = {S: first_frame_effect(matrices, logits.block_sizes).effect} | found
+    return found, words

@@ -1,4 +1,4 @@
-"""Does a head prefer the first frame? Least squares on the context cells of its frame matrix.
+"""The first-frame effect: how much more a head gives to frame 0 than rows and distances explain.
 
 The model of a head's logits at query frame q and key frame k, where the key's block comes before the query's:
 
@@ -6,190 +6,281 @@ The model of a head's logits at query frame q and key frame k, where the key's b
 
 Softmax ignores row(q); a decay or a wave of temporal RoPE is part of distance(q − k); s is the first-frame
 effect. All heads that have the same cells share one factorisation. Matrices are [..., F, F], NaN where
-nothing was attended, and results are NaN where the cells do not identify a number: in bidirectional caches,
-or a window that never sees frame 0."""
+nothing was attended. Results are NaN where the cells do not identify a number: in bidirectional caches, or
+in a window that never sees frame 0.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_IDENTIFIED
+from experiments.caches.view import Profiles
 from wan.blocks import earlier_block
 
-RANK_TOLERANCE = (
-    1e-9  # share of a column outside the span of the others, squared, below which it counts as inside
-)
-
+RANK_TOLERANCE = 1e-9  # squared share of a column outside the span of others, below which it is in the span
 LINE = slice(3, 12)  # key frames through which contrasts draw their line
+LAST_PLACEBO = 24  # key frames within what the model was trained on, at any length
+FIRST_CONTRASTS = 24
 
 
 class FirstFrameEffect(NamedTuple):
-    """Per head [...], of the fit with s."""
+    """The fit with s, each [...] per head."""
 
     effect: np.ndarray  # s; in logits, e^s is a ratio of geometric-mean weights at equal distance
     residual_error: (
         np.ndarray
     )  # standard error of s from the residuals: of this video alone, see placebo_effects
     r_squared_within_rows: np.ndarray  # of the whole fit, around each query frame's own mean
+    partial_r_squared: np.ndarray  # share of what rows and distances leave over that s explains
+
+
+class Cells:
+    """Some cells (q, k) of frame matrices, with an orthonormal basis of all row(q) + distance(q − k)."""
+
+    def __init__(self, mask: np.ndarray):
+        self.q, self.k = np.nonzero(mask)
+        rows, distances = (values[:, None] == np.unique(values) for values in (self.q, self.q - self.k))
+        u, sizes, _ = np.linalg.svd(
+            np.concatenate([rows, distances], 1).astype(np.float64), full_matrices=False
+        )
+        self.basis = u[:, sizes > 1e-9 * sizes.max(initial=1)]  # [cells, rank]
+        self.rows = rows.astype(np.float64)
+
+    def outside(self, values: np.ndarray) -> np.ndarray:
+        """Return what rows and distances cannot explain of values [cells, n]."""
+        return values - self.basis @ (self.basis.T @ values)
+
+    def of_keys(self, frames: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Indicators of key frames outside the basis [cells, frames], and which are identified [frames]."""
+        indicators = (self.k[:, None] == np.asarray(frames)).astype(np.float64)
+        z = self.outside(indicators)
+        return z, (z**2).sum(0) > RANK_TOLERANCE * np.maximum(indicators.sum(0), 1)
 
 
 def first_frame_effect(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstFrameEffect:
-    """s with its residual error and the fit's R² within rows, of matrices [..., F, F], each [...]."""
+    """Fit s, its residual error and R² to matrices [..., F, F], each [...]."""
 
-    def fit(cells: "Cells", y: np.ndarray) -> np.ndarray:
-        return np.stack(_effect(cells, y, 0))
+    def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
+        z, identified = cells.of_keys([0])
+        rest, size, freedom = cells.outside(y), (z**2).sum(), len(y) - cells.basis.shape[1] - 1
+        within = y - cells.rows @ ((cells.rows.T @ y) / cells.rows.sum(0)[:, None])
+        effect = (z.T @ y)[0] / size
+        residual = ((rest - z * effect) ** 2).sum(0)
+        error = np.sqrt(residual / (freedom if freedom > 0 else np.nan) / size)
+        shares = 1 - residual / (within**2).sum(0), size * effect**2 / (rest**2).sum(0)
+        return np.where(identified, np.stack([effect, error, *shares]), np.nan)
 
-    F = np.shape(matrix)[-1]
-    return FirstFrameEffect(*_of_heads(fit, matrix, context_cells(block_sizes), (3,), F))
-
-
-def partial_r_squared(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """Share of what rows and distances leave over that s explains, of matrices [..., F, F] -> [...]."""
-
-    def fit(cells: "Cells", y: np.ndarray) -> np.ndarray:
-        z, rest = cells.outside(cells.keys([0])), cells.outside(y)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = (z.T @ rest)[0] ** 2 / ((z**2).sum() * (rest**2).sum(0))
-        return np.where(cells.identifies(z, [0])[0], share, np.nan)[None]
-
-    (share,) = _of_heads(fit, matrix, context_cells(block_sizes), (1,), np.shape(matrix)[-1])
-    return share
+    return FirstFrameEffect(*_of_heads(fit, matrix, context_cells(block_sizes), 4))
 
 
 def placebo_effects(matrix: np.ndarray, block_sizes: Sequence[int], frames: Sequence[int]) -> np.ndarray:
-    """What s would be for other key frames j, the cells of frame 0 left out: matrices [..., F, F] -> [...,
-    frames].
+    """Fit s for other key frames, the cells of frame 0 left out: matrices [..., F, F] -> [..., frames].
 
     Cells of a key frame share its content, so residuals do not say whether frame 0 is special; these do.
     """
     cells_of = context_cells(block_sizes)
     cells_of[:, 0] = False
 
-    def fit(cells: "Cells", y: np.ndarray) -> np.ndarray:
-        z = cells.outside(cells.keys(frames))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            effects = (z.T @ y) / (z**2).sum(0)[:, None]
-        return np.where(cells.identifies(z, frames)[:, None], effects, np.nan)
+    def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
+        z, identified = cells.of_keys(frames)
+        return np.where(identified[:, None], (z.T @ y) / (z**2).sum(0)[:, None], np.nan)
 
-    effects = _of_heads(fit, matrix, cells_of, (len(frames),), np.shape(matrix)[-1])
-    return np.moveaxis(effects, 0, -1)
+    return np.moveaxis(_of_heads(fit, matrix, cells_of, len(frames)), 0, -1)
 
 
 def placebo_frames(block_sizes: Sequence[int], last: int | None = None) -> list[int]:
-    """Key frames 1.. that at least a sixth of all frames see as context, up to last: 1..14 of 21, 1..59 of
-    72."""
+    """List key frames from 1 to last that at least a sixth of all frames see as context: 1..14 of 21."""
     queries = context_cells(block_sizes).sum(0)
-    enough = [int(j) for j in np.flatnonzero(queries >= max(len(queries) / 6, 1)) if j > 0]
-    return [j for j in enough if last is None or j <= last]
+    enough = np.flatnonzero(queries >= max(len(queries) / 6, 1)).tolist()
+    return [j for j in enough if j > 0 and (last is None or j <= last)]
 
 
 def key_frame_contrasts(matrix: np.ndarray, block_sizes: Sequence[int], first: int = 12) -> np.ndarray:
-    """How far each of the first key frames stands out: matrices [..., F, F] -> [..., first].
+    """Measure how far each of the first key frames stands out: matrices [..., F, F] -> [..., first].
 
     f(k) for every k < first takes the place of s · [k = 0]. Its level and its trend trade against rows and
-    distances; c(j) = f(j) − the line through f(3..11), by least squares, does not depend on either."""
+    distances; c(j) = f(j) − the least-squares line through f(3..11) does not depend on either.
+    """
 
-    def fit(cells: "Cells", y: np.ndarray) -> np.ndarray:
-        z = cells.outside(cells.keys(range(first)))  # [cells, first]
-        contrast = _off_line(z.any(0) & cells.seen(range(first)))
+    def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
+        z, _ = cells.of_keys(range(first))
+        line = np.stack([np.ones(first), np.arange(first, dtype=np.float64)], 1)
+        reference = np.zeros(first, bool)
+        reference[LINE] = np.isin(np.arange(first), cells.k)[LINE]
+        if reference.sum() < 3:
+            return np.full((first, y.shape[1]), np.nan)
+        solve = np.zeros((2, first))
+        solve[:, reference] = np.linalg.pinv(line[reference])
+        contrast = np.eye(first) - line @ solve  # takes f to f − its line
         values, vectors = np.linalg.eigh(z.T @ z)
         free = values <= RANK_TOLERANCE * max(values[-1], 1)
         inverse = vectors[:, ~free] / values[~free] @ vectors[:, ~free].T
         known = np.abs(contrast @ vectors[:, free]).max(1, initial=0) < 1e-6
         return np.where(known[:, None], contrast @ inverse @ (z.T @ y), np.nan)
 
-    F = np.shape(matrix)[-1]
-    contrasts = _of_heads(fit, matrix, context_cells(block_sizes), (first,), F)
-    return np.moveaxis(contrasts, 0, -1)
+    return np.moveaxis(_of_heads(fit, matrix, context_cells(block_sizes), first), 0, -1)
 
 
 def context_cells(block_sizes: Sequence[int]) -> np.ndarray:
-    """[F, F] bool: cells whose key block is strictly earlier than the query's."""
+    """Mark the cells whose key block is strictly earlier than the query's: [F, F] bool."""
     return earlier_block(block_sizes).numpy().copy()
 
 
-class Cells:
-    """Some cells (q, k) of frame matrices, with an orthonormal basis of all functions row(q) + distance(q −
-    k)."""
-
-    def __init__(self, mask: np.ndarray):
-        self.q, self.k = np.nonzero(mask)
-        columns = [
-            self.q[:, None] == np.unique(self.q),
-            (self.q - self.k)[:, None] == np.unique(self.q - self.k),
-        ]
-        u, sizes, _ = np.linalg.svd(np.concatenate(columns, 1).astype(np.float64), full_matrices=False)
-        self.basis = u[:, sizes > 1e-9 * sizes.max(initial=1)]  # [cells, rank]
-
-    def keys(self, frames: Sequence[int]) -> np.ndarray:
-        """[cells, frames]: 1 in the cells of a key frame."""
-        return (self.k[:, None] == np.asarray(frames)).astype(np.float64)
-
-    def seen(self, frames: Sequence[int]) -> np.ndarray:
-        """[frames] bool: whether any cell has that key frame."""
-        return np.isin(np.asarray(frames), self.k)
-
-    def outside(self, values: np.ndarray) -> np.ndarray:
-        """What rows and distances cannot explain of values [cells, n]."""
-        return values - self.basis @ (self.basis.T @ values)
-
-    def identifies(self, outside: np.ndarray, frames: Sequence[int]) -> np.ndarray:
-        """[frames] bool: whether a key frame's column is more than a sum of rows and distances."""
-        return (outside**2).sum(0) > RANK_TOLERANCE * np.maximum(self.keys(frames).sum(0), 1)
-
-    def within_rows(self, values: np.ndarray) -> np.ndarray:
-        """Values [cells, n] minus the mean of their query frame."""
-        rows = (self.q[:, None] == np.unique(self.q)).astype(np.float64)
-        return values - rows @ ((rows.T @ values) / rows.sum(0)[:, None])
-
-
-def _effect(cells: Cells, y: np.ndarray, frame: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Effect of a key frame, its residual error and the fit's R² within rows for y [cells, heads], each
-    [heads]."""
-    nothing = np.full(y.shape[1], np.nan)
-    z = cells.outside(cells.keys([frame]))[:, 0]
-    if not cells.identifies(z[:, None], [frame])[0]:
-        return nothing, nothing, nothing
-    size = (z**2).sum()
-    effect = z @ y / size
-    residual = ((cells.outside(y) - z[:, None] * effect) ** 2).sum(0)
-    freedom = len(y) - cells.basis.shape[1] - 1
-    with np.errstate(divide="ignore", invalid="ignore"):
-        error = np.sqrt(residual / freedom / size) if freedom > 0 else nothing
-        return effect, error, 1 - residual / (cells.within_rows(y) ** 2).sum(0)
-
-
 def _of_heads(
-    fit: Callable[[Cells, np.ndarray], np.ndarray],
-    matrix: np.ndarray,
-    wanted: np.ndarray,
-    shape: tuple[int, ...],
-    F: int,
+    fit: Callable[[Cells, np.ndarray], np.ndarray], matrix: np.ndarray, wanted: np.ndarray, n: int
 ) -> np.ndarray:
-    """fit of all heads of matrices [..., F, F], those with the same attended cells together: [*shape,
-    ...]."""
+    """Apply fit to matrices [..., F, F], heads with the same attended cells together: [n, ...]."""
+    F = np.shape(matrix)[-1]
     flat = np.asarray(matrix, np.float64).reshape(-1, F * F)
     there = np.isfinite(flat) & wanted.ravel()
-    results = np.full((*shape, len(flat)), np.nan)
+    results = np.full((n, len(flat)), np.nan)
     alike: dict[bytes, list[int]] = {}  # np.unique of rows would take most of the time
     for head, mask in enumerate(there):
         alike.setdefault(mask.tobytes(), []).append(head)
     for heads in alike.values():
         mask = there[heads[0]]
         if mask.any():
-            results[..., heads] = fit(Cells(mask.reshape(F, F)), flat[heads][:, mask].T)
-    return results.reshape(*shape, *np.shape(matrix)[:-2])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                results[:, heads] = fit(Cells(mask.reshape(F, F)), flat[heads][:, mask].T)
+    return results.reshape(n, *np.shape(matrix)[:-2])
 
 
-def _off_line(seen: np.ndarray) -> np.ndarray:
-    """[first, first]: takes f to f − its least-squares line through frames 3..11, those that are seen
-    [first]."""
-    j = np.arange(len(seen), dtype=np.float64)
-    line = np.stack([np.ones_like(j), j], 1)
-    reference = np.zeros(len(seen), bool)
-    reference[LINE] = seen[LINE]
-    if reference.sum() < 3:
-        return np.full((len(seen), len(seen)), np.nan)
-    solve = np.zeros((2, len(seen)))
-    solve[:, reference] = np.linalg.pinv(line[reference])
-    return np.eye(len(seen)) - line @ solve
+# --- Frame 0 against other frames at equal distance
+
+
+def excess_by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
+    """A[d, 0] minus the mean over k >= 1 of A[k+d, k], by distance d: matrices A [..., F, F] -> [..., F].
+
+    Only cells whose key block is strictly earlier count; NaN where d cannot be compared. It still waves:
+    the two terms are of other query frames, whose row offsets do not cancel.
+    """
+    first, others = _by_distance(matrix, block_sizes)
+    return first - others
+
+
+def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
+    """Mean over distances of excess_by_distance: matrices A [..., F, F] -> [...].
+
+    Whatever depends on distance alone, such as the wave of temporal RoPE or a decay, cancels.
+    """
+    return mean_without_nan(excess_by_distance(matrix, block_sizes))
+
+
+def distance_profile(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
+    """Predict the last block's profile from distance alone: matrices A [..., F, F] -> [..., F], NaN beyond
+    context.
+
+    P[f] = mean over queries q of the last block of g(q - f), with g(d) = mean over k >= 1 of A[k+d, k].
+    Frame 0 has no part in it, so first - middle of P is what a head owes to distance.
+    """
+    F, last = np.shape(matrix)[-1], block_sizes[-1]
+    _, g = _by_distance(matrix, block_sizes)
+    profile = np.full((*np.shape(matrix)[:-2], F), np.nan)
+    for f in range(F - last):
+        profile[..., f] = mean_without_nan(g[..., F - last - f : F - f])
+    return profile
+
+
+def _by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """A[d, 0] and the mean over k >= 1 of A[k+d, k], context cells only: [..., F] each, by distance d."""
+    A = np.where(context_cells(block_sizes), np.asarray(matrix, np.float64), np.nan)
+    others = [mean_without_nan(np.diagonal(A, -d, -2, -1)[..., 1:]) for d in range(A.shape[-1])]
+    return A[..., 0], np.stack(others, -1)
+
+
+def mean_without_nan(values: np.ndarray) -> np.ndarray:
+    """Mean over the last axis without NaN; NaN where nothing is left."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
+
+
+# --- All of it for a view
+
+
+class FirstFrame(NamedTuple):
+    """Every head [layers, heads, ...] of a view with whole matrices, in the view's unit."""
+
+    fit: FirstFrameEffect
+    frames: tuple[int, ...]  # key frames of the placebos
+    placebos: np.ndarray  # [layers, heads, frames]
+    contrasts: np.ndarray  # of frames 0..11, for numbers: [layers, heads, 12]
+    more_contrasts: np.ndarray  # of frames 0..23, for figures: [layers, heads, 24]
+    excess: np.ndarray  # at equal distance, by distance: [layers, heads, F]
+
+    @property
+    def above_placebos(self) -> np.ndarray:
+        """Mark heads whose effect exceeds the size of every placebo of frames 1..24 [layers, heads]."""
+        return self.fit.effect > np.abs(self.placebos[..., : self.num_placebos]).max(-1, initial=0)
+
+    @property
+    def rank(self) -> np.ndarray:
+        """Rank of an effect among its placebos' sizes, 1 the highest; NaN without one [layers, heads]."""
+        rank = 1 + (np.abs(self.placebos) >= self.fit.effect[..., None]).sum(-1)
+        return np.where(np.isnan(self.fit.effect), np.nan, rank)
+
+    @property
+    def num_placebos(self) -> int:
+        """Number of frames, the first of frames, that above_placebos compares with."""
+        return sum(frame <= LAST_PLACEBO for frame in self.frames)
+
+    def summary(self, threshold: float = 2.0) -> dict[str, float | int]:
+        """Mean and median of s, heads above a threshold and above all placebos, contrasts of frames 0 to
+        2."""
+        s = self.fit.effect[np.isfinite(self.fit.effect)]
+        c = mean_without_nan(self.contrasts.reshape(-1, self.contrasts.shape[-1]).T)
+        return {
+            "mean of s": float(s.mean()),
+            "median of s": float(np.median(s)),
+            f"heads above {threshold:g}": int((s > threshold).sum()),
+            "heads above all placebos": int(self.above_placebos.sum()),
+            "placebo frames": self.num_placebos,
+            "heads": s.size,
+            **{f"contrast of frame {frame}": float(c[frame]) for frame in range(3)},
+        }
+
+
+def first_frame(view: Profiles | None) -> FirstFrame | None:
+    """Fit everything to a view; None where why_no_first_frame says why."""
+    matrix = view.frame_matrices() if view else None
+    if view is None or matrix is None:
+        return None
+    sizes = view.block_sizes
+    fit = first_frame_effect(matrix, sizes)
+    if not np.isfinite(fit.effect).any():
+        return None
+    frames = placebo_frames(sizes)
+    placebos, contrasts = placebo_effects(matrix, sizes, frames), key_frame_contrasts(matrix, sizes)
+    more = key_frame_contrasts(matrix, sizes, FIRST_CONTRASTS)
+    return FirstFrame(fit, tuple(frames), placebos, contrasts, more, excess_by_distance(matrix, sizes))
+
+
+def why_no_first_frame(view: Profiles | None) -> str:
+    """Say in a line why first_frame returned None."""
+    if view is None:
+        return NO_LOGITS
+    if not view.context_frames:
+        return NO_CONTEXT
+    return NO_MATRIX if len(view.matrix_rows) < view.num_frames else NOT_IDENTIFIED
+
+
+def effects_by_pass(passes: Sequence[Profiles]) -> dict[str, np.ndarray]:
+    """First-frame effects [layers, heads] of every pass with whole matrices, by the pass's name."""
+    found = [(view, view.frame_matrices()) for view in passes]
+    return {
+        view.pass_label: first_frame_effect(matrix, view.block_sizes).effect
+        for view, matrix in found
+        if matrix is not None
+    }
+
+
+def pass_rows(effects: dict[str, np.ndarray]) -> list[dict[str, str | float]]:
+    """Mean effect of every pass, and the correlation of its heads with those of the first pass."""
+    rows: list[dict[str, str | float]] = []
+    for name, values in effects.items():
+        first = next(iter(effects.values()))
+        both = np.isfinite(values) & np.isfinite(first)
+        r = np.corrcoef(values[both], first[both])[0, 1] if both.sum() > 1 else np.nan
+        rows.append({"pass": name, "mean of s": np.nanmean(values), "r with the first pass": r})
+    return rows

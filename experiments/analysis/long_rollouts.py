@@ -3,7 +3,8 @@
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ import numpy as np
 from experiments.analysis.effects import ENOUGH_PROMPTS, Interval
 from experiments.caches.files import CacheError
 
-MAKE = "python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies/comparison.json"
 PRIMARY = "right"
 CONTROLS = ("frozen", "vae", "rendered")
 TITLES = {
@@ -39,17 +39,13 @@ class LongRollouts:
 
     @classmethod
     def open(cls, path: str | Path) -> "LongRollouts":
-        """Raises CacheError for a file that is not there, or that the findings' script did not write."""
-        try:
-            return cls(json.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise CacheError(f"{path} cannot be read: {error.strerror}; run: {MAKE}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CacheError(f"{path} holds no findings ({type(error).__name__}); run: {MAKE}") from None
+        """Read findings. Raises CacheError for a file that is not there, or that holds something else."""
+        with _report(path, "findings") as findings:
+            return cls(findings)
 
     @property
     def subtitle(self) -> str:
-        """What the numbers are over."""
+        """Name the videos that the numbers are over."""
         f = self.findings
         return f"{f['num_frames']} latent frames, {f['prompts']} held-out prompts x {f['seeds']} seeds"
 
@@ -58,7 +54,7 @@ class LongRollouts:
         return _interval(self.findings["policies"][label]["measures"][measure])
 
     def intervals(self, measure: str = PRIMARY) -> dict[str, Interval]:
-        """Of the family, a user's own policies and the controls, by short names."""
+        """A measure of the family, a user's own policies and the controls, by short names."""
         return {self.labels[label]: self.interval(label, measure) for label in [*self.family, *self.controls]}
 
     def curves(self, measure: str) -> dict[str, dict[str, np.ndarray]]:
@@ -92,26 +88,30 @@ class LongRollouts:
                 found[self.labels[label]] = (cost["cache_bytes"] / 1e6, late, self.interval(label).estimate)
         return found
 
-    def lines(self) -> str:
-        """A line a policy: the primary measure, the paired difference to full, motion beside them."""
-        said = []
+    def rows(self) -> list[dict[str, Any]]:
+        """A row a policy: the primary measure, motion, and the paired difference to full with its p."""
+        rows = []
         for label in [*self.family, *self.controls]:
-            right, motion = self.interval(label), self.interval(label, "motion")
-            line = f"{self.labels[label]:>22}: right {right}, motion {motion}"
+            row: dict[str, Any] = {"policy": self.labels[label], "right": str(self.interval(label))}
+            row["motion"] = str(self.interval(label, "motion"))
             if against := self.findings["against_full"].get(label):
                 adjusted = against["p_holm"] is not None
-                p = f"{against['p_holm']:.4f} (Holm)" if adjusted else f"{against['p']:.4f} (not adjusted)"
-                line += f"; against full {_interval(against['difference'])}, p {p}"
-            said.append(line)
-        return "\n".join(said)
+                row |= {"against full": str(_interval(against["difference"]))}
+                row |= {"p": against["p_holm" if adjusted else "p"], "adjusted": "Holm" if adjusted else "no"}
+            rows.append(row)
+        return rows
 
-    def answers(self) -> str:
-        """A line a question: the paired difference and its interval."""
-        return "\n".join(
-            f"{question}: right {_interval(of[PRIMARY]['difference'])}, p {of[PRIMARY]['p']:.4f}; "
-            f"motion {_interval(of['motion']['difference'])}"
+    def answers(self) -> list[dict[str, Any]]:
+        """A row a question: the paired differences and their intervals."""
+        return [
+            {
+                "question": question,
+                "right": str(_interval(of[PRIMARY]["difference"])),
+                "p": of[PRIMARY]["p"],
+                "motion": str(_interval(of["motion"]["difference"])),
+            }
             for question, of in self.findings["questions"].items()
-        )
+        ]
 
 
 class Strips(NamedTuple):
@@ -123,32 +123,27 @@ class Strips(NamedTuple):
 
 
 def read_strips(path: str | Path) -> Strips:
-    """What long_rollout_strips.py kept of videos. Raises CacheError for another file."""
+    """Read frames of videos. Raises CacheError for another file."""
     from PIL import Image
 
-    try:
-        kept = json.loads(Path(path).read_text(encoding="utf-8"))
-        pictures = {name: base64.b64decode(row) for name, row in kept["rows"].items()}
-        rows = {name: np.asarray(Image.open(io.BytesIO(x)).convert("RGB")) for name, x in pictures.items()}
+    with _report(path, "strips") as kept:
+        pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
+        rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
         about = f"“{kept['prompt']}”\nwan-mini, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
         return Strips(rows, [int(second) for second in kept["seconds"]], about)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        make = MAKE
-        raise CacheError(f"{path} holds no strips ({type(error).__name__}); run: {make}") from None
 
 
 class EffectsByLength(NamedTuple):
-    """What long_first_frame.py found."""
+    """The first-frame effect of rollouts of several lengths."""
 
-    effects: dict[str, dict[int, Interval]]  # first-frame effect by policy and length
+    effects: dict[str, dict[int, Interval]]  # by policy and length
     placebos: dict[int, float]  # the size of the largest under the whole past, by length
     subtitle: str
 
 
 def read_effects(path: str | Path) -> EffectsByLength:
-    """First-frame effect and placebos by length. Raises CacheError for another file."""
-    try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    """Read first-frame effects and placebos by length. Raises CacheError for another file."""
+    with _report(path, "effects") as report:
         rows, prompts, weights = report["rows"], report["prompts"], report["weights_sha256"]
         effects: dict[str, dict[int, Interval]] = {}
         for row in rows:
@@ -159,9 +154,18 @@ def read_effects(path: str | Path) -> EffectsByLength:
             subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {ENOUGH_PROMPTS}"
         known = {length: value for length, value in placebos.items() if value is not None}
         return EffectsByLength(effects, known, subtitle)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        make = f"python experiments/benchmarks/reproduce/long_rollouts.py --first_frame --output_path {path}"
-        raise CacheError(f"{path} holds no effects ({type(error).__name__}); run: {make}") from None
+
+
+@contextmanager
+def _report(path: str | Path, what: str) -> Iterator[Any]:
+    """Open a JSON report; a file that is not there or not this is a CacheError with the remedy."""
+    remedy = "run: python experiments/benchmarks/reproduce/long_rollouts.py"
+    try:
+        yield json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CacheError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CacheError(f"{path} holds no {what} ({type(error).__name__}); {remedy}") from None
 
 
 def rope_coherence(distances: np.ndarray, dims: int = WAN_TIME_DIMS) -> np.ndarray:
@@ -174,7 +178,7 @@ def rope_coherence(distances: np.ndarray, dims: int = WAN_TIME_DIMS) -> np.ndarr
 
 
 def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -> list[tuple[int, float]]:
-    """The largest local maxima of values at distances above beyond: (distance, value), largest first."""
+    """Find the largest local maxima of values at distances above beyond: (distance, value), largest first."""
     inner = np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:])) + 1
     chosen = sorted((i for i in inner if distances[i] > beyond), key=lambda i: -values[i])[:count]
     return [(int(distances[i]), float(values[i])) for i in chosen]

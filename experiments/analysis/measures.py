@@ -1,44 +1,43 @@
-"""What a head does with its past, in numbers. Pure functions of frame profiles A[f] or matrices A[query,
-key].
+"""What a head does with its past, in numbers, and all of them as maps layers × heads.
 
-Profiles are [..., F], the mean over the last block's queries; matrices [..., F, F]; NaN was not attended.
-Frame 0 is the first frame of the video. Every number is in the unit of what it is given: logits for
-mean_logit, a share of 1 for mass. Context is what lies in blocks before the query's: the query's own block is
-noise at a noisy pass, and only the older scores of head_statistics mix it in."""
+Profiles A[f] are [..., F], the mean over the last block's queries; matrices A[query, key] are [..., F, F];
+NaN was not attended. Frame 0 is the first frame of the video. Every number is in the unit of what it is
+given: logits for mean_logit, a share of 1 for mass. Context is what lies in blocks before the query's: the
+query's own block is noise at a noisy pass, and only the older scores of head_statistics mix it in.
+"""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.first_frame import first_frame_effect, key_frame_contrasts, placebo_effects
-from wan.blocks import earlier_block
-
-__all__ = [
-    "DELTA_THRESHOLD",
-    "RATIO_THRESHOLD",
-    "HeadStatistics",
-    "Wave",
-    "distance_profile",
-    "equal_distance_excess",
-    "excess_by_distance",
-    "first_frame_effect",
-    "first_frame_mass",
-    "first_minus_context",
-    "head_statistics",
-    "key_frame_contrasts",
-    "placebo_effects",
-    "sign_rate",
-    "wave",
-]
+from experiments.analysis.first_frame import (
+    context_cells,
+    distance_profile,
+    equal_distance_excess,
+    first_frame_effect,
+    mean_without_nan,
+)
+from experiments.analysis.panels import (
+    NO_CONTEXT,
+    NO_LOGITS,
+    NO_MASS,
+    NO_MATRIX,
+    NOT_IDENTIFIED,
+    HeadMap,
+    HeadPanel,
+    rows_of,
+)
+from experiments.caches.files import CacheError
+from experiments.caches.view import Profiles, open_profiles
 
 DELTA_THRESHOLD = 2.0  # first - middle, in logits, above which earlier work called a head a sink
-
 RATIO_THRESHOLD = 1.2  # first / middle, likewise
-
 SMALL_MIDDLE = 0.02  # of max - min: a smaller middle of signed values makes a ratio of its noise
-
 PERIOD_R2 = 0.5  # of the best-fitting sinusoid, below which its period is not told
+
+
+# --- Older scores of a profile
 
 
 class HeadStatistics(NamedTuple):
@@ -59,37 +58,62 @@ class HeadStatistics(NamedTuple):
         """Heads that pass either threshold of earlier work. A wave of temporal RoPE can pass too."""
         return (self.delta > DELTA_THRESHOLD) | (self.ratio > RATIO_THRESHOLD)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per head of statistics [H]; the last column marks those that earlier work called sinks."""
+        columns = {"head": range(len(self.first)), "first": self.first, "middle": self.middle}
+        columns |= {"last": self.last, "first − middle": self.delta, "first / middle": self.ratio}
+        columns |= {"first − last": self.first_minus_last, "max at": self.max_frame}
+        columns |= {"(max − min) / |mean|": self.spread, "sink": ["×" * int(c) for c in self.called_sinks]}
+        return rows_of(columns)
+
 
 def head_statistics(profile: np.ndarray) -> HeadStatistics:
-    """Statistics of frame profiles A [..., F].
+    """Compute the older scores of frame profiles A [..., F].
 
     middle = 1/(F-2) * sum_{f=1}^{F-2} A[f]: all frames but the first and the last, the own block's others
-    among them, as in the older notebooks whose numbers this reproduces. Frames that were not attended (NaN)
-    are left out. delta and ratio are the older scores: they compare frame 0 with frames at other distances,
-    so a wave passes for a sink."""
+    among them, as in the older notebooks whose numbers this reproduces. Frames that were not attended
+    (NaN) are left out. delta and ratio compare frame 0 with frames at other distances, so a wave passes
+    for a sink.
+    """
     A = np.asarray(profile, np.float64)
-    first, last, middle = A[..., 0], A[..., -1], _mean(A[..., 1:-1])
+    first, last, middle = A[..., 0], A[..., -1], mean_without_nan(A[..., 1:-1])
     attended = ~np.isnan(A)
     highest = np.where(attended, A, -np.inf)
-    spread = highest.max(-1) - np.where(attended, A, np.inf).min(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
+        spread = highest.max(-1) - np.where(attended, A, np.inf).min(-1)
+        near_zero = (A < 0).any(-1) & (middle < SMALL_MIDDLE * spread)  # a ratio to it would be noise
         return HeadStatistics(
             first=first,
             middle=middle,
             last=last,
             delta=first - middle,
-            ratio=np.where(_has_ratio(A, first, middle, spread), first / middle, np.nan),
+            ratio=np.where((first > 0) & (middle > 0) & ~near_zero, first / middle, np.nan),
             first_minus_last=first - last,
             max_frame=np.where(attended.any(-1), highest.argmax(-1), -1),
-            spread=np.where(attended.any(-1), spread, np.nan) / np.abs(_mean(A)),
+            spread=np.where(attended.any(-1), spread, np.nan) / np.abs(mean_without_nan(A)),
         )
 
 
-def _has_ratio(A: np.ndarray, first: np.ndarray, middle: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """Where first / middle means something: both above 0, and where a profile has values of both signs, as
-    logits do, a middle that is not near 0."""
-    signed = (A < 0).any(-1)
-    return (first > 0) & (middle > 0) & ~(signed & (middle < SMALL_MIDDLE * spread))
+def matrix_means(matrix: np.ndarray) -> dict[str, float]:
+    """Means of frame matrices [H, F, F] over the diagonal and over frame 0, what was not attended left out."""
+    diagonal, column = np.diagonal(matrix, axis1=1, axis2=2), matrix[..., 0]
+    means = (float(mean_without_nan(values.ravel())) for values in (diagonal, column))
+    return dict(zip(("Diagonal mean (self-attention)", "First frame mean (sink)"), means, strict=True))
+
+
+def layer_rows(view: Profiles) -> list[dict[str, Any]]:
+    """A row per layer: statistics of the mean over heads, and the standard deviation over heads."""
+    rows = []
+    for layer, values in zip(view.layers, view.profiles(), strict=True):
+        mean, over_heads = values.mean(0), values.std(0)
+        row = {"layer": layer} | head_statistics(mean[None]).rows()[0]
+        row |= {"max": np.nanmax(mean), "min": np.nanmin(mean)}
+        row |= {"least std over heads": np.nanmin(over_heads), "largest": np.nanmax(over_heads)}
+        rows.append({name: value for name, value in row.items() if name not in ("head", "sink")})
+    return rows
+
+
+# --- Scores of context alone
 
 
 def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
@@ -98,127 +122,273 @@ def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarr
     The older first - middle without the noise of the own block; still at unequal distances.
     """
     A = np.asarray(profile, np.float64)
-    return A[..., 0] - _mean(A[..., [f for f in context if f > 0]])
+    return A[..., 0] - mean_without_nan(A[..., [f for f in context if f > 0]])
 
 
 def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Mass of frame 0 in mass profiles [..., F], as a share of all mass, A[0], and of that on context frames,
-    A[0] / sum of A[f] over context; both [...]. The first counts the own block's mass, the second leaves it
-    out. Softmax mass, as in StreamingLLM (arXiv 2309.17453), where the word sink comes from."""
+    """Mass of frame 0 in profiles [..., F], as a share of all mass and of that on context frames, both [...].
+
+    The first counts the own block's mass, the second leaves it out. Softmax mass, as in StreamingLLM (arXiv
+    2309.17453), where the word sink comes from.
+    """
     A = np.asarray(mass, np.float64)
     on_context = A[..., list(context)]
+    whole = np.where(np.isnan(on_context).all(-1), np.nan, np.nansum(on_context, -1))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return A[..., 0], A[..., 0] / np.where(
-            np.isnan(on_context).all(-1), np.nan, np.nansum(on_context, -1)
-        )
+        return A[..., 0], A[..., 0] / whole
 
 
-def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """How much frame 0 gets beyond what other frames get at the same distance: matrices A [..., F, F] ->
-    [...].
+def sign_rate(values: np.ndarray) -> np.ndarray:
+    """Share of positive logits over the last axis of [..., cells], without NaN; NaN where nothing is left.
 
-    mean over distances d of ( A[d, 0] - mean over k >= 1 of A[k+d, k] ), using only cells whose key block is
-    strictly earlier than the query's; a distance counts where both terms exist. Whatever depends on distance
-    alone, such as the wave of temporal RoPE or a decay, cancels. NaN where no distance can be compared."""
-    return _mean(excess_by_distance(matrix, block_sizes))
-
-
-def excess_by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """The same before the mean over distances d: matrices A [..., F, F] -> [..., F], NaN where d cannot be
-    compared.
-
-    It still waves: A[d, 0] and A[k+d, k] are of other query frames, whose row offsets do not cancel.
+    It is 1 where a head favours whatever it sees, 0 where it avoids it, about 1/2 where it waves.
     """
-    first, others = _by_distance(matrix, block_sizes)
-    return first - others
+    values = np.asarray(values)
+    return mean_without_nan(np.where(np.isnan(values), np.nan, values > 0))
 
 
-def distance_profile(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """The last block's profile if nothing but distance mattered: matrices A [..., F, F] -> [..., F], NaN
-    beyond context.
+def context_sign_rate(view: Profiles) -> np.ndarray:
+    """Share of positive mean logits over context cells, per head [N, H].
 
-    P[f] = mean over queries q of the last block of g(q - f), with g(d) = mean over k >= 1 of A[k+d, k] over
-    the cells of equal_distance_excess. Frame 0 has no part in it, so first - middle of P is what a head owes
-    to distance alone."""
-    F, last = np.shape(matrix)[-1], block_sizes[-1]
-    _, g = _by_distance(matrix, block_sizes)
-    profile = np.full((*np.shape(matrix)[:-2], F), np.nan)
-    for f in range(F - last):
-        profile[..., f] = _mean(g[..., F - last - f : F - f])
-    return profile
+    All cells of the frame matrix whose key block is strictly earlier than the query's, or where a cache
+    has no whole matrix the last block's context frames. NaN without logits or context.
+    """
+    if view.quantity != "mean_logit" or not view.context_frames:
+        return np.full((len(view.layers), view.num_heads), np.nan)
+    if (matrix := view.frame_matrices()) is None:
+        return sign_rate(view.profiles()[..., list(view.context_frames)])
+    return sign_rate(matrix[..., context_cells(view.block_sizes)])
 
 
-def _by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """A[d, 0] and the mean over k >= 1 of A[k+d, k], context cells only: [..., F] each, by distance d."""
-    A = np.where(earlier_block(block_sizes).numpy(), np.asarray(matrix, np.float64), np.nan)
-    diagonals = [
-        np.diagonal(A, -d, -2, -1) for d in range(A.shape[-1])
-    ]  # A[k+d, k] for k = 0, 1, ...: [..., F-d]
-    return A[..., 0], np.stack([_mean(diagonal[..., 1:]) for diagonal in diagonals], -1)
+def log_mass_effect(view: Profiles) -> np.ndarray:
+    """First-frame effect on log mass [layers, heads], as a log ratio.
+
+    Unlike the effect on mean logits it depends on the spread of logits within a frame.
+    """
+    with np.errstate(divide="ignore"):
+        return first_frame_effect(np.log(view.frame_matrices()), view.block_sizes).effect
+
+
+# --- Waves
 
 
 class Wave(NamedTuple):
     """A sinusoid in each profile, all without the frame axis; NaN where fewer than 6 context frames show
     one."""
 
-    amplitude: np.ndarray  # at 1 rad/frame, in the profile's unit
-    r2: np.ndarray  # share of the variance around the trend that this sinusoid explains
-    period: np.ndarray  # frames, of the best-fitting sinusoid; 2 pi = 6.28 is the fastest of temporal RoPE
-    period_r2: np.ndarray  # the same share for it
-    period_inside: np.ndarray  # bool: the best period is not an end of those that were searched
+    amplitude: np.ndarray  # in the profile's unit
+    r2: np.ndarray  # share of the variance around the trend that the sinusoid explains
+
+
+class Period(NamedTuple):
+    """The best-fitting sinusoid of each profile; NaN likewise."""
+
+    period: np.ndarray  # frames; 2 pi = 6.28 is the fastest of temporal RoPE
+    r2: np.ndarray
+    inside: np.ndarray  # bool: the best period is not an end of those that were searched
 
     @property
-    def told_period(self) -> np.ndarray:
-        """The period where it means something: it explains half of the variance, and the search did not end
-        there."""
-        return np.where((self.period_r2 >= PERIOD_R2) & self.period_inside, self.period, np.nan)
+    def reliable(self) -> np.ndarray:
+        """The period where it explains half of the variance and the search did not end there, else NaN."""
+        return np.where((self.r2 >= PERIOD_R2) & self.inside, self.period, np.nan)
 
 
-def wave(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Wave:
+def wave(profile: np.ndarray, context: Sequence[int], frequency: float = 1.0) -> Wave:
     """Least squares of a + b f + c cos(w f) + s sin(w f) to the context frames f of profiles [..., F].
 
-    amplitude = sqrt(c^2 + s^2) at w = 1, the fastest frequency of Wan's temporal RoPE (RoFormer, arXiv
-    2104.09864: 10000^0); r2 = 1 - RSS / RSS of the line a + b f alone. period maximises r2 over periods, by
-    default 2.5 frames to half the span of the context, so that a wave is seen twice, in 400 equal steps of
-    frequency."""
+    amplitude = sqrt(c^2 + s^2); r2 = 1 - RSS / RSS of the line a + b f alone. The default w = 1 rad/frame
+    is the fastest frequency of Wan's temporal RoPE (RoFormer, arXiv 2104.09864: 10000^0).
+    """
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
         nothing = np.full(y.shape[:-1], np.nan)
-        return Wave(nothing, nothing, nothing, nothing, np.zeros(nothing.shape, bool))
-    if periods is None:
-        periods = 2 * np.pi / np.linspace(4 * np.pi / np.ptp(f), 2 * np.pi / 2.5, 400)
+        return Wave(nothing, nothing)
     line = np.stack([np.ones_like(f), f], -1)
-    rest = y - _fit(line, y) @ line.T
-
-    def explained(w: float) -> tuple[np.ndarray, np.ndarray]:
-        basis = np.concatenate([line, np.stack([np.cos(w * f), np.sin(w * f)], -1)], -1)
-        coefficients = _fit(basis, y)
-        rss, of_line = ((x**2).sum(-1) for x in (y - coefficients @ basis.T, rest))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.hypot(*np.moveaxis(coefficients[..., 2:], -1, 0)), 1 - rss / of_line
-
-    amplitude, r2 = explained(1.0)
-    by_period = np.stack([explained(2 * np.pi / p)[1] for p in periods], -1)
-    best = np.where(np.isnan(by_period), -np.inf, by_period).argmax(-1)
-    best_r2 = np.take_along_axis(by_period, best[..., None], -1)[..., 0]
-    period = np.where(np.isnan(best_r2), np.nan, np.asarray(periods)[best])
-    return Wave(amplitude, r2, period, best_r2, (best > 0) & (best < len(periods) - 1))
-
-
-def sign_rate(values: np.ndarray) -> np.ndarray:
-    """Share of positive logits over the last axis of [..., cells], NaN cells left out: 1 where a head favours
-    whatever it sees, 0 where it avoids it, about 1/2 where it waves. NaN where nothing is left."""
-    values = np.asarray(values)
-    return _mean(np.where(np.isnan(values), np.nan, values > 0))
-
-
-def _fit(basis: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Least-squares coefficients of the columns of basis [n, m] for each of y [..., n] -> [..., m]."""
-    return y @ np.linalg.pinv(basis).T
-
-
-def _mean(A: np.ndarray) -> np.ndarray:
-    """Mean over the last axis without NaN; NaN where nothing is left."""
-    count = (~np.isnan(A)).sum(-1)
+    basis = np.concatenate([line, np.stack([np.cos(frequency * f), np.sin(frequency * f)], -1)], -1)
+    coefficients = y @ np.linalg.pinv(basis).T
+    rss = ((y - coefficients @ basis.T) ** 2).sum(-1)
+    of_line = ((y - y @ np.linalg.pinv(line).T @ line.T) ** 2).sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.nansum(A, -1) / count
+        return Wave(np.hypot(coefficients[..., 2], coefficients[..., 3]), 1 - rss / of_line)
+
+
+def best_period(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Period:
+    """Find the period that maximises wave().r2 of profiles [..., F].
+
+    By default 2.5 frames to half the span of the context, so that a wave is seen twice, in 400 equal steps of
+    frequency.
+    """
+    if periods is None:
+        span = max(np.ptp(context), 6) if len(context) else 6
+        periods = 2 * np.pi / np.linspace(4 * np.pi / span, 2 * np.pi / 2.5, 400)
+    r2 = np.stack([wave(profile, context, 2 * np.pi / period).r2 for period in periods], -1)
+    best = np.where(np.isnan(r2), -np.inf, r2).argmax(-1)
+    best_r2 = np.take_along_axis(r2, best[..., None], -1)[..., 0]
+    period = np.where(np.isnan(best_r2), np.nan, np.asarray(periods)[best])
+    return Period(period, best_r2, (best > 0) & (best < len(periods) - 1))
+
+
+# --- Every measure of every head: a row of MEASURES is computed, drawn by figures.head_maps and shown by the page
+
+
+class Measure(NamedTuple):
+    """A number of every head of a view, and what the view must hold for it."""
+
+    name: str
+    title: str
+    unit: str
+    scale: str  # see HeadMap
+    quantity: str  # of the view: mean_logit or mass
+    needs: (
+        str  # any profile; context; cells: all context cells where there are; a whole matrix; effect: s in it
+    )
+    of: Callable[[Profiles], np.ndarray]  # -> [N, H]
+
+
+def _effect(view: Profiles):
+    return first_frame_effect(view.frame_matrices(), view.block_sizes)
+
+
+LOGIT, ROW = "mean_logit", Measure
+MEASURES = (
+    ROW("first_minus_middle", "first − middle", "logits", "diverging", LOGIT, "profile",
+        lambda view: head_statistics(view.profiles()).delta),
+    ROW("first_minus_context", "first − context", "logits", "diverging", LOGIT, "context",
+        lambda view: first_minus_context(view.profiles(), view.context_frames)),
+    ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, "matrix",
+        lambda view: equal_distance_excess(view.frame_matrices(), view.block_sizes)),
+    ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, "effect",
+        lambda view: _effect(view).effect),
+    ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, "effect",
+        lambda view: _effect(view).partial_r_squared),
+    ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, "cells", context_sign_rate),
+    ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, "context",
+        lambda view: wave(view.profiles(), view.context_frames).amplitude),
+    ROW("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", LOGIT, "context",
+        lambda view: wave(view.profiles(), view.context_frames).r2),
+    ROW("wave_period", "best-fit period, R² ≥ 0.5", "frames", "sequential", LOGIT, "context",
+        lambda view: best_period(view.profiles(), view.context_frames).reliable),
+    ROW("first_mass", "mass on first, of all", "share of all", "sequential", "mass", "profile",
+        lambda view: first_frame_mass(view.profiles(), view.context_frames)[0]),
+    ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass",
+        "context",         lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
+    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "effect", log_mass_effect),
+)  # fmt: skip
+FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")
+ALL_QUERIES = "all query frames"
+
+
+def open_quantity(cache: Mapping[str, Any], step: int | None, quantity: str) -> Profiles | None:
+    """Open a view, or None where the cache does not hold the quantity."""
+    try:
+        view = open_profiles(cache, step, quantity)
+        view.frame_profile(view.layers[0])
+        return view
+    except CacheError:
+        return None
+
+
+def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
+    """Compute every measure [N, H]; those that a cache does not hold are None and say why."""
+    matrices = {id(view): view.frame_matrices() for view in (logits, mass) if view}
+    maps = []
+    for m in MEASURES:
+        view = logits if m.quantity == LOGIT else mass
+        has_matrix = view is not None and matrices[id(view)] is not None
+        reason, values = "", None
+        if view is None:
+            reason = NO_LOGITS if m.quantity == LOGIT else NO_MASS
+        elif m.needs != "profile" and not view.context_frames:
+            reason = NO_CONTEXT
+        elif m.needs in ("matrix", "effect") and not has_matrix:
+            reason = NO_MATRIX
+        else:
+            values = m.of(view)
+            if m.needs == "effect" and not np.isfinite(values).any():
+                reason, values = NOT_IDENTIFIED, None
+        queries = ALL_QUERIES if has_matrix and m.needs in ("cells", "matrix", "effect") else ""
+        maps.append(HeadMap(m.name, m.title, m.unit, m.scale, values, reason, queries))
+    return maps
+
+
+def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:
+    """A row per map: mean, median, range, heads that have it and heads above 2; or why it is absent."""
+    rows = []
+    for m in maps:
+        row: dict[str, Any] = {"measure": m.name, "unit": m.unit}
+        v = np.empty(0) if m.values is None else m.values[np.isfinite(m.values)]
+        if v.size:
+            row |= {"mean": v.mean(), "median": np.median(v), "min": v.min(), "max": v.max(), "heads": v.size}
+            if m.scale == "diverging":
+                row[f"above {DELTA_THRESHOLD:g}"] = int((v > DELTA_THRESHOLD).sum())
+        else:
+            row["absent"] = m.missing_reason or "N/A for all heads"
+        rows.append(row)
+    return rows
+
+
+# --- What a Figure 4 is made of
+
+
+def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, Any]]:
+    """Waves and preferences of some heads, of the mean of all heads, and how many are above 2.
+
+    Empty where a view is not of logits or its queries see no earlier block. "by distance" is what first −
+    context would be if distance were all that matters.
+    """
+    if view.quantity != LOGIT or not view.context_frames:
+        return []
+    profile, matrix, context = view.profiles(), view.frame_matrices(), view.context_frames
+    waves, periods = wave(profile, context), best_period(profile, context)
+    numbers = {"first − middle": head_statistics(profile).delta}
+    numbers["first − context"] = first_minus_context(profile, context)
+    if matrix is not None:
+        numbers["by distance"] = first_minus_context(distance_profile(matrix, view.block_sizes), context)
+        numbers["excess at equal distance"] = equal_distance_excess(matrix, view.block_sizes)
+        numbers["first-frame effect s"] = first_frame_effect(matrix, view.block_sizes).effect
+    of_head = {"wave R²": waves.r2, "amplitude": waves.amplitude, "best period": periods.period} | numbers
+    rows: list[dict[str, Any]] = []
+    for panel in panels:
+        at = view.layers.index(panel.layer), panel.head
+        name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
+        rows.append({"heads": name} | {column: values[at] for column, values in of_head.items()})
+    columns = {name: values.ravel() for name, values in of_head.items()}
+    all_heads = f"all {waves.r2.size}"
+    rows.append(
+        {"heads": f"mean of {all_heads}"} | {k: float(mean_without_nan(v)) for k, v in columns.items()}
+    )
+    above = {name: int((values > DELTA_THRESHOLD).sum()) for name, values in numbers.items()}
+    rows.append({"heads": f"above {DELTA_THRESHOLD:g}, of {all_heads}"} | above)
+    return rows
+
+
+def highest_in_noise(view: Profiles) -> int:
+    """Count the heads whose highest key frame is noise in this pass."""
+    return int(np.isin(head_statistics(view.profiles()).max_frame, view.noise_frames).sum())
+
+
+# --- RoPE bands of one head
+
+
+def band_profile(
+    cache: Mapping[str, Any], view: Profiles, layer: int, head: int
+) -> tuple[np.ndarray, list[str]] | None:
+    """Return what each RoPE band adds to a head's mean logits [F, bands], and the bands' names; None if
+    absent."""
+    if "frame_logits_by_band" not in cache or layer not in view.layers or not 0 <= head < view.num_heads:
+        return None
+    passes = list(cache.get("pass_steps", range(len(cache["pass_timesteps"]))))
+    of_head = cache["frame_logits_by_band"][view.layers.index(layer), passes.index(view.step), head]
+    values = of_head[list(view.query_frames)].float().mean(0).numpy()
+    return values, cache.get("rope_bands", [f"band {i}" for i in range(values.shape[-1])])
+
+
+def band_rows(values: np.ndarray, names: Sequence[str], context: Sequence[int]) -> list[dict[str, Any]]:
+    """Mean and spread of bands [F, bands] over the context frames, the largest spread first."""
+    if not context:
+        return []
+    of_context = values[list(context)]
+    mean, spread = np.nanmean(of_context, 0), np.nanstd(of_context, 0)
+    order = np.argsort(-spread, kind="stable")
+    columns = {"band": [names[i] for i in order], "mean": mean[order]}
+    return rows_of(columns | {"std over context frames": spread[order]})

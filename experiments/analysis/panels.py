@@ -1,43 +1,35 @@
-"""What one panel of a figure shows, as plain arrays: numbers need no matplotlib."""
+"""What one panel of a figure shows, as plain arrays, and which heads of a view are shown."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.caches.view import ranges
+from experiments.caches.view import Profiles
 
-
-# --- What one panel of a figure shows, as plain arrays: numbers need no matplotlib
-class Agreement(NamedTuple):
-    """How well a profile agrees with a reference."""
-
-    r: float  # Pearson correlation
-    rms: float  # root mean square difference, in the profile's unit
-    frames: tuple[int, ...]  # that were compared
-
-    def __str__(self) -> str:
-        return f"r = {self.r:.3f}, RMS {self.rms:.2f} over context frames {ranges(self.frames)}"
+# Why a cache does not hold a number, in words that figures and printed lines share
+NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
+NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
+NOT_IDENTIFIED = "its cells do not tell frame 0 from rows and distances"
 
 
 class HeadPanel(NamedTuple):
-    """One head for head_curves and one_head; profile [F], curve [F*S] per key token or None; and what it is
-    compared with."""
+    """One head for head_curves and one_head, and what it is compared with."""
 
     label: str
     layer: int
     head: int
-    profile: np.ndarray
-    curve: np.ndarray | None
+    profile: np.ndarray  # [F]
+    curve: np.ndarray | None  # [F*S] per key token
     reference: np.ndarray | None = None  # [F] read off another figure
     clipped: np.ndarray | None = None  # [F] bool: where that figure cuts it off
-    agreement: Agreement | None = None
+    agreement: str = ""  # of profile and reference, in words
     no_preference: float | None = None  # value of every frame if all tokens were alike; None for logits
     averages: np.ndarray | None = None  # [averages] of frames that are gone, beside the frames
 
 
 class HeadMap(NamedTuple):
-    """One number per head; values [N, H], or None and a line that says why it is absent."""
+    """One number per head [N, H], or None and a line that says why it is absent."""
 
     name: str
     title: str
@@ -49,7 +41,7 @@ class HeadMap(NamedTuple):
 
 
 class LabelMap(NamedTuple):
-    """One label per head; labels [N, H], or None and a line that says why they are absent."""
+    """One label per head [N, H], or None and a line that says why they are absent."""
 
     title: str
     names: Mapping[int, str]
@@ -69,9 +61,62 @@ class ProfileMap(NamedTuple):
     averages: int = 0  # columns after the frames: averages of frames that are gone
 
 
-# --- Why a cache does not hold a number, in words that figures and printed lines share
-NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
+class HeadChoice(NamedTuple):
+    """What figures.head_curves draws, and the (layer, head, label) that the view does not have."""
 
-NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
+    panels: list[HeadPanel]
+    missing: list[tuple[int, int, str]]
 
-NOT_IDENTIFIED = "its cells do not tell frame 0 from rows and distances"
+
+def choose_heads(view: Profiles, heads: Iterable[tuple[int, int, str]]) -> HeadChoice:
+    """Return panels of (layer, head, label). Head 0 of the first layers replaces those that the view
+    lacks."""
+    panels, missing, first_layers = [], [], iter(view.layers)
+    for layer, head, label in heads:
+        if layer in view.layers and 0 <= head < view.num_heads:
+            panels.append(head_panel(view, layer, head, label))
+            continue
+        missing.append((layer, head, label))
+        if (substitute := next(first_layers, None)) is not None:
+            panels.append(head_panel(view, substitute, 0, f"L{substitute}H0"))
+    return HeadChoice(panels, missing)
+
+
+def layers_to_draw(view: Profiles, panels: Iterable[HeadPanel]) -> tuple[int, ...]:
+    """Layers drawn head by head: all of a cache of chosen layers, and of an atlas those of the panels."""
+    shown = sorted({panel.layer for panel in panels})
+    return tuple(shown) if view.kind == "atlas" and shown else view.layers
+
+
+def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
+    """Return a head's profile, and its curve per key token where one axis can hold both."""
+    curve, S = view.key_curve(layer), view.frame_seq_length
+    if view.quantity == "mass":
+        curve = None  # a frame's mass is the sum of its tokens' probabilities: not one axis
+    if curve is not None:  # key tokens of a window -> their places among all frames
+        spread = np.full((view.num_frames, S), np.nan, np.float32)
+        spread[list(view.key_frames)] = curve[head].reshape(-1, S)
+        curve = spread.reshape(-1)
+    profile, gone = np.split(view.key_profile(layer)[head], [view.num_frames])
+    averages = gone if gone.size else None
+    return HeadPanel(label, layer, head, profile, curve, no_preference=no_preference(view), averages=averages)
+
+
+def no_preference(view: Profiles) -> float | None:
+    """Value of each key frame if all tokens that the queries see were alike; None for logits."""
+    frames = len(view.key_frames) + view.num_averages
+    return {"mass": 1 / frames, "mean_prob": 1 / (frames * view.frame_seq_length)}.get(view.quantity)
+
+
+def profile_maps(view: Profiles, titles: Mapping[int, str] | None = None) -> list[ProfileMap]:
+    """A panel for every layer of a view, or for those that titles names."""
+    titles = {layer: f"Layer {layer}" for layer in view.layers} if titles is None else titles
+    return [
+        ProfileMap(title, view.quantity, view.key_profile(layer), averages=view.num_averages)
+        for layer, title in titles.items()
+    ]
+
+
+def rows_of(columns: Mapping[str, Sequence]) -> list[dict]:
+    """Turn columns of equal length into rows for tables.table."""
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -1,37 +1,28 @@
-"""Published facts about the real model, as files in cache/published/: curves read off figures, and labels of
+"""Published facts about the real model, as files in cache/published/: curves read off figures, labels of
 heads."""
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from experiments.analysis.first_frame import first_frame_effect
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles
 from wan.files import MAX_COUNT, read_text
 
 FOLDER = Path("cache/published")
-
 FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"  # the paper's Figure 4, by key frame
-
 FIGURE4_MODEL = "Wan2.1-T2V-1.3B"
-
-FIGURE4_HEADS = (
-    (1, 1, "L1H1"),
-    (5, 10, "L5H10"),
-)  # layer, head, label of its curves; layers and heads count from 0
-
+FIGURE4_HEADS = ((1, 1, "L1H1"), (5, 10, "L5H10"))  # layer, head, label of its curves; counted from 0
 DEFAULT_ATLAS = "self_forcing_dmd_eagle_21f.pt"  # what a notebook shows before anything was captured
-
 DEFAULT_CACHE = "cache/attention_cache_figure4.pt"
-
 HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
-
 STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
-
 MAKE = "python experiments/benchmarks/reproduce/published.py FOLDER"
 
 
@@ -43,18 +34,16 @@ class Curve(NamedTuple):
 
 
 def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Curve]:
-    """Curves by name from a CSV with a column key_frame and a column per curve.
+    """Read curves by name from a CSV with a column key_frame and a column per curve.
 
-    Any subset of the frames of 0..num_frames-1 will do: the others are NaN. Frames 0, 1, 2, ... without a gap
-    are all that there are. A column clipped names the curves that the edge of their figure cuts off there.
-    Raises CacheError for a file that is not there or not this.
+    Any subset of the frames of 0..num_frames-1 will do: the others are NaN. Frames 0, 1, 2, ... without a
+    gap are all that there are. A column clipped names the curves that the edge of their figure cuts off
+    there. Raises CacheError for a file that is not there or not this.
     """
-    path = _existing(path)
     try:
-        rows = list(csv.DictReader(io.StringIO(read_text(path, error=CacheError), newline="")))
+        rows = list(csv.DictReader(io.StringIO(read_text(_existing(path), error=CacheError), newline="")))
         if not rows or "key_frame" not in rows[0]:
-            columns = ", ".join(map(str, rows[0])) if rows else "no row"
-            raise ValueError(f"it has {columns}")
+            raise ValueError(f"it has {', '.join(map(str, rows[0])) if rows else 'no row'}")
         frames = [int(row["key_frame"]) for row in rows]
         if max(frames) >= MAX_COUNT:
             raise ValueError(f"key_frame {max(frames)} is beyond any video")
@@ -75,48 +64,67 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
         raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
 
 
-def cache_or_published(path: str | Path) -> tuple[Path, str]:
-    """The path of a cache and a note: where a notebook's default cache was not made yet, the published
-    eagle."""
-    path, published = Path(path), Path("..") / FOLDER / DEFAULT_ATLAS
-    if path.is_file() or path != Path("..") / DEFAULT_CACHE or not published.is_file():
-        return path, ""
-    return published, (
-        f"Shown: published data of the real model; {DEFAULT_CACHE} is not there, "
-        "bash experiments/quickstart.sh makes it from the miniature"
-    )
-
-
 def curves_for(
     view: Profiles, path: str | Path | None, model: str | None = None
 ) -> tuple[dict[str, Curve], str]:
-    """The curves of a CSV that a view can be compared with, and one line on why there are none.
+    """Return the curves of a CSV that a view can be compared with, or none and a line that says why.
 
     path None asks for none. model is whose curves they are: other models' heads do not correspond; None
-    compares any."""
+    compares any.
+    """
     if path is None or not Path(path).is_file():
         why_not = "none was asked for" if path is None else f"{path} not found"
         return {}, f"Not compared with a published curve: {why_not}"
     curves = read_curves(path, view.num_frames)
     F = len(next(iter(curves.values())).values)
-    reasons = [
-        reason
-        for reason, applies in (
-            (f"this run was edited: {view.edits}", bool(view.edits)),
-            (f"they are of {model}, this cache is of {view.model}", model not in (None, view.model)),
-            (f"they have {F} frames, this cache has {view.num_frames}", view.num_frames != F),
-            (f"they are mean logits, this is {view.quantity}", view.quantity != "mean_logit"),
-            ("the queries of this cache see no earlier block", not view.context_frames),
-        )
-        if applies
-    ]
-    return (
-        ({}, f"Not compared with the curves of {Path(path).name}: {reasons[0]}") if reasons else (curves, "")
-    )
+    reasons = {
+        f"this run was edited: {view.edits}": bool(view.edits),
+        f"they are of {model}, this cache is of {view.model}": model not in (None, view.model),
+        f"they have {F} frames, this cache has {view.num_frames}": view.num_frames != F,
+        f"they are mean logits, this is {view.quantity}": view.quantity != "mean_logit",
+        "the queries of this cache see no earlier block": not view.context_frames,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            return {}, f"Not compared with the curves of {Path(path).name}: {reason}"
+    return curves, ""
+
+
+def heads_of(
+    view: Profiles, heads: Sequence[tuple[int, int, str]] | str, count: int = 2
+) -> tuple[tuple[int, int, str], ...]:
+    """Return (layer, head, label) as asked for, or of "auto" the heads worth a look. CacheError for
+    another word.
+
+    Those are the paper's where the model is the paper's or a cache has no whole matrices, else the heads
+    with the largest first-frame effect.
+    """
+    if not isinstance(heads, str):
+        return tuple((layer, head, label) for layer, head, label in heads)
+    if heads != "auto":
+        raise CacheError(f'HEADS must be "auto" or a list of (layer, head, label), not {heads!r}')
+    matrix = view.frame_matrices() if view.quantity == "mean_logit" and view.model != FIGURE4_MODEL else None
+    effect = None if matrix is None else first_frame_effect(matrix, view.block_sizes).effect
+    if effect is None or not np.isfinite(effect).any():
+        return FIGURE4_HEADS
+    order = np.argsort(-np.nan_to_num(effect, nan=-np.inf), axis=None, kind="stable")[:count]
+    chosen = [(view.layers[i // view.num_heads], int(i % view.num_heads)) for i in order]
+    return tuple((layer, head, f"L{layer}H{head}") for layer, head in chosen)
+
+
+def cache_or_published(path: str | Path) -> tuple[Path, str]:
+    """Return a cache's path and a note: a notebook's default that was not made yet is replaced by the
+    eagle."""
+    path, published = Path(path), Path("..") / FOLDER / DEFAULT_ATLAS
+    if path.is_file() or path != Path("..") / DEFAULT_CACHE or not published.is_file():
+        return path, ""
+    make = "bash experiments/quickstart.sh makes it from the miniature"
+    return published, f"Shown: published data of the real model; {DEFAULT_CACHE} is not there, {make}"
 
 
 def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray, np.ndarray] | None:
-    """Published kinds and locality [layers, H] of a view's layers; None for another model or an edit."""
+    """Return published kinds and locality [layers, H] of a view's layers; None for another model or an
+    edit."""
     if view.model != FIGURE4_MODEL or view.edits or not Path(folder).is_dir():
         return None
     kinds, locality = (read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV))
@@ -126,7 +134,7 @@ def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray,
 
 
 def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profiles]:
-    """Other published atlases with the same heads as a view, by name, to compare heads with."""
+    """Open the other published atlases with the same heads as a view, by name."""
     found = {}
     for path in sorted(Path(folder).glob("*.pt")):
         other = open_profiles(load_cache(path))
@@ -137,7 +145,7 @@ def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profile
 
 
 def read_labels(path: str | Path) -> np.ndarray:
-    """Labels of heads [layers, H], one row per layer; lines that start with # are comments."""
+    """Read labels of heads [layers, H], one row per layer; lines that start with # are comments."""
     try:
         return np.loadtxt(_existing(path), delimiter=",", dtype=int, ndmin=2)
     except ValueError as error:

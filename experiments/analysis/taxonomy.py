@@ -1,30 +1,29 @@
-"""Kinds of heads, by two published rules: anchor, wave or veil from signs of logits; static or dynamic from
-mass.
+"""Kinds of heads, by two published rules: anchor, wave or veil from signs of logits; static or dynamic
+from mass.
 
-Labels are small integers in the coding of the published tables (Pyramid Forcing, Forcing-KV). ABSENT is where
-a cache does not hold what the rule needs. Pure functions; the thresholds come from configs/taxonomy.yaml."""
+Labels are small integers in the coding of the published tables (Pyramid Forcing, Forcing-KV). ABSENT is
+where a cache does not hold what the rule needs. The thresholds come from configs/taxonomy.yaml.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.analysis.measures import sign_rate
+from experiments.analysis.measures import ALL_QUERIES, context_sign_rate
+from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, LabelMap
 from experiments.caches.view import Profiles
-from wan.blocks import earlier_block
 from wan.errors import ConfigError
 
-# --- Kinds of heads, by two published rules: anchor, wave or veil from signs of logits; static or dynamic
 ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
-
 KINDS: Mapping[int, str] = MappingProxyType({ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"})
-
 LOCALITY: Mapping[int, str] = MappingProxyType({STATIC: "static", DYNAMIC: "dynamic"})
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Thresholds:
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
-    """Thresholds from a YAML file. Raises ConfigError for one that is not there, an unknown key or a wrong
+    """Read thresholds from a YAML file. Raises ConfigError for a missing file, an unknown key or a wrong
     value."""
     if not Path(path).is_file():
         raise ConfigError(f"{path} not found; the repository has configs/taxonomy.yaml")
@@ -57,31 +56,30 @@ def load_thresholds(path: str | Path) -> Thresholds:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; known keys: {known}") from error
 
 
-def context_sign_rate(view: Profiles) -> np.ndarray:
-    """Share of positive mean logits over context cells, per head [N, H]: all cells of the frame matrix whose
-    key block is strictly earlier than the query's, or where a cache has no whole matrix the last block's
-    context frames."""
-    if view.quantity != "mean_logit" or not view.context_frames:
-        return np.full((len(view.layers), view.num_heads), np.nan)
-    if (matrix := view.frame_matrices()) is None:
-        return sign_rate(view.profiles()[..., list(view.context_frames)])
-    return sign_rate(matrix[..., earlier_block(view.block_sizes).numpy()])
+# --- The rules
 
 
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """ANCHOR, WAVE or VEIL from rates of positive context logits; ABSENT for NaN. Names: Pyramid Forcing."""
-    labels = np.where(
-        rate >= thresholds.anchor_min, ANCHOR, np.where(rate <= thresholds.veil_max, VEIL, WAVE)
-    )
-    return np.where(np.isnan(rate), ABSENT, labels)
+    """Label ANCHOR, WAVE or VEIL by rates of positive context logits; ABSENT for NaN. Names: Pyramid
+    Forcing."""
+    veil_or_wave = np.where(rate <= thresholds.veil_max, VEIL, WAVE)
+    return np.where(np.isnan(rate), ABSENT, np.where(rate >= thresholds.anchor_min, ANCHOR, veil_or_wave))
+
+
+def head_kinds(logits: Profiles | None, thresholds: Thresholds) -> np.ndarray | None:
+    """Label every head of a view [N, H]; None where it does not say."""
+    if logits is None or not logits.context_frames:
+        return None
+    return kinds(context_sign_rate(logits), thresholds)
 
 
 def local_mass_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of mass profiles [..., F]
+    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of profiles [..., F]
     -> [...].
 
     Forcing-KV's rule. The last frames are the queries' own block and what is just before: at a noisy pass
-    that is mostly noise. NaN where the video is too short for the two to differ, or a frame was not attended.
+    that is mostly noise. NaN where the video is too short for the two to differ, or a frame was not
+    attended.
     """
     skip, near = thresholds.skip_frames, thresholds.near_frames
     A = np.asarray(mass, np.float64)
@@ -91,28 +89,11 @@ def local_mass_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
 
 
 def locality(share: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """STATIC or DYNAMIC from local_mass_share; ABSENT for NaN."""
+    """Label STATIC or DYNAMIC by local_mass_share; ABSENT for NaN."""
     return np.where(np.isnan(share), ABSENT, np.where(share >= thresholds.static_min, STATIC, DYNAMIC))
 
 
-def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
-    """The pair of sign-rate thresholds that agrees best with labels of the same heads, from all that tell
-    rates apart.
-
-    Report it on other data than it was chosen on. Of equally good pairs the one in the middle of their order.
-    """
-    rate, labels = np.ravel(rate), np.ravel(labels)
-    levels = np.unique(np.concatenate([[0.0], rate, [1.0]]))
-    cuts = (levels[1:] + levels[:-1]) / 2  # every threshold between two observed rates
-    above, below = rate[None] >= cuts[:, None], rate[None] <= cuts[:, None]  # [cuts, heads]
-    anchors = (above & (labels == ANCHOR)).sum(1) - (above & (labels == WAVE)).sum(1)
-    veils = (below & (labels == VEIL)).sum(1) - (below & (labels == WAVE)).sum(1)
-    score = (
-        anchors[:, None] + veils[None] + np.where(cuts[:, None] > cuts[None], 0, -np.inf)
-    )  # heads beyond all waves
-    best = np.argwhere(score == score.max())
-    anchor, veil = best[len(best) // 2]
-    return Thresholds(anchor_min=float(cuts[anchor]), veil_max=float(cuts[veil]))
+# --- Our labels beside published ones
 
 
 def agreement(a: np.ndarray, b: np.ndarray) -> float:
@@ -122,36 +103,75 @@ def agreement(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def confusion(ours: np.ndarray, theirs: np.ndarray, classes: Sequence[int]) -> np.ndarray:
-    """Counts of heads [ours, theirs] in the order of classes."""
+    """Count heads [ours, theirs] in the order of classes."""
     return np.array([[int(((ours == a) & (theirs == b)).sum()) for b in classes] for a in classes])
 
 
-class Transfer(NamedTuple):
-    """Thresholds chosen on one view of a model, and how well they do there and on its other views."""
-
-    name: str
-    thresholds: Thresholds
-    here: float  # share of heads that agree with the published labels
-    elsewhere: dict[str, float]
-
-
-def threshold_transfer(views: Mapping[str, Profiles], labels: np.ndarray | None) -> list[Transfer]:
-    """Thresholds chosen on each view, reported on every other; nothing where there are no published labels
-    [N, H]."""
-    if labels is None:
-        return []
-    rates = {name: context_sign_rate(view) for name, view in views.items() if view.context_frames}
+def label_maps(
+    logits: Profiles | None,
+    mass: Profiles | None,
+    thresholds: Thresholds,
+    published: tuple[np.ndarray, np.ndarray] | None,
+) -> list[LabelMap]:
+    """Our labels, each beside the published ones of the same model: kinds, then locality; differing heads
+    marked."""
+    whole = logits is not None and logits.context_frames and logits.frame_matrices() is not None
+    by_mass = None if mass is None else locality(local_mass_share(mass.profiles(), thresholds), thresholds)
+    if by_mass is not None and (by_mass == ABSENT).all():
+        by_mass = None
+    no_kinds = NO_LOGITS if logits is None else NO_CONTEXT
+    no_locality = NO_MASS if mass is None else "too few frames"
+    pairs = (
+        (head_kinds(logits, thresholds), KINDS, "Pyramid Forcing", no_kinds, ALL_QUERIES if whole else ""),
+        (by_mass, LOCALITY, "Forcing-KV", no_locality, ""),
+    )
     found = []
-    for name, rate in rates.items():
-        chosen = choose_thresholds(rate, labels)
-        shares = {there: agreement(kinds(other, chosen), labels) for there, other in rates.items()}
-        here = shares.pop(name)
-        found.append(Transfer(name, chosen, here, shares))
+    for (ours, names, source, reason, queries), theirs in zip(pairs, published or (None, None), strict=True):
+        title, differs = " / ".join(names.values()), None
+        if ours is not None and theirs is not None:
+            title += f", {agreement(ours, theirs):.1%} agree"
+            differs = np.not_equal(ours, theirs)
+        found.append(LabelMap(title, names, ours, reason if ours is None else "", differs, queries))
+        other_model = "" if published else "published for another model"
+        found.append(LabelMap(f"published, {source}", names, theirs, other_model))
     return found
 
 
-# --- How well a rule names kinds of heads, held against what it must beat: the majority class and one
-RESAMPLES = 2000
+def label_rows(maps: Sequence[LabelMap]) -> list[dict[str, Any]]:
+    """A row per label of label_maps: how many heads have it, and how many of them are published as which."""
+    rows = []
+    for ours, theirs in zip(maps[::2], maps[1::2], strict=True):
+        for label, name in ours.names.items():
+            row: dict[str, Any] = {
+                "label": name,
+                "heads": None if ours.labels is None else (ours.labels == label).sum(),
+            }
+            if ours.labels is not None and theirs.labels is not None:
+                counts = confusion(ours.labels, theirs.labels, list(ours.names))[
+                    list(ours.names).index(label)
+                ]
+                row |= {f"published {n}": count for n, count in zip(ours.names.values(), counts, strict=True)}
+            row["absent"] = "; ".join(filter(None, (ours.missing_reason, theirs.missing_reason)))
+            rows.append(row)
+    return rows
+
+
+def kinds_by_name(
+    views: Mapping[str, Profiles], thresholds: Thresholds, published: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """Kinds of heads [N, H] of every view that shows them, and the published ones, by name."""
+    found = {name: head_kinds(view, thresholds) for name, view in views.items()} | {
+        "published labels": published
+    }
+    return {name: labels for name, labels in found.items() if labels is not None}
+
+
+def agreements(labels: Sequence[np.ndarray]) -> np.ndarray:
+    """Agreement of every pair of label maps [n, n]."""
+    return np.array([[agreement(a, b) for b in labels] for a in labels])
+
+
+# --- What the rule must beat, and thresholds chosen from labels
 
 
 class LabelAgreement(NamedTuple):
@@ -168,32 +188,64 @@ class LabelAgreement(NamedTuple):
 def label_agreements(
     views: Mapping[str, Profiles], thresholds: Thresholds, labels: np.ndarray | None
 ) -> list[LabelAgreement]:
-    """Of every view with context, against published labels [layers, H]; nothing where there are none."""
+    """Compare every view with context to published labels [layers, H]; nothing where there are none."""
     found = []
-    for name, view in views.items() if labels is not None else ():
-        if labels is None or not view.context_frames or view.quantity != "mean_logit":
-            continue
-        rate = context_sign_rate(view)
+    for name, rate in _rates(views).items() if labels is not None else ():
+        assert labels is not None
         ours = kinds(rate, thresholds)
         low, high = bootstrap_by_layer(ours == labels)
+        majority = float(np.unique(labels, return_counts=True)[1].max() / labels.size)
         single = best_single_threshold(rate, labels)
-        found.append(LabelAgreement(name, agreement(ours, labels), low, high, majority_share(labels), single))
+        found.append(LabelAgreement(name, agreement(ours, labels), low, high, majority, single))
     return found
 
 
-def majority_share(labels: np.ndarray) -> float:
-    """Share of the most frequent of labels [...]."""
-    return float(np.unique(labels, return_counts=True)[1].max() / np.size(labels))
+def threshold_transfer(views: Mapping[str, Profiles], labels: np.ndarray | None) -> list[dict[str, Any]]:
+    """A row per view: thresholds chosen on it, and the share of labels [N, H] that they give there and
+    elsewhere."""
+    rates, rows = _rates(views), []
+    for name, rate in rates.items() if labels is not None else ():
+        assert labels is not None
+        chosen = choose_thresholds(rate, labels)
+        row = {"chosen on": name, "anchor from": chosen.anchor_min, "veil to": chosen.veil_max}
+        rows.append(row | {f"on {there}": agreement(kinds(r, chosen), labels) for there, r in rates.items()})
+    return rows
+
+
+def _rates(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
+    return {
+        name: context_sign_rate(view)
+        for name, view in views.items()
+        if view.context_frames and view.quantity == "mean_logit"
+    }
+
+
+def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
+    """Choose the pair of sign-rate thresholds that agrees best with labels of the same heads.
+
+    Report it on other data than it was chosen on. Of equally good pairs it is the one in the middle of
+    their order.
+    """
+    rate, labels = np.ravel(rate), np.ravel(labels)
+    levels = np.unique(np.concatenate([[0.0], rate, [1.0]]))
+    cuts = (levels[1:] + levels[:-1]) / 2  # every threshold between two observed rates
+    above, below = rate[None] >= cuts[:, None], rate[None] <= cuts[:, None]  # [cuts, heads]
+    anchors = (above & (labels == ANCHOR)).sum(1) - (above & (labels == WAVE)).sum(1)
+    veils = (below & (labels == VEIL)).sum(1) - (below & (labels == WAVE)).sum(1)
+    score = (
+        anchors[:, None] + veils[None] + np.where(cuts[:, None] > cuts[None], 0, -np.inf)
+    )  # beyond all waves
+    best = np.argwhere(score == score.max())
+    anchor, veil = best[len(best) // 2]
+    return Thresholds(anchor_min=float(cuts[anchor]), veil_max=float(cuts[veil]))
 
 
 def best_single_threshold(rate: np.ndarray, labels: np.ndarray) -> float:
     """Best share that one threshold on rates [...] reaches with one label above it and another below."""
     rate, labels = np.ravel(rate), np.ravel(labels)
     order = np.argsort(rate)
-    counts = np.stack(
-        [np.cumsum(labels[order] == label) for label in (ANCHOR, WAVE, VEIL)]
-    )  # of the lowest n
-    counts = np.concatenate([np.zeros((3, 1)), counts], 1)
+    counts = np.stack([np.cumsum(labels[order] == label) for label in KINDS])  # of the lowest n
+    counts = np.concatenate([np.zeros((len(KINDS), 1)), counts], 1)
     distinct = np.concatenate([[True], np.diff(rate[order]) > 0, [True]])  # equal rates stay together
     below, above = counts[:, distinct], (counts[:, -1:] - counts)[:, distinct]
     return float((below.max(0) + above.max(0)).max() / len(rate))

@@ -1,4 +1,5 @@
-"""Maps of a maps cache in the places of the video: what a query sees of every patch of every frame."""
+"""Attention at the places of the video: maps of what a query sees of every patch, and mass per prompt
+word."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,56 +8,63 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis.reports import read_study
+from experiments.analysis.effects import read_study
 from experiments.caches.files import CacheError
 from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import Profiles, edits_in_words, pass_name, source_of
 
-# --- Cross-attention mass per word of the prompt: tokens of a sentencepiece tokenizer put together to words
-NO_CROSS = (
-    "Mass per prompt word: absent in this cache; capture it with: "
-    "python experiments/run_extraction_all.py --cross"
-)
+MAKE = "python experiments/run_extraction_maps.py --query_patch 18,2,1"
+UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
+
+Place = tuple[int, int, int]  # frame, row, column; -1: all of them
+
+# --- Cross-attention mass per word of the prompt
 
 
 def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Tokens -> words, and which word each token belongs to: ["▁cine", "matic", "▁light"] -> ["cinematic",
-    "light"], [0, 0, 1].
+    """Join sentencepiece tokens to words, with the word that each token belongs to.
 
-    "▁" begins a word; a control token such as </s> is a word of its own.
+    ["▁cine", "matic", "▁light"] -> ["cinematic", "light"], [0, 0, 1]. "▁" begins a word; a control token
+    such as </s> is a word of its own.
     """
     words: list[str] = []
-    place = []
+    word_of_token = []
     for token in tokens:
         control = token.startswith("<") and token.endswith(">")
         if control or token.startswith("▁") or not words or words[-1].startswith("<"):
             words.append("")
         words[-1] += token.removeprefix("▁")
-        place.append(len(words) - 1)
-    return words, np.array(place)
+        word_of_token.append(len(words) - 1)
+    return words, np.array(word_of_token)
 
 
 def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
-    """Words of the prompt and their mass [H, words] in a layer, mean over the view's query frames in its
-    pass; None where the atlas has none. A row sums to the share of all mass that is on the prompt: the rest
-    is on the padding after it."""
+    """Return words of the prompt and their mass [H, words] in a layer; None where the atlas has none.
+
+    Mean over the view's query frames in its pass. A row sums to the share of all mass that is on the
+    prompt: the rest is on the padding after it.
+    """
     if "cross_mass" not in cache:
         return None
     p = list(cache.get("pass_steps", range(len(cache["pass_timesteps"])))).index(view.step)
-    tokens = (
-        cache["cross_mass"][view.layers.index(layer), p][:, list(view.query_frames)].float().mean(1).numpy()
-    )
-    words, place = words_of(cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])]))
+    of_layer = cache["cross_mass"][view.layers.index(layer), p]
+    tokens = of_layer[:, list(view.query_frames)].float().mean(1).numpy()
+    words, word_of_token = words_of(cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])]))
     mass = np.zeros((len(tokens), len(words)), np.float32)
-    np.add.at(mass.T, place, tokens.T)
+    np.add.at(mass.T, word_of_token, tokens.T)
     return words, mass
 
 
-# --- Maps of a maps cache in the places of the video: what a query sees of every patch of every frame
-QUANTITIES = ("mass", "mean_logit")
-UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
+def word_rows(words: Sequence[str], mass: np.ndarray, count: int = 5) -> list[dict[str, Any]]:
+    """Mass on the whole prompt, and on the words with the most, mean over heads of mass [H, words]."""
+    mean, head = mass.mean(0), mass.argmax(0)
+    rows: list[dict[str, Any]] = [{"word": "the whole prompt", "mass": mass.sum(1).mean()}]
+    for i in np.argsort(-mean, kind="stable")[:count]:
+        rows.append({"word": words[i], "mass": mean[i], "at most": mass[head[i], i], "by head": head[i]})
+    return rows
 
-Place = tuple[int, int, int]  # frame, row, column; -1: all of them
+
+# --- Maps over the frames of the video
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class VideoMap:
 
 
 def places_of(cache: Mapping[str, Any]) -> list[Place]:
-    """Every query of a cache, in its order; one that several blocks have is named once."""
+    """List every query of a cache, in its order; one that several blocks have is named once."""
     return list(dict.fromkeys(place for place, _, _ in _entries(_typed(cache))))
 
 
@@ -113,40 +121,40 @@ def open_map(
     query: Sequence[int] | None = None,
     quantity: str = "mass",
 ) -> VideoMap:
-    """One map of a cache that load_cache returned; step and query None are the first that it holds.
+    """Open one map of a cache that load_cache returned; step and query None are the first that it holds.
 
     Mass is times the number of keys that the query sees: 1 is even. Logits of a place that lies in several
     keys are their mean, masses their sum. Raises CacheError for what the cache does not hold.
     """
     typed = _typed(cache)
-    if quantity not in QUANTITIES:
-        raise CacheError(f"quantity {quantity!r} is not one of {', '.join(QUANTITIES)}")
+    if quantity not in UNITS:
+        raise CacheError(f"quantity {quantity!r} is not one of {', '.join(UNITS)}")
     block, row = _find_query(typed, query)
-    n = _index("layer", layer, typed.layers)
-    p = 0 if step is None else _index("pass", step, typed.pass_steps)
-    h = _index("head", head, typed.heads)
-    assert block.map_mass is not None and block.map_logits is not None
+    n, p, h = _indices(typed, layer, step, head)
+    assert block.map_mass is not None and block.map_logits is not None and block.queries is not None
+    assert block.key_frame is not None and block.key_token is not None
     mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
     stored = mass if quantity == "mass" else block.map_logits[n, p, h, row].float().numpy()
-    frames, tokens = _keys(block, n, p)
+    frames, tokens = block.key_frame[n, p].numpy(), block.key_token[n, p].numpy()  # [Lk]
     seen = ~np.isnan(stored) & (frames != NO_KEY)
     if block.attended is not None:
         seen &= block.attended[n, p, h].numpy()
     placed = seen & (frames >= 0)
-    shape = typed.num_frames, typed.rows, typed.columns
-    count, total = (np.zeros((shape[0], typed.frame_seq_length)) for _ in range(2))
+    count, total = (np.zeros((typed.num_frames, typed.frame_seq_length)) for _ in range(2))
     np.add.at(count, (frames[placed], tokens[placed]), 1)
     np.add.at(total, (frames[placed], tokens[placed]), stored[placed])
     values = total * seen.sum() if quantity == "mass" else total / np.maximum(count, 1)
+    frame, grid_row, column = block.queries[row].tolist()
+    at = typed.passes()[p]
     return VideoMap(
-        np.where(count > 0, values, np.nan).astype(np.float32).reshape(shape),
+        np.where(count > 0, values, np.nan).astype(np.float32).reshape(-1, typed.rows, typed.columns),
         quantity,
         layer,
         head,
-        pass_name(*typed.passes()[p]),
-        _queries(block)[row],
+        pass_name(*at),
+        (frame, grid_row, column),
         tuple(block.query_frames),
-        bool(typed.passes()[p].is_clean_pass),
+        bool(at.is_clean_pass),
         int(seen.sum()),
         float(1 - mass[placed].sum()),
         typed.model,
@@ -158,23 +166,23 @@ def open_map(
 def word_maps(
     cache: Mapping[str, Any], layer: int, head: int, step: int | None = None
 ) -> tuple[list[int], dict[str, np.ndarray]] | None:
-    """Query frames, and where in them each word of the prompt is read: mass [frames, rows, columns] by word.
+    """Return query frames, and where in them each word of the prompt is read: mass [frames, rows, columns]
+    by word.
 
-    Tokens of a word are summed (DAAM, arXiv 2210.04885); what is missing from 1 is on other words and on the
-    padding. None where the cache has no words.
+    Tokens of a word are summed (DAAM, arXiv 2210.04885); what is missing from 1 is on other words and on
+    the padding. None where the cache has no words.
     """
     typed = _typed(cache)
     blocks = [block for block in typed.blocks if block.word_map is not None]
     if not blocks or typed.words is None:
         return None
-    n, h = _index("layer", layer, typed.layers), _index("head", head, typed.heads)
-    p = 0 if step is None else _index("pass", step, typed.pass_steps)
-    words, place = words_of(typed.words)
+    n, p, h = _indices(typed, layer, step, head)
+    words, word_of_token = words_of(typed.words)
     names = [f"{word} ({n})" if words.index(word) < n else word for n, word in enumerate(words)]
     frames = [frame for block in blocks for frame in block.query_frames]
     rows = [block.word_map[n, p, h].float().numpy() for block in blocks if block.word_map is not None]
-    grids = np.concatenate(rows).reshape(-1, typed.rows, typed.columns, len(place))
-    return frames, {name: grids[..., place == number].sum(-1) for number, name in enumerate(names)}
+    grids = np.concatenate(rows).reshape(-1, typed.rows, typed.columns, len(word_of_token))
+    return frames, {name: grids[..., word_of_token == i].sum(-1) for i, name in enumerate(names)}
 
 
 def _typed(cache: Mapping[str, Any]) -> MapsCache:
@@ -183,21 +191,14 @@ def _typed(cache: Mapping[str, Any]) -> MapsCache:
     return MapsCache.from_dict(cache)
 
 
-MAKE = "python experiments/run_extraction_maps.py --query_patch 18,2,1"
-
-
-def _queries(block: BlockMaps) -> list[Place]:
-    return [] if block.queries is None else [(f, r, c) for f, r, c in block.queries.tolist()]
-
-
 def _entries(cache: MapsCache) -> Iterator[tuple[Place, BlockMaps, int]]:
     for block in cache.blocks:
-        for row, place in enumerate(_queries(block)):
-            yield place, block, row
+        for row, (f, r, c) in enumerate([] if block.queries is None else block.queries.tolist()):
+            yield (f, r, c), block, row
 
 
 def _find_query(cache: MapsCache, query: Sequence[int] | None) -> tuple[BlockMaps, int]:
-    """The block of a query, and its row there. A frame alone is that frame's mean."""
+    """Find the block of a query, and its row there. A frame alone is that frame's mean."""
     there = list(_entries(cache))
     if not there:
         raise CacheError("this cache has word maps alone")
@@ -209,20 +210,18 @@ def _find_query(cache: MapsCache, query: Sequence[int] | None) -> tuple[BlockMap
     raise CacheError(f"query {tuple(wanted)} is not in this cache; it has {names}")
 
 
-def _keys(block: BlockMaps, layer: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Frame and token of every key [Lk]."""
-    assert block.key_frame is not None and block.key_token is not None
-    return block.key_frame[layer, step].numpy(), block.key_token[layer, step].numpy()
-
-
-def _index(name: str, wanted: int, there: Sequence[int]) -> int:
-    if wanted not in there:
-        raise CacheError(f"{name} {wanted} is not in this cache; it has {', '.join(map(str, there))}")
-    return list(there).index(wanted)
-
-
-# --- Which heads to show over a video: those whose edit changes most, or those whose map has the top peak
-Head = tuple[int, int]  # layer, head
+def _indices(cache: MapsCache, layer: int, step: int | None, head: int) -> list[int]:
+    """Return where a layer, a pass and a head are in the tensors; CacheError for one that is absent."""
+    found = []
+    for name, wanted, there in (
+        ("layer", layer, cache.layers),
+        ("pass", cache.pass_steps[0] if step is None else step, cache.pass_steps),
+        ("head", head, cache.heads),
+    ):
+        if wanted not in there:
+            raise CacheError(f"{name} {wanted} is not in this cache; it has {', '.join(map(str, there))}")
+        found.append(list(there).index(wanted))
+    return found
 
 
 def heads_to_show(
@@ -232,11 +231,12 @@ def heads_to_show(
     step: int | None = None,
     query: Sequence[int] | None = None,
     count: int = 4,
-) -> tuple[list[Head], str]:
-    """Heads (layer, head) of a maps cache, and how they were chosen.
+) -> tuple[list[tuple[int, int]], str]:
+    """Choose heads (layer, head) of a maps cache, and say how they were chosen.
 
-    wanted names them, or is "effect": those of the causal atlas with the largest direct effect. Where there
-    is none, those that read a patch of the past most. Raises CacheError for heads that the cache lacks.
+    wanted names them, or is "effect": those of the causal atlas with the largest direct effect. Where
+    there is none, those that read a patch of an earlier block most. Raises CacheError for heads that the
+    cache lacks.
     """
     if not isinstance(wanted, str):
         chosen = [(int(layer), int(head)) for layer, head in wanted]
@@ -246,26 +246,15 @@ def heads_to_show(
     if wanted != "effect":
         raise CacheError(f'HEADS is "effect" or [[layer, head], ...], not {wanted!r}')
     there = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
-    study = read_study(causal_atlas) if causal_atlas else None
-    if study is not None and not study.reason:
-        found = {
-            (layer, head): study.effect[n, head]
-            for n, layer in enumerate(study.layers)
-            for head in range(study.effect.shape[1])
-        }
-        scores = [found.get(head, -np.inf) for head in there]
-        said = "heads with the largest direct effect"
+    scores, said = [], "heads with the largest direct effect"
+    if (study := read_study(causal_atlas) if causal_atlas else None) is not None:
+        rows = {layer: study.effect[n] for n, layer in enumerate(study.layers)}
+        scores = [float(rows[layer][head]) if layer in rows else -np.inf for layer, head in there]
     else:
-        scores = [_peak(cache, layer, head, step, query) for layer, head in there]
         said = "no causal atlas is there: heads that read one patch of the past most"
+        for layer, head in there:
+            seen = open_map(cache, layer, head, step, query)
+            past = seen.values[: seen.query_frames[0]]
+            scores.append(float(np.nanmax(past)) if np.isfinite(past).any() else -np.inf)
     order = sorted(range(len(there)), key=lambda n: -scores[n])
     return [there[n] for n in order[:count]], said
-
-
-def _peak(
-    cache: Mapping[str, Any], layer: int, head: int, step: int | None, query: Sequence[int] | None
-) -> float:
-    """The most that any patch of an earlier block gets."""
-    seen = open_map(cache, layer, head, step, query)
-    past = seen.values[: seen.query_frames[0]]
-    return float(np.nanmax(past)) if np.isfinite(past).any() else -np.inf

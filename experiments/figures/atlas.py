@@ -23,6 +23,7 @@ from experiments.figures.style import (
     YELLOW,
     color_bar,
     extend_of,
+    handles,
     label_figure,
     missing_note,
     styled,
@@ -30,8 +31,6 @@ from experiments.figures.style import (
 )
 
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
-
-
 SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
 
 
@@ -39,11 +38,12 @@ SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
 def head_maps(
     maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title: str = "Measures of every head"
 ) -> Figure:
-    """A panel per measure; what a cache does not hold is left out, and a note says so.
+    """Draw a panel per measure; what a cache does not hold is left out, and a note says so.
 
-    Those in logits around 0 share one scale, to be compared, as do effects; the others have their own. Scales
-    end at the 2nd and 98th percentile: a few heads of the real model's last layers would leave all others in
-    one colour."""
+    Those in logits around 0 share one scale, to be compared, as do effects; the others have their own.
+    Scales end at the 2nd and 98th percentile: a few heads of the real model's last layers would leave all
+    others in one colour.
+    """
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
     columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
     rows = max(1, -(-len(shown) // columns))
@@ -58,15 +58,19 @@ def head_maps(
         _head_axes(axis, layers, values.shape[1])
     for axis in list(axes.flat)[len(shown) :]:
         axis.remove()
-    missing = [(m.title, m.missing_reason or "no head has one") for m in maps if not _is_shown(m, shown)]
+    drawn = [id(m) for m, _ in shown]
+    missing = [(m.title, m.missing_reason or "no head has one") for m in maps if id(m) not in drawn]
     label_figure(figure, [], f"{title}, {subtitle}; grey: N/A", note=missing_note(missing))
     return figure
 
 
 @styled
 def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str) -> Figure:
-    """A panel per map of labels; a dot marks a head whose label differs from the one it is compared with.
-    What is absent is left out, with a note."""
+    """Draw a panel per map of labels; a dot marks a head whose label differs from the one it is compared
+    with.
+
+    What is absent is left out, with a note.
+    """
     shown = [(m, m.labels) for m in maps if m.labels is not None]
     size = (max(4.0, 2.7 * len(shown)), 1.1 + _height(len(layers)))
     figure, axes = plt.subplots(1, max(1, len(shown)), squeeze=False, figsize=size)
@@ -77,14 +81,9 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
         values = np.full(labels.shape, np.nan)
         for i, label in enumerate(panel.names):
             values[labels == label] = i
-        axis.pcolormesh(
-            np.ma.masked_invalid(values),
-            cmap=ListedColormap([COLORS[n] for n in panel.names.values()]),
-            vmin=-0.5,
-            vmax=len(panel.names) - 0.5,
-            edgecolors="white",
-            linewidth=0.3,
-        )
+        cmap, top = ListedColormap([COLORS[n] for n in panel.names.values()]), len(panel.names) - 0.5
+        style: dict[str, Any] = {"vmin": -0.5, "vmax": top, "edgecolors": "white", "linewidth": 0.3}
+        axis.pcolormesh(np.ma.masked_invalid(values), cmap=cmap, **style)
         _head_axes(axis, layers, labels.shape[1])
         if panel.differs is not None:
             rows, columns = np.nonzero(panel.differs)
@@ -100,25 +99,19 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
 
 @styled
 def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> Figure:
-    """Share of heads with the same label for every pair, values [n, n], written into the cells; NaN is
-    absent."""
+    """Draw the share of heads with the same label for every pair, values [n, n], written into the cells."""
     n = len(names)
     figure, axis = plt.subplots(figsize=(3.2 + 0.62 * n, 1.6 + 0.42 * n))
     axis.grid(False)
     axis.set_facecolor(GREY)
     low = min(0.5, float(np.nanmin(values)) if np.isfinite(values).any() else 0.5)
     mesh = axis.pcolormesh(np.ma.masked_invalid(values), cmap="viridis", vmin=low, vmax=1)
-    for i, j in np.ndindex(n, n):
-        text = f"{values[i, j]:.0%}" if np.isfinite(values[i, j]) else "N/A"
-        axis.text(
-            j + 0.5,
-            i + 0.5,
-            text,
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="white" if values[i, j] < (low + 1) / 2 else "black",
+    for (i, j), value in np.ndenumerate(values):
+        text, color = (
+            f"{value:.0%}" if np.isfinite(value) else "N/A",
+            "white" if value < (low + 1) / 2 else "black",
         )
+        axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=8, color=color)
     axis.set_xticks(np.arange(n) + 0.5, [str(i + 1) for i in range(n)])
     axis.set_yticks(np.arange(n) + 0.5, [f"{i + 1}: {name}" for i, name in enumerate(names)])
     axis.set(ylim=(n, 0))
@@ -129,24 +122,20 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
 
 @styled
 def label_agreement(found: Sequence[LabelAgreement]) -> Figure:
-    """Agreement with published labels, a row for each view with its interval, beside the majority class and
-    the best single threshold."""
-    n = len(found)
-    figure, axis = plt.subplots(figsize=(7.4, 1.3 + 0.33 * n))
-    rows = np.arange(n)
+    """Draw agreement with published labels, a row for each view, beside what the rule must beat."""
+    figure, axis = plt.subplots(figsize=(7.4, 1.3 + 0.33 * len(found)))
+    rows = np.arange(len(found))
     share = np.array([one.share for one in found])
     ends = np.array([[one.share - one.low, one.high - one.share] for one in found]).T
-    axis.errorbar(
-        share, rows, xerr=ends, fmt="o", color=BLUE, markersize=5, label="our rule, 95 % over layers"
-    )
-    axis.plot(
-        [one.single for one in found], rows, "D", color=ORANGE, markersize=4, label="best single threshold"
-    )
-    axis.plot([one.majority for one in found], rows, "s", color="0.5", markersize=4, label="majority class")
+    dots: dict[str, Any] = {"fmt": "o", "color": BLUE, "markersize": 5}
+    axis.errorbar(share, rows, xerr=ends, label="our rule, 95 % over layers", **dots)
+    single, majority = [one.single for one in found], [one.majority for one in found]
+    axis.plot(single, rows, "D", color=ORANGE, markersize=4, label="best single threshold")
+    axis.plot(majority, rows, "s", color="0.5", markersize=4, label="majority class")
     axis.set_yticks(rows, [one.name for one in found])
-    axis.set(xlabel="Share of heads with the published label", ylim=(n - 0.5, -0.5), xlim=(None, 1))
-    legend = {str(handle.get_label()): handle for handle in axis.get_legend_handles_labels()[0]}
-    label_figure(figure, [], "Kinds of heads: agreement with published labels", legend=legend)
+    axis.set(xlabel="Share of heads with the published label", ylim=(len(found) - 0.5, -0.5), xlim=(None, 1))
+    title = "Kinds of heads: agreement with published labels"
+    label_figure(figure, [], title, legend=handles(axis))
     return figure
 
 
@@ -155,7 +144,7 @@ def _height(layers: int) -> float:
 
 
 def _title(axis: Axes, title: str, queries: str, room: bool, **font: Any) -> None:
-    """A panel's title, and under it whose queries it is of; room where another panel says so."""
+    """Set a panel's title, and under it whose queries it is of; room where another panel says so."""
     axis.set_title(title, pad=14 if room else None, **font)
     axis.text(0.5, 1.01, queries, transform=axis.transAxes, ha="center", va="bottom", fontsize=7)
 
@@ -169,15 +158,10 @@ def _head_axes(axis: Axes, layers: Sequence[int], heads: int) -> None:
     axis.set_yticks(shown + 0.5, [str(layers[i]) for i in shown])
 
 
-def _is_shown(one: HeadMap, shown: Sequence[tuple[HeadMap, np.ndarray]]) -> bool:
-    return any(one is other for other, _ in shown)
-
-
 def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:
-    if scale == "share":
-        return "viridis", 0.0, 1.0
-    if scale == "ratio":
-        return "RdBu_r", 0.0, 2.0
+    """Colour map and its ends, by the scale of a HeadMap."""
+    if scale in ("share", "ratio"):
+        return ("viridis", 0.0, 1.0) if scale == "share" else ("RdBu_r", 0.0, 2.0)
     low, high = np.nanpercentile(values, [2, 98])
     if scale == "diverging":
         high = max(abs(low), abs(high), 1e-9)

@@ -1,6 +1,8 @@
-"""What interventions did: change per frame beside its floor, videos as strips, effects against measures."""
+"""What interventions did: change per frame beside its floor, videos as strips, effects against measures,
+knockouts."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -22,43 +24,30 @@ from experiments.figures.style import (
     ticks,
 )
 
-# --- What interventions did: change per frame beside its floor, videos as strips, effects against measures
-LINES = {
-    "direct": ("-", BLUE),
-    "own block": ("-.", ORANGE),
-    "total": ("--", GREEN),
-    "floor": (":", DARK),
-}
+LINES = {"direct": ("-", BLUE), "own block": ("-.", ORANGE), "total": ("--", GREEN), "floor": (":", DARK)}
+COLORS = (ORANGE, RED, BLUE, GREEN, PURPLE)
 MARKERS = ("o", "^", "s", "D")
 FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only named
 
 
 @styled
 def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Figure:
-    """A line per effect [F], in units of the distance between two seeds; on a logarithmic scale.
+    """Draw a line per effect [F], in units of the distance between two seeds; on a logarithmic scale.
 
     A floor far below the effects would flatten them, and stands in the legend.
     """
     figure, axis = plt.subplots(figsize=(7, 3.2))
     positive = {name: np.where(values > 0, values, np.nan) for name, values in changes.items()}
-    least = min(
-        [np.nanmin(v) for name, v in positive.items() if name != "floor" and np.isfinite(v).any()], default=0
-    )
+    of_effects = [v for name, v in positive.items() if name != "floor" and np.isfinite(v).any()]
+    least = min([np.nanmin(v) for v in of_effects], default=0)
     drawn: dict[str, Artist] = {}
     for name, values in positive.items():  # no change at all has no place on this scale
-        style, color = LINES.get(name, ("-", PURPLE))
-        label, far_below = name, name == "floor" and np.nanmax(values, initial=0) < least / FAR_BELOW
-        if far_below:
-            label = f"floor, at most {np.nanmax(values, initial=0):.2g}"
-        (drawn[label],) = axis.plot(
-            [] if far_below else values,
-            style,
-            color=color,
-            marker="o",
-            markersize=3,
-            linewidth=1.4,
-            label=label,
-        )
+        line, color = LINES.get(name, ("-", PURPLE))
+        label, largest = name, np.nanmax(values, initial=0)
+        if name == "floor" and largest < least / FAR_BELOW:
+            label, values = f"floor, at most {largest:.2g}", np.empty(0)
+        style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 3, "linewidth": 1.4}
+        (drawn[label],) = axis.plot(values, line, label=label, **style)
     axis.axhline(1, color="0.4", linewidth=0.8)
     axis.set_yscale("log")
     low, high = axis.get_ylim()
@@ -66,20 +55,14 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter("{x:g}")
     frame_axis(axis, max(len(values) for values in changes.values()), 25)
-    label_figure(
-        figure,
-        [axis],
-        f"Change of x0, {subtitle}",
-        "/ distance between seeds",
-        legend=drawn,
-        x="Latent frame; at 1 it is as far away as another seed",
-    )
+    x, y = "Latent frame; at 1 it is as far away as another seed", "/ distance between seeds"
+    label_figure(figure, [axis], f"Change of x0, {subtitle}", y, drawn, x)
     return figure
 
 
 @styled
 def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str) -> Figure:
-    """A row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
+    """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
     height, width = next(iter(videos.values())).shape[1:3]
     size = (0.95 * len(frames) + 0.4, (0.95 * height / width + 0.06) * len(videos) + 0.5)
     figure, axes = plt.subplots(len(videos), len(frames), squeeze=False, figsize=size)
@@ -106,7 +89,7 @@ def effect_against(
     kinds: np.ndarray | None = None,
     floor: float = float("nan"),
 ) -> Figure:
-    """A panel per measure: a dot per head [N, H], coloured by layer; notes say how they correlate.
+    """Draw a panel per measure: a dot per head [N, H], coloured by layer; notes say how they correlate.
 
     kinds [N, H], the name of each head's kind, are the shapes of the dots. Logarithmic: effects of heads
     differ by orders of magnitude. floor is drawn where it is within their range.
@@ -114,22 +97,19 @@ def effect_against(
     size = (3.0 * len(measures) + 0.7, 3.3)
     figure, axes = plt.subplots(1, len(measures), squeeze=False, figsize=size, sharey=True)
     layers = np.broadcast_to(np.arange(len(effect))[:, None], effect.shape)
-    colors = plt.get_cmap("viridis", len(effect))
     shown = np.where(effect > 0, effect, np.nan)
-    names = [""] if kinds is None else sorted(set(np.ravel(kinds)))
+    labels = np.full(effect.shape, "", object) if kinds is None else kinds
+    markers = dict(zip(sorted(set(labels.ravel())), MARKERS, strict=False))
+    style: dict[str, Any] = {
+        "cmap": plt.get_cmap("viridis", len(effect)),
+        "vmin": -0.5,
+        "vmax": len(effect) - 0.5,
+    }
     for axis, (name, values) in zip(axes[0], measures.items(), strict=True):
-        for kind, marker in zip(names, MARKERS, strict=False):
-            of_kind = np.full(effect.shape, True) if kinds is None else kinds == kind
+        for kind, marker in markers.items():
+            at = labels == kind
             dots = axis.scatter(
-                values[of_kind],
-                shown[of_kind],
-                c=layers[of_kind],
-                cmap=colors,
-                vmin=-0.5,
-                vmax=len(effect) - 0.5,
-                marker=marker,
-                s=16,
-                linewidth=0,
+                values[at], shown[at], c=layers[at], marker=marker, s=16, linewidth=0, **style
             )
         if np.nanmin(shown) / 10 < floor < np.nanmax(shown):
             axis.axhline(floor, color="0.4", linewidth=0.8, linestyle=":")
@@ -138,17 +118,12 @@ def effect_against(
     axes[0, 0].set_ylabel("Direct effect (/ seeds)")
     bar = figure.colorbar(dots, ax=axes[0, -1], ticks=ticks(len(effect), 8))
     bar.set_label("layer")
+    line: dict[str, Any] = {"color": "0.3", "linestyle": "", "markersize": 5}
     shapes = {
-        kind: Line2D([], [], color="0.3", marker=marker, linestyle="", markersize=5, label=kind)
-        for kind, marker in zip(names, MARKERS, strict=False)
-        if kinds is not None
+        kind: Line2D([], [], marker=marker, label=kind, **line) for kind, marker in markers.items() if kind
     }
     label_figure(figure, [], f"Direct effect of every head, {subtitle}", legend=shapes)
     return figure
-
-
-# --- What is left when more and more heads lose their past
-COLORS = (ORANGE, RED, BLUE, GREEN, PURPLE)
 
 
 @styled
@@ -157,41 +132,31 @@ def knockout_curves(
     orders: Mapping[str, np.ndarray],
     random: np.ndarray,
     ends: tuple[np.ndarray, np.ndarray],
-    *,
     subtitle: str,
     what: str = "Share back in colour and shape",
 ) -> Figure:
-    """A line an order [counts, 3] (share, low, high) over the number of heads; ends are none and all.
+    """Draw a line an order [counts, 3] (share, low, high) over the number of heads that lose their past.
 
-    random [counts, 5] has the lowest and highest draw too: the grey band.
+    ends are none and all. random [counts, 5] has the lowest and highest draw too: the grey band.
     """
     figure, axis = plt.subplots(figsize=(7.4, 4.0))
-    places = np.arange(len(counts) + 2)
-
-    def whole(values: np.ndarray) -> np.ndarray:
-        return np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]])
-
-    axis.fill_between(
-        places[1:-1], random[:, 3], random[:, 4], color="0.88", linewidth=0, label="range of random orders"
-    )
+    x = np.arange(len(counts) + 2)
+    band: dict[str, Any] = {"color": "0.88", "linewidth": 0, "label": "range of random orders"}
+    axis.fill_between(x[1:-1], random[:, 3], random[:, 4], **band)
     lines = {"random order, mean": (random, DARK)}
     lines |= {name: (values, color) for (name, values), color in zip(orders.items(), COLORS, strict=False)}
+    style: dict[str, Any] = {
+        "fmt": "o-",
+        "markersize": 3.5,
+        "linewidth": 1.4,
+        "elinewidth": 0.8,
+        "capsize": 1.5,
+    }
     for n, (name, (values, color)) in enumerate(lines.items()):
-        share, low, high = whole(values).T
-        shifted = places + 0.06 * (n - (len(lines) - 1) / 2) * ((places > 0) & (places < places[-1]))
-        axis.errorbar(
-            shifted,
-            share,
-            [share - low, high - share],
-            fmt="o-",
-            color=color,
-            markersize=3.5,
-            linewidth=1.4,
-            elinewidth=0.8,
-            capsize=1.5,
-            label=name,
-        )
-    axis.set_xticks(places, ["none", *map(str, counts), "all"])
+        share, low, high = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]]).T
+        shifted = x + 0.06 * (n - (len(lines) - 1) / 2) * ((x > 0) & (x < x[-1]))
+        axis.errorbar(shifted, share, [share - low, high - share], color=color, label=name, **style)
+    axis.set_xticks(x, ["none", *map(str, counts), "all"])
     axis.set(xlabel="Heads that do not see the past", ylabel=what, ylim=(-0.02, 1.02))
     axis.legend(fontsize=8, loc="upper right")
     label_figure(figure, [], subtitle)

@@ -1,8 +1,9 @@
-"""The first-frame effect: beside placebos, by distance, contrasts by key frame, over passes, against the
-older score."""
+"""The first-frame effect: beside placebos, by distance, contrasts by key frame, over passes, against older
+scores."""
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,32 +26,25 @@ from experiments.figures.style import (
     ticks,
 )
 
-PERCENTILE = 98  # of the sizes of effects, where colours end
-
 
 @styled
 def placebo_strips(
     effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, *, unit: str = "logits"
 ) -> Figure:
-    """A strip a head, the strongest effect on top: effect [heads] of frame 0, then placebos [heads, frames];
-    below, the mean over heads by frame."""
+    """Draw a strip a head, the strongest effect on top, and below the mean over heads by frame.
+
+    effect [heads] is of frame 0, placebos [heads, frames] of others.
+    """
     order = np.argsort(-effect, kind="stable")
     values = np.concatenate([effect[:, None], placebos], 1)
     columns = np.concatenate([[0], frames])
     figure, (strips, means) = plt.subplots(2, 1, sharex=True, height_ratios=[2.6, 1], figsize=(7.4, 5.6))
-    top = max(float(np.nanpercentile(np.abs(values), PERCENTILE)), 1e-9)
+    top = max(float(np.nanpercentile(np.abs(values), 98)), 1e-9)
     strips.grid(False)
     strips.set_facecolor(GREY)
-    edges = np.concatenate([columns - 0.5, [columns[-1] + 0.5]])
-    image = strips.pcolormesh(
-        edges,
-        np.arange(len(order) + 1),
-        np.ma.masked_invalid(values[order]),
-        cmap="RdBu_r",
-        vmin=-top,
-        vmax=top,
-        rasterized=True,
-    )
+    edges = np.concatenate([columns - 0.5, [columns[-1] + 0.5]]), np.arange(len(order) + 1)
+    colors: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -top, "vmax": top, "rasterized": True}
+    image = strips.pcolormesh(*edges, np.ma.masked_invalid(values[order]), **colors)
     strips.set(ylabel="Heads, by their effect of frame 0", ylim=(len(order), 0))
     color_bar(figure, image, strips, unit, extend="both", aspect=25, pad=0.02)
     mean = _quiet_mean(values)
@@ -69,10 +63,16 @@ def placebo_strips(
 def distances_and_contrasts(
     excess: np.ndarray, contrasts: np.ndarray, title: str, *, unit: str = "logits"
 ) -> Figure:
-    """Left, excess of frame 0 by distance, heads [heads, F]; right, contrasts by key frame [heads, first].
-    Mean over heads, and the quarter of heads above and below the median."""
+    """Draw the excess of frame 0 by distance [heads, F], and contrasts by key frame [heads, first].
+
+    Mean over heads, and the quarter of heads above and below the median.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.2))
-    _mean_and_quartiles(left, np.arange(excess.shape[1]), excess, BLUE)
+    there = np.isfinite(excess).any(0)
+    distances, values = np.arange(excess.shape[1])[there], excess[:, there]
+    low, high = np.nanquantile(values, [0.25, 0.75], axis=0)
+    left.fill_between(distances, low, high, color=BLUE, alpha=0.25, linewidth=0)
+    left.plot(distances, np.nanmean(values, 0), color=BLUE, linewidth=1.5)
     left.axhline(0, color="0.4", linewidth=0.8)
     left.set(xlabel="Distance (latent frames)", ylabel=f"Excess of frame 0 ({unit})")
     left.set_title("Against other frames at equal distance")
@@ -93,7 +93,8 @@ def distances_and_contrasts(
 
 @styled
 def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, *, unit: str = "logits") -> Figure:
-    """First-frame effects [heads] of every pass, by its name: a line a head, the mean over heads on top."""
+    """Draw first-frame effects [heads] of every pass, by its name: a line a head, the mean over heads on
+    top."""
     values = np.stack([one.ravel() for one in effects.values()])
     figure, axis = plt.subplots(figsize=(max(5.0, 1.1 * len(values) + 2.5), 3.4))
     axis.plot(values, color="0.6", linewidth=0.5)
@@ -110,9 +111,11 @@ def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, *, unit: str =
 def score_against_effect(
     panels: Mapping[str, tuple[np.ndarray, np.ndarray]], title: str, x: str, y: str
 ) -> Figure:
-    """A dot a head: one number against another, both [heads], a panel for each name; the line is equality."""
+    """Draw one number against another, a dot a head [heads] each, a panel for each name; the line is
+    equality."""
     figure, axes = panel_grid(len(panels), columns=3, size=(3.0, 2.9))
-    low, high = (f(np.concatenate([np.ravel(v) for pair in panels.values() for v in pair])) for f in _ENDS)
+    every = np.concatenate([np.ravel(values) for pair in panels.values() for values in pair])
+    low, high = np.nanmin(every), np.nanmax(every)
     for axis, (name, (across, up)) in zip(axes, panels.items(), strict=True):
         axis.plot([low, high], [low, high], color="0.5", linewidth=0.8, linestyle="--")
         axis.plot(np.ravel(across), np.ravel(up), "o", color=BLUE, alpha=0.5, markersize=3, markeredgewidth=0)
@@ -128,7 +131,8 @@ def score_against_effect(
 def contrasts_by_frame(
     contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit: str = "logits"
 ) -> Figure:
-    """Mean contrasts [first] by key frame, a line for each name; every other block of frames is shaded."""
+    """Draw mean contrasts [first] by key frame, a line for each name; every other block of frames is
+    shaded."""
     figure, axis = plt.subplots(figsize=(7.4, 3.0))
     colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
     for (name, values), color, marker in zip(contrasts.items(), colors, markers, strict=False):
@@ -144,19 +148,8 @@ def contrasts_by_frame(
     return figure
 
 
-_ENDS = (np.nanmin, np.nanmax)
-
-
-def _mean_and_quartiles(axis: Axes, x: np.ndarray, values: np.ndarray, color: str) -> None:
-    """Mean over heads of values [heads, n], and a band that holds the middle half of the heads."""
-    there = np.isfinite(values).any(0)
-    low, high = np.nanquantile(values[:, there], [0.25, 0.75], axis=0)
-    axis.fill_between(x[there], low, high, color=color, alpha=0.25, linewidth=0)
-    axis.plot(x[there], np.nanmean(values[:, there], 0), color=color, linewidth=1.5)
-
-
 def _mark_absent(axis: Axes, frames: np.ndarray, values: np.ndarray) -> bool:
-    """Hatch the key frames without a value, as a stopped run has them; whether there is one."""
+    """Hatch the key frames without a value, as a stopped run has them; return whether there is one."""
     absent = frames[~np.isfinite(values)]
     for i, frame in enumerate(absent):
         label = "not attended by a later block" if i == 0 else None

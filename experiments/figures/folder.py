@@ -1,4 +1,4 @@
-"""Where a notebook's figures go: each names its model, prompt and cache; a PDF beside it where asked."""
+"""Where figures go: a folder whose figures name their model, prompt and cache; many SVGs on one sheet."""
 
 import hashlib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from math import ceil, sqrt
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -15,33 +15,19 @@ from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import FORMATS
 from experiments.figures.style import STYLE, WIDTHS, use_width
 
-# --- Where a notebook's figures go: each names its model, prompt and cache; a PDF beside it where asked
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
+CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points, of a contact sheet
+FONT = 'font-family="Arial, DejaVu Sans, Helvetica, sans-serif"'
 
 
-class Described(Protocol):
-    """A view of a cache: profiles, or a map over the video."""
+def about(view: Any, cache_path: str | Path) -> dict[str, str]:
+    """Return a figure's metadata: model, weights, prompt and seed, the cache with its hash and its script.
 
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def pass_label(self) -> str: ...
-
-
-def about(view: Described, cache_path: str | Path) -> dict[str, str]:
-    """What the metadata of a figure says: model, weights, prompt and seed, the cache with its hash, and the
-    script that writes its format."""
+    view is a view of a cache: profiles, or a map over the video.
+    """
     path = Path(cache_path)
-    size = path.stat().st_size
-    mark = f"{size} bytes"
-    if size <= HASHED_BYTES:
+    mark = f"{path.stat().st_size} bytes"
+    if path.stat().st_size <= HASHED_BYTES:
         mark = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
     return {
         "Title": f"{view.model}, {view.pass_label}",
@@ -53,8 +39,8 @@ def about(view: Described, cache_path: str | Path) -> dict[str, str]:
 class FigureFolder:
     """Saves figures to one folder and remembers which.
 
-    width "column" or "page" draws all figures from now on 3.25 or 6.75 inches wide with letters of 8 points;
-    pdf saves each beside its SVG. Raises CacheError for another width.
+    width "column" or "page" draws all figures from now on 3.25 or 6.75 inches wide with letters of 8
+    points; pdf saves each beside its SVG. Raises CacheError for another width.
     """
 
     def __init__(
@@ -76,59 +62,47 @@ class FigureFolder:
             self._write(figure, path.with_suffix(".pdf"), "pdf", of_pdf)
         return figure
 
-    def _write(self, figure: Figure, path: Path, kind: str, metadata: Mapping[str, str | None]) -> None:
+    def _write(self, figure: Figure, path: Path, kind: str, metadata: dict[str, str | None]) -> None:
         tight = None if self.width else STYLE["savefig.bbox"]  # a journal's width is exact
         with plt.rc_context(STYLE | {"savefig.bbox": tight, "pdf.fonttype": 42}), replacing(path) as file:
-            figure.savefig(file, format=kind, metadata=dict(metadata))
+            figure.savefig(file, format=kind, metadata=metadata)
         self.paths.append(path)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.paths)) or "none"
 
 
-# --- Many SVGs on one sheet
-CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points
-
-FONT = 'font-family="Arial, DejaVu Sans, Helvetica, sans-serif"'
-
-
 def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str) -> Path:
-    """Write the figures (label -> SVG file) as a grid, in their order, whole or not at all."""
-    bodies = {label: _read(file, prefix=f"c{i}_") for i, (label, file) in enumerate(figures.items())}
+    """Write figures (label -> SVG file) as a grid, in their order, whole or not at all.
+
+    Raises CacheError for a file that is no figure of this repository.
+    """
+    bodies = {}
+    for i, (label, file) in enumerate(figures.items()):
+        text = Path(file).read_text(encoding="utf-8")
+        root = re.search(r'<svg [^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*)</svg>', text, re.DOTALL)
+        if root is None:
+            raise CacheError(f"{file} is not an SVG figure of this repository")
+        body = re.sub(r"<metadata>.*?</metadata>", "", root[3], flags=re.DOTALL)
+        body = re.sub(r'((?:\bid="|url\(#|href="#))', rf"\g<1>c{i}_", body)  # else two figures share ids
+        bodies[label] = float(root[1]), float(root[2]), body
     height = max(CELL_WIDTH * h / w for w, h, _ in bodies.values())
     page = len(bodies) * (height + LABEL) / CELL_WIDTH  # so that the page is 4 wide, 3 high
     columns = max(1, min(len(bodies), ceil(sqrt(page * 4 / 3))))
     rows = ceil(len(bodies) / columns)
-    size = GAP + columns * (CELL_WIDTH + GAP), TITLE + rows * (height + LABEL + GAP)
+    w, h = GAP + columns * (CELL_WIDTH + GAP), TITLE + rows * (height + LABEL + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" version="1.1" '
-        f'width="{size[0]:.1f}pt" height="{size[1]:.1f}pt" viewBox="0 0 {size[0]:.1f} {size[1]:.1f}">',
+        f'width="{w:.1f}pt" height="{h:.1f}pt" viewBox="0 0 {w:.1f} {h:.1f}">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(title)}</text>',
     ]
     for i, (label, (w, h, body)) in enumerate(bodies.items()):
         x, y = GAP + i % columns * (CELL_WIDTH + GAP), TITLE + i // columns * (height + LABEL + GAP)
-        parts.append(
-            f'<text x="{x:.1f}" y="{y + 15:.1f}" font-size="14" font-weight="bold" '
-            f"{FONT}>{escape(label)}</text>"
-        )
-        parts.append(
-            f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" '
-            f'viewBox="0 0 {w:g} {h:g}">{body}</svg>'
-        )
+        bold = f'font-size="14" font-weight="bold" {FONT}'
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" {bold}>{escape(label)}</text>')
+        size = f'width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" viewBox="0 0 {w:g} {h:g}"'
+        parts.append(f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" {size}>{body}</svg>')
     with replacing(path) as file:
         file.write("\n".join([*parts, "</svg>\n"]).encode())
     return Path(path)
-
-
-def _read(path: Path, prefix: str) -> tuple[float, float, str]:
-    """Width, height and content of a figure. Ids get a prefix:
-    in one page, those of two figures would be confused.
-    """
-    text = Path(path).read_text(encoding="utf-8")
-    root = re.search(r'<svg [^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*)</svg>', text, re.DOTALL)
-    if root is None:
-        raise CacheError(f"{path} is not an SVG figure of this repository")
-    body = re.sub(r"<metadata>.*?</metadata>", "", root[3], flags=re.DOTALL)
-    body = re.sub(r'((?:\bid="|url\(#|href="#))', rf"\g<1>{prefix}", body)
-    return float(root[1]), float(root[2]), body

@@ -1,4 +1,4 @@
-"""Profiles of heads: Figure 4, one head and its extremes, many heads side by side."""
+"""Profiles of heads: Figure 4, one head and its extremes, many heads side by side, heads over a sweep."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,11 +18,11 @@ from experiments.figures.style import (
     LABELS,
     NAMES,
     RED,
-    ROOM,
     TOKEN_LABELS,
     average_bars,
     capitalised,
     frame_axis,
+    handles,
     label_figure,
     mark_averages,
     mark_frames,
@@ -31,7 +31,7 @@ from experiments.figures.style import (
     styled,
 )
 
-# --- Profiles of heads: Figure 4, one head and its extremes, many heads side by side
+ROOM = 12  # points between axes and a title over the strip of averages
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 
 
@@ -39,26 +39,32 @@ BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 def head_curves(
     panels: Sequence[HeadPanel], caption: Caption, pictures: Sequence[np.ndarray] | None = None
 ) -> Figure:
-    """Figure 4: one panel per head. Filled per key token where the curve is known, as in the paper, and the
-    mean of each key frame on it; else a bar per key frame. The highest frame is annotated. A reference is
-    drawn over it, with an arrow where its own figure cut it off. Pictures of the video, one [h, w, 3] a
-    frame, stand under the lowest frame axes."""
+    """Draw Figure 4: one panel per head.
+
+    Filled per key token where the curve is known, as in the paper, and the mean of each key frame on it;
+    else a bar per key frame. The highest frame is annotated. A reference is drawn over it, with an arrow
+    where its own figure cut it off. Pictures of the video, one [h, w, 3] a frame, stand under the lowest
+    frame axes.
+    """
     figure, axes = panel_grid(len(panels), columns=2, size=(6.6, 3.5))
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, panels, strict=True):
         _draw_profile(axis, panel, caption.quantity)
+        name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
         pad = None if panel.averages is None else ROOM
-        axis.set_title(f"{_name(panel)}, {NAMES[caption.quantity]}, {caption.subtitle}", pad=pad)
+        axis.set_title(f"{name}, {NAMES[caption.quantity]}, {caption.subtitle}", pad=pad)
         axis.margins(y=0.12 if panel.reference is None else 0.18)
         marked = _draw_averages(axis, panel)
-        _draw_reference(axis, panel)
+        F = len(panel.profile)
+        tops = panel.profile if panel.curve is None else np.reshape(panel.curve, (F, -1)).max(1)
+        if panel.reference is not None and panel.clipped is not None:
+            _draw_reference(axis, panel.reference, panel.clipped, panel.agreement)
+            tops = np.fmax(tops, panel.reference)
         if np.isfinite(panel.profile).any():
             k = int(np.nanargmax(panel.profile))
-            top = _tops(panel)[k] if panel.reference is None else np.fmax(_tops(panel)[k], panel.reference[k])
-            side = _side(k, len(panel.profile))
-            axis.annotate(f"max@{k}", (k, top), (0, 5), textcoords="offset points", ha=side, weight="bold",
-                          color=DARK)  # fmt: skip
-        legend |= {**_legend(axis, panel, caption), **marked}
+            style: dict[str, Any] = {"textcoords": "offset points", "weight": "bold", "color": DARK}
+            axis.annotate(f"max@{k}", (k, tops[k]), (0, 5), ha=_side(k, F), **style)
+        legend |= handles(axis) | mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
             picture_strip(axis, pictures)
     label_figure(figure, axes, "", legend=legend)
@@ -67,8 +73,7 @@ def head_curves(
 
 @styled
 def one_head(panel: HeadPanel, caption: Caption) -> Figure:
-    """A head's profile over the key frames, highest and lowest frame annotated with their values; filled per
-    key token where the curve is known."""
+    """Draw a head's profile over the key frames, highest and lowest frame annotated with their values."""
     F = len(panel.profile)
     figure, axis = plt.subplots(figsize=(max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.6))
     _draw_profile(axis, panel, caption.quantity)
@@ -78,11 +83,12 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
         style: dict[str, Any] = {"color": RED, "linewidth": 1, "linestyle": ":"}
         axis.axhline(panel.no_preference, label=f"no preference: {panel.no_preference:.3g}", **style)
     if np.isfinite(panel.profile).any():
-        for name, k in (("max", int(np.nanargmax(panel.profile))), ("min", int(np.nanargmin(panel.profile)))):
+        for name, find, up in (("max", np.nanargmax, 18), ("min", np.nanargmin, 30)):
+            k = int(find(panel.profile))
             axis.annotate(
                 f"{name}@{k}: {panel.profile[k]:.3g}",
                 (k, panel.profile[k]),  # the frame's own value, not its highest token
-                (0, 18 if name == "max" else 30),
+                (0, up),
                 textcoords="offset points",
                 arrowprops={"arrowstyle": "-", "color": DARK, "linewidth": 0.8},
                 va="bottom",
@@ -91,16 +97,23 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
                 color=DARK,
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
             )
+    legend = handles(axis) | mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
     title = f"Layer {panel.layer}, head {panel.head}: {NAMES[caption.quantity]}, {caption.subtitle}"
-    label_figure(figure, [axis], title, legend={**_legend(axis, panel, caption), **marked})
+    label_figure(figure, [axis], title, legend=legend)
     return figure
+
+
+def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") -> list[str]:
+    """Return panel titles with a value [H] of each head; N/A for NaN."""
+    titles = [text.format(head=head, value=value) for head, value in enumerate(values)]
+    return [title.replace("+nan", "N/A").replace("nan", "N/A").replace("-", "−") for title in titles]
 
 
 @styled
 def head_grid(
     profiles: np.ndarray, titles: Sequence[str], caption: Caption, *, layer: int, note: str = ""
 ) -> Figure:
-    """One small panel per row of profiles [n, F + averages], each on its own scale; note explains the panels'
+    """Draw a small panel per row of profiles [n, F + averages], each on its own scale; note explains the
     titles."""
     n, F = profiles.shape[0], profiles.shape[1] - caption.averages
     figure, axes = panel_grid(n, columns=4 if n <= 16 else 8, size=(2.9, 1.9) if n <= 16 else (2.2, 1.5))
@@ -123,97 +136,13 @@ def head_grid(
     return figure
 
 
-def _name(panel: HeadPanel) -> str:
-    return f"{panel.label}: layer {panel.layer}, head {panel.head}"
-
-
-def _draw_profile(axis: Axes, panel: HeadPanel, quantity: str) -> None:
-    """A profile per key frame, over its tokens where they are known."""
-    F = len(panel.profile)
-    if panel.curve is not None:
-        edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
-        axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label="per key token")
-    else:
-        axis.bar(np.arange(F), panel.profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
-    axis.plot(
-        np.arange(F),
-        panel.profile,
-        color=DARK,
-        linewidth=1.2,
-        marker="o",
-        markersize=3,
-        label="per key frame" if panel.curve is None else "mean per key frame",
-    )
-    axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set_ylabel((LABELS if panel.curve is None else TOKEN_LABELS)[quantity])
-    frame_axis(axis, F, room=25)
-
-
-def _draw_averages(axis: Axes, panel: HeadPanel) -> dict[str, Artist]:
-    """Averages of frames that are gone, beside the frames -> their legend entry."""
-    if panel.averages is None:
-        return {}
-    average_bars(axis, panel.averages, len(panel.profile))
-    return mark_averages(axis, len(panel.profile), len(panel.averages), large=True)
-
-
-def _draw_reference(axis: Axes, panel: HeadPanel) -> None:
-    """The reference of a panel, and how well the two agree."""
-    if panel.reference is None or panel.clipped is None:
-        return
-    frames, cut = np.arange(len(panel.reference)), panel.clipped
-    axis.plot(
-        frames,
-        panel.reference,
-        color=RED,
-        linewidth=1.2,
-        linestyle="--",
-        marker="D",
-        markersize=3,
-        markevery=list(np.flatnonzero(~cut)),
-        label="read off the paper",
-    )
-    if cut.any():
-        label = "cut off by the paper's plot"
-        axis.plot(
-            frames[cut], panel.reference[cut], color=RED, linestyle="", marker="^", markersize=7, label=label
-        )
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
-    axis.text(
-        0.5,
-        0.98,
-        str(panel.agreement or ""),
-        transform=axis.transAxes,
-        ha="center",
-        va="top",
-        color=RED,
-        weight="bold",
-        bbox=box,
-    )
-
-
-def _tops(panel: HeadPanel) -> np.ndarray:
-    """The highest point that is drawn of each frame [F]."""
-    if panel.curve is None:
-        return panel.profile
-    return np.reshape(panel.curve, (len(panel.profile), -1)).max(1)
-
-
-def _side(k: int, F: int) -> str:
-    """Where the words of an annotation begin: near an edge they stay inside the axes."""
-    return "left" if k < 0.06 * F else "right" if k > 0.94 * F else "center"
-
-
-def _legend(axis: Axes, panel: HeadPanel, caption: Caption) -> Mapping[str, Artist]:
-    drawn = {str(handle.get_label()): handle for handle in axis.get_legend_handles_labels()[0]}
-    return drawn | mark_frames(axis, panel.profile, caption.highlighted_frames)
-
-
-# --- Heads over a sweep of atlases: Figure 4 with error bars
 @styled
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Sequence[str]) -> Figure:
-    """A panel per head: bars are the mean over atlases of its profiles [atlases, F + averages], error bars
-    their standard deviation (n − 1), lines the atlases themselves, which names names."""
+    """Draw a panel per head, of profiles [atlases, F + averages]: bars are the mean, error bars the
+    deviation.
+
+    The standard deviation is with n − 1; lines are the atlases, which names names.
+    """
     figure, axes = panel_grid(len(profiles), columns=2, size=(6.6, 3.5))
     legend: dict[str, Any] = {}
     for axis, (title, values) in zip(axes, profiles.items(), strict=True):
@@ -222,11 +151,9 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
         average_bars(axis, mean[F:], F)
         for row in values:
             axis.plot(frames[:F], row[:F], color="0.35", linewidth=0.5)
-        bars = axis.errorbar(
-            frames, mean, values.std(0, ddof=1), fmt="o", color=DARK, markersize=3, capsize=2
-        )
-        legend["mean"] = bars
-        bars.set_label(f"mean ± standard deviation over {len(names)} atlases")
+        style: dict[str, Any] = {"fmt": "o", "color": DARK, "markersize": 3, "capsize": 2}
+        legend["mean"] = axis.errorbar(frames, mean, values.std(0, ddof=1), **style)
+        legend["mean"].set_label(f"mean ± standard deviation over {len(names)} atlases")
         axis.axhline(0, color="0.4", linewidth=0.8)
         axis.set_title(title, pad=ROOM if caption.averages else None)
         frame_axis(axis, F, room=25)
@@ -235,3 +162,49 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
     note = f"grey lines: {', '.join(names)}" if len(names) <= 4 else "grey lines: each atlas"
     label_figure(figure, axes, capitalised(caption.subtitle), LABELS[caption.quantity], legend, note=note)
     return figure
+
+
+def _draw_profile(axis: Axes, panel: HeadPanel, quantity: str) -> None:
+    """Draw a profile per key frame, over its tokens where they are known."""
+    F, label = len(panel.profile), "per key frame"
+    if panel.curve is None:
+        axis.bar(np.arange(F), panel.profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
+    else:
+        label = "mean per key frame"
+        edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
+        axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label="per key token")
+    axis.plot(np.arange(F), panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3, label=label)
+    axis.axhline(0, color="0.4", linewidth=0.8)
+    axis.set_ylabel((LABELS if panel.curve is None else TOKEN_LABELS)[quantity])
+    frame_axis(axis, F, room=25)
+
+
+def _draw_averages(axis: Axes, panel: HeadPanel) -> dict[str, Artist]:
+    if panel.averages is None:
+        return {}
+    average_bars(axis, panel.averages, len(panel.profile))
+    return mark_averages(axis, len(panel.profile), len(panel.averages), large=True)
+
+
+def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray, agreement: str) -> None:
+    frames = np.arange(len(reference))
+    style: dict[str, Any] = {
+        "color": RED,
+        "linewidth": 1.2,
+        "linestyle": "--",
+        "marker": "D",
+        "markersize": 3,
+    }
+    drawn = list(np.flatnonzero(~clipped))
+    axis.plot(frames, reference, markevery=drawn, label="read off the paper", **style)
+    if clipped.any():
+        arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
+        axis.plot(frames[clipped], reference[clipped], label="cut off by the paper's plot", **arrows)
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
+    said: dict[str, Any] = {"ha": "center", "va": "top", "color": RED, "weight": "bold", "bbox": box}
+    axis.text(0.5, 0.98, agreement, transform=axis.transAxes, **said)
+
+
+def _side(k: int, F: int) -> str:
+    """Where the words of an annotation begin: near an edge they stay inside the axes."""
+    return "left" if k < 0.06 * F else "right" if k > 0.94 * F else "center"

@@ -2,8 +2,7 @@
 
     python experiments/layer_page.py cache/published/self_forcing_dmd_eagle_21f.pt
 
-page_data.py makes the numbers, the files of page/ draw them, and this module puts both into one file.
-docs/page.md describes what the page does.
+This module makes the numbers, as JSON, and the files of page/ draw them. docs/page.md describes the page.
 """
 
 import base64
@@ -12,15 +11,15 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.analysis import head_measures
-from experiments.analysis import taxonomy as head_taxonomy
 from experiments.analysis.axes import AXES, has_slots, key_columns
-from experiments.analysis.measures import head_statistics
+from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
+from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError, replacing
@@ -28,135 +27,124 @@ from experiments.caches.formats import MapsCache
 from experiments.caches.store import open_layers
 from experiments.caches.view import Profiles, average_names, edits_in_words, open_passes, source_of
 from experiments.figures.style import LABELS
-from experiments.figures.video_maps import ThumbnailError, require_as_new, thumbnails
+from experiments.figures.video_maps import pictures, require_as_new
 
-# --- What the HTML page shows, as JSON: profiles, statistics, measures and frame matrices of every pass
 QUANTITIES = ("mean_logit", "mass")
-
 # By quantity: its unit, its name in a sentence, and the power of its code (see code). Mass is small almost
 # everywhere, so its steps are fine near 0.
 ABOUT = {"mean_logit": ("logits", "mean logit", 1), "mass": ("share of 1", "attention mass", 2)}
-
 STATISTICS = ("first", "middle", "last", "delta", "ratio")
-
 LONGEST = {"model": 120, "source": 600, "note": 400, "label": 120}  # letters of what a cache says in words
-
 MOST_NOTES = 20
+MAX_MB = 16.0  # both quantities of five passes of 30 x 12 heads x 72 frames are 14 MB
+
+PARTS = Path(__file__).with_name("page")
+STYLES = ("theme", "page", "drawing")
+SCRIPTS = ("data", "draw", "heads", "detail", "keys", "compare", "on_video", "export", "controls")
 
 Passes = list[dict[str, dict[int, Profiles]]]  # per pass, by quantity, by layer
 
 
+def save_page(
+    path: str | Path,
+    source: str | Path,
+    layers: Sequence[int] | None = None,
+    max_mb: float = MAX_MB,
+    video: str | Path | None = None,
+    maps: str | Path | None = None,
+) -> Path:
+    """Write the page of a cache file, or of a folder of layerN.pt, whole or not at all.
+
+    layers None: all of them. max_mb bounds the file, in 10^6 bytes (see fit). video is an mp4 of the same
+    rollout; None takes the one beside the cache, unless it is older. maps is a maps cache of the rollout,
+    which takes at most half of the page. Raises CacheError where the profiles alone do not fit, for a
+    video that cannot be shown, and for maps of another rollout.
+    """
+    source = Path(source)
+    passes, there = open_passes_of(source)
+    view = next(iter(next(iter(passes[0].values())).values()))
+    frames, notes = _thumbnails(source, video, view.num_frames)
+    page = _template()
+    room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
+    seen = None if maps is None else maps_of(maps, view, room // 2)
+    shown = there if layers is None else layers
+    keys = keys_of(source, passes, shown)
+    data = fit(passes, shown, room - size_of(seen) - size_of(keys), notes)
+    data |= {"thumbnails": frames, "maps": seen, "keys": keys}
+    with replacing(path) as file:
+        file.write(page.replace("DATA_GOES_HERE", to_json(data), 1).encode())
+    return Path(path)
+
+
+def open_passes_of(path: Path) -> tuple[Passes, list[int]]:
+    """Open the passes and layers of a cache file, or of a folder of layerN.pt that belong together.
+
+    Raises CacheError where there are none, and where the files are not of one rollout.
+    """
+    caches = list(open_layers(path).values()) if path.is_dir() else [load_cache(path)]
+    passes: Passes = []
+    for quantity in QUANTITIES:
+        for cache in caches:
+            view = open_quantity(cache, None, quantity)
+            for p, one in enumerate(open_passes(cache, view) if view else []):
+                if p == len(passes):
+                    passes.append({})
+                passes[p].setdefault(quantity, {}).update(dict.fromkeys(one.layers, one))
+    if not passes:
+        raise CacheError(f"{path} holds neither mean logits nor mass per frame")
+    return passes, sorted(next(iter(passes[0].values())))
+
+
+# --- Profiles, statistics, measures and frame matrices of every pass
+
+
 def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What the page shows, in at most max_bytes of JSON.
+    """Return what the page shows, in at most max_bytes of JSON.
 
-    Frame matrices take two bytes a cell, or one where two are too many. Where one is too many, they are kept
-    for as many passes as fit, evenly chosen, and a note says so; profiles and measures are kept for all.
-    Raises CacheError where those alone do not fit.
+    Frame matrices take two bytes a cell, or one where two are too many. Where one is too many, they are
+    kept for as many passes as fit, evenly chosen, and a note says so; profiles and measures are kept for
+    all. Raises CacheError where those alone do not fit.
     """
-    data, count = _describe(passes, layers), _num_averages(passes, layers)
-    data |= {"passes": [_pass_data(views, layers, count) for views in passes]}
-    base = (
-        size_of(data) + size_of([words(note, LONGEST["note"]) for note in notes]) + 300
-    )  # for one more note
-    if base > max_bytes:
-        raise CacheError(
-            f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB, "
-            f"more than the page has; allow more with --max_mb"
-        )
-    for cell_bytes in (2, 1):
-        matrices = [_matrices(views, layers, cell_bytes, count) for views in passes]
-        sizes = [size_of(one) for one in matrices]
-        if base + sum(sizes) <= max_bytes:
-            break
-    kept = _evenly(sizes, max_bytes - base)
-    for p, (shown, of_pass) in enumerate(zip(data["passes"], matrices, strict=True)):
-        shown["matrices"] = of_pass if p in kept else dict.fromkeys(of_pass)
-        shown["left_out"] = p not in kept
-    if len(kept) < len(passes):
-        missing = f"Frame matrices of {len(kept)} of {len(passes)} passes are shown"
-        notes = [*notes, f"{missing}: more would not fit in one page. Allow more with --max_mb."]
-    data["notes"] += [words(note, LONGEST["note"]) for note in notes]
-    return data
-
-
-def to_json(data: Any) -> str:
-    """Compact JSON that no browser takes for markup; a NaN or an infinity in it would be an error."""
-    found = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return found.replace("<", "\\u003c")
-
-
-def size_of(data: Any) -> int:
-    """Bytes of the JSON."""
-    return len(to_json(data).encode())
-
-
-def words(text: object, longest: int) -> str:
-    """What a cache says, cut to a length, without letters that no page shows or that turn the text around."""
-    text = str(text)[: longest + 1]
-    shown = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in text)
-    return shown if len(text) <= longest else shown[: longest - 1] + "…"
-
-
-def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
-    """Values [..., n] as base64 of little-endian unsigned integers c: low + (high - low) (c / top)^power.
-
-    low and high [...] are the range of each row. The largest integer, top + 1, is NaN. Both are JSON lists.
-    """
-    there = np.isfinite(values)
-    low, high = (np.where(there, values, fill) for fill in (np.inf, -np.inf))
-    low, high = low.min(-1), high.max(-1)
-    some = there.any(-1)
-    low, high = np.where(some, low, 0.0), np.where(some, high, 0.0)
-    top = 256**cell_bytes - 2
-    span = np.where(high > low, high - low, 1.0)[..., None]
-    share = np.where(there, (np.where(there, values, 0.0) - low[..., None]) / span, 0.0)
-    codes = np.where(there, np.rint(np.clip(share, 0, 1) ** (1 / power) * top), top + 1)
-    return {
-        "bytes": cell_bytes,
-        "power": power,
-        "low": numbers(low, 6),
-        "high": numbers(high, 6),
-        "codes": base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode(),
-    }
-
-
-def numbers(values: np.ndarray, digits: int = 4) -> Any:
-    """Nested lists with a few significant digits; None for what is not there."""
-    if values.ndim:
-        return [numbers(row, digits) for row in values]
-    return float(f"{values:.{digits}g}") if np.isfinite(values) else None
-
-
-def _describe(passes: Passes, layers: Sequence[int]) -> dict[str, Any]:
-    """What holds for every pass."""
     view = next(iter(passes[0].values()))[layers[0]]
-    return {
+    averages = max(by_layer[layers[0]].num_averages for views in passes for by_layer in views.values())
+    data = {
         "model": words(view.model, LONGEST["model"]),
         "source": words(f"edited: {view.edits}. " * bool(view.edits) + view.source, LONGEST["source"]),
         "notes": [words(note, LONGEST["note"]) for note in view.notes[:MOST_NOTES]],
         "layers": list(layers),
         "num_heads": view.num_heads,
         "num_frames": view.num_frames,
-        "averages": list(average_names(_num_averages(passes, layers))),  # columns after the frames
+        "averages": list(average_names(averages)),  # columns after the frames
         "blocks": list(view.block_sizes),
         "query_frames": list(view.query_frames),
-        "quantities": {
-            name: {"label": LABELS[name], "unit": ABOUT[name][0], "name": ABOUT[name][1]}
-            for name in passes[0]
-        },
+        "quantities": {q: {"label": LABELS[q], "unit": ABOUT[q][0], "name": ABOUT[q][1]} for q in passes[0]},
+        "passes": [_pass_data(views, layers, averages) for views in passes],
     }
-
-
-def _num_averages(passes: Passes, layers: Sequence[int]) -> int:
-    """How many keys are averages of frames that are gone, at most."""
-    views = [by_layer[layers[0]] for views in passes for by_layer in views.values()]
-    return max(view.num_averages for view in views)
-
-
-def _filled(values: np.ndarray, columns: int) -> np.ndarray:
-    """Values [..., n] with NaN in further columns: [..., columns]."""
-    missing = np.full((*values.shape[:-1], columns - values.shape[-1]), np.nan, np.float32)
-    return np.concatenate([values, missing], -1)
+    more = [words(note, LONGEST["note"]) for note in notes]
+    base = size_of(data) + size_of(more) + 300  # for one more note
+    if base > max_bytes:
+        raise CacheError(
+            f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB, "
+            f"more than the page has; allow more with --max_mb"
+        )
+    for cell_bytes in (2, 1):
+        matrices = [_matrices(views, layers, cell_bytes, averages) for views in passes]
+        sizes = [size_of(one) for one in matrices]
+        if base + sum(sizes) <= max_bytes:
+            break
+    kept: set[int] = set()
+    for count in range(len(sizes), 0, -1):  # evenly chosen, the first and the last among them where two fit
+        kept = {round(p) for p in np.linspace(0, len(sizes) - 1, count)}
+        if sum(sizes[p] for p in kept) <= max_bytes - base:
+            break
+        kept = set()
+    for p, (shown, of_pass) in enumerate(zip(data["passes"], matrices, strict=True)):
+        shown |= {"matrices": of_pass if p in kept else dict.fromkeys(of_pass), "left_out": p not in kept}
+    if len(kept) < len(passes):
+        missing = f"Frame matrices of {len(kept)} of {len(passes)} passes are shown"
+        more.append(f"{missing}: more would not fit in one page. Allow more with --max_mb.")
+    data["notes"] += more
+    return data
 
 
 def _pass_data(
@@ -171,10 +159,10 @@ def _pass_data(
     for name, by_layer in views.items():
         keys = np.stack([by_layer[layer].key_profile(layer) for layer in layers])  # [N, H, F + averages]
         s = head_statistics(keys[..., : view.num_frames])
+        statistics = {each: numbers(getattr(s, each)) for each in STATISTICS}
         quantities[name] = {
             "profiles": code(_filled(keys, view.num_frames + averages).astype(np.float64), 2),
-            "statistics": {each: numbers(getattr(s, each)) for each in STATISTICS}
-            | {"max_frame": s.max_frame.tolist()},
+            "statistics": statistics | {"max_frame": s.max_frame.tolist()},
         }
     measures, kinds = _measures(views, layers)
     return {
@@ -189,33 +177,27 @@ def _pass_data(
 def _measures(
     views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int]
 ) -> tuple[list[dict], list[list[str]] | None]:
-    """Every measure that there is, as values [N, H], and the kind of each head."""
+    """Every measure that all layers have, as values [N, H], and the kind of each head."""
     logits, mass = (views.get(quantity, {}) for quantity in QUANTITIES)
-    rows: dict[str, list[np.ndarray]] = {}
-    about, kinds = {}, []
+    found: dict[str, dict[str, Any]] = {}
+    kinds: list[list[str]] = []
     measured: dict[int, tuple] = {}
     for layer in layers:
         pair = logits.get(layer), mass.get(layer)
         view = pair[0] or pair[1]
         assert view is not None
         if id(view) not in measured:  # an atlas has one view for all of its layers
-            measured[id(view)] = (
-                head_measures.measure_heads(*pair),
-                head_measures.head_kinds(pair[0], head_taxonomy.Thresholds()),
-            )
+            measured[id(view)] = measure_heads(*pair), head_kinds(pair[0], Thresholds())
         maps, labels = measured[id(view)]
         row = view.layers.index(layer)
         for m in maps:
             if m.values is not None and np.isfinite(m.values).any():
-                about[m.name] = {"name": m.name, "title": m.title, "unit": m.unit, "scale": m.scale}
-                rows.setdefault(m.name, []).append(m.values[row])
+                one = {"name": m.name, "title": m.title, "unit": m.unit, "scale": m.scale, "values": []}
+                found.setdefault(m.name, one)["values"].append(numbers(m.values[row]))
         if labels is not None:
-            kinds.append([head_taxonomy.KINDS.get(int(label), "") for label in labels[row]])
-    whole = [name for name, values in rows.items() if len(values) == len(layers)]
-    return (
-        [about[name] | {"values": numbers(np.stack(rows[name]))} for name in whole],
-        kinds if len(kinds) == len(layers) else None,
-    )
+            kinds.append([KINDS.get(int(label), "") for label in labels[row]])
+    whole = [one for one in found.values() if len(one["values"]) == len(layers)]
+    return whole, kinds if len(kinds) == len(layers) else None
 
 
 def _matrices(
@@ -236,57 +218,109 @@ def _matrices(
         values = np.stack(whole).reshape(len(layers), -1, F * (F + averages)).astype(np.float64)
         cells = np.isfinite(values).any((0, 1))
         if cells.any():
-            coded[name] = {"cells": np.flatnonzero(cells).tolist()}
-            coded[name] |= code(values[..., cells], cell_bytes, ABOUT[name][2])
+            of_cells = code(values[..., cells], cell_bytes, ABOUT[name][2])
+            coded[name] = {"cells": np.flatnonzero(cells).tolist()} | of_cells
     return coded
 
 
-def _evenly(sizes: Sequence[int], room: int) -> set[int]:
-    """As many of the passes as fit in room bytes, the first and the last of all among them where two fit."""
-    for count in range(len(sizes), 0, -1):
-        chosen = {round(p) for p in np.linspace(0, len(sizes) - 1, count)}
-        if sum(sizes[p] for p in chosen) <= room:
-            return chosen
-    return set()
+def _filled(values: np.ndarray, columns: int) -> np.ndarray:
+    """Values [..., n] with NaN in further columns: [..., columns]."""
+    missing = np.full((*values.shape[:-1], columns - values.shape[-1]), np.nan, np.float32)
+    return np.concatenate([values, missing], -1)
 
 
-# --- Keys of the last block for the HTML page, along frames and along temporal positions, as JSON
+# --- Numbers and words as JSON
+
+
+def to_json(data: Any) -> str:
+    """Write compact JSON that no browser takes for markup; a NaN or an infinity in it would be an error."""
+    found = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return found.replace("<", "\\u003c")
+
+
+def size_of(data: Any) -> int:
+    """Bytes of the JSON."""
+    return len(to_json(data).encode())
+
+
+def words(text: object, longest: int) -> str:
+    """Cut what a cache says to a length, without letters that no page shows or that turn the text around."""
+    text = str(text)[: longest + 1]
+    shown = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in text)
+    return shown if len(text) <= longest else shown[: longest - 1] + "…"
+
+
+def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
+    """Code values [..., n] as base64 of little-endian unsigned integers c: low + (high - low) (c /
+    top)^power.
+
+    low and high [...] are the range of each row. The largest integer, top + 1, is NaN. Both are JSON lists.
+    """
+    there = np.isfinite(values)
+    some = there.any(-1)
+    low = np.where(some, np.where(there, values, np.inf).min(-1), 0.0)
+    high = np.where(some, np.where(there, values, -np.inf).max(-1), 0.0)
+    top = 256**cell_bytes - 2
+    span = np.where(high > low, high - low, 1.0)[..., None]
+    share = np.where(there, (np.where(there, values, 0.0) - low[..., None]) / span, 0.0)
+    codes = np.where(there, np.rint(np.clip(share, 0, 1) ** (1 / power) * top), top + 1)
+    return {
+        "bytes": cell_bytes,
+        "power": power,
+        "low": numbers(low, 6),
+        "high": numbers(high, 6),
+        "codes": base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode(),
+    }
+
+
+def numbers(values: np.ndarray, digits: int = 4) -> Any:
+    """Return nested lists with a few significant digits; None for what is not there."""
+    if values.ndim:
+        return [numbers(row, digits) for row in values]
+    return float(f"{values:.{digits}g}") if np.isfinite(values) else None
+
+
+# --- Keys of the last block, along frames and along temporal positions
+
+
 def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any] | None:
-    """By axis the labels and marks of the columns of every layer, and their values [N, H, columns] by pass.
+    """Return by axis the labels and marks of the columns of every layer, and their values [N, H, columns]
+    by pass.
 
     None where keys are frames in their places, as in every cache but an atlas under a cache policy.
     """
     cache = {} if path.is_dir() else load_cache(path)
     if cache.get("format") != "atlas" or not has_slots(cache):
         return None
-    return {axis: _along(cache, passes, layers, axis) for axis in AXES}
-
-
-def _along(cache: dict[str, Any], passes: Passes, layers: Sequence[int], axis: str) -> dict[str, Any]:
-    found = [
-        {
-            quantity: [key_columns(cache, layer, views[layers[0]].step, quantity, axis) for layer in layers]
-            for quantity, views in by_quantity.items()
-        }
-        for by_quantity in passes
-    ]
-    first = next(iter(found[0].values()))
-    return {
-        "labels": [list(columns.labels) for columns in first],
-        "marks": [list(columns.marks) for columns in first],
-        "passes": [
+    along: dict[str, Any] = {}
+    for axis in AXES:
+        found = [
             {
-                quantity: code(np.stack([one.values for one in columns]).astype(np.float64), 2)
-                for quantity, columns in by_quantity.items()
+                q: [key_columns(cache, layer, views[layers[0]].step, q, axis) for layer in layers]
+                for q, views in by_quantity.items()
             }
-            for by_quantity in found
-        ],
-    }
+            for by_quantity in passes
+        ]
+        first = next(iter(found[0].values()))
+        along[axis] = {
+            "labels": [list(columns.labels) for columns in first],
+            "marks": [list(columns.marks) for columns in first],
+            "passes": [
+                {
+                    q: code(np.stack([one.values for one in c]).astype(np.float64), 2)
+                    for q, c in of_pass.items()
+                }
+                for of_pass in found
+            ],
+        }
+    return along
 
 
-# --- Maps over the video for the HTML page: what every captured query sees of every patch, as JSON
+# --- Maps over the video
+
+
 def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
-    """The maps of a cache as JSON of at most max_bytes; patches are pooled where they would take more.
+    """Return the maps of a cache, of at most max_bytes; patches are pooled where they would take more.
 
     Mass, times the number of keys that a query sees: 1 is even. Raises CacheError for a cache of another
     rollout than the view's, and for maps that do not fit.
@@ -295,14 +329,18 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     typed = MapsCache.from_dict(cache)
     if source_of(typed) != view.source or typed.num_frames != view.num_frames:
         raise CacheError(f"{path} is of another rollout ({source_of(typed)}) than the page ({view.source})")
-    if differing := _differing(typed, view):
+    ours, theirs = typed.config or {}, view.settings
+    differing = [n for n in sorted({*ours, *theirs}) if ours and theirs and ours.get(n) != theirs.get(n)]
+    differing += ["interventions"] * (edits_in_words(typed.interventions) != view.edits)
+    if differing:
         raise CacheError(
             f"{path} is of another rollout than the page, by its {', '.join(differing)}; make both with the "
             "same settings"
         )
     places = places_of(cache)
     if not places:
-        raise CacheError(f"{path} holds no maps of queries, only words; run: {MAKE}")
+        make = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
+        raise CacheError(f"{path} holds no maps of queries, only words; run: {make}")
     found = [
         [
             [[open_map(cache, layer, head, at.step, place) for place in places] for head in typed.heads]
@@ -310,9 +348,6 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         ]
         for at in typed.passes()
     ]
-    values = np.array(
-        [[[[seen.values for seen in row] for row in rows] for rows in by_layer] for by_layer in found]
-    )
     first = found[0][0][0]
     data = {
         "layers": typed.layers,
@@ -324,26 +359,15 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         "unit": first[0].unit,
         "grid": [typed.rows, typed.columns],
     }
-    return data | _fitting(values, max_bytes - size_of(data) - 100, path)
-
-
-def _differing(maps: MapsCache, view: Profiles) -> list[str]:
-    """Settings in which the rollouts of maps and view differ, where both files say them."""
-    ours, theirs = maps.config or {}, view.settings
-    names = sorted({*ours, *theirs}) if ours and theirs else []
-    edits = ["interventions"] if edits_in_words(maps.interventions) != view.edits else []
-    return [name for name in names if ours.get(name) != theirs.get(name)] + edits
-
-
-def _fitting(values: np.ndarray, room: int, path: str | Path) -> dict[str, Any]:
-    """Values [P, N, h, n, F, rows, columns] as coded rows, pooled by 2 until they take at most room bytes."""
-    while True:
+    room = max_bytes - size_of(data) - 100
+    values = np.array([[[[m.values for m in row] for row in rows] for rows in layers] for layers in found])
+    while True:  # [P, N, h, n, F, rows, columns]
         rows, columns = values.shape[-2:]
         flat = values.reshape(*values.shape[:4], -1)
         if (
             flat.size * 4 // 3 + flat[..., 0].size * 16 <= room
         ):  # base64 of a byte each, and two numbers a row
-            return {"rows": rows, "columns": columns, "coded": code(flat.astype(np.float64), 1, 2)}
+            return data | {"rows": rows, "columns": columns, "coded": code(flat.astype(np.float64), 1, 2)}
         if rows == columns == 1:
             raise CacheError(
                 f"the maps of {path} do not fit in the page: keep fewer heads or queries, "
@@ -353,130 +377,56 @@ def _fitting(values: np.ndarray, room: int, path: str | Path) -> dict[str, Any]:
 
 
 def pooled(values: np.ndarray) -> np.ndarray:
-    """Means of 2 x 2 patches [..., rows, columns], of what is there at an odd edge; NaN where none is."""
+    """Mean of 2 x 2 patches [..., rows, columns], of what is there at an odd edge; NaN where none is."""
     for axis in (-2, -1):
         if values.shape[axis] > 1:
-            if values.shape[axis] % 2:
-                pad = [(0, 0)] * values.ndim
-                pad[axis] = (0, 1)
-                values = np.pad(values, pad, constant_values=np.nan)
-            values = np.moveaxis(values, axis, -1)
-            pairs = values.reshape(*values.shape[:-1], -1, 2)
+            pad = [(0, 0)] * values.ndim
+            pad[axis] = (0, values.shape[axis] % 2)
+            padded = np.moveaxis(np.pad(values, pad, constant_values=np.nan), axis, -1)
+            pairs = padded.reshape(*padded.shape[:-1], -1, 2)
             there = np.isfinite(pairs)
             with np.errstate(invalid="ignore"):
-                mean = np.where(there, pairs, 0).sum(-1) / there.sum(-1)
-            values = np.moveaxis(mean, -1, axis)
+                values = np.moveaxis(np.where(there, pairs, 0).sum(-1) / there.sum(-1), -1, axis)
     return values
 
 
-MAKE = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
+# --- The page around the data
 
 
-# --- All layers, heads and passes of a cache as one HTML file that opens from disk: no server, no network
-PARTS = Path(__file__).with_name("page")
-
-STYLES = ("theme.css", "page.css", "drawing.css")
-
-SCRIPTS = (
-    "data.js",
-    "draw.js",
-    "heads.js",
-    "detail.js",
-    "keys.js",
-    "compare.js",
-    "on_video.js",
-    "export.js",
-    "controls.js",
-)
-
-MAX_MB = 16.0  # both quantities of five passes of 30 x 12 heads x 72 frames are 14 MB
-
-
-def open_passes_of(path: str | Path) -> tuple[Passes, list[int]]:
-    """The passes and layers of a cache file, or of a folder of layerN.pt that belong together.
-
-    Raises CacheError where there are none, and where the files are not of one rollout.
-    """
-    path = Path(path)
-    caches = list(open_layers(path).values()) if path.is_dir() else [load_cache(path)]
-    passes: Passes = []
-    for quantity in QUANTITIES:
-        for cache in caches:
-            view = head_measures.open_quantity(cache, None, quantity)
-            for p, one in enumerate(open_passes(cache, view) if view else []):
-                if p == len(passes):
-                    passes.append({})
-                passes[p].setdefault(quantity, {}).update(dict.fromkeys(one.layers, one))
-    if not passes:
-        raise CacheError(f"{path} holds neither mean logits nor mass per frame")
-    return passes, sorted(next(iter(passes[0].values())))
-
-
-def save_page(
-    path: str | Path,
-    source: str | Path,
-    layers: Sequence[int] | None = None,
-    max_mb: float = MAX_MB,
-    video: str | Path | None = None,
-    maps: str | Path | None = None,
-) -> Path:
-    """Write the page of a cache or folder, whole or not at all.
-
-    layers None: all of them. max_mb bounds the file, in 10^6 bytes (see page_data.fit). video is an mp4 of
-    the same rollout; None takes the one beside the cache, unless it is older. maps is a maps cache of the
-    rollout, which takes at most half of the page. Raises CacheError where the profiles alone do not fit, for
-    a video that cannot be shown, and for maps of another rollout.
-    """
-    passes, there = open_passes_of(source)
-    view = next(iter(next(iter(passes[0].values())).values()))
-    frames, notes = _video_frames(Path(source), video, view)
-    page = _template()
-    room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
-    seen = None if maps is None else maps_of(maps, view, room // 2)
-    shown = there if layers is None else layers
-    keys = keys_of(Path(source), passes, shown)
-    data = fit(passes, shown, room - size_of(seen) - size_of(keys), notes)
-    data |= {"thumbnails": frames, "maps": seen, "keys": keys}
-    with replacing(path) as file:
-        file.write(page.replace("DATA_GOES_HERE", to_json(data), 1).encode())
-    return Path(path)
-
-
-def _video_frames(source: Path, video: str | Path | None, view: Profiles) -> tuple[list[str], list[str]]:
-    """Thumbnails of the video, one per latent frame, and notes: a bad video beside the cache is left out."""
-    if video is not None:
-        try:
-            return thumbnails(video, view.num_frames), []
-        except ThumbnailError as error:
-            raise CacheError(str(error)) from None
+def _thumbnails(source: Path, video: str | Path | None, num_frames: int) -> tuple[list[str], list[str]]:
+    """JPEGs of the video as data URIs, one per latent frame, and notes: a bad video beside the cache is
+    left out."""
     beside = sorted(source.glob("*.mp4")) if source.is_dir() else [source.with_suffix(".mp4")]
-    if len(beside) != 1 or not beside[0].is_file():
+    if video is None and (len(beside) != 1 or not beside[0].is_file()):
         return [], []
     try:
-        if not source.is_dir():
+        if video is None and not source.is_dir():
             require_as_new(beside[0], source)
-        return thumbnails(beside[0], view.num_frames), []
-    except ThumbnailError as error:
+        shown = pictures(beside[0] if video is None else video, num_frames)
+    except CacheError as error:
+        if video is not None:
+            raise
         return [], [f"The video beside the cache is left out: {error}"]
+    from PIL import Image
+
+    found = []
+    for picture in shown:
+        file = BytesIO()
+        Image.fromarray(picture).save(file, "JPEG", quality=75)
+        found.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
+    return found, []
 
 
 def _template() -> str:
     """The page without its data. Its policy allows its own script alone: no code from a cache, no request."""
-    style = "\n".join(_part(name) for name in STYLES)
-    script = "\n".join(_part(name) for name in SCRIPTS)
-    script = script.replace("DRAWING_STYLE", to_json(_drawing_style()), 1)
+    parts = {path.name: path.read_text(encoding="utf-8") for path in PARTS.iterdir()}
+    style = "\n".join(parts[f"{name}.css"] for name in STYLES)
+    # programs that draw SVG know no variables: drawing.css with the colours of the light theme in it
+    light = dict(re.findall(r"--(\w+): (#\w+);", parts["theme.css"].partition("}")[0]))
+    drawing = re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], parts["drawing.css"])
+    script = "\n".join(parts[f"{name}.js"] for name in SCRIPTS).replace("DRAWING_STYLE", to_json(drawing), 1)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    page = _part("page.html")
+    page = parts["page.html"]
     for name, content in (("STYLE", style), ("SCRIPT", script), ("DIGEST", digest)):
         page = page.replace(f"{name}_GOES_HERE", content, 1)
     return page
-
-
-def _drawing_style() -> str:
-    """drawing.css with the colours of the light theme in it: programs that draw SVG know no variables."""
-    light = dict(re.findall(r"--(\w+): (#\w+);", _part("theme.css").partition("}")[0]))
-    return re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], _part("drawing.css"))
-
-
-def _part(name: str) -> str:
-    return (PARTS / name).read_text(encoding="utf-8")

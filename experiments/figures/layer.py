@@ -1,4 +1,5 @@
-"""One layer as heat maps: heads × key frames, and query × key frames of every head."""
+"""Layers as heat maps and curves: heads × key frames, query × key frames, layers compared, keys of a
+policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,14 +9,17 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
-from experiments.analysis.axes import KeyColumns
-from experiments.caches.view import Caption
+from experiments.analysis.axes import AVERAGE, CHOSEN, EMPTY, NO_SLOT, KeyColumns
+from experiments.analysis.panels import ProfileMap
+from experiments.caches.view import NOTHING, Caption
 from experiments.figures.style import (
     BLUE,
     GREEN,
@@ -23,6 +27,7 @@ from experiments.figures.style import (
     LABELS,
     NAMES,
     ORANGE,
+    PERCENTILE,
     PURPLE,
     THIN_ABOVE,
     average_bars,
@@ -32,25 +37,36 @@ from experiments.figures.style import (
     extend_of,
     frame_axis,
     grey_legend,
+    handles,
     heat_map,
     in_style,
     label_figure,
     mark_averages,
     mark_frames,
     mark_missing,
+    missing_note,
     panel_grid,
     styled,
     ticks,
 )
 
+MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
+SPECIAL = {AVERAGE: ("average", ORANGE), EMPTY: ("zeros", GREY), CHOSEN: ("chosen tokens", PURPLE)}
+MIXED = -98  # position of a slot whose tokens stand at several ones
+DASHED: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
 
 # --- Layers compared: profiles averaged over heads, and first, middle and last frame
+
+
 @styled
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
-    """Mean over heads of profiles [N, H, F + averages] in a band, a panel per layer on its own scale: the
-    logits of the real model's last layers would flatten all others. The band is a standard deviation either
-    side of logits; of masses and probabilities, where it would reach below 0, it holds the middle 80 % of
-    the heads."""
+    """Draw the mean over heads of profiles [N, H, F + averages] in a band, a panel per layer on its own
+    scale.
+
+    The logits of the real model's last layers would flatten all others. The band is a standard deviation
+    either side of logits; of masses and probabilities, where it would reach below 0, it holds the middle
+    80 % of the heads.
+    """
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     columns, size = (2, (5.0, 3.2)) if N <= 4 else (4, (2.9, 1.9)) if N <= 12 else (6, (2.3, 1.7))
     figure, axes = panel_grid(N, columns, size)
@@ -81,14 +97,13 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
 
 @styled
 def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
-    """Mean over heads of profiles [N, H, F + averages], every layer in one axes, from dark (early) to bright
-    (late)."""
+    """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes, from dark to
+    bright."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, axis = plt.subplots(figsize=(8.4, 4.0))
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.92, N))
-    mean = profiles.mean(1)
+    mean, marker = profiles.mean(1), "o" if F <= THIN_ABOVE else ""
     for layer, values, color in zip(layers, mean, colors, strict=True):
-        marker = "o" if F <= THIN_ABOVE else ""
         axis.plot(values[:F], marker=marker, markersize=2.5, linewidth=1.3, color=color, label=str(layer))
         axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=color)
     axis.axhline(0, color="0.4", linewidth=0.6)
@@ -106,127 +121,27 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
 def layer_statistics(
     first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: Caption
 ) -> Figure:
-    """Bars of the first, middle and last frame per layer: mean over heads of [N, H], whisker one standard
+    """Draw bars of the first, middle and last frame per layer: mean over heads of [N, H], whisker one
     deviation."""
     N, H = first.shape
     figure, axis = plt.subplots(figsize=(max(7.0, min(13.0, 2.5 + 0.45 * N)), 3.8))
-    bars = [
-        ("first key frame", first, BLUE),
-        ("middle (all between)", middle, GREEN),
-        ("last key frame", last, PURPLE),
-    ]
-    for i, (text, values, color) in enumerate(bars):
-        axis.bar(
-            np.arange(N) + (i - 1) * 0.27,
-            values.mean(1),
-            0.25,
-            yerr=values.std(1),
-            label=text,
-            color=color,
-            linewidth=0,
-            error_kw={"elinewidth": 0.8, "ecolor": "0.3"},
-            capsize=2 if N <= 12 else 0,
-        )
+    names = ("first key frame", "middle (all between)", "last key frame")
+    style: dict[str, Any] = {"error_kw": {"elinewidth": 0.8, "ecolor": "0.3"}, "capsize": 2 if N <= 12 else 0}
+    for i, (values, color) in enumerate(zip((first, middle, last), (BLUE, GREEN, PURPLE), strict=True)):
+        style |= {"yerr": values.std(1), "label": names[i], "color": color, "linewidth": 0}
+        axis.bar(np.arange(N) + (i - 1) * 0.27, values.mean(1), 0.25, **style)
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.set_xticks(np.arange(N), [str(layer) for layer in layers])
     axis.set(ylabel=LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
     axis.grid(False, axis="x")
-    legend = {str(h.get_label()): h for h in axis.get_legend_handles_labels()[0]}
     title = f"{capitalised(NAMES[caption.quantity])}, mean ± std over {H} heads, {caption.subtitle}"
-    label_figure(figure, [axis], title, legend=legend, x="Layer")
+    label_figure(figure, [axis], title, legend=handles(axis), x="Layer")
     return figure
 
 
-# --- The same heads of several runs under each other: query × key frames on one colour scale
-@styled
-def compared_maps(
-    matrices: Mapping[str, np.ndarray], heads: Sequence[int], quantity: str, *, title: str
-) -> Figure:
-    """A row for each run, a column for each of heads: matrices run -> [H, F, F]. Axes are aligned and shared,
-    so that a cell is at the same place in every panel; grey was not attended."""
-    chosen = {name: values[list(heads)] for name, values in matrices.items()}
-    every = np.stack(list(chosen.values()))  # [runs, heads, F, F]
-    colors = color_scale(every, quantity)
-    figure, axes = plt.subplots(
-        len(chosen),
-        len(heads),
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-        figsize=(1.2 + 1.8 * len(heads), 1.0 + 1.8 * len(chosen)),
-    )
-    shown = ticks(every.shape[-1], room=6)
-    for row, (name, values) in zip(axes, chosen.items(), strict=True):
-        for axis, matrix in zip(row, values, strict=True):
-            image = heat_map(axis, matrix, equal=True, **colors)
-            axis.set(xticks=shown, yticks=shown)
-        row[0].set_ylabel(f"{name}\nQuery frame (latent)")
-    for axis, head in zip(axes[0], heads, strict=True):
-        axis.set_title(f"head {head}", fontsize=9)
-    color_bar(figure, image, list(axes.flat), LABELS[quantity], aspect=30, pad=0.02)
-    label_figure(figure, list(axes[-1]), title, legend=grey_legend(every))
-    return figure
+# --- Query × key frames
 
 
-# --- Heads × keys of every layer, along frames or temporal positions; sinks, memories and choices are marked
-MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
-PERCENTILE = 97  # where colours end
-
-
-@styled
-def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str) -> Figure:
-    """A panel per layer, a row per head, on one colour scale; the strip above says what is special."""
-    every = list(panels.values())
-    H, n = every[0].values.shape
-    columns = max(1, min(4 if len(every) <= 12 else 6, len(every)))
-    width = max(2.0, min(3.4, 0.9 + 0.1 * n), 7.2 / columns)
-    lowest = 1.0 if len(every) > columns else 1.9
-    figure, axes = panel_grid(len(every), columns, (width, max(lowest, 0.65 + 0.065 * H)))
-    everything = np.concatenate([one.values.ravel() for one in every])
-    colors = color_scale(everything, quantity, PERCENTILE)
-    legend: dict[str, Artist] = {}
-    for i, (axis, (name, one)) in enumerate(zip(axes, panels.items(), strict=False)):
-        image = heat_map(axis, one.values, **colors)
-        axis.set_title(name, fontsize=9)
-        if i % columns == 0:
-            axis.set_ylabel("Head")
-        legend |= grey_legend(one.values) | _mark(axis, one.marks, H)
-        axis.set_yticks(ticks(H, room=5))
-        label_keys(axis, one.labels)
-    shrink = min(1.0, 3.5 / figure.get_figheight())
-    extend = extend_of(everything, colors["vmin"], colors["vmax"])
-    color_bar(figure, image, axes, LABELS[quantity], pad=0.02, aspect=30, shrink=shrink, extend=extend)
-    label_figure(figure, axes, title, legend=legend, x=keys_label(every[0].axis, every[0].labels))
-    return figure
-
-
-def label_keys(axis: Axes, labels: Sequence[str], room: int = 8) -> None:
-    """Some of the labels; averages, which stand together, have one."""
-    averages = [n for n, label in enumerate(labels) if label.startswith("μ")]
-    shown = {int(n): labels[int(n)] for n in ticks(len(labels) - len(averages), room)}
-    if averages:
-        shown[averages[len(averages) // 2]] = "μ"
-    axis.set_xticks(list(shown), list(shown.values()))
-
-
-def keys_label(key_axis: str, labels: Sequence[str]) -> str:
-    """What the columns are, for their axis."""
-    if key_axis == "position":
-        return "Temporal position"
-    return "Key frame, μ averages" if labels and labels[-1].startswith("μ") else "Key frame (latent)"
-
-
-def _mark(axis: Axes, marks: Sequence[str], num_heads: int) -> dict[str, Artist]:
-    """A strip above the heads -> its legend."""
-    tall = max(1.0, 0.12 * num_heads)
-    for n, mark in enumerate(marks):
-        color = MARKS.get(mark, "white")
-        axis.add_patch(Rectangle((n - 0.5, -0.6 - tall), 1, tall, facecolor=color, linewidth=0))
-    axis.set_ylim(num_heads - 0.5, -0.7 - tall)
-    return {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in marks}
-
-
-# --- One layer as heat maps: heads × key frames, and query × key frames of every head
 @styled
 def frame_maps(
     matrices: np.ndarray,
@@ -238,10 +153,12 @@ def frame_maps(
     keys: Sequence[str] | None = None,
     key_axis: str = "frame",
 ) -> Figure:
-    """Query × key frames of every head on one colour scale: matrices [H, rows, F + averages], a row per entry
-    of query_frames. heads are their numbers, 0, 1, ... by default. Logits are coloured symmetrically around
-    0, grey was not attended. keys are labels of the columns where they are not the frames 0, 1, ...;
-    key_axis says whether they are frames or positions."""
+    """Draw query × key frames of every head on one colour scale: matrices [H, rows, F + averages].
+
+    A row per entry of query_frames. heads are their numbers, 0, 1, ... by default. Logits are coloured
+    symmetrically around 0, grey was not attended. keys are labels of the columns where they are not the
+    frames 0, 1, ...; key_axis says whether they are frames or positions.
+    """
     gone = caption.averages if keys is None else sum(label.startswith("μ") for label in keys)
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - gone
     heads = list(heads if heads is not None else range(H))
@@ -261,34 +178,64 @@ def frame_maps(
         if keys is None:
             _frame_ticks(axis.xaxis, range(F))
         else:
-            label_keys(axis, keys)
+            _label_keys(axis, keys)
         legend |= mark_averages(axis, F, gone)
         _frame_ticks(axis.yaxis, query_frames)
     for axis in axes[:: min(4, H)]:
         axis.set_ylabel(f"Query frame ({caption.unit})")
     shrink = min(1, 4 / figure.get_figheight())
-    x = f"Key frame ({caption.unit})" if keys is None else keys_label(key_axis, keys)
+    x = f"Key frame ({caption.unit})" if keys is None else _keys_label(key_axis, keys)
     color_bar(figure, image, axes, LABELS[caption.quantity], aspect=30, pad=0.02, shrink=shrink)
     label_figure(figure, axes, title, legend=legend, x=x)
     return figure
 
 
 @styled
+def compared_maps(
+    matrices: Mapping[str, np.ndarray], heads: Sequence[int], quantity: str, *, title: str
+) -> Figure:
+    """Draw query × key frames of several runs: a row for each run, a column for each of heads.
+
+    matrices are run -> [H, F, F]. Axes are aligned and shared, so that a cell is at the same place in
+    every panel; grey was not attended.
+    """
+    chosen = {name: values[list(heads)] for name, values in matrices.items()}
+    every = np.stack(list(chosen.values()))  # [runs, heads, F, F]
+    colors, size = color_scale(every, quantity), (1.2 + 1.8 * len(heads), 1.0 + 1.8 * len(chosen))
+    grid: dict[str, Any] = {"squeeze": False, "sharex": True, "sharey": True, "figsize": size}
+    figure, axes = plt.subplots(len(chosen), len(heads), **grid)
+    shown = ticks(every.shape[-1], room=6)
+    for row, (name, values) in zip(axes, chosen.items(), strict=True):
+        for axis, matrix in zip(row, values, strict=True):
+            image = heat_map(axis, matrix, equal=True, **colors)
+            axis.set(xticks=shown, yticks=shown)
+        row[0].set_ylabel(f"{name}\nQuery frame (latent)")
+    for axis, head in zip(axes[0], heads, strict=True):
+        axis.set_title(f"head {head}", fontsize=9)
+    color_bar(figure, image, list(axes.flat), LABELS[quantity], aspect=30, pad=0.02)
+    label_figure(figure, list(axes[-1]), title, legend=grey_legend(every))
+    return figure
+
+
+def _frame_ticks(axis: Axis, frames: Sequence[int]) -> None:
+    shown = ticks(len(frames), room=8)
+    axis.set_ticks(list(shown), [str(frames[i]) for i in shown])
+
+
+# --- Heads × key frames
+
+
+@styled
 def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
-    """Heat map heads x key frames of profiles [H, F + averages]; grey was not attended."""
+    """Draw a heat map heads × key frames of profiles [H, F + averages]; grey was not attended."""
     H, columns = profiles.shape
     F = columns - caption.averages
     figure, axis = plt.subplots(figsize=(max(7.0, min(12.0, 2.5 + 0.32 * columns)), max(2.6, 1.4 + 0.24 * H)))
     axis.grid(False)
     axis.set_facecolor(GREY)
-    mesh = axis.pcolormesh(
-        np.arange(columns + 1) - 0.5,
-        np.arange(H + 1) - 0.5,
-        np.ma.masked_invalid(profiles),
-        edgecolors="face",
-        linewidth=0.2,
-        **color_scale(profiles, caption.quantity),
-    )
+    edges = np.arange(columns + 1) - 0.5, np.arange(H + 1) - 0.5
+    colors = {"edgecolors": "face", "linewidth": 0.2} | color_scale(profiles, caption.quantity)
+    mesh = axis.pcolormesh(*edges, np.ma.masked_invalid(profiles), **colors)
     frame_axis(axis, F, room=25)
     axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=ticks(H, room=20))
     color_bar(figure, mesh, axis, LABELS[caption.quantity], pad=0.02, aspect=30)
@@ -298,7 +245,7 @@ def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
     )  # shading would change colours
     for text, frames in caption.highlighted_frames.items():
         span = [min(frames) - 0.5, max(frames) + 0.5]
-        axis.axvline(span[0], color=ORANGE, linewidth=1.2, linestyle="--")
+        axis.axvline(span[0], linewidth=1.2, **DASHED)
         style: dict[str, Any] = {"color": ORANGE, "linewidth": 4, "solid_capstyle": "butt", "clip_on": False}
         (legend[text],) = axis.plot(span, [1, 1], transform=edge, label=text, **style)
     title = f"Layer {layer}, {H} heads: {NAMES[caption.quantity]}, {caption.subtitle}"
@@ -306,63 +253,214 @@ def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
     return figure
 
 
-def _frame_ticks(axis: Axis, frames: Sequence[int]) -> None:
-    shown = ticks(len(frames), room=8)
-    axis.set_ticks(list(shown), [str(frames[i]) for i in shown])
+@styled
+def profile_heat_maps(
+    panels: Sequence[ProfileMap],
+    title: str,
+    *,
+    columns: int | None = None,
+    highlighted_frames: Mapping[str, Sequence[int]] = NOTHING,
+) -> Figure:
+    """Draw a panel per map, a row per head; panels of one quantity share one colour scale.
+
+    What is absent is left out, with a note.
+    """
+    shown = [(p, p.values) for p in panels if p.values is not None]
+    H, F = shown[0][1].shape if shown else (1, 1)
+    figure, axes, columns = _heat_panels(len(shown), H, F, columns, lowest=0.9, base=0.55)
+    legend: dict[str, Artist] = {}
+    for i, (axis, (panel, values)) in enumerate(zip(axes, shown, strict=False)):
+        axis.set_title(panel.title, fontsize=9)
+        if i % columns == 0:
+            axis.set_ylabel("Head")
+        legend |= grey_legend(values)
+        for text, frames in highlighted_frames.items():
+            axis.axvline(min(frames) - 0.5, linewidth=1, **DASHED)
+            legend[text] = Line2D([], [], label=f"from here: {text}", linewidth=1, **DASHED)
+        axis.set_yticks(ticks(H, room=5))
+        axis.set_xticks(ticks(values.shape[1] - panel.averages, room=8))
+    for quantity in dict.fromkeys(panel.quantity for panel, _ in shown):
+        alike = [
+            (axis, v) for axis, (panel, v) in zip(axes, shown, strict=False) if panel.quantity == quantity
+        ]
+        _color(figure, alike, quantity)
+    for axis, (panel, values) in zip(axes, shown, strict=False):
+        legend |= mark_averages(axis, values.shape[1] - panel.averages, panel.averages)
+    note = missing_note([(p.title, p.missing_reason) for p in panels if p.values is None])
+    label_figure(figure, axes, title, legend=legend, note=note)
+    return figure
+
+
+@styled
+def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str) -> Figure:
+    """Draw a panel per layer, a row per head, on one colour scale; the strip above says what is special.
+
+    Keys are along frames or temporal positions; sinks, memories and choices are marked.
+    """
+    every = list(panels.values())
+    H, n = every[0].values.shape
+    figure, axes, columns = _heat_panels(len(every), H, n, None, lowest=1.0, base=0.65)
+    legend: dict[str, Artist] = {}
+    tall = max(1.0, 0.12 * H)
+    for i, (axis, (name, one)) in enumerate(zip(axes, panels.items(), strict=False)):
+        axis.set_title(name, fontsize=9)
+        if i % columns == 0:
+            axis.set_ylabel("Head")
+        for column, mark in enumerate(one.marks):
+            strip = Rectangle(
+                (column - 0.5, -0.6 - tall), 1, tall, facecolor=MARKS.get(mark, "white"), linewidth=0
+            )
+            axis.add_patch(strip)
+        legend |= grey_legend(one.values)
+        legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in one.marks}
+    _color(figure, [(axis, one.values) for axis, one in zip(axes, every, strict=False)], quantity)
+    for axis, one in zip(axes, every, strict=False):
+        axis.set_ylim(H - 0.5, -0.7 - tall)
+        axis.set_yticks(ticks(H, room=5))
+        _label_keys(axis, one.labels)
+    label_figure(figure, axes, title, legend=legend, x=_keys_label(every[0].axis, every[0].labels))
+    return figure
+
+
+def _heat_panels(
+    n: int, H: int, F: int, columns: int | None, lowest: float, base: float
+) -> tuple[Figure, list[Axes], int]:
+    """Make n panels of H rows and F columns; a lone row of panels is high enough for its colour bar."""
+    columns = max(1, min(columns or (4 if n <= 12 else 6), n))
+    width = max(2.0, min(3.4, 0.9 + 0.1 * F), 7.2 / columns)
+    height = max(lowest if n > columns else 1.9, base + 0.065 * H)
+    return *panel_grid(max(1, n), columns, (width, height)), columns
+
+
+def _color(figure: Figure, panels: Sequence[tuple[Axes, np.ndarray]], quantity: str) -> None:
+    """Draw panels of one quantity in one colour scale, with its bar."""
+    everything = np.concatenate([values.ravel() for _, values in panels])
+    colors = color_scale(everything, quantity, PERCENTILE)
+    for axis, values in panels:
+        image = heat_map(axis, values, **colors)
+    shrink, extend = (
+        min(1.0, 3.5 / figure.get_figheight()),
+        extend_of(everything, colors["vmin"], colors["vmax"]),
+    )
+    bar: dict[str, Any] = {"pad": 0.02, "aspect": 30, "shrink": shrink, "extend": extend}
+    color_bar(figure, image, [axis for axis, _ in panels], LABELS[quantity], **bar)
+
+
+def _label_keys(axis: Axes, labels: Sequence[str], room: int = 8) -> None:
+    """Show some of the labels; averages, which stand together, have one."""
+    averages = [n for n, label in enumerate(labels) if label.startswith("μ")]
+    shown = {int(n): labels[int(n)] for n in ticks(len(labels) - len(averages), room)}
+    if averages:
+        shown[averages[len(averages) // 2]] = "μ"
+    axis.set_xticks(list(shown), list(shown.values()))
+
+
+def _keys_label(key_axis: str, labels: Sequence[str]) -> str:
+    """Name the columns, for their axis."""
+    if key_axis == "position":
+        return "Temporal position"
+    return "Key frame, μ averages" if labels and labels[-1].startswith("μ") else "Key frame (latent)"
+
+
+# --- Heads × words of the prompt, and key frames × RoPE bands
+
+
+@styled
+def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle: str) -> Figure:
+    """Draw the cross-attention mass [H, words] of every head on each word, and beside it on the whole prompt.
+
+    The rest lies on the padding after the prompt.
+    """
+    H, n = mass.shape
+    width = max(4, min(9, 0.42 * n))
+    size: dict[str, Any] = {"width_ratios": [width, 1.6], "figsize": (3.6 + width, max(2.8, 1.6 + 0.2 * H))}
+    figure, (left, right) = plt.subplots(1, 2, sharey=True, **size)
+    colors = color_scale(mass, "mass", PERCENTILE)
+    image = heat_map(left, mass, **colors)
+    turned: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    left.set_xticks(np.arange(n), words, fontsize=9 if n <= 24 else 6, **turned)
+    left.set(xlabel="Word of the prompt", ylabel="Head")
+    left.set_yticks(ticks(H, room=20))
+    extend = extend_of(mass, colors["vmin"], colors["vmax"])
+    color_bar(figure, image, left, LABELS["mass"], pad=0.02, aspect=25, extend=extend)
+    right.barh(np.arange(H), mass.sum(1), color=BLUE, height=0.8, linewidth=0)
+    right.set(xlabel="on the whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5))
+    right.xaxis.set_major_locator(MaxNLocator(3))
+    right.grid(False, axis="y")
+    figure.suptitle(f"Layer {layer}: attention mass per prompt word, {subtitle}")
+    return figure
+
+
+@styled
+def rope_bands(
+    values: np.ndarray, names: Sequence[str], caption: Caption, *, layer: int, head: int
+) -> Figure:
+    """Draw what each RoPE band adds to the mean logit of every key frame: values [F, bands], their sum on
+    top."""
+    F, bands = values.shape
+    size = (max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.0 + 0.2 * bands)
+    ratios = [1, max(1.2, bands / 9)]
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, height_ratios=ratios, figsize=size)
+    total = values.sum(-1)
+    above.bar(np.arange(F), total, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
+    above.axhline(0, color="0.4", linewidth=0.8)
+    above.set_ylabel("sum of all bands")
+    top = max(float(np.nanmax(np.abs(values), initial=0)), 1e-9)
+    below.grid(False)
+    below.set_facecolor(GREY)
+    edges = np.arange(F + 1) - 0.5, np.arange(bands + 1) - 0.5
+    mesh = below.pcolormesh(*edges, np.ma.masked_invalid(values).T, cmap="RdBu_r", vmin=-top, vmax=top)
+    below.set_yticks(np.arange(bands), names, fontsize=8)
+    below.set_ylim(bands - 0.5, -0.5)
+    color_bar(figure, mesh, below, LABELS["mean_logit"], pad=0.02)
+    legend = mark_frames(above, total, caption.highlighted_frames)
+    for marked in caption.highlighted_frames.values():
+        below.axvline(min(marked) - 0.5, linewidth=1.2, **DASHED)
+    frame_axis(below, F, room=25)
+    below.set_xlim(-0.5, F - 0.5)
+    above.tick_params(labelbottom=False)
+    title = f"Layer {layer}, head {head}: mean logit by RoPE band, {caption.subtitle}"
+    label_figure(figure, [below], title, legend=legend)
+    return figure
 
 
 # --- What a cache policy keeps: slot over block, coloured by frame; the last block's attention to it
-SPECIAL = {-1: ("average", ORANGE), -2: ("zeros", GREY), -3: ("chosen tokens", PURPLE)}
-NO_SLOT, MIXED = -9, -98
 
 
 def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: str) -> Figure:
-    """frames and positions [blocks, slots] -> a cell a slot, coloured by frame, its position written in.
+    """Draw frames and positions [blocks, slots]: a cell a slot, coloured by frame, its position written in.
 
     Averages, zeros and chosen tokens, which are of no single frame, have colours of their own.
     """
     blocks, slots = frames.shape
+    cmap, shade = plt.get_cmap("viridis"), Normalize(0, max(1, num_frames - 1))
     with in_style():
         figure, ax = plt.subplots(figsize=(1.6 + 0.3 * slots, 1.1 + 0.26 * blocks))
-        colours = plt.get_cmap("viridis")
-        shade = Normalize(0, max(1, num_frames - 1))
-        for block in range(blocks):
-            for slot in range(slots):
-                _cell(ax, slot, block, int(frames[block, slot]), int(positions[block, slot]), colours, shade)
+        for (block, slot), value in np.ndenumerate(frames):
+            frame, position = int(value), int(positions[block, slot])
+            if frame == NO_SLOT:
+                continue
+            color = SPECIAL[frame][1] if frame < 0 else cmap(shade(frame))
+            ax.add_patch(Rectangle((slot, block), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
+            if position >= 0:
+                ink = "black" if frame < 0 or shade(frame) > 0.6 else "white"
+                style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": ink}
+                ax.text(slot + 0.5, block + 0.5, str(position), **style)
         ax.set(xlim=(0, slots), ylim=(blocks, 0), xlabel="Slot of the cache", ylabel="Block", title=title)
         ax.set_xticks(np.arange(slots) + 0.5, [str(slot) for slot in range(slots)], fontsize=7)
         ax.set_yticks(np.arange(blocks) + 0.5, [str(block) for block in range(blocks)], fontsize=7)
         ax.grid(False)
-        bar = plt.cm.ScalarMappable(shade, colours)
-        figure.colorbar(bar, ax=ax, label="Latent frame in the slot")
-        _legend(figure, frames)
+        figure.colorbar(ScalarMappable(shade, cmap), ax=ax, label="Latent frame in the slot")
+        special = [(name, color) for code, (name, color) in SPECIAL.items() if code in frames]
+        patches = [Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in special]
+        if patches:
+            figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=7)
     return figure
 
 
-def _cell(ax: Axes, slot: int, block: int, frame: int, position: int, colours, shade) -> None:
-    if frame == NO_SLOT:
-        return
-    colour = SPECIAL[frame][1] if frame < 0 else colours(shade(frame))
-    ax.add_patch(Rectangle((slot, block), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
-    if position >= 0:
-        bright = frame >= 0 and shade(frame) > 0.6
-        ax.text(
-            slot + 0.5, block + 0.5, str(position), ha="center", va="center", fontsize=6,
-            color="black" if bright or frame < 0 else "white",
-        )  # fmt: skip
-
-
-def _legend(figure: Figure, frames: np.ndarray) -> None:
-    shown = [
-        Rectangle((0, 0), 1, 1, color=c, label=name) for code, (name, c) in SPECIAL.items() if code in frames
-    ]
-    if shown:
-        figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=7)
-
-
 def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.ndarray, title: str) -> Figure:
-    """mass [H, slots] of the last block -> heads over slots, named by frame and position."""
-    codes = {-1: "avg", -2: "0", -3: "tok"}
+    """Draw mass [H, slots] of the last block: heads over slots, named by frame and position."""
+    codes = {AVERAGE: "avg", EMPTY: "0", CHOSEN: "tok"}
     labels = [
         codes.get(int(f), f"f{f}") + ("" if p in (MIXED, NO_SLOT) else f"\n@{p}")
         for f, p in zip(frames, positions, strict=True)
@@ -379,7 +477,7 @@ def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.nda
 
 
 def survival_map(kept: np.ndarray, title: str) -> Figure:
-    """kept [layers, F] -> how much of each frame the last block still sees, layer by layer."""
+    """Draw kept [layers, F]: how much of each frame the last block still sees, layer by layer."""
     with in_style():
         figure, ax = plt.subplots(figsize=(1.8 + 0.2 * kept.shape[1], 1.2 + 0.2 * kept.shape[0]))
         image = ax.imshow(kept, aspect="auto", cmap="viridis", vmin=0, vmax=1)

@@ -1,8 +1,9 @@
-"""One style for all figures: rcParams, colours, labels, frame axes, and save_svg.
+"""One style for all figures: rcParams, colours, labels, axes, and save_svg.
 
 Drawing functions take arrays and a Caption (quantity, pass and queries, frames to point out) and return a
-Figure. They read no file and print nothing. NaN was not attended. Titles are single lines: an SVG's own font
-is centred right only then."""
+Figure. They read no file and print nothing. NaN was not attended. Titles are single lines: an SVG's own
+font is centred right only then.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,6 @@ from matplotlib.text import Text
 from experiments.caches.files import replacing
 from experiments.caches.view import average_names
 
-# --- One style for all figures: rcParams, colours, labels, frame axes, and save_svg
 STYLE = seaborn.axes_style("whitegrid") | {
     "font.sans-serif": ["Arial", "DejaVu Sans", "Helvetica"],
     "font.size": 9,
@@ -44,48 +44,32 @@ STYLE = seaborn.axes_style("whitegrid") | {
     "axes.titley": 1.0,
     "figure.constrained_layout.use": True,
 }
-
 LABELS = {
     "mean_logit": "Mean logit q·k/√D",
     "mass": "Attention mass (share of 1)",
     "mean_prob": "Mean probability per key token",
 }
-
 TOKEN_LABELS = LABELS | {"mean_logit": "Logit q·k/√D, query mean", "mean_prob": "Probability, query mean"}
-
 NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mean probability"}
 
 # Okabe and Ito (2008), colours that colour-blind readers tell apart; RED is their vermilion, PURPLE their
 # reddish purple. DARK and GREY are neutral.
-BLUE, DARK, ORANGE, GREEN, PURPLE, RED, GREY = (
-    "#0072B2",
-    "#1F3552",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#D55E00",
-    "0.85",
-)
-
-YELLOW = "#F0E442"
-
+BLUE, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
+YELLOW, DARK, GREY = "#F0E442", "#1F3552", "0.85"
 HATCH: dict[str, Any] = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
-
 SHADE: dict[str, Any] = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
-
-NOT_ATTENDED = "not attended"
+AVERAGE: dict[str, Any] = {"facecolor": ORANGE, "edgecolor": "white", "hatch": "////", "linewidth": 0}
+NOT_ATTENDED, AVERAGES = "not attended", "average of gone frames (μ)"
 
 WIDTHS = {"column": 3.25, "page": 6.75}  # inches, of a journal
-
 JOURNAL_POINTS = 8  # letters of figures of such a width
-
 LAYOUT_ROUNDS = 2  # in which it settles
-
+THIN_ABOVE = 25  # frames: up to here every frame has a tick, where there is room
+PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
+NO_LEGEND: Mapping[str, Artist] = MappingProxyType({})
 _width: float | None = None  # inches, where figures are drawn for a journal
 
-THIN_ABOVE = 25  # frames: up to here every frame has a tick, where there is room
-
-NO_LEGEND: Mapping[str, Artist] = MappingProxyType({})
+# --- Drawing in this style, and saving
 
 
 def use_width(width: str | None) -> None:
@@ -95,19 +79,19 @@ def use_width(width: str | None) -> None:
     _width = WIDTHS[width] if width else None
 
 
+@cache
+def _load_backend() -> None:
+    """Load pyplot's backend before rc_context: a notebook's switches the display on, and leaving would
+    undo it."""
+    plt.switch_backend(matplotlib.get_backend())
+
+
 @contextmanager
 def in_style() -> Iterator[None]:
     """Draw new figures in the style of this module; what is set beyond it stays as it was."""
     _load_backend()
     with plt.rc_context(STYLE):
         yield
-
-
-@cache
-def _load_backend() -> None:
-    """Load pyplot's backend as the first figure would. A notebook's switches pyplot's display on when it
-    loads: inside rc_context, leaving would switch it off again."""
-    plt.switch_backend(matplotlib.get_backend())
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -136,21 +120,15 @@ def _fit(figure: Figure, inches: float) -> None:
     figure.set_size_inches(inches, max(height, min(inches, 3.0)))  # room for words, which do not shrink
     for text in figure.findobj(Text):
         text.set_fontsize(min(text.get_fontsize(), JOURNAL_POINTS))
+
+    def wrapped(text: str, letters: float) -> str:
+        return fill(text.replace(" = ", "\u00a0=\u00a0"), int(letters))  # "t = 1000" stays on one line
+
     if title := figure.get_suptitle():
-        figure.suptitle(_wrapped(title, inches * 15), fontsize=JOURNAL_POINTS)
+        figure.suptitle(wrapped(title, inches * 15), fontsize=JOURNAL_POINTS)
     for axis in figure.axes:
         if (spec := axis.get_subplotspec()) is not None:
-            columns = spec.get_gridspec().ncols
-            axis.title.set_text(_wrapped(axis.get_title(), inches * 14 / columns))
-
-
-def _wrapped(text: str, letters: float) -> str:
-    return fill(text.replace(" = ", "\u00a0=\u00a0"), int(letters))  # "t = 1000" stays on one line
-
-
-def journal_width() -> float | None:
-    """Inches that figures are drawn for; None where they are as wide as their panels need."""
-    return _width
+            axis.title.set_text(wrapped(axis.get_title(), inches * 14 / spec.get_gridspec().ncols))
 
 
 def save_svg(figure: Figure, path: str | Path) -> Path:
@@ -164,18 +142,21 @@ def save_svg(figure: Figure, path: str | Path) -> Path:
 
 
 def lean(svg: bytes) -> bytes:
-    """An SVG without indentation, and with places in hundredths of a point: a tenth of it less."""
+    """Drop an SVG's indentation and round places to hundredths of a point: a tenth of it less."""
     svg = re.sub(rb"\n +", b"\n", svg)
     places = rb'(?<= )(?:d|points|x|y|x1|x2|y1|y2|cx|cy|width|height)="[^"]*"'
-    return re.sub(places, lambda place: re.sub(rb"-?\d+\.\d{3,}", _hundredths, place[0]), svg)
+
+    def rounded(number: re.Match[bytes]) -> bytes:
+        return f"{float(number[0]):.2f}".rstrip("0").rstrip(".").encode()
+
+    return re.sub(places, lambda place: re.sub(rb"-?\d+\.\d{3,}", rounded, place[0]), svg)
 
 
-def _hundredths(number: re.Match[bytes]) -> bytes:
-    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".").encode()
+# --- Panels, titles, legends
 
 
 def panel_grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """n axes in rows of at most columns, each of size inches; cells left over are empty."""
+    """Make n axes in rows of at most columns, each of size inches; cells left over are empty."""
     columns = min(n, columns)
     if _width:
         columns = min(columns, max(1, int(_width / (1.6 if size[0] < 4 else 3.2))))
@@ -199,7 +180,7 @@ def label_figure(
     x: str = "Key frame (latent)",
     note: str = "",
 ) -> None:
-    """Title, x label under the lowest axes, one y label for all, and below everything a legend and a note."""
+    """Set a title, an x label under the lowest axes, one y label for all, and below a legend and a note."""
     figure.suptitle(title)
     for axis in axes:
         if axis.xaxis.get_tick_params()["labelbottom"]:
@@ -217,14 +198,35 @@ def label_figure(
         )
 
 
+def handles(axis: Axes) -> dict[str, Artist]:
+    """The labelled artists of an axis, as a legend."""
+    return {str(handle.get_label()): handle for handle in axis.get_legend_handles_labels()[0]}
+
+
 def missing_note(missing: Sequence[tuple[str, str]], width: int = 110) -> str:
-    """What a figure leaves out and why: (title, reason) of each, those of one reason together; "" for
-    nothing."""
+    """Say what a figure leaves out: (title, reason) of each, those of one reason together; "" for nothing."""
     reasons: dict[str, list[str]] = {}
     for title, reason in missing:
         reasons.setdefault(reason, []).append(title)
     text = "; ".join(f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items())
     return fill(f"absent: {text}", width) if text else ""
+
+
+def mark_missing(axis: Axes, reason: str, width: int = 22) -> None:
+    """Hatch an axis that has nothing to show, with the reason in lines of at most width letters."""
+    axis.grid(False)
+    axis.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
+    axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **HATCH))
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 3}
+    text = "absent:\n" + fill(reason, width)
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=8, bbox=box)
+
+
+def capitalised(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+# --- The frame axis
 
 
 def ticks(n: int, room: int) -> np.ndarray:
@@ -234,6 +236,7 @@ def ticks(n: int, room: int) -> np.ndarray:
 
 
 def frame_axis(axis: Axes, F: int, room: int) -> None:
+    """Let the x axis be F frames, with ticks for as many as there is room for."""
     if _width and (spec := axis.get_subplotspec()) is not None:
         room = min(room, int(_width / spec.get_gridspec().ncols * 4.5))
     axis.set_xlim(-0.6, F - 0.4)
@@ -241,7 +244,7 @@ def frame_axis(axis: Axes, F: int, room: int) -> None:
 
 
 def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:
-    """A picture [H, W, 3] of every frame under its place on the frame axis."""
+    """Put a picture [H, W, 3] of every frame under its place on the frame axis."""
     left, right = axis.get_xlim()
     height, width = pictures[0].shape[:2]
     room = 0.14 * (right - left) / 2.3  # frames' widths that the strip is high; axes are about 2.3 : 1
@@ -257,8 +260,8 @@ def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:
 def mark_frames(
     axis: Axes, profile: np.ndarray, highlighted: Mapping[str, Sequence[int]]
 ) -> dict[str, Artist]:
-    """Shade the highlighted frames (legend text -> frames), hatch those that a profile [F] has as NaN.
-    Returns legend entries by their text."""
+    """Shade highlighted frames (legend text -> frames), hatch those that a profile [F] has as NaN -> the
+    legend."""
     legend: dict[str, Artist] = {}
     for text, frames in highlighted.items():
         axis.axvspan(min(frames) - 0.5, max(frames) + 0.5, zorder=0, **SHADE)
@@ -270,52 +273,63 @@ def mark_frames(
     return legend
 
 
+def average_bars(axis: Axes, values: np.ndarray, first: int, width: float = 0.8) -> None:
+    """Draw hatched bars of values [averages] in the columns from first on."""
+    axis.bar(first + np.arange(len(values)), values, width=width, **AVERAGE)
+
+
+def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> dict[str, Artist]:
+    """Name and mark the columns first .. first + count - 1 as averages of gone frames -> the legend.
+
+    They stand behind a line, under a hatched strip. Call it when the frames have their ticks.
+    """
+    if not count:
+        return {}
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, max(right, first + count - 0.5))
+    axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
+    each = large and first + count <= 25 and _width is None  # room for a name of every average
+    named: dict[float, str] = {first + (count - 1) / 2: "μ"}
+    if each:
+        named = {first + n: name for n, name in enumerate(average_names(count))}
+    frames = [int(tick) for tick in axis.get_xticks() if 0 <= tick < first - (0 if each else 1)]
+    axis.set_xticks([*frames, *named], [*map(str, frames), *named.values()])
+    strip = Rectangle((first - 0.5, 1), count, 0.04, transform=axis.get_xaxis_transform(), clip_on=False)
+    strip.set(**AVERAGE)
+    axis.add_patch(strip)
+    return {AVERAGES: Patch(**AVERAGE, label=AVERAGES)}
+
+
+# --- Values as colours. All maps are safe for colour-blind readers
+
+
+def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
+    """Colour values of a quantity: red and blue around 0 for logits, viridis from 0 for masses and
+    probabilities.
+
+    percentile of their size is where the colours end.
+    """
+    top = max(float(np.nanpercentile(np.abs(values), percentile)), 1e-12)
+    if quantity == "mean_logit":
+        return {"cmap": "RdBu_r", "vmin": -top, "vmax": top}
+    return {"cmap": "viridis", "vmin": 0.0, "vmax": top}
+
+
+def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colors: Any) -> AxesImage:
+    """Draw values [rows, columns] as one image, cell i, j centred on (j, i); grey where NaN."""
+    axis.grid(False)
+    axis.set_facecolor(GREY)
+    aspect = "equal" if equal else "auto"
+    return axis.imshow(np.ma.masked_invalid(values), interpolation="nearest", aspect=aspect, **colors)
+
+
 def grey_legend(values: np.ndarray) -> dict[str, Artist]:
     """The legend entry of grey cells, where values have a NaN."""
     return {NOT_ATTENDED: Patch(facecolor=GREY, label=NOT_ATTENDED)} if np.isnan(values).any() else {}
 
 
-def mark_missing(axis: Axes, reason: str, width: int = 22) -> None:
-    """Hatch an axis that has nothing to show, with the reason in lines of at most width letters. Its limits
-    are left as they are: axes may share them."""
-    axis.grid(False)
-    axis.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
-    axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **HATCH))
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 3}
-    text = "absent:\n" + fill(reason, width)
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=8, bbox=box)
-
-
-def capitalised(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-# --- Colours of a quantity, values drawn as one image, and colour bars. All maps are safe for colour-blind
-def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
-    """Colours for values of a quantity: red and blue around 0 for logits, viridis from 0 for masses and
-    probabilities.
-
-    percentile of their size is where the colours end: a few heads of the real model would leave all others
-    pale."""
-    top = max(float(np.nanpercentile(np.abs(values), percentile)), 1e-12)
-    return (
-        {"cmap": "RdBu_r", "vmin": -top, "vmax": top}
-        if quantity == "mean_logit"
-        else {"cmap": "viridis", "vmin": 0.0, "vmax": top}
-    )
-
-
-def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colors: Any) -> AxesImage:
-    """Values [rows, columns] as one image, cell i, j centred on (j, i); grey where NaN."""
-    axis.grid(False)
-    axis.set_facecolor(GREY)
-    return axis.imshow(
-        np.ma.masked_invalid(values), interpolation="nearest", aspect="equal" if equal else "auto", **colors
-    )
-
-
 def extend_of(values: np.ndarray, low: float, high: float) -> str:
-    """Which ends of a colour bar get an arrow: those that values go beyond."""
+    """Name the ends of a colour bar that get an arrow: those that values go beyond."""
     below, above = bool((values < low).any()), bool((values > high).any())
     return {(True, False): "min", (False, True): "max", (True, True): "both"}.get((below, above), "neither")
 
@@ -323,42 +337,8 @@ def extend_of(values: np.ndarray, low: float, high: float) -> str:
 def color_bar(
     figure: Figure, image: ScalarMappable, axes: Axes | Sequence[Axes], unit: str, **options: Any
 ) -> Colorbar:
-    """A colour bar with its unit above it: beside it, it would read as the next panel's label."""
-    narrow = journal_width() is not None
+    """Draw a colour bar with its unit above it: beside it, it would read as the next panel's label."""
     with plt.rc_context({"axes.titley": None}):  # the unit stands above the bar's arrow, where it has one
         bar = figure.colorbar(image, ax=axes, **options)
-        bar.ax.set_title(fill(unit, 12 if narrow else 20), fontsize=8, loc="right" if narrow else "left")
+        bar.ax.set_title(fill(unit, 12 if _width else 20), fontsize=8, loc="right" if _width else "left")
     return bar
-
-
-# --- Columns of averages of frames that are gone: after the frames, behind a line, hatched, named μ
-HATCHED: dict[str, Any] = {"facecolor": ORANGE, "edgecolor": "white", "hatch": "////", "linewidth": 0}
-AVERAGES = "average of gone frames (μ)"
-STRIP = 0.04  # of the axes' height, above them
-ROOM = 12  # points between axes and a title over the strip
-EACH = 25  # columns up to which every average has its name, where the panel is large
-
-
-def average_bars(axis: Axes, values: np.ndarray, first: int, width: float = 0.8) -> None:
-    """Hatched bars of values [averages] in the columns from first on."""
-    axis.bar(first + np.arange(len(values)), values, width=width, **HATCHED)
-
-
-def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> dict[str, Artist]:
-    """A line before the columns first .. first + count - 1, a hatched strip above them, and their names ->
-    the legend entry; nothing where count is 0. Call it when the frames have their ticks."""
-    if not count:
-        return {}
-    left, right = axis.get_xlim()
-    axis.set_xlim(left, max(right, first + count - 0.5))
-    axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
-    each = large and first + count <= EACH and journal_width() is None
-    named: dict[float, str] = {first + (count - 1) / 2: "μ"}
-    if each:
-        named = {first + n: name for n, name in enumerate(average_names(count))}
-    frames = [int(tick) for tick in axis.get_xticks() if 0 <= tick < first - (0 if each else 1)]
-    axis.set_xticks([*frames, *named], [*map(str, frames), *named.values()])
-    strip = Rectangle((first - 0.5, 1), count, STRIP, transform=axis.get_xaxis_transform(), clip_on=False)
-    strip.set(**HATCHED)
-    axis.add_patch(strip)
-    return {AVERAGES: Patch(**HATCHED, label=AVERAGES)}

@@ -1,8 +1,7 @@
-"""What a query sees, laid over the frames of the video: all frames of one head, strips of several, words."""
+"""What a query sees, laid over the frames of the video: all frames of one head, strips of several, words,
+an mp4."""
 
-import base64
 from collections.abc import Container, Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,26 @@ from matplotlib.patches import Patch, Rectangle
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.files import CacheError, encode_mp4, replacing
 from experiments.figures.style import RED, color_bar, color_scale, extend_of, label_figure, styled
-from wan.blocks import VIDEO_FRAMES_PER_LATENT
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 
-# --- What a query sees, laid over the frames of the video: all frames of one head, strips of several, words
 ALPHA = 0.65  # of the map over the picture
 LEAST = 0.2  # share of it where a value is neutral
 FADED = 0.65  # share of white in pictures of frames that the query does not see
 NOISE: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
 QUERY: dict[str, Any] = {"fill": False, "edgecolor": RED, "linewidth": 2}
+FPS, LINE, STRIPE = 16, 3, 16  # of the mp4; pixels of the query's frame, and from stripe to stripe
+HEIGHT = 60  # pixels of a thumbnail
+COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
+
+
+# --- Colours over pictures
 
 
 def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha: float = ALPHA) -> np.ndarray:
-    """A picture [h, w, 3] uint8 under values [rows, columns], bilinear between their centres -> uint8.
+    """Lay values [rows, columns], bilinear between their centres, over a picture [h, w, 3] uint8 -> uint8.
 
-    The colours cover the picture more where a value is far from the scale's neutral end (0 for masses). Where
-    values are NaN the picture is pale and has no map.
+    The colours cover the picture more where a value is far from the scale's neutral end (0 for masses).
+    Where values are NaN the picture is pale and has no map.
     """
     there = np.isfinite(values)
     cover = bilinear(there.astype(float), picture.shape[:2])
@@ -46,7 +50,7 @@ def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha:
 
 
 def bilinear(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Values [rows, columns] between the centres of their cells, flat beyond them -> [h, w]."""
+    """Interpolate values [rows, columns] between the centres of their cells, flat beyond them -> [h, w]."""
     for axis, length in enumerate(size):
         cells = values.shape[axis]
         at = (np.arange(length) + 0.5) * cells / length - 0.5
@@ -58,96 +62,14 @@ def bilinear(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def seen_frames(seen: VideoMap) -> list[int]:
-    """Frames of which the query sees any token."""
+    """List the frames of which the query sees any token."""
     return [int(frame) for frame in np.flatnonzero(np.isfinite(seen.values).any((1, 2)))]
-
-
-@styled
-def video_map(
-    seen: VideoMap,
-    pictures: Sequence[np.ndarray],
-    *,
-    alpha: float = ALPHA,
-    columns: int = 7,
-    top: float | None = None,
-) -> Figure:
-    """One map over every frame that the query sees, and its own; one scale for all, which ends at top."""
-    shown = sorted({*seen_frames(seen), *seen.query_frames})
-    scale = scale_of([seen], top)
-    rows = -(-len(shown) // columns)
-    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(1.35 * columns, 1.0 + 1.55 * rows))
-    for axis in list(grid.flat)[len(shown) :]:
-        axis.remove()
-    axes = list(grid.flat)[: len(shown)]
-    for axis, frame in zip(axes, shown, strict=True):
-        _frame(axis, seen, frame, pictures[frame], scale, alpha)
-        axis.set_title(_name(seen, frame), fontsize=8, pad=3)
-    _finish(figure, axes, seen.title, scale, seen.unit, [seen])
-    return figure
-
-
-@styled
-def map_strip(
-    maps: Sequence[VideoMap],
-    pictures: Sequence[np.ndarray],
-    frames: Sequence[int],
-    *,
-    alpha: float = ALPHA,
-    title: str = "",
-    top: float | None = None,
-) -> Figure:
-    """A row for each map, the chosen frames side by side, the first the query's own; one scale for all, which
-    ends at top."""
-    first = maps[0]
-    own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
-    columns = [own, *(frame for frame in frames if frame != own)]
-    scale = scale_of(maps, top, frames=columns)
-    size = (1.05 * len(columns) + 0.9, 0.75 + 1.12 * len(maps))
-    figure, grid = plt.subplots(len(maps), len(columns), squeeze=False, figsize=size)
-    for row, seen in zip(grid, maps, strict=True):
-        for axis, frame in zip(row, columns, strict=True):
-            _frame(axis, seen, frame, pictures[frame], scale, alpha)
-        row[0].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=8)
-    for axis, frame in zip(grid[0], columns, strict=True):
-        axis.set_title("query" if frame == own else f"frame {frame}", fontsize=8, pad=3)
-    _finish(
-        figure,
-        list(grid.flat),
-        title or f"{first.pass_label}, query: {first.query_label}",
-        scale,
-        first.unit,
-        maps,
-    )
-    return figure
-
-
-@styled
-def word_strip(
-    words: Mapping[str, np.ndarray],
-    frames: Sequence[int],
-    pictures: Sequence[np.ndarray],
-    *,
-    title: str,
-    alpha: float = ALPHA,
-) -> Figure:
-    """A row for each word: where in the query frames it is read, mass [frames, rows, columns]; one scale."""
-    scale = _scale(np.stack(list(words.values())), "mass")
-    size = (1.05 * len(frames) + 1.2, 0.75 + 1.12 * len(words))
-    figure, grid = plt.subplots(len(words), len(frames), squeeze=False, figsize=size)
-    for row, (word, values) in zip(grid, words.items(), strict=True):
-        for axis, frame, of_frame in zip(row, frames, values, strict=True):
-            _picture(axis, blend(pictures[frame], of_frame, scale, alpha))
-        row[0].set_ylabel(word, fontsize=8)
-    for axis, frame in zip(grid[0], frames, strict=True):
-        axis.set_title(f"frame {frame}", fontsize=8, pad=3)
-    _finish(figure, list(grid.flat), title, scale, "mass on the word, share of 1", [])
-    return figure
 
 
 def scale_of(
     maps: Sequence[VideoMap], top: float | None = None, frames: Sequence[int] | None = None
 ) -> ScalarMappable:
-    """One scale for maps: from 0 for masses, in steps of their square root; around 0 for logits.
+    """Make one scale for maps: from 0 for masses, in steps of their square root; around 0 for logits.
 
     It ends at the largest value of earlier blocks in the frames (None: all) that are shown: a query's own
     token would leave the past in one colour.
@@ -163,24 +85,105 @@ def scale_of(
 def _scale(values: np.ndarray, quantity: str, top: float | None = None) -> ScalarMappable:
     colors = color_scale(values, quantity)
     top = colors["vmax"] if top is None else top
-    if quantity == "mean_logit":
-        return ScalarMappable(Normalize(-top, top), colors["cmap"])
-    return ScalarMappable(PowerNorm(0.5, 0, top), colors["cmap"])
+    norm = Normalize(-top, top) if quantity == "mean_logit" else PowerNorm(0.5, 0, top)
+    return ScalarMappable(norm, colors["cmap"])
+
+
+# --- Figures
+
+
+@styled
+def video_map(
+    seen: VideoMap,
+    pictures: Sequence[np.ndarray],
+    *,
+    alpha: float = ALPHA,
+    columns: int = 7,
+    top: float | None = None,
+) -> Figure:
+    """Draw one map over every frame that the query sees, and its own; one scale for all, which ends at
+    top."""
+    shown = sorted({*seen_frames(seen), *seen.query_frames})
+    scale = scale_of([seen], top)
+    rows = -(-len(shown) // columns)
+    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(1.35 * columns, 1.0 + 1.55 * rows))
+    for axis in list(grid.flat)[len(shown) :]:
+        axis.remove()
+    axes = list(grid.flat)[: len(shown)]
+    queried = (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
+    for axis, frame in zip(axes, shown, strict=True):
+        _frame(axis, seen, frame, pictures[frame], scale, alpha)
+        axis.set_title(f"{frame} (query)" if frame in queried else str(frame), fontsize=8, pad=3)
+    _finish(figure, axes, seen.title, scale, seen.unit, [seen])
+    return figure
+
+
+@styled
+def map_strip(
+    maps: Sequence[VideoMap],
+    pictures: Sequence[np.ndarray],
+    frames: Sequence[int],
+    *,
+    alpha: float = ALPHA,
+    title: str = "",
+    top: float | None = None,
+) -> Figure:
+    """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale for
+    all."""
+    first = maps[0]
+    own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
+    columns = [own, *(frame for frame in frames if frame != own)]
+    scale = scale_of(maps, top, frames=columns)
+    size = (1.05 * len(columns) + 0.9, 0.75 + 1.12 * len(maps))
+    figure, grid = plt.subplots(len(maps), len(columns), squeeze=False, figsize=size)
+    for row, seen in zip(grid, maps, strict=True):
+        for axis, frame in zip(row, columns, strict=True):
+            _frame(axis, seen, frame, pictures[frame], scale, alpha)
+        row[0].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=8)
+    for axis, frame in zip(grid[0], columns, strict=True):
+        axis.set_title("query" if frame == own else f"frame {frame}", fontsize=8, pad=3)
+    title = title or f"{first.pass_label}, query: {first.query_label}"
+    _finish(figure, list(grid.flat), title, scale, first.unit, maps)
+    return figure
+
+
+@styled
+def word_strip(
+    words: Mapping[str, np.ndarray],
+    frames: Sequence[int],
+    pictures: Sequence[np.ndarray],
+    *,
+    title: str,
+    alpha: float = ALPHA,
+) -> Figure:
+    """Draw a row for each word: where in the query frames it is read, mass [frames, rows, columns]; one
+    scale."""
+    scale = _scale(np.stack(list(words.values())), "mass")
+    size = (1.05 * len(frames) + 1.2, 0.75 + 1.12 * len(words))
+    figure, grid = plt.subplots(len(words), len(frames), squeeze=False, figsize=size)
+    for row, (word, values) in zip(grid, words.items(), strict=True):
+        for axis, frame, of_frame in zip(row, frames, values, strict=True):
+            _picture(axis, blend(pictures[frame], of_frame, scale, alpha))
+        row[0].set_ylabel(word, fontsize=8)
+    for axis, frame in zip(grid[0], frames, strict=True):
+        axis.set_title(f"frame {frame}", fontsize=8, pad=3)
+    _finish(figure, list(grid.flat), title, scale, "mass on the word, share of 1", [])
+    return figure
 
 
 def _frame(
     axis: Axes, seen: VideoMap, frame: int, picture: np.ndarray, scale: ScalarMappable, alpha: float
 ) -> None:
-    """One frame with its map, hatched where it is noise, and the query where it is in this frame."""
+    """Draw one frame with its map, hatched where it is noise, and the query where it is in this frame."""
     _picture(axis, blend(picture, seen.values[frame], scale, alpha))
     height, width = picture.shape[:2]
     if frame in seen.noise_frames:
         axis.add_patch(Rectangle((0, 0), width, height, **NOISE))
     if frame == seen.query[0]:
-        axis.add_patch(Rectangle(*query_box(seen, (height, width)), **QUERY))
+        axis.add_patch(Rectangle(*_query_box(seen, (height, width)), **QUERY))
 
 
-def query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, float], float, float]:
+def _query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, float], float, float]:
     """Corner (x, y), width and height of the query in a picture of so many rows and columns of pixels."""
     rows, columns = seen.values.shape[1:]
     high, wide = size[0] / rows, size[1] / columns
@@ -197,14 +200,6 @@ def _picture(axis: Axes, pixels: np.ndarray) -> None:
         spine.set_visible(False)
 
 
-def _name(seen: VideoMap, frame: int) -> str:
-    return (
-        f"{frame} (query)"
-        if frame in (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
-        else str(frame)
-    )
-
-
 def _finish(
     figure: Figure,
     axes: Sequence[Axes],
@@ -213,108 +208,73 @@ def _finish(
     unit: str,
     maps: Sequence[VideoMap],
 ) -> None:
-    """Colour bar, legend and title; what the maps do not show is said."""
+    """Add colour bar, legend and title; what the maps do not show is said."""
     over = [seen.values[np.isfinite(seen.values)] for seen in maps]
-    ends = scale.get_clim()
-    assert ends[0] is not None and ends[1] is not None
-    extend = extend_of(np.concatenate(over), *ends) if over else "neither"
+    extend = extend_of(np.concatenate(over), scale.norm.vmin, scale.norm.vmax) if over else "neither"
     color_bar(figure, scale, list(axes), unit, aspect=25, pad=0.02, extend=extend)
     legend = {}
     if any(seen.noise_frames for seen in maps):
-        legend["noise"] = Patch(
-            facecolor="0.6", hatch="////", edgecolor="white", label="own block, noise in this pass"
-        )
+        hatched: dict[str, Any] = {"facecolor": "0.6", "hatch": "////", "edgecolor": "white"}
+        legend["noise"] = Patch(label="own block, noise in this pass", **hatched)
     if any(seen.query[0] >= 0 for seen in maps):
-        legend["query"] = Patch(fill=False, edgecolor=RED, linewidth=2, label="the query")
+        legend["query"] = Patch(label="the query", **QUERY)
     lost = max((seen.elsewhere for seen in maps), default=0)
     note = f"Not shown: {lost:.0%} of the mass, on keys of no frame." if lost > 0.005 else ""
     label_figure(figure, [], title, legend=legend, note=note)
 
 
-# --- An mp4 of the video with a map moving over it: every video frame has the map of its latent frame
-FPS, LINE, STRIPE = 16, 3, 16  # frames a second; pixels of the query's frame, and from stripe to stripe
-
-
 def save_map_movie(
-    path: str | Path,
-    frames: Sequence[np.ndarray],
-    seen: VideoMap,
-    *,
-    alpha: float = ALPHA,
-    scale: ScalarMappable | None = None,
+    path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha: float = ALPHA
 ) -> Path:
-    """Write video frames [h, w, 3] uint8 with a map over them, whole or not at all.
+    """Write an mp4 of video frames [h, w, 3] uint8 with a map over them, whole or not at all.
 
-    Frames that the query does not see are pale; its own block is striped while it is noise, and the query has
-    a frame. scale None: the map's own.
+    Every video frame has the map of its latent frame. Frames that the query does not see are pale; its own
+    block is striped while it is noise, and the query has a frame.
     """
-    scale = scale or scale_of([seen])
-    shown = [movie_frame(pixels, latent_frame(n), seen, scale, alpha) for n, pixels in enumerate(frames)]
+    scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
+    shown = []
+    for n, pixels in enumerate(frames):
+        frame, (height, width) = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
+        out = blend(pixels, seen.values[frame], scale, alpha)
+        if frame in seen.noise_frames:
+            stripes = np.add.outer(np.arange(height), np.arange(width)) % STRIPE < 2
+            out[stripes] = out[stripes] // 2 + 127
+        if frame == seen.query[0]:
+            (x, y), wide, high = _query_box(seen, (height, width))
+            left, top, right, bottom = (round(edge) for edge in (x, y, x + wide, y + high))
+            edge = np.zeros((height, width), bool)
+            edge[top:bottom, left:right] = True
+            edge[top + LINE : bottom - LINE, left + LINE : right - LINE] = False
+            out[edge] = color
+        shown.append(out)
     content = encode_mp4(np.stack(shown), FPS, multiple=2)
     with replacing(path) as file:
         file.write(content)
     return Path(path)
 
 
-def latent_frame(video_frame: int) -> int:
-    """The latent frame that a video frame is decoded from: frame 0 alone, then groups of four."""
-    return (video_frame + VIDEO_FRAMES_PER_LATENT - 1) // VIDEO_FRAMES_PER_LATENT
-
-
-def movie_frame(
-    pixels: np.ndarray, frame: int, seen: VideoMap, scale: ScalarMappable, alpha: float
-) -> np.ndarray:
-    """One video frame of a latent frame with its map, as pixels."""
-    out = blend(pixels, seen.values[frame], scale, alpha)
-    height, width = out.shape[:2]
-    if frame in seen.noise_frames:
-        stripes = np.add.outer(np.arange(height), np.arange(width)) % STRIPE < 2
-        out[stripes] = out[stripes] // 2 + 127
-    if frame == seen.query[0]:
-        (x, y), wide, high = query_box(seen, (height, width))
-        left, top, right, bottom = (round(edge) for edge in (x, y, x + wide, y + high))
-        color = np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
-        edge = np.zeros((height, width), bool)
-        edge[top:bottom, left:right] = True
-        edge[top + LINE : bottom - LINE, left + LINE : right - LINE] = False
-        out[edge] = color
-    return out
-
-
-# --- One small picture of a video per latent frame: as arrays for figures, as text that a page can hold
-HEIGHT = 60  # pixels
-COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
-
-
-class ThumbnailError(CacheError):
-    """A video that cannot be shown beside a cache."""
-
-
-def thumbnails(path: str | Path, num_frames: int, height: int = HEIGHT) -> list[str]:
-    """The pictures as JPEGs in data URIs; raises what pictures raises."""
-    return [_data_uri(picture) for picture in pictures(path, num_frames, height)]
+# --- Pictures of a video
 
 
 def pictures(path: str | Path, num_frames: int, height: int = HEIGHT, which: int = 2) -> list[np.ndarray]:
-    """One picture [height, W, 3] uint8 per latent frame.
+    """Return one picture [height, W, 3] uint8 per latent frame.
 
-    The VAE encodes video frame 0 alone and then groups of four; which of a group, 0..3, stands for it. Raises
-    ThumbnailError for a file that is no video, or that has another number of frames than the latents.
+    The VAE encodes video frame 0 alone and then groups of four; which of a group, 0..3, stands for it.
+    Raises CacheError for a file that is no video, or that has another number of frames than the latents.
     """
     stride = VIDEO_FRAMES_PER_LATENT
     if not 0 <= which < stride:
-        raise ThumbnailError(f"picture {which} of a latent frame is not in 0..{stride - 1}")
+        raise CacheError(f"picture {which} of a latent frame is not in 0..{stride - 1}")
     return video_frames(path, num_frames, height, {0, *range(1 + which, stride * num_frames, stride)})
 
 
 def video_frames(
     path: str | Path, num_frames: int, height: int, wanted: Container[int] | None = None
 ) -> list[np.ndarray]:
-    """The wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
+    """Return the wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
     import imageio.v3 as iio  # ffmpeg is needed only here
     from PIL import Image
 
-    stride = VIDEO_FRAMES_PER_LATENT
     found, count = [], 0
     try:
         for count, pixels in enumerate(iio.imiter(path, plugin="FFMPEG"), 1):
@@ -324,16 +284,18 @@ def video_frames(
                 found.append(np.asarray(image))
     except Exception as error:  # ffmpeg's own errors have no common type
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ThumbnailError(f"{path} cannot be read as a video: {reason[0][:200]}") from None
-    expected = 1 + stride * (num_frames - 1)
+        raise CacheError(f"{path} cannot be read as a video: {reason[0][:200]}") from None
+    expected = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
     if count != expected:
-        raise ThumbnailError(f"{path} has {count} frames; {num_frames} latent frames are {expected}")
+        raise CacheError(f"{path} has {count} frames; {num_frames} latent frames are {expected}")
     return found
 
 
 def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
-    """The video given, or the mp4 of the same name beside a cache. CacheError where there is none, or where
-    the one beside the cache is of an earlier run."""
+    """Return the video given, or the mp4 of the same name beside a cache.
+
+    CacheError where there is none, or where the one beside the cache is of an earlier run.
+    """
     path = Path(video) if video is not None else Path(cache_path).with_suffix(".mp4")
     if not path.is_file():
         raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
@@ -343,29 +305,22 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
 
 
 def require_as_new(video: Path, cache_path: str | Path) -> None:
-    """Raise ThumbnailError for a video that an earlier run left beside a cache: a run writes it last."""
+    """Raise CacheError for a video that an earlier run left beside a cache: a run writes it last."""
     if video.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:
-        raise ThumbnailError(
+        raise CacheError(
             f"{video} is older than {cache_path}, so of an earlier run; make the cache again with "
             "--save_video, or name the video where it is of the same rollout"
         )
 
 
-def required_pictures(path: str | Path, num_frames: int, height: int, which: int) -> list[np.ndarray]:
-    """pictures() of a video that has to be there: a plain CacheError where it cannot be shown."""
-    try:
-        return pictures(path, num_frames, height, which)
-    except ThumbnailError as error:
-        raise CacheError(str(error)) from None
-
-
 def pictures_for(
     cache_path: str | Path, video: str | Path | None, num_frames: int
 ) -> tuple[list[np.ndarray] | None, str]:
-    """Pictures of the video given, or of the mp4 of the same name beside a cache, and a note.
+    """Return pictures of the video given, or of the mp4 beside a cache, and a note; None where there is no
+    video.
 
-    None where there is no video. One beside the cache that does not fit is left out, as the note says; one
-    that was given and does not fit raises ThumbnailError.
+    One beside the cache that does not fit is left out, as the note says; one that was given and does not
+    fit raises CacheError.
     """
     if video is not None:
         return pictures(video, num_frames), ""
@@ -375,13 +330,5 @@ def pictures_for(
     try:
         require_as_new(beside, cache_path)
         return pictures(beside, num_frames), ""
-    except ThumbnailError as error:
+    except CacheError as error:
         return None, f"Note: the video beside the cache is left out: {error}"
-
-
-def _data_uri(picture: np.ndarray) -> str:
-    from PIL import Image
-
-    file = BytesIO()
-    Image.fromarray(picture).save(file, "JPEG", quality=75)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
