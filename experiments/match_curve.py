@@ -25,9 +25,9 @@ def run(argv=None):
     )
     args = parser.parse_args(argv)
 
-    from experiments.analysis.curve_matching import match_curves  # after the flags: a --help needs no torch
+    from experiments.analysis.curve_matching import match_rows  # after the flags: a --help needs no torch
     from experiments.analysis.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
-    from experiments.analysis.reports import match_lines
+    from experiments.analysis.tables import table
     from experiments.caches import load_cache
     from experiments.caches.view import open_passes, open_profiles
 
@@ -39,7 +39,7 @@ def run(argv=None):
     print(f"{args.cache_path}: {view.source}")
     heads = FIGURE4_HEADS if view.model == FIGURE4_MODEL else ()  # other models have no such heads
     passes = open_passes(cache, view)
-    print(match_lines(match_curves(passes, heads, curves, view.step), passes))
+    print(table(match_rows(passes, heads, curves, view.step)))
 
 
 command = partial(main, run)

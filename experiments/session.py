@@ -253,11 +253,10 @@ class Atlas(Mapping[str, Any]):
     def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
         """The profile of every head of a layer over the key frames, seen by the last block's queries."""
         from experiments.analysis.measures import head_statistics
-        from experiments.analysis.reports import delta_titles
-        from experiments.figures.heads import head_grid
+        from experiments.figures.heads import head_grid, head_titles
 
         view = self.view(step, quantity)
-        titles = delta_titles(head_statistics(view.frame_profile(layer)).delta)
+        titles = head_titles(head_statistics(view.frame_profile(layer)).delta)
         return head_grid(
             view.key_profile(layer), titles, view.caption, layer=layer, note="Δ = first − middle"
         )

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.panels import HeadPanel
+from experiments.analysis.panels import Agreement, HeadPanel
 from experiments.analysis.published import Curve
-from experiments.caches.view import Profiles, ranges
+from experiments.caches.view import Profiles
 
 
 class Candidate(NamedTuple):
@@ -77,9 +77,8 @@ def add_reference(
         if (curve := curves.get(panel.label)) is not None:
             frames = compared_frames(view, curve)
             pair = panel.profile[frames], curve.values[frames]
-            said = f"r = {pearson(*pair):.3f}, RMS {rms_difference(*pair):.2f}"
-            said += f" over context frames {ranges(frames)}"
-            panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=said)
+            agreement = Agreement(float(pearson(*pair)), float(rms_difference(*pair)), tuple(frames))
+            panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=agreement)
         compared.append(panel)
     return compared
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_IDENTIFIED
+from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles
 from wan.blocks import earlier_block
 
@@ -197,6 +198,14 @@ def mean_without_nan(values: np.ndarray) -> np.ndarray:
 
 
 # --- All of it for a view
+
+
+def matrices(view: Profiles) -> np.ndarray:
+    """Return the matrices [layers, heads, F, F] of a view. CacheError for a cache of profiles alone."""
+    found = view.frame_matrices()
+    if found is None:
+        raise CacheError("this cache has no frame matrices: this needs every query frame")
+    return found
 
 
 class FirstFrame(NamedTuple):

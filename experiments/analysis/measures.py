@@ -16,6 +16,7 @@ from experiments.analysis.first_frame import (
     distance_profile,
     equal_distance_excess,
     first_frame_effect,
+    matrices,
     mean_without_nan,
 )
 from experiments.analysis.panels import (
@@ -60,7 +61,7 @@ class HeadStatistics(NamedTuple):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per head of statistics [H]; the last column marks those that earlier work called sinks."""
-        columns = {"head": range(len(self.first)), "first": self.first, "middle": self.middle}
+        columns: dict[str, Any] = {"head": range(len(self.first)), "first": self.first, "middle": self.middle}
         columns |= {"last": self.last, "first − middle": self.delta, "first / middle": self.ratio}
         columns |= {"first − last": self.first_minus_last, "max at": self.max_frame}
         columns |= {"(max − min) / |mean|": self.spread, "sink": ["×" * int(c) for c in self.called_sinks]}
@@ -95,7 +96,7 @@ def head_statistics(profile: np.ndarray) -> HeadStatistics:
 
 
 def matrix_means(matrix: np.ndarray) -> dict[str, float]:
-    """Means of frame matrices [H, F, F] over the diagonal and over frame 0, what was not attended left out."""
+    """Mean of frame matrices [H, F, F] over the diagonal, and over frame 0, without NaN."""
     diagonal, column = np.diagonal(matrix, axis1=1, axis2=2), matrix[..., 0]
     means = (float(mean_without_nan(values.ravel())) for values in (diagonal, column))
     return dict(zip(("Diagonal mean (self-attention)", "First frame mean (sink)"), means, strict=True))
@@ -166,7 +167,7 @@ def log_mass_effect(view: Profiles) -> np.ndarray:
     Unlike the effect on mean logits it depends on the spread of logits within a frame.
     """
     with np.errstate(divide="ignore"):
-        return first_frame_effect(np.log(view.frame_matrices()), view.block_sizes).effect
+        return first_frame_effect(np.log(matrices(view)), view.block_sizes).effect
 
 
 # --- Waves
@@ -228,7 +229,7 @@ def best_period(profile: np.ndarray, context: Sequence[int], periods: np.ndarray
     return Period(period, best_r2, (best > 0) & (best < len(periods) - 1))
 
 
-# --- Every measure of every head: a row of MEASURES is computed, drawn by figures.head_maps and shown by the page
+# --- Every measure of every head: a row of MEASURES is computed, drawn by head_maps and shown by the page
 
 
 class Measure(NamedTuple):
@@ -246,7 +247,7 @@ class Measure(NamedTuple):
 
 
 def _effect(view: Profiles):
-    return first_frame_effect(view.frame_matrices(), view.block_sizes)
+    return first_frame_effect(matrices(view), view.block_sizes)
 
 
 LOGIT, ROW = "mean_logit", Measure
@@ -256,7 +257,7 @@ MEASURES = (
     ROW("first_minus_context", "first − context", "logits", "diverging", LOGIT, "context",
         lambda view: first_minus_context(view.profiles(), view.context_frames)),
     ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, "matrix",
-        lambda view: equal_distance_excess(view.frame_matrices(), view.block_sizes)),
+        lambda view: equal_distance_excess(matrices(view), view.block_sizes)),
     ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, "effect",
         lambda view: _effect(view).effect),
     ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, "effect",
@@ -290,11 +291,11 @@ def open_quantity(cache: Mapping[str, Any], step: int | None, quantity: str) -> 
 
 def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
     """Compute every measure [N, H]; those that a cache does not hold are None and say why."""
-    matrices = {id(view): view.frame_matrices() for view in (logits, mass) if view}
+    whole = {id(view): view.frame_matrices() is not None for view in (logits, mass) if view}
     maps = []
     for m in MEASURES:
         view = logits if m.quantity == LOGIT else mass
-        has_matrix = view is not None and matrices[id(view)] is not None
+        has_matrix = view is not None and whole[id(view)]
         reason, values = "", None
         if view is None:
             reason = NO_LOGITS if m.quantity == LOGIT else NO_MASS

@@ -5,12 +5,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.caches.view import Profiles
+from experiments.caches.view import Profiles, ranges
 
 # Why a cache does not hold a number, in words that figures and printed lines share
 NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
 NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
 NOT_IDENTIFIED = "its cells do not tell frame 0 from rows and distances"
+
+
+class Agreement(NamedTuple):
+    """How well a profile agrees with a reference."""
+
+    r: float  # Pearson correlation
+    rms: float  # root mean square difference, in the profile's unit
+    frames: tuple[int, ...]  # that were compared
+
+    def __str__(self) -> str:
+        return f"r = {self.r:.3f}, RMS {self.rms:.2f} over context frames {ranges(self.frames)}"
 
 
 class HeadPanel(NamedTuple):
@@ -23,7 +34,7 @@ class HeadPanel(NamedTuple):
     curve: np.ndarray | None  # [F*S] per key token
     reference: np.ndarray | None = None  # [F] read off another figure
     clipped: np.ndarray | None = None  # [F] bool: where that figure cuts it off
-    agreement: str = ""  # of profile and reference, in words
+    agreement: Agreement | None = None
     no_preference: float | None = None  # value of every frame if all tokens were alike; None for logits
     averages: np.ndarray | None = None  # [averages] of frames that are gone, beside the frames
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.effects import spearman
-from experiments.analysis.first_frame import context_cells, first_frame_effect
-from experiments.analysis.measures import head_statistics
+from experiments.analysis.first_frame import context_cells, first_frame_effect, matrices
+from experiments.analysis.measures import context_sign_rate, head_statistics
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
+from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles
@@ -139,14 +139,6 @@ def moved(one: Profiles, other: Profiles) -> np.ndarray:
         return np.sqrt(np.nanmean((centred[0] - centred[1]) ** 2, (-2, -1)))
 
 
-def matrices(view: Profiles) -> np.ndarray:
-    """Mean logits [layers, heads, F, F] of a view. CacheError for a cache of profiles alone."""
-    found = view.frame_matrices()
-    if found is None:
-        raise CacheError("this cache has no frame matrices: models are compared cell by cell")
-    return found
-
-
 def effect_maps(values: Mapping[str, np.ndarray]) -> list[HeadMap]:
     """A panel for each model's effects."""
     return [HeadMap(name, name, "logits", "diverging", effect) for name, effect in values.items()]
@@ -162,7 +154,7 @@ def moved_maps(reference: Profiles, others: Views, name: str) -> list[HeadMap]:
 
 def kind_maps(views: Views, thresholds: Thresholds, reference: str) -> list[LabelMap]:
     """A panel for each model's kinds of heads; marked are those that are another kind in the reference."""
-    labels = {name: head_kinds(view, thresholds) for name, view in views.items()}
+    labels = {name: kinds(context_sign_rate(view), thresholds) for name, view in views.items()}
     return [
         LabelMap(name, KINDS, found, differs=None if name == reference else found != labels[reference])
         for name, found in labels.items()
@@ -170,10 +162,10 @@ def kind_maps(views: Views, thresholds: Thresholds, reference: str) -> list[Labe
 
 
 def model_rows(
-    values: Mapping[str, np.ndarray], kinds: Sequence[LabelMap], distances: Sequence[HeadMap]
+    values: Mapping[str, np.ndarray], of_kinds: Sequence[LabelMap], distances: Sequence[HeadMap]
 ) -> list[dict[str, Any]]:
     """A row per model: first-frame effect, kinds of heads, how far they moved."""
-    labels, moves = {one.title: one.labels for one in kinds}, {one.name: one.values for one in distances}
+    labels, moves = {one.title: one.labels for one in of_kinds}, {one.name: one.values for one in distances}
     rows = []
     for name, effect in values.items():
         row = {

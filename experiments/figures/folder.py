@@ -103,6 +103,6 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
         parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" {bold}>{escape(label)}</text>')
         size = f'width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" viewBox="0 0 {w:g} {h:g}"'
         parts.append(f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" {size}>{body}</svg>')
-    with replacing(path) as file:
-        file.write("\n".join([*parts, "</svg>\n"]).encode())
+    with replacing(path) as sheet:
+        sheet.write("\n".join([*parts, "</svg>\n"]).encode())
     return Path(path)

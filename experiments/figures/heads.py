@@ -58,7 +58,7 @@ def head_curves(
         F = len(panel.profile)
         tops = panel.profile if panel.curve is None else np.reshape(panel.curve, (F, -1)).max(1)
         if panel.reference is not None and panel.clipped is not None:
-            _draw_reference(axis, panel.reference, panel.clipped, panel.agreement)
+            _draw_reference(axis, panel.reference, panel.clipped, str(panel.agreement or ""))
             tops = np.fmax(tops, panel.reference)
         if np.isfinite(panel.profile).any():
             k = int(np.nanargmax(panel.profile))

@@ -107,7 +107,7 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
     """
     view = next(iter(passes[0].values()))[layers[0]]
     averages = max(by_layer[layers[0]].num_averages for views in passes for by_layer in views.values())
-    data = {
+    data: dict[str, Any] = {
         "model": words(view.model, LONGEST["model"]),
         "source": words(f"edited: {view.edits}. " * bool(view.edits) + view.source, LONGEST["source"]),
         "notes": [words(note, LONGEST["note"]) for note in view.notes[:MOST_NOTES]],

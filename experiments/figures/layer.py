@@ -234,7 +234,7 @@ def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
     axis.grid(False)
     axis.set_facecolor(GREY)
     edges = np.arange(columns + 1) - 0.5, np.arange(H + 1) - 0.5
-    colors = {"edgecolors": "face", "linewidth": 0.2} | color_scale(profiles, caption.quantity)
+    colors = color_scale(profiles, caption.quantity) | {"edgecolors": "face", "linewidth": 0.2}
     mesh = axis.pcolormesh(*edges, np.ma.masked_invalid(profiles), **colors)
     frame_axis(axis, F, room=25)
     axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=ticks(H, room=20))

@@ -319,8 +319,8 @@ def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colors: Any)
     """Draw values [rows, columns] as one image, cell i, j centred on (j, i); grey where NaN."""
     axis.grid(False)
     axis.set_facecolor(GREY)
-    aspect = "equal" if equal else "auto"
-    return axis.imshow(np.ma.masked_invalid(values), interpolation="nearest", aspect=aspect, **colors)
+    colors |= {"interpolation": "nearest", "aspect": "equal" if equal else "auto"}
+    return axis.imshow(np.ma.masked_invalid(values), **colors)
 
 
 def grey_legend(values: np.ndarray) -> dict[str, Artist]:

@@ -210,7 +210,9 @@ def _finish(
 ) -> None:
     """Add colour bar, legend and title; what the maps do not show is said."""
     over = [seen.values[np.isfinite(seen.values)] for seen in maps]
-    extend = extend_of(np.concatenate(over), scale.norm.vmin, scale.norm.vmax) if over else "neither"
+    low, high = scale.get_clim()
+    assert low is not None and high is not None
+    extend = extend_of(np.concatenate(over), low, high) if over else "neither"
     color_bar(figure, scale, list(axes), unit, aspect=25, pad=0.02, extend=extend)
     legend = {}
     if any(seen.noise_frames for seen in maps):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.analysis.head_measures import measure_heads, open_quantity
+from experiments.analysis.measures import measure_heads, open_quantity
 from experiments.caches.files import CacheError
 from experiments.extraction import cache_builders, causal
 from experiments.miniature.training import kept_steps

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from experiments.analysis import effects
 
@@ -89,3 +90,16 @@ def test_psnr_and_ssim_of_known_videos():
             values.append(top / ((p.mean() ** 2 + q.mean() ** 2 + 1e-4) * (p.var() + q.var() + 9e-4)))
         by_hand.append(np.mean(values))
     assert np.allclose(effects.ssim(video, 1 - video), by_hand)
+
+
+def test_what_the_tracker_says_and_how_much_changed():
+    answers = {"answers_base": torch.tensor([1, 0]), "answers_edited": torch.tensor([0, 0])}
+    cache = {"questions": ["background", "shape"], "between_seeds": torch.tensor([2.0, 4.0])} | answers
+    first, second = effects.tracker_rows(cache)
+    assert first == {"question": "background", "unedited": "right", "edited": "wrong"}
+    assert second["unedited"] == "wrong" and effects.tracker_rows({"between_seeds": 1}) == []
+    changes = effects.changes_of(
+        cache | {"total": torch.tensor([1.0, torch.nan]), "own_block": torch.ones(2)}
+    )
+    assert list(changes) == ["own block", "total"] and changes["own block"].tolist() == [0.5, 0.25]
+    assert effects.change_rows(changes)[1] == {"effect": "total", "mean": 0.5}

@@ -4,17 +4,18 @@ called special."""
 import numpy as np
 import pytest
 from conftest import ROOT
+from helpers import synthetic_caches
 
-from experiments.analysis import measures
+from experiments.analysis import first_frame
 from experiments.analysis.first_frame import (
+    FirstFrame,
     FirstFrameEffect,
     first_frame_effect,
     key_frame_contrasts,
-    partial_r_squared,
     placebo_effects,
     placebo_frames,
 )
-from experiments.analysis.first_frame_findings import FirstFrame
+from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from wan.blocks import later_block
@@ -47,8 +48,10 @@ def by_lstsq(A, block_sizes, key=0):
     residual = y - X @ beta
     inverse = np.linalg.pinv(X.T @ X)[-1, -1]
     within = y - np.array([y[q == row].mean() for row in q])
-    rss = (residual**2).sum()
-    return beta[-1], np.sqrt(rss / (len(y) - rank) * inverse), 1 - rss / (within**2).sum()
+    rss, fewer = (residual**2).sum(), np.linalg.lstsq(X[:, :-1], y, rcond=None)[0]
+    left = ((y - X[:, :-1] @ fewer) ** 2).sum()
+    error = np.sqrt(rss / (len(y) - rank) * inverse)
+    return beta[-1], error, 1 - rss / (within**2).sum(), 1 - rss / left
 
 
 @pytest.mark.parametrize("block_sizes", SIZES, ids=lambda sizes: f"{sizes[0]}+{len(sizes)}")
@@ -56,7 +59,7 @@ def test_planted_effects_come_back_under_decay_wave_and_row_offsets(block_sizes)
     A = heads(block_sizes)
     planted = np.array([0.0, 0.7, -1.3, 4.0])
     A[..., 0] += planted[:, None]
-    effect, error, r2 = first_frame_effect(A, block_sizes)
+    effect, error, r2, _ = first_frame_effect(A, block_sizes)
     np.testing.assert_allclose(effect, planted, atol=1e-8)
     np.testing.assert_allclose(error, 0, atol=1e-8)
     np.testing.assert_allclose(r2, 1, atol=1e-8)
@@ -77,12 +80,7 @@ def test_constants_per_row_change_nothing():
     A, sizes = heads([3] * 7, noise=0.4), [3] * 7
     shifted = A + np.random.default_rng(1).normal(0, 50, (4, 21, 1))
     frames = placebo_frames(sizes)
-    for measure in (
-        first_frame_effect,
-        lambda a, b: placebo_effects(a, b, frames),
-        key_frame_contrasts,
-        partial_r_squared,
-    ):
+    for measure in (first_frame_effect, lambda a, b: placebo_effects(a, b, frames), key_frame_contrasts):
         np.testing.assert_allclose(measure(shifted, sizes), measure(A, sizes), atol=1e-8)
 
 
@@ -102,7 +100,7 @@ def test_ordinary_key_frames_are_not_special(F):
     A = heads(sizes, n=360, noise=0.3, keys=0.3)
     frames = placebo_frames(sizes, 24)
     largest = np.abs(placebo_effects(A, sizes, frames)).max(-1)
-    effect, error, _ = first_frame_effect(A, sizes)
+    effect, error, *_ = first_frame_effect(A, sizes)
     assert (effect > largest).mean() <= 0.05
     assert (np.abs(effect) > 2 * error).mean() > 0.2  # residuals would have called far more than 5 % special
 
@@ -149,25 +147,12 @@ def test_a_window_that_keeps_frame_0_is_measured():
     np.testing.assert_allclose(first_frame_effect(A, sizes).effect, [1.5, -0.5], atol=1e-8)
 
 
-def test_partial_r_squared_is_the_share_of_what_is_left():
-    sizes = [3] * 7
-    A = heads(sizes)
-    A[..., 0] += 1.0
-    np.testing.assert_allclose(partial_r_squared(A, sizes), 1, atol=1e-8)
-    assert (partial_r_squared(heads(sizes, n=50, noise=1), sizes) < 0.2).all()
-
-
 def test_a_head_without_an_effect_has_no_rank():
     effect = np.array([[1.0, 0.2, np.nan]])
-    fit = FirstFrameEffect(effect, effect, effect)
+    fit = FirstFrameEffect(*[effect] * 4)
     placebos = np.array([[[0.1, -0.3]] * 3])
     rank = FirstFrame(fit, (1, 2), placebos, placebos, placebos, placebos).rank
     np.testing.assert_array_equal(rank, [[1, 2, np.nan]])
-
-
-def test_placebo_frames_are_seen_by_a_sixth_of_all_frames():
-    assert placebo_frames([3] * 7) == list(range(1, 15))
-    assert placebo_frames([3] * 24) == list(range(1, 60)) and placebo_frames([3] * 24, 24)[-1] == 24
 
 
 # name; s: mean, median, heads > 2; largest placebo mean, heads above all placebos; contrasts of frames 0-2
@@ -182,12 +167,87 @@ PUBLISHED = [
 def test_the_published_prompts(name, effects, placebos, contrasts):
     view = open_profiles(load_cache(ROOT / f"cache/published/self_forcing_dmd_{name}.pt"))
     matrix, sizes = view.frame_matrices(), view.block_sizes
-    s = measures.first_frame_effect(matrix, sizes).effect
+    s = first_frame_effect(matrix, sizes).effect
     assert (round(s.mean(), 2), round(np.median(s), 2), (s > 2).sum()) == effects
-    p = measures.placebo_effects(matrix, sizes, placebo_frames(sizes))
+    p = placebo_effects(matrix, sizes, placebo_frames(sizes))
     assert round(np.abs(p.mean((0, 1))).max(), 2) == placebos[0]
     assert (s > np.abs(p).max(-1)).sum() == placebos[1]
-    c = [measures.key_frame_contrasts(matrix, sizes, first).mean((0, 1)) for first in (12, 24, 36)]
+    c = [key_frame_contrasts(matrix, sizes, first).mean((0, 1)) for first in (12, 24, 36)]
     assert tuple(c[0][:3].round(2)) == contrasts
     np.testing.assert_allclose(c[1][:12], c[0], atol=0.01)
     np.testing.assert_allclose(c[2][:12], c[0], atol=0.01)
+
+
+# Frame 0 at equal distance, by plain loops
+
+
+def excess_by_loops(A, block):
+    F, differences = len(A), []
+    for d in range(1, F):
+        keys = [k for k in range(1, F - d) if block[k] < block[k + d] and not np.isnan(A[k + d, k])]
+        if block[0] < block[d] and keys and not np.isnan(A[d, 0]):
+            differences.append(A[d, 0] - np.mean([A[k + d, k] for k in keys]))
+    return np.mean(differences)
+
+
+@pytest.mark.parametrize("blocks", [[3, 3, 3], [1, 3, 3], [2, 2, 2, 2], [1] * 6, [3] * 7])
+def test_equal_distance_excess(blocks):
+    F, block = sum(blocks), np.repeat(np.arange(len(blocks)), blocks)
+    A = np.random.default_rng(0).normal(size=(F, F))
+    A[block[None] > block[:, None]] = np.nan
+    assert first_frame.equal_distance_excess(A, blocks) == pytest.approx(excess_by_loops(A, block))
+    spoiled = np.where(block[None] == block[:, None], 1e6, A)  # the own block is noise: it must not count
+    assert first_frame.equal_distance_excess(spoiled, blocks) == pytest.approx(excess_by_loops(A, block))
+    holed = A.copy()
+    holed[F - 1, 1] = holed[F - 2, 0] = np.nan  # as a window leaves them
+    found = first_frame.equal_distance_excess(np.stack([A, holed]), blocks)
+    assert found[1] == pytest.approx(excess_by_loops(holed, block))
+    assert np.isnan(first_frame.equal_distance_excess(A, [F]))  # one block: no context at all
+
+
+def test_a_wave_is_no_sink_and_a_sink_is_no_wave():
+    """A head of distance alone has no excess however high frame 0 is; a bonus on frame 0 is the excess."""
+    blocks, frames = [3] * 24, np.arange(72)
+    distance, later = frames[:, None] - frames[None], later_block([3] * 24).numpy()
+    of_distance = np.where(later, np.nan, 5 * np.cos(distance + 1.0) - 0.02 * distance)
+    sink = 2.5 * (frames == 0)
+    assert first_frame.equal_distance_excess(of_distance, blocks) == pytest.approx(0, abs=1e-12)
+    assert first_frame.equal_distance_excess(of_distance + sink, blocks) == pytest.approx(2.5)
+    P = first_frame.distance_profile(of_distance + sink, blocks)
+    assert np.isnan(P[-3:]).all()
+    np.testing.assert_allclose(P[1:69], of_distance[-3:, 1:69].mean(0), atol=1e-9)
+    np.testing.assert_allclose(P[0], of_distance[-3:-1, 0].mean(), atol=1e-9)  # 71 exists for frame 0 only
+
+
+def test_the_published_72_frames():
+    """Far fewer heads prefer frame 0 at equal distance than by first - middle, which a wave passes."""
+    view = open_profiles(load_cache(ROOT / "cache/published/self_forcing_dmd_eagle_72f.pt"))
+    excess = first_frame.equal_distance_excess(view.frame_matrices(), view.block_sizes)
+    delta = head_statistics(view.profiles()).delta
+    block = np.repeat(np.arange(24), 3)
+    assert excess[29, 3] == pytest.approx(excess_by_loops(view.frame_matrix(29)[3].astype(float), block))
+    assert 0.4 < excess.mean() < 0.5 and 1.1 < delta.mean() < 1.3
+    assert (excess > 2).sum() == 15 and (delta > 2).sum() == 71
+
+
+def test_all_of_a_view_and_why_there_is_nothing():
+    atlas = load_cache(ROOT / "cache/published/self_forcing_dmd_eagle_21f.pt")
+    view = open_profiles(atlas)
+    found = first_frame.first_frame(view)
+    said = found.summary()
+    numbers = [
+        said[name] for name in ("heads above 2", "heads above all placebos", "placebo frames", "heads")
+    ]
+    assert numbers == [23, 208, 14, 360]
+    assert [round(said[f"contrast of frame {n}"], 2) for n in range(3)] == [0.76, 0.13, 0.23]
+    by_pass = first_frame.effects_by_pass([view, view])
+    assert list(by_pass) == ["pass 0 (t = 1000)"]
+    other = {"a": found.fit.effect, "b": -found.fit.effect}
+    assert [row["r with the first pass"] for row in first_frame.pass_rows(other)] == pytest.approx([1, -1])
+    nothing = (
+        (None, first_frame.NO_LOGITS),
+        (open_profiles(synthetic_caches.atlas(F=6, blocks=[6])), first_frame.NO_CONTEXT),
+        (open_profiles(synthetic_caches.figure4(granularity="key")), first_frame.NO_MATRIX),
+    )
+    for absent, reason in nothing:
+        assert first_frame.first_frame(absent) is None and first_frame.why_no_first_frame(absent) == reason

@@ -1,20 +1,26 @@
-"""Heads over a sweep: mean, spread and order over atlases; the notebook that shows them."""
+"""Heads over a sweep of prompts and seeds, and over checkpoints of a family."""
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
-from helpers import executed, synthetic_caches
+from helpers import synthetic_caches
 
 from experiments.analysis import sweeps
+from experiments.analysis.taxonomy import Thresholds
 from experiments.caches import save_cache
 from experiments.caches.files import CacheError
+from experiments.caches.view import open_profiles
 
 
 def test_mean_spread_and_order():
     values = np.array([[[1.0, 2.0], [3.0, -4.0]], [[3.0, 2.0], [5.0, -8.0]]])  # two atlases, 2 x 2 heads
-    mean, spread = sweeps.mean_and_spread(values)
+    mean, spread, ratio = (one.values for one in sweeps.sweep_maps({"effect": values}))
     np.testing.assert_allclose(mean, [[2, 2], [4, -6]])
     np.testing.assert_allclose(spread, np.sqrt(2) * np.array([[1, 0], [1, 2]]))
+    np.testing.assert_allclose(ratio[1], np.log10([8**0.5, 3 / 2**0.5]))
+    (row,) = sweeps.sweep_rows({"effect": values})
+    assert (row["|mean| above spread"], row["heads"], row["pairs"]) == (3, 4, 1)
     np.testing.assert_allclose(sweeps.stability(values), [[2**0.5, np.nan], [8**0.5, 3 / 2**0.5]])
     reversed_order = np.stack([values[0], -values[0]])
     np.testing.assert_allclose(sweeps.rank_correlations(reversed_order), [[1, -1], [-1, 1]])
@@ -41,12 +47,62 @@ def test_what_is_no_sweep_is_one_line(tmp_path):
         sweeps.open_sweep(tmp_path, tmp_path)
 
 
-def test_the_notebook_over_a_folder(tmp_path):
-    for name in ("a", "b", "c"):
-        save_cache(tmp_path / f"{name}.pt", synthetic_caches.atlas())
-    printed = executed.run("sweep.ipynb", tmp_path, SWEEP_DIR=str(tmp_path), HEADS=[[1, 2, "L1H2"]])
-    assert "3 atlases: a, b, c\n" in printed and "rank correlation over heads 1.000" in printed
-    drawn = executed.figures(tmp_path)
-    assert drawn.keys() == {"sweep_measures.svg", "sweep_figure4.svg"}
-    text = executed.words(drawn["sweep_figure4.svg"])
-    assert "L1H2: layer 1, head 2" in text and "over 3 atlases" in text
+# Checkpoints of a family
+
+
+def view(change=None, blocks=None, **more):
+    cache = synthetic_caches.atlas(F=9, blocks=blocks or [3, 3, 3], curve=False, **more)
+    if change is not None:
+        cache["frame_logits"] = change(cache["frame_logits"].clone())
+    return open_profiles(cache, 0, "mean_logit")
+
+
+def test_what_softmax_ignores_is_no_move():
+    row = torch.randn(9, 1, generator=torch.Generator().manual_seed(5))
+    assert np.allclose(sweeps.moved(view(), view(lambda logits: logits + row)), 0, atol=1e-6)
+
+
+def test_a_move_is_its_root_mean_square():
+    """One context cell of a row of three moves by 3: without the row's mean it is 2, −1, −1."""
+
+    def change(logits):
+        logits[0, 0, 1, 3:6, 1] += 3.0  # the second block's rows, key frame 1
+        return logits
+
+    moved = sweeps.moved(view(), view(change))
+    expected = np.zeros((3, 3))
+    expected[0, 1] = np.sqrt(3 * (4 + 1 + 1) / (3 * 3 + 3 * 6))  # over the 27 context cells
+    np.testing.assert_allclose(moved, expected, atol=1e-6)
+
+
+def test_noise_of_the_own_block_is_left_out():
+    def change(logits):
+        logits[:, :, :, 6:, 6:] += torch.randn(3, 3)
+        return logits
+
+    assert np.allclose(sweeps.moved(view(), view(change)), 0, atol=1e-6)
+
+
+def test_frame_by_frame_shares_the_cells_that_are_context_in_both():
+    framewise = view(blocks=[1] * 9)
+    assert np.isfinite(sweeps.moved(view(), framewise)).all()
+
+
+def test_models_that_do_not_match_are_refused():
+    with pytest.raises(CacheError, match="differ in num_heads: their heads cannot be matched"):
+        sweeps.moved(view(), view(H=4))
+
+
+def test_a_row_per_model_and_marks_of_other_kinds():
+    views = {"causal": view(), "flipped": view(lambda logits: -logits)}
+    effects = sweeps.effects(views)
+    np.testing.assert_allclose(effects["causal"], -effects["flipped"])
+    kinds = sweeps.kind_maps(views, Thresholds(anchor_min=0.6, veil_max=0.4), "causal")
+    assert kinds[0].differs is None
+    assert np.array_equal(kinds[1].differs, kinds[0].labels != kinds[1].labels) and kinds[1].differs.any()
+    distances = sweeps.moved_maps(views["causal"], {"flipped": views["flipped"]}, "causal")
+    rows = sweeps.model_rows(effects, kinds, distances)
+    assert [row["model"] for row in rows] == ["causal", "flipped"]
+    assert "moved by" not in rows[0] and rows[1]["moved by"] == pytest.approx(distances[0].values.mean())
+    assert rows[0]["mean of s"] == pytest.approx(effects["causal"].mean())
+    assert sum(rows[0][kind] for kind in ("anchor", "wave", "veil")) == rows[0]["heads"] == 9

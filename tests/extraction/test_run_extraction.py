@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 from experiments import run_extraction, run_extraction_figure4
-from experiments.analysis.reports import call_lines
+from experiments.analysis.tables import calls
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_call
@@ -83,9 +83,8 @@ def test_chosen_layers_blocks_and_passes_as_logits(tmp_path):
     )
     first = open_call(cache, 0)  # an earlier block has its own frames, own block and all
     assert (first.query_frames, first.own_block, first.context_frames) == ((0, 1, 2), (0, 1, 2), ())
-    assert "  0: layer 2, pass 0 (t = 1000), queries of frames 0–2 on keys of frames 0–2\n" in call_lines(
-        cache
-    )
+    first_call = {"call": 0, "layer": 2, "pass": "0 (t = 1000)", "queries": "0–2", "keys": "0–2"}
+    assert calls(cache)[0] == first_call
     with pytest.raises(CacheError, match=r"call 8 is not in 0\.\.7"):
         open_call(cache, 8)
 

@@ -44,29 +44,6 @@ def test_keys_and_pickers(page):
     assert browser.js(SHOWN) == "Layer 0, head 1"
 
 
-def test_arrow_keys_leave_selects_and_scrolling_alone(page):
-    browser = page("layer=1&head=1", height=500)
-    for name in ("layer", "measure", "min", "pass"):
-        browser.js(f"document.getElementById({name!r}).focus()")
-        for key in ("ArrowLeft", "ArrowRight", "k", "["):
-            browser.js("window.seen = null; addEventListener('keydown', e => { seen = e.defaultPrevented; })")
-            browser.js(
-                f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', "
-                f"{{ key: {key!r}, bubbles: true, cancelable: true }}))"
-            )
-            assert browser.js("seen") is False and browser.js(SHOWN) == "Layer 1, head 1", (name, key)
-    browser.js("document.activeElement.blur(); scrollTo(0, 0)")
-    browser.key("ArrowDown")
-    assert browser.js(SHOWN) == "Layer 1, head 1"
-    assert browser.wait_for("scrollY > 0")
-    browser.js("scrollTo(0, 0)")
-    x, y, width, _ = box(browser, "#map")
-    browser.point(x + width / 2, y + 12, click=True)
-    layer, head = browser.js("data.layers[state.layer]"), browser.js("state.head")
-    browser.key("ArrowDown")
-    assert browser.js("[state.layer, state.head, seen]") == [[0, 1, 5].index(layer) + 1, head, True]
-
-
 def test_the_link_keeps_the_whole_state(page):
     link = (
         "layer=5&head=2&pass=1&quantity=mass&measure=first_mass&scale=all&list=all&kind=wave&min=0.01&max=0.9"
@@ -137,22 +114,6 @@ def test_captions_and_table_follow_the_quantity(page, atlas_page):
         assert browser.js("document.querySelector('#map-note').textContent.includes(measure().title)")
         assert browser.js("document.querySelectorAll('#map .cells path').length") >= 2
         assert "NaN" not in browser.js("document.querySelector('main').innerHTML")
-
-
-def test_colour_scales(page):
-    """Ends of the matrix's colour bar: the largest logit of the head, of its layer's heads, of all heads."""
-    browser = page("layer=1&head=1")
-    ends = {}
-    for scale in ("head", "layer", "all"):
-        set_value(browser, "scale", scale)
-        ends[scale] = float(
-            browser.js("[...document.querySelectorAll('#matrix text.end')].at(-1).textContent")
-        )
-        rows = {"head": "[matrixOf(1, 1)]", "layer": "[0, 1, 2].map(j => matrixOf(1, j))"}
-        rows["all"] = "[0, 1, 2].flatMap(i => [0, 1, 2].map(j => matrixOf(i, j)))"
-        expected = browser.js(f"Math.max(...{rows[scale]}.flat().filter(there).map(Math.abs))")
-        assert ends[scale] == pytest.approx(expected, abs=0.006)
-    assert ends["head"] <= ends["layer"] <= ends["all"] and ends["head"] < ends["all"]
 
 
 def test_two_heads_and_their_difference(page):
@@ -275,3 +236,65 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
     assert browser.js("data.keys.position.labels[2]") == [str(n) for n in range(6)]
     assert len(browser.js(along)) == 6 and abs(sum(browser.js(along)) - 1) < 1e-3
     assert "sink" in browser.js(drawn)
+
+
+# How it looks, and what a cache lacks
+
+
+def test_themes(page):
+    """Dark where the system is, unless the page is told otherwise; text is told from its ground in both."""
+    browser = page()
+    light = """(() => {
+      const bright = (name, of) => {
+        const c = getComputedStyle(document.querySelector(name))[of].match(/[\\d.]+/g).map(Number);
+        return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2];
+      };
+      return [bright("section", "backgroundColor"), bright("section", "color"),
+        bright("#profile text", "fill")];
+    })()"""
+    for system, theme, dark in (
+        ("light", "", False),
+        ("dark", "", True),
+        ("dark", "light", False),
+        ("light", "dark", True),
+    ):
+        browser.send(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": system}]
+        )
+        browser.js(f"choose({{ theme: {theme!r} }})")
+        ground, ink, label = browser.js(light)
+        assert (ground < 60 < 160 < min(ink, label)) if dark else (ground > 200 > 80 > max(ink, label))
+    browser.send("Emulation.setEmulatedMedia", features=[])
+
+
+@pytest.mark.parametrize("width", [360, 600, 700, 860, 1280, 1900, 2560])
+def test_it_fits_the_window(page, width):
+    browser = page("layer=1&head=1&pins=0.1_5.2&list=all", width, 800)
+    assert browser.js("document.documentElement.scrollWidth") <= width
+    outside = browser.js(
+        "[...document.querySelectorAll('svg, select, button, input')].filter(e => !e.closest('.scroll') && "
+        "e.getBoundingClientRect().right > innerWidth).map(e => e.id)"
+    )
+    assert outside == []
+    x = browser.js(
+        "['left', 'middle', 'right'].map(id => document.getElementById(id).getBoundingClientRect().x)"
+    )
+    assert len(set(x)) == (1 if width <= 860 else 2 if width < 1800 else 3)
+    sections = "[...document.querySelectorAll('#left > section')].map(s => s.getBoundingClientRect().x)"
+    beside = len(set(browser.js(sections))) == 2
+    assert beside == (600 <= width <= 860)
+
+
+def test_a_cache_without_matrix_passes_or_measures_of_context(page, tmp_path):
+    save_page(tmp_path / "c.html", ROOT / "cache/published" / "self_forcing_dmd_castle_72f.pt")
+    browser = page(path=tmp_path / "c.html")
+    assert "no whole frame matrix" in text_of(browser, "matrix")
+    assert browser.js("['pass-box', 'quantity-box'].every(id => document.getElementById(id).hidden)")
+    assert browser.js("document.getElementById('save-matrix').disabled")
+    browser.key("p")
+    assert browser.js("document.querySelectorAll('#compare .strong').length") == 3
+    base = synthetic_caches.atlas(layers=(0,), steps=(0,), F=6, blocks=[6], H=3)
+    save_cache(tmp_path / "b.pt", base)
+    save_page(tmp_path / "b.html", tmp_path / "b.pt")
+    browser = page(path=tmp_path / "b.html")
+    assert "Every frame is noise" in text_of(browser, "profile-note")

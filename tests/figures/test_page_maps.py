@@ -78,16 +78,6 @@ def test_a_click_on_a_patch_shows_what_it_sees(page, files):
     assert browser.js(SEEN) == 0 and "layers 0, 5; heads 0, 2" in text_of(browser, "onvideo")
 
 
-@pytest.mark.slow
-def test_without_maps_there_is_no_panel_and_links_are_checked(page, files):
-    save_page(files / "plain.html", files / "a.pt")
-    browser = page("layer=5", path=files / "plain.html")
-    assert browser.js("document.getElementById('onvideo-box').hidden") is True
-    assert "patch" not in browser.js("location.hash")
-    browser = page("layer=5&patch=99", path=files / "index.html")
-    assert browser.js("state.patch") == 0
-
-
 def test_maps_of_another_rollout_are_refused(files, tmp_path):
     save_cache(tmp_path / "other.pt", maps(seed=43))
     with pytest.raises(CacheError, match="is of another rollout"):

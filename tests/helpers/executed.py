@@ -55,7 +55,7 @@ def run(name, folder, **parameters):
             if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:
                 break
     error = done.error_before_exec or done.error_in_exec
-    assert error is None or type(error).__name__ == "CacheError", printed.stdout
+    assert error is None or type(error).__name__ == "CacheError", f"{error!r}\n{printed.stdout}"
     return printed.stdout if error is None else printed.stdout.rstrip("\n")
 
 

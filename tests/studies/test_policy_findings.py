@@ -45,7 +45,8 @@ def test_policies_of_ones_own_stand_beside_the_family_outside_holm():
     seen = LongRollouts(found)
     assert [*seen.intervals()] == ["full", sink, own, twin, "frozen"]  # two are window 9/3: said in full
     assert [*seen.costs()] == ["full", sink, own, twin]
-    assert f"{own}: right 0.6" in seen.lines() and "(not adjusted)" in seen.lines()
+    rows = {row["policy"]: row for row in seen.rows()}
+    assert rows[own]["right"].startswith("0.6") and rows[own]["adjusted"] == "no"
     alone = policy_findings.findings(comparison({"full": 0.0, own: 0.2}))["against_full"]
     assert alone == {own: found["against_full"][own]}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments.analysis.reports import describe
+from experiments.analysis.tables import describe
 from experiments.caches.formats import check
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal
@@ -185,7 +185,7 @@ def test_views_say_which_frames_are_noise_and_at_which_level(atlas):
     assert view.noise_levels == {f: t[4 - f // 3] for f in range(6, 15)}
     assert view.context_frames == tuple(range(6))
     assert view.caption.highlighted_frames == {"window (noise from t = 555.6 to 1000)": tuple(range(6, 15))}
-    assert "Window: frames 6–8 at t = 555.6, 9–11 at t = 882.4, 12–14 at t = 1000" in describe(view)
+    assert describe(view)["Window"] == "frames 6–8 at t = 555.6, 9–11 at t = 882.4, 12–14 at t = 1000"
     assert late.noise_frames == (12, 13, 14)
     assert "own block (noise at t = 555.556)" in late.caption.highlighted_frames
     assert open_profiles(atlas, 3).noise_levels == {}

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from experiments.analysis import curve_matching, measures, published
-from experiments.analysis.first_frame import key_frame_contrasts
-from experiments.analysis.first_frame_findings import first_frame
-from experiments.analysis.head_measures import choose_heads
+from experiments.analysis.first_frame import first_frame, key_frame_contrasts
+from experiments.analysis.panels import choose_heads
 from experiments.benchmarks.harness import save_report
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from experiments.analysis.first_frame_findings import first_frame
+from experiments.analysis.first_frame import first_frame
 from experiments.benchmarks.harness import save_report
 from experiments.caches import load_cache
 from experiments.caches.files import require_writable

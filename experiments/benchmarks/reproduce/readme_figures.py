@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from experiments.analysis import published
 from experiments.analysis.curve_matching import add_reference
-from experiments.analysis.head_measures import choose_heads, label_maps
-from experiments.analysis.taxonomy import load_thresholds
+from experiments.analysis.panels import choose_heads
+from experiments.analysis.taxonomy import label_maps, load_thresholds
 from experiments.benchmarks.reproduce.first_frame_training import ATLASES, LOG, few_step_from
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles

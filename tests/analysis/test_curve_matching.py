@@ -6,18 +6,18 @@ import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 
-from experiments.analysis import published, reports
+from experiments.analysis import published
 from experiments.analysis.curve_matching import (
     Candidate,
     add_reference,
     compared_frames,
-    match_curves,
+    match_rows,
     pearson,
-    place,
     rank_heads,
+    rank_of,
     rms_difference,
 )
-from experiments.analysis.head_measures import choose_heads
+from experiments.analysis.panels import choose_heads
 from experiments.analysis.published import Curve
 from experiments.caches import load_cache
 from experiments.caches.view import open_passes, open_profiles
@@ -62,9 +62,9 @@ def test_a_planted_head_is_found():
     best = ranking[0]
     assert (best.step, best.layer, best.head) == (4, 2, 1) and best.r == pytest.approx(1)
     assert best.rms == pytest.approx(np.sqrt(((values[:6] + 1) ** 2).mean()), rel=1e-6)
-    rank, candidate = place(ranking, 4, 2, 1)
-    assert rank == 1 and candidate == best and place(ranking, 4, 3, 1) is None
-    assert place(ranking, ranking[7].step, ranking[7].layer, ranking[7].head)[0] == 8
+    rank, candidate = rank_of(ranking, 4, 2, 1)
+    assert rank == 1 and candidate == best and rank_of(ranking, 4, 3, 1) is None
+    assert rank_of(ranking, ranking[7].step, ranking[7].layer, ranking[7].head)[0] == 8
 
 
 def test_noise_and_clipped_points_do_not_count():
@@ -88,7 +88,7 @@ def test_heads_without_variation_come_last():
         Candidate(0.1, 1, 0, 1, 2),
         Candidate(nan, 1, 0, 1, 3),
     ]
-    assert [place(ranking, 0, 1, head)[0] for head in range(4)] == [1, 1, 3, 4]
+    assert [rank_of(ranking, 0, 1, head)[0] for head in range(4)] == [1, 1, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["eagle", "castle"])
@@ -98,33 +98,28 @@ def test_the_papers_heads_are_first_of_360(name, label, layer, head):
     frames."""
     cache = real(name)
     ranking = rank_heads([open_profiles(cache)], CURVES[label])
-    rank, found = place(ranking, 0, layer, head)
+    rank, found = rank_of(ranking, 0, layer, head)
     profile = cache["last_block_frame_logits"][layer, 0, head, :18].double().numpy()
     assert (rank, len(ranking)) == (1, 360)
     assert found.r == pytest.approx(np.corrcoef(profile, CURVES[label].values[:18])[0, 1]) and found.r >= 0.98
     assert found.rms < 0.6 and ranking[1].r < 0.97
-    rank, wrong = place(ranking, 0, layer - 1, head - 1)
+    rank, wrong = rank_of(ranking, 0, layer - 1, head - 1)
     assert rank > 180 and wrong.r < 0.15
 
 
-def test_words_about_the_match():
+def test_rows_of_a_match_and_what_a_figure_says():
     cache = real()
     view = open_profiles(cache)
-    curves, why_not = published.curves_for(
-        view, ROOT / published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL
-    )
-    assert not why_not
-    passes = open_passes(cache, view)
-    matches = match_curves(passes, published.FIGURE4_HEADS, curves, view.step)
-    lines = reports.match_lines(matches, passes).split("\n")
-    assert lines[0] == "L1H1, 18 context frames, 360 heads"
-    assert lines[1] == "  shown: layer 1, head 1: r = 0.993, RMS 0.42, rank 1 of 360"
-    assert lines[2].startswith("  WARNING, counted from 1 it would be: layer 0, head 0: r = 0.081, ")
-    panels = add_reference(choose_heads(view, published.FIGURE4_HEADS).panels, view, curves)
+    passes, heads = open_passes(cache, view), [*published.FIGURE4_HEADS, (40, 0, "L1H1")]
+    shown, absent, wrong, best, *_ = match_rows(passes, heads, CURVES, view.step)
+    assert (shown["head"], shown["rank"], shown["of heads"], shown["context frames"]) == ("shown", 1, 360, 18)
+    assert (round(shown["r"], 3), round(shown["RMS"], 2)) == (0.993, 0.42) and best["r"] == shown["r"]
+    assert absent["layer"] == 40 and "r" not in absent
+    assert (wrong["head"], wrong["layer"], wrong["number"]) == ("if counted from 1", 0, 0)
+    assert wrong["r"] < 0.1
+    panels = add_reference(choose_heads(view, published.FIGURE4_HEADS).panels, view, CURVES)
     assert str(panels[0].agreement) == "r = 0.993, RMS 0.42 over context frames 0–17"
     assert panels[0].reference[19] == 6.94 and panels[0].clipped[19]
-    few = reports.match_lines(match_curves([view], [(40, 0, "L1H1")], curves, 0), [view])
-    assert "shown: layer 40, head 0: not in this cache" in few and "WARNING" not in few
 
 
 @pytest.mark.parametrize(("cache", "quantity", "path", "reason"), [
