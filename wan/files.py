@@ -3,10 +3,13 @@
 import copy
 import io
 import json
+import os
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo, is_zipfile
 
@@ -94,8 +97,9 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
             zipped, size = is_zipfile(path), path.stat().st_size
-            if zipped:
-                _check_records(path)
+            if zipped and _check_records(path):
+                with TemporaryDirectory() as folder:
+                    return load_tensors(_stored(path, Path(folder)), mmap=False)
             # Mapped first, whatever was asked: a storage that claims too much then ends with the file.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
             for count, value in enumerate(_values(content)):
@@ -111,24 +115,41 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
         raise UnreadableError(reason_of(error)) from error
 
 
-def _check_records(path: Path) -> None:
-    """Raise UnreadableError unless all records of an archive are stored as they are, with right checksums."""
+def _check_records(path: Path) -> bool:
+    """Compare the records of an archive with their checksums; return True where some are compressed.
 
-    def check(record: ZipInfo) -> None:
-        with archive.open(record) as file:
-            while file.read(1 << 24):
-                pass
+    Raise UnreadableError for a damaged archive, and for more than MAPPED_BYTES of compressed records.
+    """
 
-    with ZipFile(path) as archive, ThreadPoolExecutor() as pool:  # zlib computes without Python's lock
-        records = archive.infolist()
-        if archive.comment or any(
-            r.compress_type != ZIP_STORED or r.file_size != r.compress_size for r in records
-        ):
-            raise UnreadableError("its records are not as torch.save writes them")
-        try:
-            list(pool.map(check, records))
-        except (BadZipFile, EOFError) as error:
-            raise UnreadableError(f"damaged, its checksums differ: {reason_of(error)}") from error
+    def check(some: list[ZipInfo]) -> None:
+        with ZipFile(path) as archive:  # each thread its own: sharing one is a race before 3.12.4
+            for record in some:
+                with archive.open(record) as file:
+                    while file.read(1 << 24):
+                        pass
+
+    with ZipFile(path) as archive:
+        records, comment = archive.infolist(), archive.comment
+    compressed = any(r.compress_type != ZIP_STORED for r in records)
+    too_large = compressed and sum(r.file_size for r in records) > MAPPED_BYTES
+    odd = any(r.compress_type == ZIP_STORED and r.file_size != r.compress_size for r in records)
+    if comment or too_large or odd:
+        raise UnreadableError("its records are not as torch.save writes them")
+    threads = os.cpu_count() or 1  # zlib computes without Python's lock
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(check, [records[i::threads] for i in range(threads)]))
+    except (BadZipFile, EOFError, zlib.error) as error:
+        raise UnreadableError(f"damaged, its checksums differ: {reason_of(error)}") from error
+    return compressed
+
+
+def _stored(path: Path, folder: Path) -> Path:
+    """Write a compressed archive again as torch.save writes them, in a folder."""
+    with ZipFile(path) as packed, ZipFile(folder / path.name, "w") as archive:
+        for record in packed.infolist():
+            archive.writestr(record.filename, packed.read(record))
+    return folder / path.name
 
 
 def _check_tensor(tensor: "Tensor", size: int) -> None:

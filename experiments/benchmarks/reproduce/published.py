@@ -8,6 +8,7 @@ CSV files that experiments/analysis/published.py names; cache/published/README.m
 
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import numpy as np
 import torch
@@ -55,12 +56,23 @@ def run(argv=None):
                 name = next(word for word in SHORT_NAMES if word in cache["prompt"])
                 path = args.output_dir / f"self_forcing_dmd_{name}_{F}f.pt"
                 save_cache(path, cache)
+                if "frame_logits" in cache:
+                    deflate(path)
                 print(f"{path}: {cache['notes'][0]}")
     for name in tables:
         text = (args.folder / name).read_text(encoding="utf-8")
         with replacing(args.output_dir / name) as file:
             file.write((mark_clipped(text) if name == FIGURE4_CSV else text).encode())
         print(args.output_dir / name)
+
+
+def deflate(path: Path) -> None:
+    """Compress the records of a cache in place: 256 values a layer take a quarter of the room."""
+    with ZipFile(path) as archive:
+        records = {record.filename: archive.read(record) for record in archive.infolist()}
+    with replacing(path) as file, ZipFile(file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, content in records.items():
+            archive.writestr(ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content, ZIP_DEFLATED)
 
 
 def atlas(prompt: str, last_block: np.ndarray, indices: np.ndarray, vmax: np.ndarray) -> dict[str, Any]:
