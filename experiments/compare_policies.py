@@ -29,26 +29,12 @@ CONTROLS = ("frozen", "vae", "rendered")
 def run(argv=None):
     parser = run_parser(__doc__, None)
     flag = parser.add_argument
-    flag(
-        "--policies",
-        nargs="+",
-        default=["family"],
-        help="NAME,FIELD=VALUE,..., a YAML, one of configs/policies, or the lists family and findings",
-    )
+    flag("--policies", nargs="+", default=["family"], help="NAME,FIELD=VALUE,..., YAMLs, family or findings")
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
-    flag(
-        "--workers",
-        type=whole_number,
-        help="that measure; beside a GPU this rank's share of the cores, else none",
-    )
-    flag(
-        "--vae_dtype",
-        choices=DTYPES[1:],
-        default="float32",
-        help="of the decoder; bfloat16 takes half the time",
-    )
+    flag("--workers", type=whole_number, help="that measure; a share of the cores beside a GPU, else none")
+    flag("--vae_dtype", choices=DTYPES[1:], default="float32", help="of the decoder")
     flag("--videos", type=whole_number, default=2, help="prompts whose first seed is kept as an mp4")
     flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")

@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-configs="$(dirname "${BASH_SOURCE[0]}")/../configs"
+configs=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../configs")
 case "${1-}" in
     "" | */* | .*) ;;      # a folder
     *) if [ -f "$configs/$1.yaml" ] || [ $# -gt 1 ]; then name="$1"; shift; fi ;;
@@ -28,7 +28,27 @@ if [ $# -gt 1 ]; then echo "error: $usage" >&2; exit 2; fi
 folder=$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/..}")
 source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 
-plan=$(python -m experiments.running.release "$name") || exit 2
+plan=$(python - "$configs" "$name" <<'PY'
+import sys
+from pathlib import Path
+
+from wan.config import load_config
+
+configs, name = Path(sys.argv[1]), sys.argv[2]
+known = [path.stem for path in sorted(configs.glob("*.yaml")) if "\nrelease:\n" in path.read_text(encoding="utf-8")]
+if name not in known:
+    sys.exit(f"error: {name!r} is not one of {', '.join(known)}")
+config = load_config(configs / f"{name}.yaml")
+base = Path(config.ckpt_dir).name
+for field in ("source", "licence", "repository", "folder"):
+    print(field, config.release[field])
+print("ask", "yes" if config.release["ask"] else "no")
+for file in config.release["files"]:
+    print("file", file)
+print("base", base)
+print("base_files", "no transformer" if base == "Wan2.1-T2V-14B" else "everything")  # its own weights are not run
+PY
+) || exit 2
 said() { sed -n "s/^$1 //p" <<< "$plan"; }
 base=$(said base) repository=$(said repository) licence=$(said licence)
 mapfile -t files < <(said file)

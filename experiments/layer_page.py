@@ -17,20 +17,9 @@ def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("cache", help="a cache of any format, or a folder of layerN.pt")
     parser.add_argument("--output_path", type=Path, help="the page; beside the cache where not given")
-    parser.add_argument(
-        "--max_mb",
-        type=float,
-        help="how large the page may be; frame matrices of some passes stay out where they do not fit; "
-        "16 where not given",
-    )
-    parser.add_argument(
-        "--video",
-        type=Path,
-        help="an mp4 of the same rollout, for thumbnails; the one beside the cache if any",
-    )
-    parser.add_argument(
-        "--maps", type=Path, help="a maps cache of the same rollout: a click on a patch shows what it sees"
-    )
+    parser.add_argument("--max_mb", type=float, help="size of the page; passes are left out for it; 16")
+    parser.add_argument("--video", type=Path, help="an mp4 of the rollout; the one beside the cache if any")
+    parser.add_argument("--maps", type=Path, help="a maps cache of the rollout, to click on patches")
     args = parser.parse_args(argv)
     if args.max_mb is not None and args.max_mb <= 0:
         parser.error(f"--max_mb must be above 0, not {args.max_mb:g}")

@@ -11,18 +11,9 @@ from experiments.running.cli import Parser, main
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cache_path",
-        default="cache/atlas.pt",
-        help="any figure4, inference, layer or atlas cache of logits",
-    )
-    parser.add_argument(
-        "--curves",
-        help="CSV with a column key_frame and a column per curve; the paper's Figure 4 if not given",
-    )
-    parser.add_argument(
-        "--step", type=int, help="the pass in which heads named by a curve are looked up; default the first"
-    )
+    parser.add_argument("--cache_path", default="cache/atlas.pt", help="a cache of logits")
+    parser.add_argument("--curves", help="CSV: key_frame and a column per curve; the paper's Figure 4")
+    parser.add_argument("--step", type=int, help="the pass of heads that a curve names; the first")
     args = parser.parse_args(argv)
 
     from experiments.analysis.curve_matching import match_rows  # after the flags: a --help needs no torch

@@ -29,9 +29,7 @@ def parser() -> Parser:
     flags.add_argument("--config_path", default="configs/wan_mini.yaml")
     flags.add_argument("--ckpt_dir", help="directory of another miniature")
     flags.add_argument("--captions", type=int, default=4)
-    flags.add_argument(
-        "--steps", type=int, nargs="*", default=[], help="whose atlas is kept beside the JSON; -1: the last"
-    )
+    flags.add_argument("--steps", type=int, nargs="*", default=[], help="whose atlas is kept; -1: the last")
     flags.add_argument("--device", default="auto")
     flags.add_argument("--extend", action="store_true", help="keep what OUTPUT_PATH has of other steps")
     flags.add_argument("--output_path", type=Path, default=CHECKPOINT_REPORT)

@@ -12,9 +12,7 @@ from wan.errors import ConfigError
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache.pt")
     add_config_flags(parser, "layer_indices")
-    parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[-1], help="blocks, counted from 0; -1 is the last"
-    )
+    parser.add_argument("--blocks", type=int, nargs="+", default=[-1], help="from 0; -1 is the last")
     parser.add_argument("--steps", type=int, nargs="+", help="several passes, in place of one --step")
     parser.add_argument(
         "--capture",

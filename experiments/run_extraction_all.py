@@ -15,19 +15,11 @@ from wan.errors import ConfigError
 
 def run(argv=None):
     parser = run_parser(__doc__, "cache/atlas.pt")
-    parser.add_argument(
-        "--mass", action=argparse.BooleanOptionalAction, default=True, help="softmax mass beside the logits"
-    )
-    parser.add_argument(
-        "--key_curve", action="store_true", help="also the last block's curve over key tokens"
-    )
-    parser.add_argument("--cross", action="store_true", help="also the mass on every prompt token")
-    parser.add_argument(
-        "--rope_bands",
-        action="store_true",
-        help="also the mean logits by RoPE band: time frequencies, "
-        "height, width; 4 bytes per band, frame pair, head and pass",
-    )
+    flag = parser.add_argument
+    flag("--mass", action=argparse.BooleanOptionalAction, default=True, help="softmax mass beside the logits")
+    flag("--key_curve", action="store_true", help="also the last block's curve over key tokens")
+    flag("--cross", action="store_true", help="also the mass on every prompt token")
+    flag("--rope_bands", action="store_true", help="also the mean logits by RoPE band: time, height, width")
     add_config_flags(parser, "gpus")
     add_sweep_flags(parser, checkpoints=True)
     args = parser.parse_args(argv)

@@ -48,16 +48,9 @@ def add_map_flags(parser: argparse.ArgumentParser) -> None:
         help="evenly spaced tokens of a frame: those that the HTML page lets one click",
     )
     flag("--heads", type=int, nargs="+", help="heads, counted from 0; all where not given")
-    flag(
-        "--blocks",
-        type=int,
-        nargs="+",
-        help="blocks whose queries look; -1 is the last; those of the patches and frames, else the last",
-    )
+    flag("--blocks", type=int, nargs="+", help="whose queries look; those of the patches, else the last")
     flag("--steps", type=int, nargs="+", help="passes, in place of one --step")
-    flag(
-        "--words", action="store_true", help="also where in the query frames each word of the prompt is read"
-    )
+    flag("--words", action="store_true", help="also where each word of the prompt is read")
 
 
 def run(argv=None):

@@ -13,9 +13,7 @@ from wan.errors import ConfigError
 
 def run(argv=None):
     parser = run_parser(__doc__, "outputs/long.mp4")
-    parser.add_argument(
-        "--capture", default="none", help="attention that is kept: none, last:N blocks, band:D frames, all"
-    )
+    parser.add_argument("--capture", default="none", help="attention: none, last:N blocks, band:D, all")
     args = parser.parse_args(argv)
     if args.save_video is not None:
         raise ConfigError("the video is --output_path; leave --save_video out")

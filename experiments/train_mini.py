@@ -50,18 +50,8 @@ def parser() -> Parser:
     add("--batch", type=int, help="clips of 81 frames per step")
     add("--optimizer", choices=OPTIMIZERS, help="of matrices and kernels; AdamW has the other parameters")
     add("--clips", type=int, help="different clips to train on")
-    add(
-        "--kinds",
-        nargs="+",
-        choices=sorted(set(HARD_KINDS)),
-        help="of scenes; one that is named twice is drawn twice as often",
-    )
-    add(
-        "--training_checkpoints",
-        type=Path,
-        metavar="DIR",
-        help="keep the causal weights of some steps there, and the few-step stage's",
-    )
+    add("--kinds", nargs="+", choices=sorted(set(HARD_KINDS)), help="of scenes; twice: drawn twice as often")
+    add("--training_checkpoints", type=Path, metavar="DIR", help="keep the causal weights of some steps")
     add("--start_from", type=Path, metavar="DIR", help="vae, base, causal: go on from the weights in DIR")
     add("--resume", action="store_true", help="go on where this stage was stopped")
     add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")

@@ -42,7 +42,7 @@ TYPED_BY_USERS = {
     *("extract_attention.sh", "extract_attention_wan.py", "extract_all_layers.sh", "base_and_causal.sh"),
     *("run_notebooks.py", "run_notebooks.sh", "quickstart.sh", "published_figure.sh", "download_weights.sh"),
     *("match_curve.py", "layers_from_atlas.py", "layer_page.py", "contact_sheet.py"),
-    *("train_mini.py", "evaluate_mini.py", "measure_checkpoints.py", "measure_moments.py"),
+    *("train_mini.py", "evaluate_mini.py", "measure_checkpoints.py"),
     *("run_intervention.py", "run_causal_atlas.py", "compare_policies.py", "run_rollout.py"),
     *("session.py", "__init__.py", "README.md", "py.typed"),
 }

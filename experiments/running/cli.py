@@ -267,42 +267,20 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     """Return a parser with the flags of all extractions; output_path is the default place of the cache."""
     parser = Parser(description=description.strip().splitlines()[0])
     flag = parser.add_argument
-    flag(
-        "--config_path",
-        default="configs/self_forcing_dmd.yaml",
-        help="YAML with everything a run needs; flags override it",
-    )
-    flag(
-        "--no_checkpoint",
-        action="store_true",
-        help="run the base weights of ckpt_dir through the causal sampler",
-    )
+    flag("--config_path", default="configs/self_forcing_dmd.yaml", help="YAML of the run; flags override it")
+    flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
     flag("--output_path", default=output_path, help="where the cache goes")
     add_config_flags(parser, "checkpoint_path", "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
     add_config_flags(parser, "seed", "device", "use_ema", "step", "prompt_embeds")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
-    flag(
-        "--save_video",
-        metavar="PATH",
-        nargs="?",
-        const="",
-        help="also decode the video and write an mp4, beside the cache unless PATH says where",
-    )
-    flag(
-        "--cache_policy",
-        metavar="FILE_OR_NAME",
-        help="what a block may look at: a YAML, one of configs/policies, or a policy by its name",
-    )
+    flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
+    flag("--cache_policy", metavar="FILE_OR_NAME", help="what a block may look at (configs/policies)")
     flag(
         "--prompt_schedule", metavar="FILE", help="a YAML of the prompts that follow, and their first frames"
     )
     flag("--interventions", metavar="FILE", help="a YAML of edits, in place of the config's")
     flag("--ablate_heads", metavar="FILE.csv", help="layers x heads, 1 drops a head; with --ablate_passes")
-    flag(
-        "--ablate_passes",
-        choices=("denoise", "clean", "all"),
-        help="in which passes --ablate_heads drops them; no default",
-    )
+    flag("--ablate_passes", choices=("denoise", "clean", "all"), help="in which passes; no default")
     add_run_flags(parser)
     return parser
 
@@ -318,7 +296,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
             "--checkpoints",
             nargs="+",
             metavar="FILE",
-            help=f"a sweep over several weights, each in a folder of its name; {BASE} is those of --ckpt_dir",
+            help=f"a sweep over weights, each in a folder of its name; {BASE}: those of --ckpt_dir",
         )
 
 
@@ -326,14 +304,8 @@ def add_run_flags(parser: Parser) -> None:
     """Add flags of memory, and of how a run behaves."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")
     flag = parser.add_argument
-    flag(
-        "--overwrite",
-        action=argparse.BooleanOptionalAction,
-        help="replace what is there; a sweep leaves it",
-    )
-    flag(
-        "--deterministic", action="store_true", help="equal bits in every run on one device, slower on a GPU"
-    )
+    flag("--overwrite", action=argparse.BooleanOptionalAction, help="replace what is there")
+    flag("--deterministic", action="store_true", help="equal bits in every run on one device")
     flag("--quiet", action="store_true", help="say nothing but errors")
     flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")
 

@@ -7,24 +7,8 @@ from conftest import ROOT
 
 from experiments.caches import formats as common
 from experiments.caches import formats as schema
-from experiments.running.cli import run_parser
 
 EXTRACTION, NOTEBOOKS = ((ROOT / folder / "README.md").read_text() for folder in ("experiments", "notebooks"))
-SCRIPTS = [
-    "running/cli",
-    "run_extraction",
-    "run_extraction_all",
-    "run_extraction_each",
-    "run_extraction_figure4",
-    "run_extraction_maps",
-    "layers_from_atlas",
-    "extract_attention_wan",
-    "match_curve",
-    "run_causal_atlas",
-    "run_intervention",
-    "run_rollout",
-    "compare_policies",
-]
 
 
 def fields(declared):
@@ -32,12 +16,6 @@ def fields(declared):
         yield name.rstrip("?")
         if isinstance(kind, list):
             yield from fields(kind[0])
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_flag_is_explained(script):
-    flags = set(re.findall(r'"(--[a-z_]+)"', (ROOT / f"experiments/{script}.py").read_text()))
-    assert flags and not [flag for flag in flags if not re.search(rf"`{flag}\b", EXTRACTION)]
 
 
 @pytest.mark.parametrize("kind", schema.FORMATS)
@@ -73,20 +51,3 @@ def test_every_figure_and_default_is_explained():
             assert shown.split("/")[-1] in NOTEBOOKS, (path.name, shown)
         for default in re.findall(r'(?:CACHE|DATA)_PATH = \\"\.\./(cache/[^"\\]+)', source):
             assert f"`{default}`" in NOTEBOOKS
-
-
-@pytest.mark.parametrize("text", [EXTRACTION, NOTEBOOKS], ids=["experiments", "notebooks"])
-def test_headings_are_in_both_languages_and_links_lead_somewhere(text):
-    headings = [line for line in text.split("\n") if line.startswith("#")]
-    assert len(headings) > 5
-    assert all(
-        re.search(r"[\u4e00-\u9fff]", heading) and re.search(r"[A-Za-z]", heading) for heading in headings
-    )
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
-        assert (ROOT / "notebooks" / target).is_file()
-
-
-def test_help_names_defaults_that_there_are():
-    said = " ".join(run_parser("Words.", None).format_help().split())
-    assert "default: None" not in said and "default: False" not in said
-    assert "(default: configs/self_forcing_dmd.yaml)" in said

@@ -118,18 +118,6 @@ def test_out_of_memory_of_the_base_model(module, name, doing, tmp_path, no_more_
     assert f"while {doing}: " in said_by(extract_attention_wan, flags, capfd) and not os.listdir(tmp_path)
 
 
-def test_after_running_out_of_memory_the_next_run_is_whole(tmp_path, no_more_memory, monkeypatch, capfd):
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            rollout.CausalInferencePipeline,
-            "inference",
-            lambda *args, **more: torch.empty(1 << 60, device="cuda"),
-        )
-        said_by(run_extraction_figure4, [*SHORT, "--output_path", str(tmp_path / "out.pt")], capfd)
-    run_extraction_figure4.run([*SHORT, "--output_path", str(tmp_path / "out.pt")])
-    assert os.listdir(tmp_path) == ["out.pt"]
-
-
 EVERYTHING = """
 import sys
 from experiments import extract_attention_wan, run_extraction, run_extraction_all, run_extraction_figure4

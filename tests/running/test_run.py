@@ -25,7 +25,6 @@ from experiments import (
     extract_attention_wan,
     layer_page,
     layers_from_atlas,
-    measure_checkpoints,
     run_causal_atlas,
     run_extraction,
     run_extraction_all,
@@ -35,7 +34,7 @@ from experiments import (
     run_rollout,
 )
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError, RunError, part_of, replacing
+from experiments.caches.files import CacheError, RunError
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal, rollout
 from experiments.extraction.memory import estimate_bytes
@@ -149,15 +148,6 @@ def hard(path: Path) -> Path:
     return link
 
 
-def test_the_atlas_of_a_checkpoint_is_not_the_checkpoint(tmp_path):
-    weights = tmp_path / "step_00500.pt"
-    shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", weights)
-    before = weights.read_bytes()
-    flags = [tmp_path, "--steps", "500", "--device", "cpu", "--output_path", tmp_path / "report.json"]
-    refused(measure_checkpoints, flags)
-    assert weights.read_bytes() == before and os.listdir(tmp_path) == [weights.name]
-
-
 def test_no_file_is_written_twice(tmp_path):
     out, mini = tmp_path / "o.mp4", SHORT
     for script in (run_extraction, run_extraction_each):
@@ -187,17 +177,6 @@ def test_what_is_converted_is_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.svg", "layer1.pt"]
 
 
-def test_filelock_neither_follows_nor_truncates_a_link(tmp_path):
-    """What our own check looks for first must hold in the library too: a link can be made in between."""
-    from filelock import FileLock
-
-    (tmp_path / "precious").write_text("mine", encoding="utf-8")
-    (tmp_path / "lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="Too many levels"):
-        FileLock(tmp_path / "lock", timeout=0).acquire()
-    assert (tmp_path / "precious").read_text(encoding="utf-8") == "mine"
-
-
 # -- where files go
 
 
@@ -217,28 +196,11 @@ def test_a_link_stays_and_its_target_is_written(tmp_path):
         pass
 
 
-def test_a_pipe_or_device_is_not_replaced(tmp_path, not_loading):
-    """os.replace would put a file in the place of /dev/null where root runs it."""
-    os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(CacheError, match=r"pipe.pt cannot be written: Is a device or pipe"):
-        extract(tmp_path / "pipe.pt")
-    with pytest.raises(OSError, match="Is a device or pipe"), replacing(tmp_path / "pipe.pt"):
-        pass
-    assert (tmp_path / "pipe.pt").is_fifo()
-
-
 @pytest.mark.parametrize("length", [245, 300])
 def test_a_name_too_long_for_the_file_beside_it_is_refused_before_the_rollout(length, tmp_path, not_loading):
     with pytest.raises(CacheError, match="cannot be written: File name too long"):
         extract(tmp_path / ("n" * length))
     assert not os.listdir(tmp_path)
-
-
-def test_what_a_killed_run_with_this_process_id_left(tmp_path):
-    """In a container every run may have the same id."""
-    part_of(tmp_path / "out.pt").write_bytes(b"half")
-    extract(tmp_path / "out.pt")
-    assert load_cache(tmp_path / "out.pt")["format"] == "layer" and os.listdir(tmp_path) == ["out.pt"]
 
 
 def test_a_video_is_claimed_and_written_as_a_cache_is(tmp_path, monkeypatch):
@@ -314,7 +276,6 @@ def test_found_while_writing(small_disk):
     ("script", "flags", "requests"),
     [
         (run_extraction_figure4, [], lambda c: cache_builders.figure4_requests(c, "token")),
-        (run_extraction_each, [], cache_builders.layer_requests),
         (
             run_extraction_all,
             ["--rope_bands"],
@@ -592,16 +553,6 @@ def test_stopped_after_the_captured_step_the_capture_is_whole(number, tmp_path, 
     assert path.read_bytes() == (tmp_path / "whole/layer7.pt").read_bytes() and os.listdir(
         tmp_path / "part"
     ) == ["layer7.pt"]
-
-
-def test_stopped_before_the_captured_step_nothing_is_complete(tmp_path, monkeypatch, capfd):
-    stopping_after_step(monkeypatch, 2)
-    said = said_by(["--quiet", "--step", "last", "--output_dir", str(tmp_path)], 130, capfd)
-    assert said[-1] == (
-        "error: stopped after 3 of 4 steps; none of what was asked for was captured yet; "
-        "to make the rest, run the same command again"
-    )
-    assert os.listdir(tmp_path) == []
 
 
 def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):

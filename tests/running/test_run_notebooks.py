@@ -46,21 +46,6 @@ def printed(path):
 
 
 @pytest.mark.beside
-def test_layers_at_once_have_figures_of_their_own(layer_folder, tmp_path):
-    """Two kernels work at the same time; each draws the layer whose cells it was given."""
-    out, layers = tmp_path / "out", ["0", "3"]
-    run_notebooks.run(
-        ["extract_all_attention.ipynb", str(layer_folder), *layers, "--output_dir", str(out), "--jobs", "2"]
-    )
-    for layer in layers:
-        assert sorted(path.name for path in (out / f"layer{layer}").iterdir()) == [
-            f"layer{layer}_2d_heatmap_all_heads.svg",
-            f"layer{layer}_perhead_grid.svg",
-        ]
-        assert f"layer{layer}_perhead_grid.svg" in printed(out / "notebooks" / f"layer{layer}.ipynb")
-
-
-@pytest.mark.beside
 def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     out = tmp_path / "out"
     command = [
@@ -152,12 +137,6 @@ def test_the_path_of_another_notebook_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match=r"is not notebooks/plt_fig4.ipynb, .*; give plt_fig4.ipynb"):
             run_notebooks.run([str(folder / "plt_fig4.ipynb"), "cache", "all"])
-
-
-def test_a_layer_twice_in_a_folder_is_refused(layer_folder, tmp_path):
-    save_cache(layer_folder / "layer3_eagle.pt", synthetic_caches.layer(3))
-    with pytest.raises(CacheError, match=r"layer3.*pt and .*layer3.*pt both hold layer 3; .* move one"):
-        LayerCaches("extract_all_attention.ipynb", layer_folder, tmp_path)
 
 
 def test_what_is_missing_or_damaged_is_made_again(layer_folder, tmp_path):
@@ -274,13 +253,6 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, layer_folder,
         cli.main(run_notebooks.run, [*arguments, "--output_dir", str(tmp_path / "out")])
     said = capfd.readouterr().err.strip()
     assert ended.value.code == 2 and "\n" not in said and re.search(message, said), said
-
-
-def test_the_shell_script_without_layers():
-    done = subprocess.run(
-        ["bash", "experiments/run_notebooks.sh", "a", "b"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 def test_the_contact_sheet(tmp_path):

@@ -1,6 +1,5 @@
 """Sweeps go on after a stop or a kill, share the work of several processes, and mix in nothing else."""
 
-import hashlib
 import json
 import os
 import signal
@@ -177,13 +176,6 @@ def test_slugs_tell_prompts_apart():
     )
     assert len(set(slugs.values())) == 6 and slugs["!!"] == "prompt"
     assert all(len(slug.encode()) < 80 and "/" not in slug for slug in slugs.values())
-
-
-def test_a_slug_that_somebody_else_has_is_not_taken_twice():
-    digits = hashlib.sha256(b"a cat").hexdigest()
-    prompts = [f"a cat {digits[:8]}", "A cat", "a cat", f"a cat {digits[:9]}"]
-    slugs = sweep.slugs_of(prompts)
-    assert len(set(slugs.values())) == 4 and slugs["a cat"] == f"a-cat-{digits[:9]}"
 
 
 def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):

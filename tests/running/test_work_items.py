@@ -115,11 +115,6 @@ def test_a_claim_of_another_host_is_taken_when_its_time_stands_still(tmp_path):
     assert LEASE <= time.monotonic() - start < 6 * LEASE
 
 
-def test_an_item_that_fails_is_tried_once(tmp_path):
-    with WorkItems(tmp_path / "items") as claims:
-        assert list(claims.claim(NAMES, lambda name: name == "item1")) == [n for n in NAMES if n != "item1"]
-
-
 def test_items_that_are_finished_later_stay_claimed(tmp_path):
     """As many as `behind`, and at the end until the context is left: nobody makes them a second time."""
     claimed = lambda: sorted(file.stem for file in (tmp_path / "items").iterdir())  # noqa: E731
@@ -134,11 +129,6 @@ def test_items_that_are_finished_later_stay_claimed(tmp_path):
         done.update(NAMES)
         assert not list(claims.claim(NAMES[:4], done.__contains__)) and claimed() == NAMES[2:4]
     assert not claimed()
-
-
-def test_ranks_begin_at_different_items(tmp_path):
-    with WorkItems(tmp_path / "items", Rank(2, 3)) as claims:
-        assert next(iter(claims.claim(NAMES, lambda name: False))) == "item8"
 
 
 def test_one_line_tells_how_far_all_ranks_are(tmp_path, monkeypatch):
