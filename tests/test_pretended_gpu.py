@@ -57,11 +57,10 @@ CHOSEN = {"name": "participative", "window": 9, "sink": 3, "budget": 7, "recent"
     [
         ({"name": "full"}, [CaptureRequest(layers=[])], 6),
         ({"name": "full"}, [FRAMES, *MAPS], 6),
-        ({"name": "ema_sink", "window": 6, "sink": 1}, [FRAMES], 9),
         ({"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1}, [FRAMES], 12),
         (CHOSEN, [TEXT], 12),
     ],
-    ids=["nothing", "frames and maps", "averages", "memories", "chosen"],
+    ids=["nothing", "frames and maps", "memories", "chosen"],
 )
 def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, requests, frames):
     with pretended_gpu() as gpu, waits() as found:

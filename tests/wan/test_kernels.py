@@ -1,12 +1,11 @@
-"""The Triton kernels without a GPU: interpreted against float64, and compiled for GPUs that are not here.
+"""The Triton kernels without a GPU: interpreted against float64, and compiled for GPUs that are not here."""
 
-Where there is a GPU the tests of layers, reductions and maps run them there.
-"""
-
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -27,13 +26,15 @@ from wan.pipeline import CausalInferencePipeline
 from wan.rope import RotaryTable
 
 require_triton()
+from wan.kernels import fused, mass, split_keys  # noqa: E402
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: the other tests run them on it"
 )
 BFLOAT16 = 2**-7  # relative: the interpreter cuts off where a GPU rounds
 
 
-@pytest.fixture(params=[(3, 16, 33, 70), (2, 24, 130, 135), (1, 128, 128, 192), (2, 64, 7, 64)], ids=str)
+@pytest.fixture(params=[(3, 16, 33, 70), (2, 24, 130, 135), (2, 64, 7, 64)], ids=str)
 def call(request, monkeypatch):
     """q and k that lie in larger buffers, as a cache's do, with their log-sum-exp and logits in float64."""
     heads, dim, len_q, len_k = request.param
@@ -54,52 +55,29 @@ def test_mass_of_frames(call):
 
 def test_programs_share_the_frames(call, monkeypatch):
     """A program's share follows from KEYS_EACH and changes no bit."""
-    from wan.kernels import mass as mass_kernel
-
     q, k, lse, _ = call
-    frames = next(n for n in (7, 9, 6, 4) if k.shape[1] % n == 0)
-    expected = mass_kernel.query_frame_mass(q, k, lse, frames, frames_each=frames)
-    assert (mass_kernel.query_frame_mass(q, k, lse, frames, frames_each=2) == expected).all()
-    programs, kernel = [], mass_kernel._mass_kernel
-
-    class Counted:
-        def __getitem__(self, grid):
-            programs.append(grid[2])
-            return kernel[grid]
-
-    monkeypatch.setattr(mass_kernel, "_mass_kernel", Counted())
+    frames = next(n for n in (7, 9, 4) if k.shape[1] % n == 0)
+    expected = mass.query_frame_mass(q, k, lse, frames, frames_each=frames)
     for keys in (k.shape[1] // frames * 3 + 1, 1):
-        monkeypatch.setattr(mass_kernel, "KEYS_EACH", keys)
-        assert (mass_kernel.query_frame_mass(q, k, lse, frames) == expected).all()
-    assert programs == [-(-frames // 3), frames]
+        monkeypatch.setattr(mass, "KEYS_EACH", keys)
+        assert (mass.query_frame_mass(q, k, lse, frames) == expected).all()
 
 
 def test_key_tokens(call):
     q, k, lse, logits = call
-    found, mass = reductions.key_token_means(q, k, lse)
-    atol = 1e-5 * logits.abs().max().item()
-    torch.testing.assert_close(found.double(), logits.mean(2), atol=atol, rtol=0)
-    torch.testing.assert_close(mass.double(), logits.softmax(-1).mean(2), atol=1e-6, rtol=0)
-
-
-def test_key_tokens_by_query_frame(call):
-    from wan.kernels import mass as map_kernel
-
-    q, k, lse, logits = call
-    frames = next(n for n in (3, 5, 4, 7) if q.shape[1] % n == 0)
-    found, mass = map_kernel.key_token_means(q, k, lse, frames)
-    of_frames = logits.unflatten(2, (frames, -1)).mean(3)
-    torch.testing.assert_close(found.double(), of_frames, atol=1e-5 * logits.abs().max().item(), rtol=0)
-    expected = logits.softmax(-1).unflatten(2, (frames, -1)).mean(3)
-    torch.testing.assert_close(mass.double(), expected, atol=1e-6, rtol=0)
+    for frames in (1, next(n for n in (3, 5, 7) if q.shape[1] % n == 0)):
+        found, masses = mass.key_token_means(q, k, lse, frames)
+        by_frame = logits.unflatten(2, (frames, -1)).mean(3)
+        torch.testing.assert_close(found.double(), by_frame, atol=1e-5 * logits.abs().max().item(), rtol=0)
+        expected = logits.softmax(-1).unflatten(2, (frames, -1)).mean(3)
+        torch.testing.assert_close(masses.double(), expected, atol=1e-6, rtol=0)
+        assert torch.equal(mass.key_token_mass(q, k, lse, frames), masses)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tables", [1, 2], ids=["of all", "of each item"])
 def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
     """And what lies around them stays; rows that do not lie as a cache's do are turned without the kernel."""
-    from wan.kernels import fused
-
     raw, keys = drawn(2, 9, 3, 24).to(dtype), drawn(2, 12, 3, 24).to(dtype)
     cos, sin = RotaryTable(24)(range(4, 9), 1, 1, torch.device("cpu"))
     cos, sin = (torch.stack([x, x.flip(0)]) if tables == 2 else x for x in (cos, sin))
@@ -120,8 +98,6 @@ def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
 @torch.no_grad()
 def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypatch):
     """Each module with its kernel against itself in float64 without it."""
-    from wan.kernels import fused
-
     dim, length = heads * head_dim, 15
     x, y = ((drawn(2, length, dim) * 3 + shift).to(dtype) for shift in (2, 0))
     scale, shift, gate = drawn(2, rows, 4, dim).unbind(2)[1:]  # strided, as in a layer
@@ -148,8 +124,6 @@ def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypa
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_behind_attention(rows, dtype, monkeypatch):
     """By the kernels that add and norm at once, where the module is in half or in whole precision."""
-    from wan.kernels import fused
-
     called, kernel = [], fused.add_norm
     monkeypatch.setattr(fused, "add_norm", lambda *given, **more: called.append(1) or kernel(*given, **more))
     monkeypatch.setattr(layers, "fused_kernels", lambda x: None if x.dtype == torch.float64 else fused)
@@ -158,30 +132,21 @@ def test_a_layer_behind_attention(rows, dtype, monkeypatch):
     assert error_behind_attention(rows, dtype) <= cut_off * LAYER_ERROR[dtype] and len(called) == 2
 
 
-def test_queries_and_keys_in_a_place_of_their_own(monkeypatch):
-    from wan.kernels import fused
-
-    norm = QueryKeyNorm(ModelConfig(dim=48, ffn_dim=8, num_heads=3, num_layers=1)).requires_grad_(False)
-    tables = RotaryTable(16)(range(3), 1, 5, torch.device("cpu"))
-    monkeypatch.setattr(layers, "fused_kernels", lambda _: fused)
-    x, cache = drawn(1, 15, 48), drawn(1, 25, 3, 16)
-    expected, before = norm(x, tables), cache.clone()
-    assert norm(x, tables, place := cache[:, 5:20]) is place and torch.equal(place, expected)
-    assert torch.equal(cache[:, :5], before[:, :5]) and torch.equal(cache[:, 20:], before[:, 20:])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
-def test_what_comes_to_a_place_of_its_own(dtype, monkeypatch):
-    """The same bits, also over what was read."""
-    from wan.kernels import fused
-
+def test_results_are_written_into_out(dtype, monkeypatch):
+    """The same bits, also over what was read, and nothing around them."""
     monkeypatch.setattr(layers, "fused_kernels", lambda _: fused)
     (x, y), rows = drawn(2, 2, 15, 48).to(dtype), drawn(2, 3, 4, 48).unbind(2)
-    norm, add, place = ModulatedNorm(48, 1e-6), GatedAdd(), torch.empty_like(x)
-    assert norm(x, *rows[:2], place) is place and torch.equal(place, norm(x, *rows[:2]))
+    norm, add, out = ModulatedNorm(48, 1e-6), GatedAdd(), torch.empty_like(x)
+    assert norm(x, *rows[:2], out) is out and torch.equal(out, norm(x, *rows[:2]))
     added = add(x, y, rows[2])
     assert add(x, y, rows[2], x) is x and torch.equal(x, added)
+    turned = QueryKeyNorm(ModelConfig(dim=48, ffn_dim=8, num_heads=3, num_layers=1))
+    tables, cache = RotaryTable(16)(range(3), 1, 5, torch.device("cpu")), drawn(1, 25, 3, 16).to(dtype)
+    expected, before = turned(x[:1], tables), cache.clone()
+    assert turned(x[:1], tables, out := cache[:, 5:20]) is out and torch.equal(out, expected)
+    assert torch.equal(cache[:, :5], before[:, :5]) and torch.equal(cache[:, 20:], before[:, 20:])
 
 
 class Copies(TorchDispatchMode):
@@ -198,10 +163,9 @@ class Copies(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 def test_graphs_copy_activations_once_a_forward(monkeypatch):
     """A layer's input, and nothing within layers: other kernels write where graphs read, and to the cache."""
-    from wan.kernels import fused
-
     for module in (layers, cuda_graphs):
         monkeypatch.setattr(module, "fused_kernels", lambda _: fused)
     models = tiny_pipeline().model, tiny_pipeline().model
@@ -223,17 +187,120 @@ def test_graphs_copy_activations_once_a_forward(monkeypatch):
 def test_they_compile(capability, tmp_path):
     """For A100 and Hopper, as callers call them: on tensor cores, within registers and memory."""
     command = [sys.executable, "tests/helpers/compiled_kernels.py", str(capability)]
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "PYTHONPATH": str(ROOT),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
+    more = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | more
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(kernels) == 25
     for kernel in kernels:
-        assert (
-            kernel["spilled_bytes"] == 0 and kernel["shared_bytes"] <= {80: 163, 90: 227}[capability] * 1024
-        ), kernel
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= {80: 163, 90: 227}[capability] * 1024, kernel
         assert kernel["on_tensor_cores"] == kernel["name"].endswith(("mass_kernel", "column_kernel")), kernel
+
+
+# Keys in chunks, and the masses that attention keeps by frame.
+
+LOG2_E = 1.4426950408889634
+
+
+def tails_of(logits: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
+    """What an attention kernel that walks from the last key to the first keeps; logits [..., Lq, Lk]."""
+    behind = [logits[..., begin:] * LOG2_E for begin in begins]
+    maxima = [x.amax(-1) for x in behind]
+    sums = [(x - top[..., None]).exp2().sum(-1) for x, top in zip(behind, maxima, strict=True)]
+    return torch.stack([torch.stack(x, -2) for x in (sums, maxima)]).float()  # [2, ..., Fk, Lq]
+
+
+@pytest.mark.parametrize(("chunks", "frames"), [(2, 1), (2, 5), (3, 6), (7, 5)])
+def test_chunks_of_keys_are_joined(frames, chunks):
+    """To what all keys give, also where frames begin in the middle of chunks, or chunks in that of frames."""
+    heads, rows, size, head_dim = 3, 20, 42, 16
+    q, k, v = (
+        drawn(heads, rows, head_dim) * 3,
+        *(drawn(heads, frames * size, head_dim + i)[..., i:] for i in (0, 1)),
+    )
+    logits, chunk = (q @ k.mT).double() / 4, frames * size // chunks
+    parts = [
+        x.softmax(-1) @ y for x, y in zip(logits.split(chunk, 2), v.double().split(chunk, 1), strict=True)
+    ]
+    lses = torch.stack([x.logsumexp(-1) for x in logits.split(chunk, 2)]).float()
+    out, lse = torch.empty(rows + 2, heads, head_dim)[2:], torch.empty(heads, rows + 3)[:, 3:]
+    split_keys.join(torch.stack(parts).transpose(1, 2).float().contiguous(), lses, out, lse)
+    torch.testing.assert_close(
+        out.transpose(0, 1).double(), logits.softmax(-1) @ v.double(), atol=2e-6, rtol=0
+    )
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-6, rtol=0)
+    begins = [frame * size for frame in range(frames)]
+    ends = [min(begin // chunk * chunk + chunk, frames * size) for begin in begins]
+    tails = torch.cat([tails_of(logits[..., a:b], [0]) for a, b in zip(begins, ends, strict=True)], 2)
+    split_keys.join_tails(tails, lses, lse, chunk, size)
+    found = reductions.mass_of_tails(tails[:, None], 1)[0, :, 0]
+    expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).mean(1)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("frame_size", [0, 40])
+@pytest.mark.parametrize("plan", [(30, 1), (20, 3), (0, 8)], ids=str)
+def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
+    """A kernel by formulas stands in; keys lie in a larger buffer, as a cache's do."""
+    asked, sizes = [], []
+    monkeypatch.setattr(split_keys, "plan", lambda *given: sizes.append(given) or plan)
+
+    def launch(q, k, v, seen, frame_size, are_chunks):
+        out, lse, tails = seen
+        asked.append((q.shape[1], len(q)))
+        logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
+        out.copy_(torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double()))
+        lse.copy_(logits.logsumexp(-1))
+        for frame in range(0 if tails is None else tails.shape[3]):
+            item, begin = slice(None), frame * frame_size
+            if are_chunks:
+                item, begin = begin // k.shape[1], begin % k.shape[1]
+            kept = tails[:, :, :, frame]
+            kept.copy_(tails_of(logits[item], [begin])[..., 0, :].view(kept.shape))
+
+    q, k, v = drawn(1, 30, 3, 16) * 3, *(drawn(1, 125 + i, 4, 16)[:, i : 120 + i, 1:] for i in (2, 5))
+    out, lse, tails = split_keys.attend(launch, q, k, v, frame_size, 132)
+    assert sizes == [(30, 120, 1, 3, 132)]
+    assert asked == [x for x in ((plan[0], 1), (30 - plan[0], plan[1])) if x[0]]
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
+    expected = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double())
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-6, rtol=0)
+    if not frame_size:
+        assert tails is None
+        return
+    expected = logits.softmax(-1).unflatten(-1, (-1, frame_size)).sum(-1).mean(2)
+    found = reductions.mass_of_tails(tails, 1)[:, :, 0]
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 12, 40])
+@pytest.mark.parametrize("processors", [114, 132])
+def test_who_sees_keys_in_chunks(heads, processors):
+    """The queries behind the last whole wave, where that saves time; never those of several items."""
+    for len_q, len_k in itertools.product((1, 128, 1560, 4680), (77, 512, 4680, 14040, 32760)):
+        whole, chunks = split_keys.plan(len_q, len_k, 1, heads, processors)
+        assert (len_k % chunks == 0 and whole % 128 == 0) or chunks == 1
+        if chunks == 1:
+            assert whole == len_q
+            continue
+        blocks = -(-len_q // 128)
+        waves_as_one = -(-blocks * heads // processors)
+        assert -(-(whole // 128) * heads // processors) < waves_as_one
+        assert split_keys.plan(len_q, len_k, 2, heads, processors) == (len_q, 1)
+    assert split_keys.plan(4680, 32760, 1, 12, 132) == (33 * 128, 8)
+
+
+@pytest.mark.parametrize("frames, query_frames", [(1, 5), (7, 1), (6, 2)])
+def test_mass_of_the_tails_of_frames(frames, query_frames):
+    """By the two ways of a mass."""
+    logits = drawn(2, 3, 10, 14 * frames).double() * 4
+    kept = tails_of(logits, range(0, 14 * frames, 14))
+    expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).unflatten(2, (query_frames, -1)).mean(3)
+    for found in (
+        reductions.mass_of_tails(kept, query_frames),
+        mass.mass_of_tails(kept, query_frames),
+    ):
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)

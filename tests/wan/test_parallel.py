@@ -11,7 +11,6 @@ from helpers.parallel_rollouts import POLICIES, REQUESTS, edited_runs, every_pol
 from helpers.processes import together
 
 from wan.errors import ConfigError
-from wan.kernels.peer_memory import WIDE, widened
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
 from wan.policies import PromptSwitch, make_policy
 
@@ -39,7 +38,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.beside
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3])
 def test_every_policy(size, tmp_path):
     expected = one_process(every_policy, tmp_path)
     first, *others = together(size, lambda group: every_policy(parallel_model(group), tmp_path))
@@ -128,36 +127,3 @@ def test_calls_that_do_not_split():
     (tokens, training), *_ = together(4, wrong_calls)
     assert tokens == "a call of 6 tokens does not split over 4 GPUs"
     assert training == "several GPUs make rollouts: no mask, and one timestep for all frames of a call"
-
-
-SHAPE = (2, 6, 3, 8)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_wide_elements_are_the_same_bits(dtype):
-    source = torch.randn(SHAPE).to(dtype).transpose(0, 1)
-    source[0, 0, 0, :2] = torch.tensor([float("nan"), -0.0])
-    target = torch.zeros(6, 2, 5, 8, dtype=dtype)[:, :, 1:4]
-    wide = widened(target, source)
-    assert [x.dtype for x in wide] == [WIDE, WIDE]
-    wide[0].copy_(wide[1])
-    as_bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    assert torch.equal(target.contiguous().view(as_bits), source.contiguous().view(as_bits))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        torch.randn(2, 6, 3, 10)[..., 1:9],  # starts inside an element
-        torch.randn(2, 6, 3, 9)[..., :8],  # rows do, from the second on
-        torch.randn(2, 6, 8, 3).transpose(2, 3),  # numbers of a row are apart
-        torch.randn(SHAPE, dtype=torch.float64),  # other numbers to write
-        torch.randn(SHAPE, requires_grad=True),
-        torch.randn(2, 6, 3, 3),  # rows are no whole elements
-    ],
-    ids=["offset", "stride", "transposed", "dtype", "gradients", "short"],
-)
-def test_other_memory_is_not_widened(source):
-    target = torch.zeros(SHAPE)
-    found = widened(target, source)
-    assert found[0] is target and found[1] is source

@@ -1,0 +1,182 @@
+"""The parts of a layer against their formulas in float64: on the CPU in PyTorch, on CUDA the fused kernels.
+
+In bfloat16 the budget is half a unit in the last place of the result plus what float32 arithmetic may add.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from conftest import golden_config
+from helpers.behind_attention import LAYER_ERROR, error_behind_attention
+
+from wan import model as layers
+from wan import reductions
+from wan.config import ModelConfig
+from wan.model import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm, teacher_forcing_mask
+from wan.rope import RotaryTable, rotate
+
+real_gpu = pytest.mark.real_gpu  # its kernels; test_kernels.py interprets them
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+SHAPES = pytest.mark.parametrize(
+    ("batch", "frames", "tokens", "heads", "head_dim", "rows"),
+    [(2, 3, 5, 3, 16, 3), (2, 4, 7, 12, 16, 1), (1, 3, 24, 12, 128, 3)],
+)
+
+
+def inputs(dtype, device, *shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def assert_near(found, expected, dtype, twice=0.0):
+    """twice: the largest number that PyTorch's own operations on the CPU round to bfloat16 on their way."""
+    half = dtype == torch.bfloat16
+    budget = expected.abs() * (2**-8 if half else 0) + 3e-6 * expected.abs().max()
+    extra = twice * 2**-8 if half and found.device.type == "cpu" else 0
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert ((found - expected).abs() <= budget + extra).all()
+
+
+@real_gpu
+@DTYPES
+@SHAPES
+@torch.no_grad()
+def test_norm_and_gate(batch, frames, tokens, heads, head_dim, rows, dtype, device):
+    dim = heads * head_dim
+    x, y = inputs(dtype, device, *[(batch, frames * tokens, dim)] * 2)
+    (e,) = inputs(torch.float32, device, (batch, rows, 6, dim))
+    shift, scale, *_, gate = e.unbind(2)  # strided, as in a layer
+    wide = (x * 3 + 2).double().unflatten(1, (rows, -1))
+    normed = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    expected = (normed * (1 + scale.double()[:, :, None]) + shift.double()[:, :, None]).flatten(1, 2)
+    most = normed.abs().max() * (1 + scale.abs().max()) / 2
+    assert_near(ModulatedNorm(dim, 1e-6)(x * 3 + 2, scale, shift), expected, dtype, most)
+    expected = x.double() + (y.double().unflatten(1, (rows, -1)) * gate.double()[:, :, None]).flatten(1, 2)
+    assert_near(total := GatedAdd()(x, y, gate), expected, dtype)
+    if device.type == "cuda":  # with graphs a layer's last sum and the next one's norm are one kernel
+        from wan.kernels import fused
+
+        expected, out = ModulatedNorm(dim, 1e-6)(total, scale, shift), torch.empty_like(x)
+        fused.add_norm(x, y, gate, scale, shift, 1e-6, outs=(x, out))
+        assert torch.equal(x, total) and torch.equal(out, expected)
+
+
+@real_gpu
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("turned", [True, False])
+@torch.no_grad()
+def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dtype, device):
+    dim = heads * head_dim
+    norm = QueryKeyNorm(ModelConfig(dim=dim, ffn_dim=8, num_heads=heads, num_layers=1)).to(device, dtype)
+    x, weight = inputs(dtype, device, (batch, frames * tokens, dim), (dim,))
+    norm.weight.copy_(weight)
+    rope = RotaryTable(head_dim)
+    positions = range(1030, 1030 + frames)  # the time index has no limit at 1024
+    found = norm(x, rope(positions, 1, tokens, device) if turned else None)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    expected = expected.unflatten(-1, (heads, head_dim))
+    if turned:
+        axes = (torch.tensor(positions), torch.arange(1), torch.arange(tokens))
+        time, row, column = (rope.freqs_cis(axis, p).to(device) for axis, p in enumerate(axes))
+        grid = (frames, tokens, -1)
+        parts = [time[:, None].expand(grid), row[None].expand(grid), column[None].expand(grid)]
+        turns = torch.cat(parts, -1).flatten(0, 1)[:, None]  # [L, 1, D/2]
+        pairs = torch.view_as_complex(expected.unflatten(-1, (-1, 2)))
+        expected = torch.view_as_real(pairs * turns).flatten(-2)
+    assert_near(found, expected, dtype, expected.abs().max())
+
+
+@real_gpu
+@DTYPES
+@SHAPES
+@torch.no_grad()
+def test_keys_and_values_are_written_in_the_same_bits(
+    batch, frames, tokens, heads, head_dim, rows, dtype, device
+):
+    config = ModelConfig(dim=heads * head_dim, ffn_dim=8, num_heads=heads, num_layers=1)
+    attn = layers.SelfAttention(config, 0)
+    attn.norm_q.weight.copy_(torch.linspace(-1, 2, config.dim))
+    attn.norm_k.weight.copy_(torch.linspace(1, -2, config.dim))
+    attn.to(device, dtype)
+    table, (x,) = RotaryTable(head_dim), inputs(dtype, device, (batch, frames * tokens, config.dim))
+    rope = layers.Rope(*(table(range(at, at + frames), 1, tokens, device) for at in (4, 1)))
+    expected = attn.norm_q(attn.q(x), rope.queries), attn.norm_k(attn.k(x), rope.keys), attn.values(x)
+    out = tuple(torch.empty_like(part) for part in expected[1:])
+    for given in (None, out):
+        found = attn.project(x, rope, True, given)
+        assert all(map(torch.equal, found, (*expected, attn.norm_k(attn.k(x)))))
+    assert found[1] is out[0] and found[2] is out[1]
+
+
+@real_gpu
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_behind_attention(rows, dtype, device):
+    assert error_behind_attention(rows, dtype, device) <= LAYER_ERROR[dtype]
+
+
+@real_gpu
+@DTYPES
+@pytest.mark.parametrize("fused", [False, True])
+@torch.no_grad()
+def test_feed_forward(fused, dtype, device, monkeypatch):
+    """No worse than twice the error of three plain PyTorch operations, also in a GPU's way on a CPU."""
+    torch.manual_seed(0)
+    ffn = FeedForward(48, 96).to(device, dtype)
+    (x,) = inputs(dtype, device, (2, 15, 48))
+    expected = copy.deepcopy(ffn).double().cpu()(x.double().cpu()).to(device)
+    plain = torch.nn.Sequential.forward(ffn, x)
+    if fused:
+        monkeypatch.setattr(layers, "fused_kernels", lambda _: True)
+    assert ffn(x).shape == x.shape
+    assert (ffn(x) - expected).abs().max() <= 2 * (plain - expected).abs().max() + 1e-6
+
+
+def test_teacher_forcing_mask():
+    """Against its sentence, cell by cell: two blocks, [1, 2] frames of two tokens."""
+    blocks, S = [0, 1, 1], 2
+    mask = teacher_forcing_mask(blocks, S)
+    block = [b for b in blocks for _ in range(S)]
+    for q in range(12):
+        for k in range(12):
+            q_clean, k_clean, q_block, k_block = q < 6, k < 6, block[q % 6], block[k % 6]
+            noisy_query = k_block < q_block if k_clean else k_block == q_block
+            assert bool(mask[q, k]) == ((k_clean and k_block <= q_block) if q_clean else noisy_query)
+
+
+# RoPE and its bands.
+
+
+def test_the_bands_of_a_head():
+    """Head dim 128: 22 time frequencies from 1 rad/frame down, 42 dims each of height and width."""
+    table = RotaryTable(128)
+    assert list(table.bands.values()) == [2] * 22 + [42, 42] and sum(table.bands.values()) == 128
+    second = f"time, period {2 * math.pi * 10000 ** (2 / 44):.2f} frames"
+    assert list(table.bands)[:2] == ["time, period 6.28 frames", second]
+    assert list(table.bands)[-2:] == ["height", "width"]
+    named = [float(name.split()[2]) for name in table.bands if name.startswith("time")]
+    turns = table.freqs_cis(0, torch.arange(7))  # the wave that passes for a sink at frame 0
+    assert turns.shape == (7, 22) and turns[1, 0].angle().item() == pytest.approx(1.0)
+    assert named == pytest.approx((2 * math.pi / turns[1].angle()).tolist(), rel=5e-3)
+    assert RotaryTable(golden_config()["model"]["head_dim"]).axes_dim == (8, 4, 4)
+    assert table.axes_dim == (44, 42, 42)
+
+
+@pytest.mark.parametrize("band", range(6))
+def test_one_band_in_one_band_out(band):
+    """RoPE keeps q and k of one band where they are, and only that band is not zero."""
+    table, (q, k) = RotaryTable(16), inputs(torch.float32, "cpu", (2, 12, 3, 16), (2, 24, 3, 16))
+    sizes = list(table.bands.values())
+    mask, start = torch.zeros(16), sum(sizes[:band])
+    mask[start : start + sizes[band]] = 1
+    parts = ((q, 2, 2), (k, 0, 4))  # with the first frame, and how many
+    q, k = (rotate(x * mask, *table(range(a, a + n), 2, 3, x.device)) for x, a, n in parts)
+    means = reductions.frame_means(k, 4)
+    found = reductions.frame_logits_by_band(q, means, 2, sizes)
+    others = [n for n in range(6) if n != band]
+    assert found[..., others].abs().max() == 0 and found[..., band].abs().min() > 0
+    torch.testing.assert_close(found.sum(-1), reductions.frame_logits(q, means, 2), atol=1e-5, rtol=1e-5)
