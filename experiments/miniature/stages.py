@@ -229,24 +229,37 @@ def teacher_sigmas() -> Tensor:
     return SHIFT * sigmas / (1 + (SHIFT - 1) * sigmas)
 
 
-class Teacher:
-    """The causal stage's weights: guided paths from noise to clean blocks, each block after the clip's own.
+class FewStep(TeacherForcing):
+    """The distance of the model's jumps from the ends of its teacher's paths; captions are always given.
 
-    Keys and values of the clean blocks are the same at every step, and stay in a KV cache.
+    The teacher goes on making paths: a model that sees one too often learns it by heart.
     """
 
-    def __init__(self, run: StageRun, clips: LatentClips, encoder: UMT5EncoderModel, blocks: list[range]):
-        model = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
-        model.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
-        self.model, self.clips, self.encoder = model, clips, encoder
+    def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
+        super().__init__(run, model, clips)
+        self.teacher = CausalWanModel(**asdict(MODEL)).to(run.device, run.dtype).requires_grad_(False)
+        self.teacher.load_state_dict(read_self_forcing_state(run.output_dir / TEACHER))
         tokens = MODEL.tokens_per_frame(*clips.latents.shape[3:])
-        self.clean = masked_attention(blocks, tokens, run, "clean")
-        self.noisy = masked_attention(blocks, tokens, run, "noisy")
+        self.clean = masked_attention(self.blocks, tokens, run, "clean")
+        self.noisy = masked_attention(self.blocks, tokens, run, "noisy")
+        self.processes, self.seed = run.rank.count, run.rank_seed
+        self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
+        latents = clips.latents
+        self.paths = latents.new_empty(
+            len(latents), len(self.sigmas) + 1, latents.shape[2], latents.shape[1], *latents.shape[3:]
+        )  # [N, S + 1, F, C, h, w]
+        self.turns = torch.arange(len(latents), device=latents.device).split(TEACHER_BATCH)
+        self.made = 0  # batches of paths, so far
+        self.before(0)
 
     @torch.no_grad()
     def path(self, some: Tensor, seed: int) -> list[Tensor]:
-        """Take Euler steps from noise -> x_t [B, F, C, h, w] of these clips at the sampler's levels and 0."""
-        model, past = self.model, self.clips.latents[some].transpose(1, 2)
+        """Take the teacher's guided Euler steps from noise to clean blocks, each after the clip's own past.
+
+        Returns x_t [B, F, C, h, w] of these clips at the sampler's noise levels and at 0. Keys and values of
+        the clean blocks are the same at every step, and stay in a KV cache.
+        """
+        model, past = self.teacher, self.clips.latents[some].transpose(1, 2)
         random = torch.Generator(past.device).manual_seed(seed)
         x = torch.randn(past.shape, generator=random, device=past.device)
         rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
@@ -266,26 +279,6 @@ class Teacher:
                 points.append(x)
         return points
 
-
-class FewStep(TeacherForcing):
-    """The distance of the model's jumps from the ends of its teacher's paths; captions are always given.
-
-    The teacher goes on making paths: a model that sees one too often learns it by heart.
-    """
-
-    def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips):
-        super().__init__(run, model, clips)
-        self.teacher = Teacher(run, clips, self.encoder, self.blocks)
-        self.processes, self.seed = run.rank.count, run.rank_seed
-        self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
-        latents = clips.latents
-        self.paths = latents.new_empty(
-            len(latents), len(self.sigmas) + 1, latents.shape[2], latents.shape[1], *latents.shape[3:]
-        )  # [N, S + 1, F, C, h, w]
-        self.turns = torch.arange(len(latents), device=latents.device).split(TEACHER_BATCH)
-        self.made = 0  # batches of paths, so far
-        self.before(0)
-
     def before(self, step: int) -> None:
         """Make paths of the clips whose turn it is anew, each after PATH_USES draws on average.
 
@@ -295,7 +288,7 @@ class FewStep(TeacherForcing):
         wanted = turns + step * self.batch * turns // (PATH_USES * len(self.paths))
         for number in range(max(self.made, wanted - turns), wanted):
             some = self.turns[number % turns]
-            for i, x in enumerate(self.teacher.path(some, self.seed + PATHS_APART * number)):
+            for i, x in enumerate(self.path(some, self.seed + PATHS_APART * number)):
                 self.paths[some, i] = x.to(self.paths.dtype)
         self.made = wanted
 

@@ -5,9 +5,7 @@ all captions and seeds in one batched rollout. Beside it a study removes frame 0
 """
 
 import random
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +21,7 @@ from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
 from experiments.extraction.causal import LoadedModel
 from experiments.extraction.observer import RunObserver
-from experiments.miniature.evaluation import EvalPool, results
+from experiments.miniature.evaluation import EvalPool
 from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.running.ranks import Rank
@@ -31,7 +29,6 @@ from experiments.running.work_items import WorkItems, item_name
 from experiments.studies import causal_atlas, direct_effects
 from experiments.studies.direct_effects import Runs
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import CapturedCall
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
@@ -53,35 +50,23 @@ def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
     found: dict[str, list[np.ndarray]] = {S: [], MASS_0: [], MASS_PAST: [], RATE: []}
     sizes = runs.configs[0].block_sizes
     past = context_cells(sizes)  # [F, F]
-    has_past = past.any(1)
+    layers = sorted({call.site.layer for call in calls})
+    shape = len(layers), *calls[0].values["frame_logits"].shape[:2], *past.shape  # layers, R, H, F, F
     for step in steps:
-        now = [call for call in calls if call.at is not None and call.at.step == step]
-        logits, mass = (_matrices(now, name, len(past)) for name in ("frame_logits", "frame_mass"))
-        found[S].append(first_frame_effect(logits, sizes).effect)
-        found[RATE].append(sign_rate(logits[..., past]))
-        of_past = np.where(past, mass, 0)[..., has_past, :]
+        logits, mass = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
+        for call in calls:
+            if call.at is not None and call.layout is not None and call.at.step == step:
+                rows, columns = torch.tensor(call.at.query_frames)[:, None], torch.tensor(call.layout.frames)
+                layer = layers.index(call.site.layer)
+                logits[layer][:, :, rows, columns] = call.values["frame_logits"].double()
+                mass[layer][:, :, rows, columns] = call.values["frame_mass"].double()
+        by_run = logits.transpose(0, 1).numpy()
+        of_past = np.where(past, mass.transpose(0, 1).numpy(), 0)[..., past.any(1), :]
+        found[S].append(first_frame_effect(by_run, sizes).effect)
+        found[RATE].append(sign_rate(by_run[..., past]))
         found[MASS_0].append(of_past[..., 0].mean(-1))
         found[MASS_PAST].append(of_past.sum(-1).mean(-1))
     return {name: np.stack(values) for name, values in found.items()}
-
-
-def attention_measures(runs: Runs) -> dict[str, list[list[float]]]:
-    """Return the same of the first pass, means over runs: [layers][H] each."""
-    return {name: values[0].mean(0).tolist() for name, values in measures_by_pass(runs, [0]).items()}
-
-
-def _matrices(calls: Sequence[CapturedCall], name: str, num_frames: int) -> np.ndarray:
-    """Return a quantity of one pass as [R, layers, H, F, F]; NaN where nothing was attended."""
-    layers = sorted({call.site.layer for call in calls})
-    batch, heads = calls[0].values[name].shape[:2]
-    matrix = torch.full((batch, len(layers), heads, num_frames, num_frames), torch.nan)
-    for call in calls:
-        values: Tensor = call.values[name]  # [R, H, Fq, Fk]
-        assert call.at is not None and call.layout is not None
-        rows, columns = torch.tensor(call.at.query_frames), torch.tensor(call.layout.frames)
-        of_layer = matrix[:, layers.index(call.site.layer)]
-        of_layer[:, :, rows[:, None], columns] = values.float()
-    return matrix.double().numpy()
 
 
 @dataclass(frozen=True)
@@ -117,14 +102,18 @@ class Condition:
 
 def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
     """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
-    first, all_of_them = design.captions, design.captions + design.selection
+    chosen = different(SETS["behind a wall"], design.captions + design.selection)
+    return chosen[: design.captions], chosen[design.captions :]
+
+
+def different(kinds: Sequence[str], count: int) -> NumberedScenes:
+    """Return the first held-out scenes of different captions, with their numbers."""
     found: dict[str, tuple[int, Scene]] = {}
-    for number, scene in enumerate(held_out_scenes(SETS["behind a wall"], 4 * all_of_them)):
+    for number, scene in enumerate(held_out_scenes(kinds, 4 * count)):
         found.setdefault(scene.caption, (number, scene))
-    chosen = list(found.values())[:all_of_them]
-    if len(chosen) < all_of_them:
-        raise ConfigError(f"{all_of_them} captions behind a wall are asked for, {len(chosen)} are held out")
-    return chosen[:first], chosen[first:]
+    if len(found) < count:
+        raise ConfigError(f"{count} captions of {', '.join(kinds)} are asked for, {len(found)} are held out")
+    return list(found.values())[:count]
 
 
 @dataclass
@@ -139,7 +128,6 @@ class HiddenShapes:
     folder: Path
     watch: RunObserver = field(default_factory=RunObserver)
     _runs: dict[str, Runs] = field(default_factory=dict)
-    _pending: deque[tuple[Condition, dict[str, Any], list[Future]]] = field(default_factory=deque)
 
     @cached_property
     def scenes(self) -> dict[str, NumberedScenes]:
@@ -227,45 +215,29 @@ class HiddenShapes:
         for name, conditions in (("selection", self.singles), ("test", self.conditions)):
             wanted = {self.name(one): one for one in conditions()}
             with WorkItems(self.store.folder, rank) as items:
-                for number, item in enumerate(items.claim([*wanted], self._is_done, self.watch, behind=1), 1):
-                    self._make(wanted[item])
+                for number, item in enumerate(items.claim([*wanted], watch=self.watch), 1):
+                    items.write(item, self.make(wanted[item]))
                     if number % 10 == 0:
                         self.watch.print(f"{name}: {number} of {len(wanted)} conditions made here")
                     if self.watch.stopping:
-                        break
-                self._collect(0)
-            if self.watch.stopping:
-                return False
+                        return False
             self.watch.print(f"{name}: {len(wanted)} conditions are done")
         return True
 
-    def _is_done(self, item: str) -> bool:
-        """Save what is judged meanwhile, which others may wait for -> whether an item's file is there."""
-        while self._pending and all(one.done() for one in self._pending[0][-1]):
-            self._collect(len(self._pending) - 1)
-        return self.store.path(item).is_file()
-
-    def _make(self, condition: Condition) -> None:
+    def make(self, condition: Condition) -> dict[str, Any]:
+        """Roll out a condition -> 0 or 1 by question and run, the change of x0, what heads attend to."""
         runs, edits = self.runs(condition.captions), condition.edits
         with intervene(*edits) if edits else nullcontext():
             latents = runs.inference() if edits else runs.latents
         change = direct_effects.distance(latents, runs.latents) / runs.between_seeds
         values: dict[str, Any] = {"change": change.mean(1).tolist()}
         if not edits and condition.captions == "selection":
-            values["measures"] = attention_measures(runs)
+            measures = measures_by_pass(runs, [0])
+            values["measures"] = {name: of_pass[0].mean(0).tolist() for name, of_pass in measures.items()}
         scenes = [scene for _, scene in self.scenes[condition.captions]] * self.design.seeds
         videos = (video for part in latents.split(DECODED_AT_ONCE) for video in self.vae.decode(part).cpu())
-        judged = [self.pool.submit(video, scene) for video, scene in zip(videos, scenes, strict=True)]
-        self._pending.append((condition, values, judged))
-        self._collect(1)
-
-    def _collect(self, most: int) -> None:
-        """Save judged conditions until at most so many wait."""
-        while len(self._pending) > most:
-            condition, values, judged = self._pending.popleft()
-            answers = results(judged)
-            by_question = {question: [int(one[question]) for one in answers] for question in QUESTIONS}
-            self.store.write(self.name(condition), values | by_question)
+        answers = self.pool.judge_all(videos, scenes)
+        return values | {question: [int(one[question]) for one in answers] for question in QUESTIONS}
 
     # -- results ---------------------------------------------------------------------------------------------
 
@@ -302,12 +274,7 @@ class HiddenShapes:
 
 def captions(count: int) -> dict[str, int]:
     """Return the first held-out captions of all kinds, each with its number, which is its first seed."""
-    numbers: dict[str, int] = {}
-    for number, scene in enumerate(held_out_scenes(KINDS, 4 * count)):
-        numbers.setdefault(scene.caption, number)
-    if len(numbers) < count:
-        raise ConfigError(f"{count} captions are asked for, {len(numbers)} are held out")
-    return dict(list(numbers.items())[:count])
+    return {scene.caption: number for number, scene in different(KINDS, count)}
 
 
 @dataclass(frozen=True)

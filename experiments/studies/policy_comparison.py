@@ -56,9 +56,6 @@ DIGITS = 5  # that are kept of a number
 PROMPT_BYTES = 180  # of a prompt that names a file
 TABLE = "comparison.json"
 GPU_BATCH, CPU_BATCH = 64, 8
-WAITING = 128  # videos that may wait to be measured: 12 MB each at 64 x 64 and 240 frames
-
-Block = tuple[range, torch.Tensor]  # frames, latents [B, n, C, h, w]
 
 FULL = "full"
 CONTROLS = {
@@ -88,23 +85,19 @@ FAMILY = (
 WINDOWS, SINKS = (6, 9, 12, 21), (0, 3, 6, 9, 12, 15)  # frames; a block has three
 
 
-def sink_map(policy: str) -> Iterator[str]:
-    """Yield the policy with every window and sink of the map that leave room for a block."""
-    for window in WINDOWS:
-        for sink in SINKS:
-            if sink + 3 <= window and (sink or policy == "window"):
-                yield spec(policy, window, sink)
-
-
 def spec(policy: str, window: int, sink: int) -> str:
     """Write a policy of a window and a sink as --policies does."""
     return f"{policy},window={window}" + (f",sink={sink}" if sink else "")
 
 
-NAMED = {
-    "family": (FULL, *FAMILY),
-    "findings": tuple(dict.fromkeys((FULL, *FAMILY, *sink_map("window"), *sink_map("deep_sink")))),
-}
+SINK_MAP = [  # every window and sink that leave room for a block
+    spec(policy, window, sink)
+    for policy in ("window", "deep_sink")
+    for window in WINDOWS
+    for sink in SINKS
+    if sink + 3 <= window and (sink or policy == "window")
+]
+NAMED = {"family": (FULL, *FAMILY), "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP)))}
 
 
 def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -172,14 +165,10 @@ def measure(pixels: np.ndarray, scene: Scene | None) -> dict[str, Any]:
 
 
 def write_item(
-    pixels: np.ndarray,
-    scene: Scene | None,
-    about: Mapping[str, Any],
-    folder: Path,
-    mp4s: Sequence[tuple[Path, int]],
+    pixels: np.ndarray, scene: Scene | None, about: Mapping[str, Any], folder: Path, mp4s: Mapping[Path, int]
 ) -> None:
     """Measure one video and write its numbers, after the mp4s that are asked for."""
-    for file, shortest in mp4s:
+    for file, shortest in mp4s.items():
         write_mp4(torch.from_numpy(pixels), file, shortest)
     WorkItems(folder).write(about["name"], {**about, **measure(pixels, scene)})
 
@@ -249,7 +238,7 @@ class Comparison:
     def is_done(self, item: Item) -> bool:
         """Return whether an item's numbers, and the videos and the attention asked for, are there."""
         found = self.store.read(item.name)
-        if found is None or "seconds" not in found or not all(path.is_file() for path, _ in self.mp4s(item)):
+        if found is None or "seconds" not in found or not all(path.is_file() for path in self.mp4s(item)):
             return False
         if self.capture.kind == "none" or "control" in item.settings:
             return True
@@ -260,25 +249,22 @@ class Comparison:
     def attention(self, item: Item) -> Path:
         return self.folder / "attention" / item.name
 
-    def mp4s(self, item: Item) -> list[tuple[Path, int]]:
-        """Return where an item's video is written, and the least pixels of its shorter side there."""
-        seeds, names = self._files_of_prompts
-        number = list(seeds).index(item.config.prompt)
-        index = seeds[item.config.prompt].index(item.config.seed)
-        label, found = item.label.replace("/", "_"), []
+    def mp4s(self, item: Item) -> dict[Path, int]:
+        """Return where an item's video is written -> the least pixels of its shorter side there."""
+        names = self._names_of_prompts
+        number = list(names).index(item.config.prompt)
+        index = [run.seed for run in self.runs if run.prompt == item.config.prompt].index(item.config.seed)
+        label, found = item.label.replace("/", "_"), {}
         if number < self.videos and index == 0:
-            found.append((self.folder / "videos" / f"{label}_{number}.mp4", 256))
+            found[self.folder / "videos" / f"{label}_{number}.mp4"] = 256
         if self.vbench is not None:
-            found.append((self.vbench / label / f"{names[item.config.prompt]}-{index}.mp4", 1))
+            found[self.vbench / label / f"{names[item.config.prompt]}-{index}.mp4"] = 1
         return found
 
     @cached_property
-    def _files_of_prompts(self) -> tuple[dict[str, list[int]], dict[str, str]]:
-        """Prompt -> seeds, and its name in files, where VBench reads it; disks take names of 255 bytes."""
-        seeds: dict[str, list[int]] = {}
-        for run in self.runs:
-            seeds.setdefault(run.prompt, []).append(run.seed)
-        return seeds, unique_slugs({prompt: prompt.replace("/", " ") for prompt in seeds}, PROMPT_BYTES)
+    def _names_of_prompts(self) -> dict[str, str]:
+        """Prompt -> its name in files, where VBench reads it; disks take names of 255 bytes."""
+        return unique_slugs({run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES)
 
 
 # -- making videos ------------------------------------------------------------------------------------------
@@ -294,17 +280,16 @@ class Maker:
     pool: Executor | None
     waiting: list[Future] = field(default_factory=list)
 
-    def make(self, items: Sequence[Item]) -> float:
-        """Roll out and decode items of one policy, and have those not done yet measured -> seconds.
+    def make(self, items: Sequence[Item]) -> None:
+        """Roll out and decode items of one policy, and have those not done yet measured meanwhile.
 
         All are rolled out where one is missing: bits may depend on the size of a batch, and not on a kill.
         """
-        start = time.monotonic()
-        control = items[0].settings.get("control")
+        comparison, control = self.comparison, items[0].settings.get("control")
         pixels, cost = self._rolled_out(items) if control is None else (self._control(control, items), {})
-        made = time.monotonic() - start
+        self.wait()  # for the group before: a video takes 12 MB at 64 x 64 and 240 frames
         for item, video in zip(items, pixels, strict=True):
-            if self.comparison.is_done(item):
+            if comparison.is_done(item):
                 continue
             about = {
                 "label": item.label,
@@ -312,20 +297,19 @@ class Maker:
                 "prompt": item.config.prompt,
                 "seed": item.config.seed,
                 "cost": cost,
-                "capture": asdict(self.comparison.capture),
+                "capture": asdict(comparison.capture),
             }
-            scene = self.comparison.scenes.get(item.config.prompt)
-            arguments = (video, scene, about, self.comparison.store.folder, self.comparison.mp4s(item))
+            scene = comparison.scenes.get(item.config.prompt)
+            arguments = (video, scene, about, comparison.store.folder, comparison.mp4s(item))
             if self.pool is None:
                 write_item(*arguments)
             else:
                 self.waiting.append(self.pool.submit(write_item, *arguments))
-        return made
 
-    def settle(self, most: int = 0) -> None:
-        """Wait until at most so many videos are still being measured."""
-        while len(self.waiting) > most:
-            self.waiting.pop(0).result()
+    def wait(self) -> None:
+        """Wait until all videos are measured."""
+        while self.waiting:
+            self.waiting.pop().result()
 
     def _rolled_out(
         self, items: Sequence[Item], num_frames: int | None = None
@@ -348,13 +332,18 @@ class Maker:
         ):
 
             def blocks() -> Iterator[torch.Tensor]:
-                """Yield the latents of each block after its attention is written for every item."""
+                """Yield the latents of each block, timed without the decoder; save its attention."""
                 rollout = pipeline.blocks(noise, text, num_frames=num_frames)
-                for number, (_, latents) in enumerate(timed(rollout, session.device, seconds)):
+                start = time.monotonic()
+                for number, (_, latents) in enumerate(rollout):
+                    if on_gpu:
+                        torch.cuda.synchronize(session.device)
+                    seconds.append(time.monotonic() - start)
                     for row, item in enumerate(items if calls else ()):
                         capture.save(self.comparison.attention(item), number, calls, row)
                     calls.clear()
                     yield latents
+                    start = time.monotonic()
 
             pixels = torch.cat(list(decoded_blocks(self.vae, blocks())), 1).numpy()
         few = max(1, len(seconds) // 10)  # medians of a tenth of the blocks
@@ -376,29 +365,15 @@ class Maker:
             whole = [replace(item, settings={"name": FULL}) for item in items]
             videos, _ = self._rolled_out(whole, first.num_frame_per_block)
             return [np.repeat(video[:1], length, 0) for video in videos]
-        found: dict[Scene, np.ndarray] = {}
-        scenes = [self.comparison.scenes[item.config.prompt] for item in items]
-        for scene in dict.fromkeys(scenes):
-            video = render(scene, length, 8 * first.height)[None] / 2 + 0.5  # [1, T, 3, H, W]
+        found: dict[str, np.ndarray] = {}
+        for prompt in dict.fromkeys(item.config.prompt for item in items):
+            video = render(self.comparison.scenes[prompt], length, 8 * first.height)[None] / 2 + 0.5
             if control == "vae":
                 latents = self.vae.encode(video.to(self.session.device))
-                found[scene] = torch.cat(list(decoded_blocks(self.vae, latents.split(3, 1))), 1)[0].numpy()
+                found[prompt] = torch.cat(list(decoded_blocks(self.vae, latents.split(3, 1))), 1)[0].numpy()
             else:
-                found[scene] = to_pixels(video)[0].numpy()
-        return [found[scene] for scene in scenes]
-
-
-def timed(rollout: Iterator[Block], device: torch.device, seconds: list[float]) -> Iterator[Block]:
-    """Yield the blocks of a rollout; append the seconds of each, without the decoder."""
-    while True:
-        start = time.monotonic()
-        block = next(rollout, None)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if block is None:
-            return
-        seconds.append(time.monotonic() - start)
-        yield block
+                found[prompt] = to_pixels(video)[0].numpy()
+        return [found[item.config.prompt] for item in items]
 
 
 # -- from flags to a table ---------------------------------------------------------------------------------
@@ -432,18 +407,16 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
             stack.enter_context(pool)
         items = stack.enter_context(WorkItems(comparison.store.folder, rank))
         maker, groups = Maker(comparison, session, vae, pool), comparison.groups()
-        behind = 1 + WAITING // min(map(len, groups.values()))  # groups that videos which wait belong to
 
         def is_done(name: str) -> bool:
             return all(comparison.is_done(item) for item in groups[name])
 
-        for name in items.claim(list(groups), is_done, watch, behind):
-            seconds, group = maker.make(groups[name]), groups[name]
-            watch.print(f"{group[0].label}: {len(group)} videos in {seconds:.1f} s")
-            maker.settle(WAITING)
+        for name in items.claim(list(groups), is_done, watch, behind=1):
+            maker.make(groups[name])
+            watch.print(f"{groups[name][0].label}: {len(groups[name])} videos")
             if watch.stopping:
                 break
-        maker.settle()
+        maker.wait()
         table = merged(comparison)
         if table["missing"]:
             left = f"{table['missing']} of {len(comparison.items)} videos are missing"
@@ -485,7 +458,7 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     )
     for folder in folders:
         require_writable(folder / TABLE)
-    videos = [path for item in planned.items for path, _ in planned.mp4s(item)]
+    videos = [path for item in planned.items for path in planned.mp4s(item)]
     if twins := [path for path, count in Counter(videos).items() if count > 1]:
         raise ConfigError(f"two of --policies would write {twins[0]}; rename a file of one")
     longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}

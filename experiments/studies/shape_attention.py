@@ -1,4 +1,4 @@
-"""Does a head follow the moving shape, look at its old place, or at the wall that it hid behind?
+"""Measure which heads follow a moving shape, look at its old place, or at the wall that it hid behind.
 
 The miniature's tracker says which tokens the shape covers. Of what the queries on the shape read of the past,
 the share that lies on a mask is divided by the mask's share of tokens: 1 is what a head would read that looks
@@ -44,20 +44,18 @@ class Cover:
     hidden: Tensor
 
     def masks(self, frames: Tensor, tokens: Tensor, query_frame: int) -> Tensor:
-        """Each of MASKS at keys of these frames and tokens, [keys, masks]."""
-        every_order = self.shape[torch.unique(frames)].mean(0)  # the mean over all orders of the frames
-        found = {
-            "moving": self.shape[frames, tokens],
-            "shuffled": every_order[tokens],
-            "here": self.shape[query_frame, tokens],
-            "first": self.shape[0, tokens],
-            "wall": self.wall[tokens],
-        }
-        return torch.stack([found[name] for name in MASKS], 1)
+        """Return MASKS, in their order, at keys of these frames and tokens, [keys, masks]."""
+        moving, here, first = (
+            self.shape[frames, tokens],
+            self.shape[query_frame, tokens],
+            self.shape[0, tokens],
+        )
+        shuffled = self.shape[torch.unique(frames)].mean(0)[tokens]  # the mean over all orders of the frames
+        return torch.stack([moving, shuffled, here, first, self.wall[tokens]], 1)
 
 
 def cover_of(video: Tensor, scene: Scene, rows: int, columns: int) -> Cover:
-    """The cover of a generated video [T, 3, H, W] in 0..1, by the tracker's background and sight."""
+    """Return the cover of a generated video [T, 3, H, W] in 0..1, by the tracker's background and sight."""
     sight = in_sight(scene, video.shape[-1])
     differs = (video - background(video, sight)[:, None, None]).norm(dim=1) > DIFFERS
     shape = track(video, sight)
@@ -70,52 +68,33 @@ def cover_of(video: Tensor, scene: Scene, rows: int, columns: int) -> Cover:
     return Cover(tokens[:-1], tokens[-1], hidden & bool(scene.wall))
 
 
-class Sums:
-    """Of one layer and pass: mass on each mask and on all of the past [H, masks], even shares [masks]."""
-
-    def __init__(self, num_heads: int):
-        self.on_mask, self.of_all = (torch.zeros(num_heads, len(MASKS)) for _ in range(2))
-        self.even, self.weight = (torch.zeros(len(MASKS)) for _ in range(2))
-
-    def add(self, rows: Tensor, masks: Tensor, weights: Tensor, which: slice) -> None:
-        """Rows [H, S, keys] of one query frame, its tokens weighted [S]; some of the masks [keys, n]."""
-        read = torch.einsum("hqk,q->hk", rows, weights)
-        self.on_mask[:, which] += read @ masks
-        self.of_all[:, which] += read.sum(1, keepdim=True)
-        self.even[which] += weights.sum() * masks.mean(0)
-        self.weight[which] += weights.sum()
-
-    def lifts(self) -> Tensor:
-        """Share of mass over share of tokens [masks, H]; NaN where no query counts, or a mask is empty."""
-        return ((self.on_mask / self.of_all) / (self.even / self.weight)).T.where(
-            self.even[:, None] > 0, torch.nan
-        )
-
-
 def lifts_of(calls: Sequence[CapturedCall], cover: Cover, num_heads: int) -> Tensor:
-    """Share of mass on each mask over its share of tokens [layers, masks, H], of calls of one pass.
+    """Return shares of mass on masks over their shares of tokens [layers, masks, H], of one pass.
 
     Calls hold token_probabilities. Queries on the shape count by how much of them it covers; for the wall,
-    all queries of frames in which the shape is hidden.
+    all queries of frames in which the shape is hidden. NaN where no query counts, or a mask is empty.
     """
-    sums = {layer: Sums(num_heads) for layer in sorted({call.site.layer for call in calls})}
-    last = len(MASKS) - 1  # the wall
+    layers = sorted({call.site.layer for call in calls})
+    on_mask, of_all = (torch.zeros(len(layers), len(MASKS), num_heads) for _ in range(2))
+    even, weight = (torch.zeros(len(layers), len(MASKS), 1) for _ in range(2))
     for call in calls:
         assert call.at is not None and call.layout is not None
         frames, tokens = key_frames(call.layout, 1)[0][0], key_tokens(call.layout, 1)[0]
         past = (frames >= 0) & (frames < call.at.query_frames[0])
         if not past.any():
             continue
-        rows = call.values["token_probabilities"][0][..., past]  # [H, Lq, past]
-        by_frame = rows.unflatten(1, (len(call.at.query_frames), -1)).unbind(1)
+        layer, rows = layers.index(call.site.layer), call.values["token_probabilities"][0][..., past]
+        by_frame = rows.unflatten(1, (len(call.at.query_frames), -1)).unbind(1)  # [H, S, past] each
         for frame, of_frame in zip(call.at.query_frames, by_frame, strict=True):
-            masks = cover.masks(frames[past], tokens[past], frame)
-            here, hidden = cover.shape[frame], cover.hidden[frame].float().expand(of_frame.shape[1])
-            if here.any():
-                sums[call.site.layer].add(of_frame, masks[:, :last], here, slice(0, last))
-            if hidden.any():
-                sums[call.site.layer].add(of_frame, masks[:, last:], hidden, slice(last, None))
-    return torch.stack([of_layer.lifts() for of_layer in sums.values()])
+            masks = cover.masks(frames[past], tokens[past], frame)  # [past, masks]
+            hidden = cover.hidden[frame].float().expand(of_frame.shape[1])
+            queries = torch.stack([cover.shape[frame]] * (len(MASKS) - 1) + [hidden])  # [masks, S]
+            read = torch.einsum("hqk,mq->mhk", of_frame, queries)
+            on_mask[layer] += torch.einsum("mhk,km->mh", read, masks)
+            of_all[layer] += read.sum(-1)
+            even[layer, :, 0] += queries.sum(1) * masks.mean(0)
+            weight[layer, :, 0] += queries.sum(1)
+    return ((on_mask / of_all) / (even / weight)).where(even > 0, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -128,21 +107,18 @@ class ShapeAttention:
     weights_sha256: str
 
     def comparable(self, step: int) -> np.ndarray:
-        """Lifts [R', layers, 4, H] of moving and its controls, of captions that have all four everywhere.
-
-        A video that shows no shape, or none in frame 0, has not.
-        """
+        """Return lifts [R', layers, 4, H] of moving and its controls, of captions that have all four."""
         lifts = self.lifts[:, self.steps.index(step), :, :4]
         return lifts[np.isfinite(lifts).all((1, 2, 3))]
 
     def mean(self, step: int) -> np.ndarray:
-        """Mean over comparable captions [layers, masks, H]; for the wall, over those with one."""
+        """Return the mean over comparable captions [layers, masks, H]; for the wall, over those with one."""
         wall = self.lifts[:, self.steps.index(step), :, 4:]
         with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # NaN where there are none
             return np.concatenate([self.comparable(step).mean(0), np.nanmean(wall, 0)], 1)
 
     def maps(self, step: int) -> list[HeadMap]:
-        """A map of heads for every mask, and what moving has over its controls."""
+        """Return a map of heads for every mask, and one of moving less its best control."""
         mean = self.mean(step)
         found = [
             HeadMap(f"on_{name}", title.capitalize(), "log₂ lift", "diverging", np.log2(mean[:, i]))
@@ -174,10 +150,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Followers:
-    """What moving has over the best control, [layers, H] each: 95 % interval, and whether that is above 0.
-
-    Intervals are of each head alone; p is adjusted for all heads.
-    """
+    """Moving less the best control, [layers, H] each: the 95 % interval of each head alone; adjusted p."""
 
     low: np.ndarray
     high: np.ndarray
@@ -191,8 +164,10 @@ class Followers:
 
 
 def followers(found: ShapeAttention, step: int, draws: int = 1000) -> Followers:
-    """Heads that look at the moving shape more than at each control: a bootstrap over captions, and sign
-    flips with Holm's correction over heads."""
+    """Find heads that look at the moving shape more than at each control, by a bootstrap over captions.
+
+    p is of sign flips over captions, the largest over controls, with Holm's correction over heads.
+    """
     lifts = found.comparable(step)
     if not len(lifts):
         none = np.full((lifts.shape[1], lifts.shape[3]), np.nan)
@@ -201,12 +176,6 @@ def followers(found: ShapeAttention, step: int, draws: int = 1000) -> Followers:
     means = np.stack([lifts[pick].mean(0) for pick in picks])
     low, high = np.percentile(means[:, :, 0] - means[:, :, 1:].max(2), (2.5, 97.5), 0)
     follows = (low > 0) & (lifts[:, :, 0].mean(0) > 1)
-    return Followers(low, high, follows, adjusted_p(lifts[:, :, :1] - lifts[:, :, 1:]))
-
-
-def adjusted_p(differences: np.ndarray) -> np.ndarray:
-    """p of each head [layers, H] for differences [R, layers, controls, H]: the largest over controls, by Holm
-    over heads."""
-    by_head = differences.transpose(1, 3, 2, 0).reshape(-1, *differences.shape[2::-2])
-    worst = [max(sign_flip_p(control) for control in head) for head in by_head]
-    return holm(worst).reshape(differences.shape[1], differences.shape[3])
+    over = (lifts[:, :, :1] - lifts[:, :, 1:]).transpose(1, 3, 2, 0)  # [layers, H, controls, R]
+    worst = [max(sign_flip_p(control) for control in head) for head in over.reshape(-1, *over.shape[2:])]
+    return Followers(low, high, follows, holm(worst).reshape(over.shape[:2]))

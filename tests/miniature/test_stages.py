@@ -70,11 +70,11 @@ def test_the_samplers_noise_levels_are_on_the_teachers_way():
 @torch.no_grad()
 def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, clips):
     """All blocks at once under the mask of teacher forcing, and one by one with a cache."""
-    teacher = loss_of(run, clips).teacher
-    paths, model = torch.stack(teacher.path(torch.arange(2), seed=0), 1), teacher.model
+    loss = loss_of(run, clips)
+    paths, model = torch.stack(loss.path(torch.arange(2), seed=0), 1), loss.teacher
     sigmas = teacher_sigmas()
     clip, rows = clips.latents[1:].transpose(1, 2), torch.tensor([2, 0])  # its caption, and the empty one
-    text = model.text_keys_values(encode_text(teacher.encoder, clips.ids[rows], clips.mask[rows]))
+    text = model.text_keys_values(encode_text(loss.encoder, clips.ids[rows], clips.mask[rows]))
     cache = model.new_kv_cache(2, 6, 8, 8)
     for frames in (range(3), range(3, 6)):
         cache.advance(frames, text)

@@ -109,7 +109,7 @@ def alike():
 
 
 def test_every_prompt_has_a_file_of_its_own_for_vbench(alike):
-    names = [path.name for item in alike.items for path, _ in alike.mp4s(item)]
+    names = [path.name for item in alike.items for path in alike.mp4s(item)]
     assert len(set(names)) == len(names) == 12 and max(len(name.encode()) for name in names) < 200
     assert {"short-0.mp4", "short-1.mp4", "a b-0.mp4"} < set(names)
     for item, name in zip(alike.items, names, strict=True):
