@@ -114,13 +114,6 @@ def test_imports_follow_the_table_of_levels():
     assert not wrong
 
 
-def test_a_package_without_a_level_is_refused():
-    folders = {
-        str(Path(name).parent).replace("/", ".") for name in tracked("experiments") if name.endswith(".py")
-    }
-    assert {name for name in folders if package(name) == "experiments"} == {"experiments"}
-
-
 def test_no_import_goes_in_a_circle():
     graph = {module: imports(module, at_run_time(tree)) for module, tree in modules().items()}
     done: set[str] = set()
@@ -136,6 +129,16 @@ def test_no_import_goes_in_a_circle():
         visit(module, ())
 
 
+def test_figure_4_imports_few_modules():
+    """All that may be imported, also late, for the paper's figure."""
+    found, left = set(), ["experiments.run_extraction_figure4"]
+    while left:
+        if (module := left.pop()) in modules() and module not in found:
+            found.add(module)
+            left += imports(module, ast.walk(modules()[module]))
+    assert len(found) <= 60, sorted(found)
+
+
 def test_nobody_imports_the_workshop():
     """Neither the packages nor the notebooks import experiments.benchmarks."""
     outside = [
@@ -148,18 +151,6 @@ def test_nobody_imports_the_workshop():
 def test_the_root_of_experiments_holds_what_users_type():
     root = {Path(name).name for name in tracked("experiments") if Path(name).parent == Path("experiments")}
     assert root <= TYPED_BY_USERS, f"move into a package: {sorted(root - TYPED_BY_USERS)}"
-
-
-def test_no_test_imports_another_test():
-    wrong = []
-    for name in tracked("tests"):
-        for node in ast.walk(parsed(name)) if name.endswith(".py") else ():
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            wrong += [
-                f"{name} imports {found}" for found in names if found.split(".")[-1].startswith("test_")
-            ]
-    assert not wrong, "what tests share belongs to tests/helpers"
 
 
 def test_no_two_test_files_have_one_name():
