@@ -103,72 +103,40 @@ MEASURES = {
     "hue_kept": Measure(
         "Hue histogram kept",
         "1 − ½ Σ abs(h(first second) − h(t)), h a histogram of 180 hues weighted by saturation, sum 1",
-        "share",
-        "higher",
-        "histogram intersection, Swain and Ballard 1991",
-    ),
+        "share", "higher", "histogram intersection, Swain and Ballard 1991"),
     "sharpness": Measure(
-        "Sharpness",
-        "variance of the Laplacian of luma",
-        "(grey levels / 255)²",
-        "neither",
-        "Pech-Pacheco et al., ICPR 2000",
-    ),
+        "Sharpness", "variance of the Laplacian of luma", "(grey levels / 255)²", "neither",
+        "Pech-Pacheco et al., ICPR 2000"),
     "clipped": Measure(
-        "Clipped pixels", "share of values at most 1 or at least 254", "share", "lower", "exposure clipping"
-    ),
+        "Clipped pixels", "share of values at most 1 or at least 254", "share", "lower", "exposure clipping"),
     "flicker": Measure(
-        "Flicker",
-        "mean abs(f(t) − f(t + 1)) / 255",
-        "share of full scale",
-        "lower",
-        "temporal flickering of VBench, arXiv 2311.17982",
-    ),
+        "Flicker", "mean abs(f(t) − f(t + 1)) / 255", "share of full scale", "lower",
+        "temporal flickering of VBench, arXiv 2311.17982"),
     "motion": Measure(
-        "Motion",
-        "length of Farnebäck's flow, mean of the fastest 5 % of pixels",
-        "sides per second",
-        "neither",
-        "Farnebäck, SCIA 2003; the fastest 5 % as in VBench's dynamic degree",
-    ),
+        "Motion", "length of Farnebäck's flow, mean of the fastest 5 % of pixels", "sides per second",
+        "neither", "Farnebäck, SCIA 2003; the fastest 5 % as in VBench's dynamic degree"),
     "distance": Measure(
         "Distance to the first frames",
         "root mean square difference to each of the first 9 frames / 255, mean over them",
-        "share of full scale",
-        "lower",
-        "L2 to the sink frames, LoL, arXiv 2601.16914",
-    ),
-}
+        "share of full scale", "lower", "L2 to the sink frames, LoL, arXiv 2601.16914"),
+}  # fmt: skip
 SUMMARIES = {
     "sharpness_change": Measure(
-        "Sharpness, last against first",
-        "log₂ of sharpness in the last 15 % over that in the first 15 %",
-        "octaves",
-        "neither",
-        "quality drift of the first and last 15 %, FramePack, arXiv 2504.12626",
-    ),
+        "Sharpness, last against first", "log₂ of sharpness in the last 15 % over that in the first 15 %",
+        "octaves", "neither", "quality drift of the first and last 15 %, FramePack, arXiv 2504.12626"),
     "clipped_change": Measure(
-        "Clipped pixels, last minus first", "last 15 % minus first 15 %", "share", "lower", "as above"
-    ),
+        "Clipped pixels, last minus first", "last 15 % minus first 15 %", "share", "lower", "as above"),
     "flicker_change": Measure(
-        "Flicker, last minus first", "last 15 % minus first 15 %", "share of full scale", "lower", "as above"
-    ),
+        "Flicker, last minus first", "last 15 % minus first 15 %", "share of full scale", "lower", "as above"),
     "largest_drop": Measure(
         "Largest drop towards the first frames",
-        "max over t of distance(t) − least distance within the next second",
-        "share of full scale",
-        "lower",
-        "sink collapse, LoL, arXiv 2601.16914",
-    ),
+        "max over t of distance(t) − least distance within the next second", "share of full scale", "lower",
+        "sink collapse, LoL, arXiv 2601.16914"),
     "non_repetition": Measure(
         "Non-repetition",
-        "with k the frame beyond the first second most like frame 0: mean ‖f(k + i) − f(i)‖₂ / √n / 255, "
-        "i over what follows, at most a second",
-        "share of full scale",
-        "higher",
-        "RIFLEx, arXiv 2502.15894",
-    ),
-}
+        "with k the frame beyond the first second most like frame 0: mean ‖f(k + i) − f(i)‖₂ / √n / 255, i "
+        "over what follows, at most a second", "share of full scale", "higher", "RIFLEx, arXiv 2502.15894"),
+}  # fmt: skip
 
 
 def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
