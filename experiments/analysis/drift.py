@@ -127,11 +127,12 @@ SUMMARIES = {
     "clipped_change": Measure(
         "Clipped pixels, last minus first", "last 15 % minus first 15 %", "share", "lower", "as above"),
     "flicker_change": Measure(
-        "Flicker, last minus first", "last 15 % minus first 15 %", "share of full scale", "lower", "as above"),
+        "Flicker, last minus first", "last 15 % minus first 15 %", "share of full scale", "lower",
+        "as above"),
     "largest_drop": Measure(
         "Largest drop towards the first frames",
-        "max over t of distance(t) − least distance within the next second", "share of full scale", "lower",
-        "sink collapse, LoL, arXiv 2601.16914"),
+        "max over t of distance(t) − least distance within the next second", "share of full scale",
+        "lower", "sink collapse, LoL, arXiv 2601.16914"),
     "non_repetition": Measure(
         "Non-repetition",
         "with k the frame beyond the first second most like frame 0: mean ‖f(k + i) − f(i)‖₂ / √n / 255, i "

@@ -8,7 +8,6 @@ from helpers import synthetic_caches
 
 from experiments.analysis import published
 from experiments.analysis.curve_matching import (
-    Candidate,
     add_reference,
     compared_frames,
     match_rows,
@@ -78,17 +77,6 @@ def test_noise_and_clipped_points_do_not_count():
     assert rank_heads([view], Curve(spoiled, clipped & False))[0].r < 0.99
     holed = np.where(np.arange(9) == 4, np.nan, values)
     assert compared_frames(view, Curve(holed, clipped & False)) == [0, 1, 2, 3, 5]
-
-
-def test_heads_without_variation_come_last():
-    nan = float("nan")
-    ranking = [
-        Candidate(0.9, 1, 0, 1, 0),
-        Candidate(0.9, 2, 0, 1, 1),
-        Candidate(0.1, 1, 0, 1, 2),
-        Candidate(nan, 1, 0, 1, 3),
-    ]
-    assert [rank_of(ranking, 0, 1, head)[0] for head in range(4)] == [1, 1, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["eagle", "castle"])

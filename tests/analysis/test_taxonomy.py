@@ -59,14 +59,6 @@ def test_sign_rate_counts_context_cells(blocks):
             assert rate[i, h] == pytest.approx(sum(cells) / len(cells))
 
 
-def test_sign_rate_without_a_matrix_or_logits():
-    cache = synthetic_caches.figure4(granularity="key")
-    view = open_profiles(cache)
-    expected = (view.profiles()[..., :18] > 0).mean(-1)
-    np.testing.assert_allclose(context_sign_rate(view), expected)
-    assert np.isnan(context_sign_rate(open_profiles(cache, quantity="mass"))).all()
-
-
 def test_choosing_thresholds_is_the_best_there_is():
     rng = np.random.default_rng(0)
     for _ in range(5):

@@ -116,27 +116,6 @@ def test_captions_and_table_follow_the_quantity(page, atlas_page):
         assert "NaN" not in browser.js("document.querySelector('main').innerHTML")
 
 
-def test_two_heads_and_their_difference(page):
-    browser = page("layer=0&head=1")
-    assert browser.js("document.getElementById('compare-box').hidden")
-    browser.key("p")
-    browser.js("choose({ layer: 2, head: 2 })")
-    titles = "[...document.querySelectorAll('#compare .strong')].map(t => t.textContent)"
-    assert browser.js(titles) == ["A: layer 0, head 1", "B: layer 5, head 2 (chosen)", "A − B"]
-    browser.js("document.getElementById('pin').click()")
-    browser.key("ArrowRight")
-    assert browser.js(titles) == ["A: layer 0, head 1", "B: layer 5, head 2", "A − B"]
-    assert browser.js("document.getElementById('pin').disabled")
-    a, b, difference = browser.js(
-        "[profileOf(0, 1), profileOf(2, 2), minus(profileOf(0, 1), profileOf(2, 2))]"
-    )
-    np.testing.assert_allclose(np.subtract(a, b), difference)
-    assert browser.js("document.querySelectorAll('#map-marks text').length") == 2
-    for _ in range(2):
-        browser.js("document.querySelector('#pins button').click()")
-    assert browser.js("document.getElementById('compare-box').hidden && state.pins.length === 0")
-
-
 def test_sorting_and_filtering(page):
     browser = page("list=all")
     deltas = browser.js("data.passes[0].quantities.mean_logit.statistics.delta.flat()")
@@ -239,32 +218,6 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
 
 
 # How it looks, and what a cache lacks
-
-
-def test_themes(page):
-    """Dark where the system is, unless the page is told otherwise; text is told from its ground in both."""
-    browser = page()
-    light = """(() => {
-      const bright = (name, of) => {
-        const c = getComputedStyle(document.querySelector(name))[of].match(/[\\d.]+/g).map(Number);
-        return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2];
-      };
-      return [bright("section", "backgroundColor"), bright("section", "color"),
-        bright("#profile text", "fill")];
-    })()"""
-    for system, theme, dark in (
-        ("light", "", False),
-        ("dark", "", True),
-        ("dark", "light", False),
-        ("light", "dark", True),
-    ):
-        browser.send(
-            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": system}]
-        )
-        browser.js(f"choose({{ theme: {theme!r} }})")
-        ground, ink, label = browser.js(light)
-        assert (ground < 60 < 160 < min(ink, label)) if dark else (ground > 200 > 80 > max(ink, label))
-    browser.send("Emulation.setEmulatedMedia", features=[])
 
 
 @pytest.mark.parametrize("width", [360, 600, 700, 860, 1280, 1900, 2560])
