@@ -14,10 +14,10 @@ import json
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +28,6 @@ from wan.keys import EMPTY, MIXED, KeyBias, KeyLayout, as_index, select, send
 from wan.rope import ROPE_THETA, RotaryTable, rotate
 
 PASSES = ("denoise", "clean", "all")
-BRANCHES = ("cond", "uncond")  # of classifier-free guidance
-ATTENTIONS = ("self", "cross")
-ABLATIONS = ("zero", "mean", "frame_mean", "resample")
-PATCHES = ("z", "qk", "kv")
 FRAME_NAMES = ("first", "sink", "past", "own")
 
 Frames = tuple[int | str, ...]
@@ -42,16 +38,19 @@ class InterventionError(ConfigError):
 
 
 # --- Fields: what is accepted, and in which form it is kept
-def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise InterventionError for a value that is none of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        raise InterventionError(f"{name} {value!r} is not one of {', '.join(choices)}")
+def one_of(*choices: str) -> Callable[[str, Any], str]:
+    """Return a check that a value is one of the choices."""
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise InterventionError(f"{name} {value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return check
 
 
-def indices(name: str, value: Any) -> tuple[int, ...] | None:
-    """Return a number, or several, that count from 0, as increasing ones; None stays None."""
-    if value is None:
-        return None
+def as_indices(name: str, value: Any) -> tuple[int, ...]:
+    """Return a number, or several, that count from 0, as increasing ones."""
     chosen = [value] if type(value) is int else list(value) if isinstance(value, Iterable) else None
     if chosen is None or isinstance(value, (str, bytes, dict)) or any(type(n) is not int for n in chosen):
         raise InterventionError(f"{name} {value!r} are not whole numbers, such as [0, 5]")
@@ -61,85 +60,128 @@ def indices(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(sorted(set(chosen)))
 
 
-def frames(value: Any) -> Frames | None:
+def as_frames(name: str, value: Any) -> Frames:
     """Return frames by number or name, numbers first: 0, "first", [3, "sink"], "own", "own:18"."""
-    if value is None:
-        return None
     chosen = [value] if isinstance(value, (int, str)) else list(value) if isinstance(value, Iterable) else []
     if not chosen or isinstance(value, dict):
-        raise InterventionError(f"frames {value!r}: name a number, {', '.join(FRAME_NAMES)}, or a list")
-    for name in chosen:
-        if type(name) is int and name >= 0:
-            continue
-        own = isinstance(name, str) and name.startswith("own:") and name[4:].isdecimal()
-        if not own and (not isinstance(name, str) or name not in FRAME_NAMES):
-            raise InterventionError(f"frame {name!r} is not a number from 0, nor {', '.join(FRAME_NAMES)}")
-    numbers = sorted({name for name in chosen if isinstance(name, int)})
-    return (*numbers, *dict.fromkeys(name for name in chosen if isinstance(name, str)))
+        raise InterventionError(f"{name} {value!r}: name a number, {', '.join(FRAME_NAMES)}, or a list")
+    for each in chosen:
+        is_own = isinstance(each, str) and each.startswith("own:") and each[4:].isdecimal()
+        if not is_own and each not in FRAME_NAMES and not (type(each) is int and each >= 0):
+            raise InterventionError(f"frame {each!r} is not a number from 0, nor {', '.join(FRAME_NAMES)}")
+    numbers = sorted({each for each in chosen if isinstance(each, int)})
+    return (*numbers, *dict.fromkeys(each for each in chosen if isinstance(each, str)))
 
 
-def finite(name: str, value: Any) -> float:
+def as_number(name: str, value: Any) -> float:
     """Return a finite number as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InterventionError(f"{name} {value!r} is not a finite number")
     return float(value)
 
 
-@dataclass(frozen=True, repr=False)
-class Source:
-    """Another run of the same shapes; None is what the edited run has.
+def as_integer(name: str, value: Any) -> int:
+    """Return a whole number."""
+    if type(value) is not int:
+        raise InterventionError(f"{name} {value!r} is not a whole number")
+    return value
 
-    weights is a checkpoint's path, or "base".
-    """
+
+def as_text(name: str, value: Any) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        raise InterventionError(f"{name} {value!r} is not a text")
+    return value
+
+
+def as_source(name: str, value: Any) -> Any:
+    """Return a Source from its mapping; anything else as it is, for whoever takes it to check."""
+    if not isinstance(value, Mapping):
+        return value
+    known = [each.name for each in fields(Source)]
+    if unknown := sorted(set(map(str, value)) - set(known)):
+        raise InterventionError(f"source: unknown field {unknown[0]!r}; it takes {', '.join(known)}")
+    return Source(**value)
+
+
+FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens"), as_indices),
+    **dict.fromkeys(("offset", "position", "seed"), as_integer),
+    **dict.fromkeys(("b", "scale"), as_number),
+    **dict.fromkeys(("prompt", "weights"), as_text),
+    "frames": as_frames,
+    "source": as_source,
+    "passes": one_of(*PASSES),
+    "branch": one_of("cond", "uncond"),  # of classifier-free guidance
+    "attention": one_of("self", "cross"),
+    "how": one_of("zero", "mean", "frame_mean", "resample"),
+    "what": one_of("z", "qk", "kv"),
+}
+
+
+class _Checked:
+    """A frozen dataclass whose fields are checked and brought into one form; None by default stays."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.name in FIELDS and (value is not None or each.default is MISSING):
+                object.__setattr__(self, each.name, FIELDS[each.name](each.name, value))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for YAML and JSON; what is left at its default is left out."""
+        values = {}
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.default is MISSING or value != each.default:
+                values[each.name] = value.to_dict() if isinstance(value, Source) else _plain(value)
+        return values
+
+    def __repr__(self) -> str:
+        said = [f"{name}={_plain(getattr(self, name))!r}" for name in _Checked.to_dict(self)]
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value as YAML and JSON have it: one frame or index alone, several as a list."""
+    if isinstance(value, tuple):
+        return value[0] if len(value) == 1 else list(value)
+    return value
+
+
+@dataclass(frozen=True, repr=False)
+class Source(_Checked):
+    """Another run of the same shapes; None is what the edited run has. weights: a checkpoint, or "base"."""
 
     prompt: str | None = None
     seed: int | None = None
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("prompt", str), ("seed", int), ("weights", str)):
-            value = getattr(self, name)
-            if value is not None and type(value) is not kind:
-                what = "a whole number" if kind is int else "a text"
-                raise InterventionError(f"source: {name} {value!r} is not {what}")
-        if (self.prompt, self.seed, self.weights) == (None, None, None):
+        super().__post_init__()
+        if not self.to_dict():
             raise InterventionError("source: name another prompt, seed or weights; this is the run itself")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def __repr__(self) -> str:
-        return f"Source({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
-
-
-def source_from(value: Any) -> Any:
-    """Return a Source from its mapping; anything else as it is, for whoever takes it to check."""
-    if not isinstance(value, Mapping):
-        return value
-    if unknown := sorted(set(map(str, value)) - {"prompt", "seed", "weights"}):
-        raise InterventionError(f"source: unknown field {unknown[0]!r}; it takes prompt, seed, weights")
-    return Source(**value)
 
 
 # --- What a rollout is going to do: enough to refuse an edit before it runs, and to count its calls
 @dataclass(frozen=True)
 class BlockKeys:
-    """The frames whose keys a block sees. past are those of earlier blocks, as far as they have a number."""
+    """The passes of a block, and the frames whose keys it sees, as far as they have a number."""
 
     own: tuple[int, ...]
-    past: tuple[int, ...] = ()
+    steps: tuple[int, ...]  # -1 where keys of its past are computed again; a clean pass is the last
+    past: tuple[int, ...] = ()  # of earlier blocks
     sink: tuple[int, ...] = ()
-    is_given: bool = False  # no denoising, a clean pass alone
     sees_more: bool = False  # keys of its past may have no frame number
-    steps: tuple[int, ...] | None = None  # its denoising steps; None: every one of the rollout's
-    is_recomputed: bool = False  # a forward of step -1 makes the keys of its past again
 
     def has(self, name: int | str) -> bool:
         """Return whether some key is of a frame of that name."""
         if name == "past":
             return bool(self.past) or self.sees_more
-        if isinstance(name, int) or name in ("first", "sink"):
-            return bool(self.sink) if name == "sink" else (0 if name == "first" else name) in self.past
+        if name == "sink":
+            return bool(self.sink)
+        if isinstance(name, int) or name == "first":
+            return (0 if name == "first" else name) in self.past
         return name == "own" or int(name[4:]) in self.own
 
 
@@ -158,12 +200,8 @@ class RolloutPlan:
 
     def passes(self, edit: "Edit", block: int) -> list[int]:
         """Return the steps of a block that an edit selects."""
-        here, last = self.blocks[block], self.num_steps if self.has_clean_pass else None
-        there = [-1] if here.is_recomputed else []
-        if not here.is_given:
-            there += [step for step in range(self.num_steps) if here.steps is None or step in here.steps]
-        there += [] if last is None else [last]
-        return [step for step in there if edit.selects_pass(step, step == last)]
+        is_clean = (-1, self.num_steps)
+        return [step for step in self.blocks[block].steps if edit.selects_pass(step, step in is_clean)]
 
     def calls(self, edit: "Edit") -> list[tuple[int, int]]:
         """Return (block, step) of the calls of one layer and branch that an edit changes."""
@@ -212,7 +250,7 @@ class SourceCall(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Edit(ABC):
+class Edit(_Checked, ABC):
     """A change of some attention calls; None selects all. passes has no default: denoise, clean or all.
 
     steps are denoising steps and narrow passes "denoise" and "all"; the clean pass is named by passes alone.
@@ -226,11 +264,7 @@ class Edit(ABC):
     branch: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "blocks", "steps"):
-            object.__setattr__(self, name, indices(name, getattr(self, name)))
-        one_of("passes", self.passes, PASSES)
-        if self.branch is not None:
-            one_of("branch", self.branch, BRANCHES)
+        super().__post_init__()
         if self.steps is not None and self.passes == "clean":
             raise InterventionError("steps are denoising steps: leave them out with passes='clean'")
 
@@ -254,7 +288,8 @@ class Edit(ABC):
     @property
     def needs(self) -> str:
         """The data that it cannot do without; nothing for most."""
-        return ""
+        has_source = isinstance(getattr(self, "source", None), Source)
+        return "its source as a wan.recorders.RunInStep" if has_source else ""
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         """Return whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
@@ -306,17 +341,7 @@ class Edit(ABC):
         raise InterventionError(f"no call can be edited: {self}; {remedy}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML and JSON; what is left at its default is left out."""
-        values: dict[str, Any] = {"edit": type(self).__name__.lower()}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.default is MISSING or value != each.default:
-                values[each.name] = value.to_dict() if isinstance(value, Source) else _plain(value)
-        return values
-
-    def __repr__(self) -> str:
-        said = [f"{name}={_plain(getattr(self, name))!r}" for name in self.to_dict() if name != "edit"]
-        return f"{type(self).__name__}({', '.join(said)})"
+        return {"edit": type(self).__name__.lower(), **super().to_dict()}
 
 
 def _frames_text(numbers: Iterable[int]) -> str:
@@ -324,13 +349,6 @@ def _frames_text(numbers: Iterable[int]) -> str:
     if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
         return f"frames {found[0]}..{found[-1]}"
     return f"frame{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else "nothing"
-
-
-def _plain(value: Any) -> Any:
-    """Return a field's value as YAML and JSON have it: one frame or index alone, several as a list."""
-    if isinstance(value, tuple):
-        return value[0] if len(value) == 1 else list(value)
-    return value
 
 
 # --- The parts of a call that edits change
@@ -352,22 +370,19 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 
     InterventionError where a number or "first" meets a slot that holds another frame for each batch item.
     """
-    layout, found = call.known_layout, []
-    for index, slot in enumerate(layout.slots):
-        is_own, is_sink = index in layout.own, index in layout.sink
-        for name in names:
-            if isinstance(name, str) and name.startswith("own"):
-                named = [is_own and name in ("own", f"own:{frame}") for frame in slot.by_item]
-            elif name == "sink":
-                named = [is_sink and not is_own]
-            elif name == "past":
-                named = [not is_own and frame != EMPTY for frame in slot.by_item]
-            else:
-                number = 0 if name == "first" else name
-                named = [not is_own and frame == number for frame in slot.by_item]
-            if any(named):
-                found.append(index)
-                break
+
+    def is_named(name: int | str, frame: int, is_own: bool, is_sink: bool) -> bool:
+        if isinstance(name, str) and name.startswith("own"):
+            return is_own and name in ("own", f"own:{frame}")
+        named = {"past": frame != EMPTY, "sink": is_sink, "first": frame == 0}
+        return not is_own and (named[name] if isinstance(name, str) else frame == name)
+
+    own, sink, slots = call.known_layout.own, call.known_layout.sink, call.known_layout.slots
+    found = [
+        n
+        for n, slot in enumerate(slots)
+        if any(is_named(name, frame, n in own, n in sink) for name in names for frame in slot.by_item)
+    ]
     if set(names) - {"past", "sink"}:
         check_items(call, found)
     return found
@@ -441,23 +456,17 @@ def turn(x: Tensor, angles: Tensor) -> Tensor:
 # --- The edits
 @dataclass(frozen=True, kw_only=True, repr=False)
 class KeySelection(Edit):
-    """Add a number to the logits of some keys: frames of self-attention, or prompt tokens of cross."""
+    """Add b to the logits of some keys: frames of self-attention, or prompt tokens of cross-attention."""
 
+    b: ClassVar[float]
     frames: Frames | None = None
     tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "frames", frames(self.frames))
-        object.__setattr__(self, "tokens", indices("tokens", self.tokens))
         if (self.frames is None) == (self.tokens is None):
             name = type(self).__name__
             raise InterventionError(f"{name} takes frames (of self-attention) or tokens (of the prompt)")
-
-    @property
-    @abstractmethod
-    def added(self) -> float:
-        """The number that is added."""
 
     @property
     def kind(self) -> str:
@@ -473,7 +482,7 @@ class KeySelection(Edit):
         if call.bias is None:
             size = call.k.shape[1] if self.frames is None else len(call.known_layout.slots)
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
-        call.bias.values[heads[:, None], torch.tensor(slots)] += self.added
+        call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
         if blind := call.bias.blind_heads:
             assert call.at is not None
             raise InterventionError(
@@ -487,24 +496,14 @@ class KeySelection(Edit):
 class Knockout(KeySelection):
     """Leave keys out before the softmax; the weights of the rest are renormalised."""
 
-    @property
-    def added(self) -> float:
-        return -math.inf
+    b: ClassVar[float] = -math.inf
 
 
 @dataclass(frozen=True, repr=False)
 class Bias(KeySelection):
     """Add b to the logits of keys: their weight times e^b before the softmax is renormalised."""
 
-    b: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "b", finite("b", self.b))
-
-    @property
-    def added(self) -> float:
-        return self.b
+    b: float  # type: ignore[misc]  # of all Knockouts, of each Bias
 
 
 @dataclass(frozen=True, repr=False)
@@ -522,9 +521,6 @@ class Ablate(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("how", self.how, ABLATIONS)
-        one_of("attention", self.attention, ATTENTIONS)
-        object.__setattr__(self, "source", source_from(self.source))
         if (self.how == "resample") != isinstance(self.source, Source):
             raise InterventionError("resample, and nothing else, takes a source of prompt, seed or weights")
         if isinstance(self.source, str) and self.how != "mean":
@@ -532,9 +528,7 @@ class Ablate(Edit):
 
     @property
     def needs(self) -> str:
-        if self.how == "resample":
-            return "its source as a wan.recorders.RunInStep"
-        return "" if self.how == "zero" else "means of head outputs, from wan.recorders"
+        return "means of head outputs, from wan.recorders" if "mean" in self.how else super().needs
 
     def apply(self, call: Call, data: Any = None) -> bool:
         heads = heads_in(self, call)
@@ -562,10 +556,6 @@ class Patch(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("what", self.what, PATCHES)
-        one_of("attention", self.attention, ATTENTIONS)
-        object.__setattr__(self, "source", source_from(self.source))
-        object.__setattr__(self, "frames", frames(self.frames))
         if not isinstance(self.source, Source):
             raise InterventionError("Patch takes a source: the prompt, seed or weights of another run")
         if self.what != "kv" and self.frames is not None:
@@ -576,10 +566,6 @@ class Patch(Edit):
     @property
     def key_frames(self) -> Frames | None:
         return (self.frames or ("past",)) if self.what == "kv" else None
-
-    @property
-    def needs(self) -> str:
-        return "its source as a wan.recorders.RunInStep"
 
     def apply(self, call: Call, data: Any = None) -> bool:
         heads = heads_in(self, call)
@@ -629,17 +615,10 @@ class Move(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "frames", frames(self.frames))
-        if self.frames is None:
-            raise InterventionError("Move takes frames: numbers, first, sink or past")
         if any(str(name).startswith("own") for name in self.frames):
             raise InterventionError("Move is of cached keys: own keys stand where their queries stand")
         if (self.offset is None) == (self.position is None):
             raise InterventionError("Move takes offset= or position=, in frames")
-        for name in ("offset", "position"):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise InterventionError(f"{name} {value!r} is not a whole number of frames")
 
     def apply(self, call: Call, data: Any = None) -> bool:
         slots = slots_in(call, self.frames)
@@ -679,11 +658,10 @@ class Jitter(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "scale", finite("scale", self.scale))
         if not 0 <= self.scale < 1:
             raise InterventionError(f"scale {self.scale:g} is not in 0 .. 1: a base must stay above 0")
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise InterventionError(f"seed {self.seed!r} is not a whole number from 0")
+        if not 0 <= self.seed < 2**63:
+            raise InterventionError(f"seed {self.seed} is not a whole number from 0")
         if (self.blocks, self.steps, self.passes, self.branch) != (None, None, "all", None):
             raise InterventionError("Jitter is of a whole rollout: it takes layers and heads alone")
 

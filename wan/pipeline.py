@@ -243,19 +243,13 @@ class CausalInferencePipeline:
         seen = [_past_of_blocks(one, frames, prompt_schedule, context) for one in classes]
         whole = all(one.keeps_whole_frames for one in classes)
         recached = {switch.frame for switch in prompt_schedule if switch.how == "recache"}
-        blocks = []
+        blocks, clean = [], len(self.timesteps)
         for block, (own, each) in enumerate(zip(frames, zip(*seen, strict=True), strict=True)):
             past, sink = (tuple(sorted(set().union(*kind))) for kind in zip(*each, strict=True))
-            keys = BlockKeys(
-                tuple(own),
-                past,
-                sink,
-                is_given=own.start < given,
-                sees_more=bool(past) and not whole,
-                steps=tuple(self.steps_of(block)),
-                is_recomputed=own.start in recached or bool(context and past),
-            )
-            blocks.append(keys)
+            again = [RECACHE] if own.start in recached or (context and past) else []
+            denoising = [] if own.start < given else self.steps_of(block)
+            more = bool(past) and not whole
+            blocks.append(BlockKeys(tuple(own), (*again, *denoising, clean), past, sink, sees_more=more))
         return RolloutPlan(
             config.num_layers,
             config.num_heads,

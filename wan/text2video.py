@@ -51,7 +51,7 @@ class TextToVideoPipeline:
             config.num_layers,
             config.num_heads,
             self.num_steps,
-            (BlockKeys(tuple(range(num_frames))),),
+            (BlockKeys(tuple(range(num_frames)), tuple(range(self.num_steps))),),
             config.text_len,
             has_clean_pass=False,
             branches=("cond", "uncond"),
