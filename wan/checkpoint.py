@@ -49,32 +49,16 @@ TOP_NAMES = {
     "head.modulation": "scale_shift_table",
     "head.head.": "proj_out.",
 }
+PROJECTIONS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 BLOCK_NAMES = {
     "modulation": "scale_shift_table",
     "norm3.": "norm2.",
     "ffn.0.": "ffn.net.0.proj.",
     "ffn.2.": "ffn.net.2.",
-} | {
-    f"{ours}.{part}.": f"{theirs}.{name}."
-    for ours, theirs in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-    for part, name in (
-        ("q", "to_q"),
-        ("k", "to_k"),
-        ("v", "to_v"),
-        ("o", "to_out.0"),
-        ("norm_q", "norm_q"),
-        ("norm_k", "norm_k"),
-    )
+    **{f"self_attn.{ours}.": f"attn1.{theirs}." for ours, theirs in PROJECTIONS.items()},
+    **{f"cross_attn.{ours}.": f"attn2.{theirs}." for ours, theirs in PROJECTIONS.items()},
 }
-
-
-NATIVE_ROOTS = {"blocks", *(name.partition(".")[0] for name in TOP_NAMES)}  # of native names
-DIFFUSERS_ROOTS = ("condition_embedder.", "proj_out.")  # that native names do not have
-
-
-def is_diffusers(state: StateDict) -> bool:
-    """Return True where a state dict has the names of diffusers' WanTransformer3DModel."""
-    return any(name.startswith(DIFFUSERS_ROOTS) for name in state)
+NATIVE_ROOTS = {"blocks", *(name.partition(".")[0] for name in TOP_NAMES)}
 
 
 def to_diffusers_names(state: StateDict) -> StateDict:
@@ -144,16 +128,14 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
     except KeyError as error:
         kind = "WanModel of Wan2.1" if native else "WanTransformer3DModel of diffusers"
         raise CheckpointError(f"{path} has no {error.args[0]!r}: not a {kind}") from None
-    patch, eps = found.get("patch_size", (1, 2, 2)), found.get("eps", 0.0)
-    if not isinstance(patch, (list, tuple)) or len(patch) != 3:
-        raise CheckpointError(f"{path}: patch_size is {short_repr(patch, 40)}, not three numbers")
-    if type(eps) not in (int, float) or not 0 <= eps < 1:
-        raise CheckpointError(f"{path}: eps is {short_repr(eps, 40)}, not a small number")
-    whole = [(name, value) for name, value in found.items() if name not in ("eps", "patch_size")]
-    for name, value in [*whole, *(("patch_size", value) for value in patch)]:
+    for name, value in found.items():
         most = MAX_LAYERS if name == "num_layers" else MAX_SIZE
-        if type(value) is not int or not 1 <= value <= most:
-            raise CheckpointError(f"{path}: {name} is {short_repr(value, 40)}, not a number of 1..{most}")
+        numbers = value if name == "patch_size" and isinstance(value, (list, tuple)) else [value]
+        plausible = all(type(number) is int and 1 <= number <= most for number in numbers)
+        if name == "eps":
+            plausible, most = type(value) in (int, float) and 0 <= value < 1, 1
+        if not plausible or (name == "patch_size" and len(numbers) != 3):
+            raise CheckpointError(f"{path}: {name} is {short_repr(value, 40)}, which is not within 1..{most}")
     return ModelConfig(**found)
 
 
@@ -206,8 +188,8 @@ def shards(path: Path) -> list[Path]:
     files = list(names.values()) if isinstance(names, dict) else []
     if not files or not all(isinstance(name, str) and Path(name).name.isprintable() for name in files):
         raise CheckpointError(f"{path} has no weight_map of file names: not an index of shards")
-    if no_names := [name for name in files if Path(name).name in ("", "..")]:
-        raise CheckpointError(f"{path}: its weight_map names {short_repr(no_names[0])}, which is no file")
+    if not all(Path(name).name.strip(".") for name in files):
+        raise CheckpointError(f"{path}: its weight_map names a folder, not a file")
     return [path.with_name(Path(name).name) for name in sorted(set(files))]
 
 
@@ -350,7 +332,7 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
         parts = ", ".join(f"{n} with {lead or 'none'}" for lead, n in leads.most_common(SHOWN))
         raise CheckpointError(f"{path} mixes prefixes of keys: {parts}; it was put together from two files")
     report.prefixes.update({lead: n for lead, n in leads.items() if lead})
-    if is_diffusers(found):
+    if any(name.startswith(("condition_embedder.", "proj_out.")) for name in found):
         report.names, found = "diffusers'", to_native_names(found)
     if not any(name.partition(".")[0] in NATIVE_ROOTS for name in found):
         raise CheckpointError(
@@ -436,14 +418,15 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
             f"such as {unpaired[0]} without {'lora_B' if unpaired[0] in A else 'lora_A'}; get the file again"
         )
     for layer, down in A.items():
-        up = B[layer]
+        up, problem = B[layer], ""
         if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
-            shapes = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}"
-            raise CheckpointError(f"{path}: {layer} has {shapes}, which do not multiply")
-        if not (down.is_floating_point() and up.is_floating_point()):
-            raise CheckpointError(f"{path}: {layer} is not of floating point, but {down.dtype}")
-        if not (down.float().isfinite().all() and up.float().isfinite().all()):
-            raise CheckpointError(f"{path}: {layer} has values that are not finite; get it again")
+            problem = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}, which do not multiply"
+        elif not (down.is_floating_point() and up.is_floating_point()):
+            problem = f"{down.dtype} and {up.dtype}, not of floating point"
+        elif not (down.float().isfinite().all() and up.float().isfinite().all()):
+            problem = "values that are not finite; get it again"
+        if problem:
+            raise CheckpointError(f"{path}: {layer} has {problem}")
     ranks = {down.shape[0]: layer for layer, down in A.items()}
     if len(ranks) > 1:
         parts = ", ".join(f"{other} of {layer}" for other, layer in list(ranks.items())[:SHOWN])
@@ -453,13 +436,10 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
         raise CheckpointError(f"{path} has rank {found}, not {rank} as lora_rank says; name the right file")
     if not alphas:
         raise CheckpointError(f"{path} does not say its alpha; give lora_alpha in the config")
-    if len(alphas) > 1:
-        said = "lora_alpha and the file say" if alpha is not None else "its layers say"
-        parts = ", ".join(f"{value:g}" for value in sorted(alphas))
-        raise CheckpointError(f"{path}: {said} different alphas: {parts}")
-    scale = alphas.pop()
-    if not 0 < scale < float("inf"):
-        raise CheckpointError(f"{path} has alpha {scale:g}, not a number above 0")
+    scale = max(alphas)
+    if len(alphas) > 1 or not 0 < scale < float("inf"):
+        said = ", ".join(f"{value:g}" for value in sorted(alphas))
+        raise CheckpointError(f"{path} and lora_alpha say alpha {said}, not one number above 0")
     return LoRA(Path(path).name, {layer: (A[layer], B[layer]) for layer in A}, found, scale)
 
 

@@ -62,9 +62,7 @@ class ModelConfig:
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise ConfigError(f"dim {self.dim} does not split into {self.num_heads} heads of even size")
         if self.patch_size[0] != 1:
-            raise ConfigError(
-                f"patch_size {self.patch_size}: patches over time would mix frames; the first entry must be 1"
-            )
+            raise ConfigError(f"patch_size {self.patch_size} would mix frames; the first entry must be 1")
 
     @property
     def head_dim(self) -> int:
@@ -205,7 +203,15 @@ class RunConfig:
         block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
         check_window(self.local_attn_size, self.sink_size, self.num_frame_per_block)
         if self.sampler == "rolling_forcing":
-            self._check_rolling()
+            steps, size = len(self.denoising_step_list), self.num_frame_per_block
+            rolling_attention_size(self.local_attn_size, steps, size)
+            if self.gpus > 1:
+                raise ConfigError(f"sampler rolling_forcing runs on one GPU, not {self.gpus}; leave gpus out")
+            names = ("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame")
+            if unknown := [n for n in (*names, "recompute_context", "interventions") if getattr(self, n)]:
+                raise ConfigError(
+                    f"sampler rolling_forcing knows no {unknown[0]}; leave it out, or take blocks"
+                )
         if self.cache_policy is not None and (self.local_attn_size != -1 or self.sink_size):
             raise ConfigError(
                 f"local_attn_size {self.local_attn_size} and sink_size {self.sink_size} mean cache_policy "
@@ -222,15 +228,6 @@ class RunConfig:
             policy.check(self.block_sizes)
             check_schedule(self.switches, block_ranges(self.block_sizes), policy)
             check_recompute(self.recompute_context, policy, self.num_frame_per_block)
-
-    def _check_rolling(self) -> None:
-        rolling_attention_size(self.local_attn_size, len(self.denoising_step_list), self.num_frame_per_block)
-        if self.gpus > 1:
-            raise ConfigError(f"sampler rolling_forcing runs on one GPU, not {self.gpus}; leave gpus out")
-        names = ("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame")
-        for name in (*names, "recompute_context", "interventions"):
-            if getattr(self, name):
-                raise ConfigError(f"sampler rolling_forcing knows no {name}; leave it out, or take blocks")
 
     @property
     def policy(self) -> "CachePolicy":

@@ -30,11 +30,14 @@ class StreamedBlocks(nn.ModuleList):
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         layer_bytes = torch.empty(nbytes, dtype=torch.uint8)
         for layer, block in enumerate(blocks):
-            for name, place in _places(block, layer_bytes, dtype).items():
-                place.copy_(block.get_parameter(name))
-            parts = layer_bytes.split(_powers_of_two(nbytes))
+            for name, view in _views(block, layer_bytes, dtype).items():
+                view.copy_(block.get_parameter(name))
+            # torch would round a page-locked tensor up to the next power of two.
+            parts = layer_bytes.split(
+                [1 << b for b in reversed(range(nbytes.bit_length())) if nbytes >> b & 1]
+            )
             self._on_host.append([part.pin_memory() if self._copies else part.clone() for part in parts])
-            block.load_state_dict(_places(block, self._slots[layer % 2], dtype), assign=True)
+            block.load_state_dict(_views(block, self._slots[layer % 2], dtype), assign=True)
 
     def __iter__(self) -> Iterator[nn.Module]:
         self._running = own = object()
@@ -54,30 +57,24 @@ class StreamedBlocks(nn.ModuleList):
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
             pieces = self._on_host[layer]
-            for place, piece in zip(
-                self._slots[layer % 2].split([len(p) for p in pieces]), pieces, strict=True
-            ):
-                place.copy_(piece, non_blocking=True)
+            targets = self._slots[layer % 2].split([len(piece) for piece in pieces])
+            for target, piece in zip(targets, pieces, strict=True):
+                target.copy_(piece, non_blocking=True)
 
 
 def streamed_bytes(block: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of one layer's place, on the device and on the host."""
+    """Return the bytes of one layer, on the device and on the host."""
     return _round_up(sum(_round_up(p.numel() * dtype.itemsize, ALIGNMENT) for p in block.parameters()), PIECE)
 
 
-def _places(block: nn.Module, flat: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Views into flat bytes for each parameter of a layer."""
-    places, start = {}, 0
+def _views(block: nn.Module, flat: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return views into flat bytes for each parameter of a layer."""
+    views, start = {}, 0
     for name, parameter in block.named_parameters():
         end = start + parameter.numel() * dtype.itemsize
-        places[name] = flat[start:end].view(dtype).view(parameter.shape)
+        views[name] = flat[start:end].view(dtype).view(parameter.shape)
         start = _round_up(end, ALIGNMENT)
-    return places
-
-
-def _powers_of_two(nbytes: int) -> list[int]:
-    """Sizes that add up to nbytes: torch would round a page-locked tensor up to the next power of two."""
-    return [1 << bit for bit in reversed(range(nbytes.bit_length())) if nbytes >> bit & 1]
+    return views
 
 
 def _round_up(n: int, step: int) -> int:

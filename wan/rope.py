@@ -34,7 +34,7 @@ class RotaryTable:
         return named | {"height": height, "width": width}
 
     def freqs_cis(self, axis: int, positions: Tensor) -> Tensor:
-        """exp(i position frequency) of each pair of dims along time (0), height (1) or width (2).
+        """Return exp(i position frequency) of each pair of dims along time (0), height (1) or width (2).
 
         positions [n] -> complex128 [n, axes_dim / 2].
         """
@@ -46,31 +46,23 @@ class RotaryTable:
     def __call__(
         self, frames: Sequence[int], height: int, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """cos and signed sin for rotate(), float32 [L, 1, D]; kept until other frames are asked for."""
+        """Return cos and signed sin for rotate(), float32 [L, 1, D]; kept until other frames are asked for."""
         key = (tuple(frames), height, width, device)
         if key not in self._last:
             if isinstance(frames, range):  # made on the device: a copy from the host would wait for it
                 positions = torch.arange(frames.start, frames.stop, frames.step, device=device)
             else:
                 positions = send(torch.tensor(frames), device)
-            freqs_cis = self._grid(positions, height, width).flatten(0, 2)[:, None]  # [L, 1, D/2]
+            rows, columns = (torch.arange(n, device=device) for n in (height, width))
+            time, row, column = (self.freqs_cis(axis, p) for axis, p in enumerate((positions, rows, columns)))
+            grid = (len(positions), height, width, -1)
+            parts = time[:, None, None], row[None, :, None], column[None, None]
+            freqs_cis = torch.cat([part.expand(grid) for part in parts], -1).flatten(0, 2)[
+                :, None
+            ]  # [L, 1, D/2]
             cos, sin = freqs_cis.real.float(), freqs_cis.imag.float()
             self._last = {key: (cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2))}
         return self._last[key]
-
-    def _grid(self, frames: Tensor, height: int, width: int) -> Tensor:
-        """freqs_cis of the tokens of frames [F] -> complex128 [F, height, width, D/2]."""
-        rows, columns = (torch.arange(n, device=frames.device) for n in (height, width))
-        time, by_row, by_column = (self.freqs_cis(axis, p) for axis, p in enumerate((frames, rows, columns)))
-        grid = (len(frames), height, width, -1)
-        return torch.cat(
-            [
-                time[:, None, None].expand(grid),
-                by_row[None, :, None].expand(grid),
-                by_column[None, None].expand(grid),
-            ],
-            -1,
-        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
