@@ -20,6 +20,10 @@ from wan.keys import KeyLayout
 from wan.policies import of_window
 from wan.rope import RotaryTable, rotate
 
+Cache = KVCache | PerHeadCache | None
+Mask = Tensor | MaskedAttention | None
+TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
+
 # The parts of a layer. Parameter names are those of the released checkpoints.
 
 
@@ -154,8 +158,8 @@ class SelfAttention(_Attention):
         self,
         x: Tensor,
         rope: Rope,
-        kv_cache: KVCache | PerHeadCache | None = None,
-        mask: Tensor | MaskedAttention | None = None,
+        kv_cache: Cache = None,
+        mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout is required where kv_cache is None: it says what the keys are."""
@@ -164,9 +168,7 @@ class SelfAttention(_Attention):
         own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw, out)
         return self.merge(self.attend(own, kv_cache, mask, layout))
 
-    def out_buffers(
-        self, kv_cache: KVCache | PerHeadCache | None, shape: torch.Size
-    ) -> tuple[Tensor, Tensor] | None:
+    def out_buffers(self, kv_cache: Cache, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
         """Return views of the cache for keys and values of tokens [B, L, dim], or None where it has none."""
         return kv_cache.places(self.site.layer, shape) if isinstance(kv_cache, KVCache) else None
 
@@ -190,8 +192,8 @@ class SelfAttention(_Attention):
     def attend(
         self,
         own: Sequence[Tensor],
-        kv_cache: KVCache | PerHeadCache | None = None,
-        mask: Tensor | MaskedAttention | None = None,
+        kv_cache: Cache = None,
+        mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """Return what heads see with what project() gave, [B, L, H, D]."""
@@ -243,8 +245,8 @@ class Block(nn.Module):
         time: Tensor,
         rope: Rope,
         text: tuple[Tensor, Tensor],
-        kv_cache: KVCache | PerHeadCache | None = None,
-        mask: Tensor | MaskedAttention | None = None,
+        kv_cache: Cache = None,
+        mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim], time the time projection per frame, float32 [B, F or 1, 6, dim].
@@ -292,9 +294,6 @@ class Head(nn.Module):
         return self.head(self.norm(x, scale, shift))
 
 
-TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
-
-
 class WanModel(nn.Module):
     """Bidirectional model; CausalWanModel shares every parameter, so one state dict serves both."""
 
@@ -340,8 +339,8 @@ class WanModel(nn.Module):
         t: Tensor,
         text: TextKeysValues,
         frames: Sequence[int],
-        kv_cache: KVCache | PerHeadCache | None = None,
-        mask: Tensor | MaskedAttention | None = None,
+        kv_cache: Cache = None,
+        mask: Mask = None,
     ) -> Tensor:
         """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
         config = self.config
@@ -373,9 +372,7 @@ class WanModel(nn.Module):
             pw=config.patch_size[2],
         )
 
-    def rope_tables(
-        self, frames: Sequence[int], height: int, width: int, kv_cache: KVCache | PerHeadCache | None
-    ) -> Rope:
+    def rope_tables(self, frames: Sequence[int], height: int, width: int, kv_cache: Cache) -> Rope:
         """Return tables for the positions that a cache gives to queries and keys, else for the frames'."""
         at = frames if kv_cache is None else kv_cache.key_positions
         keys = self.rotary(at, height, width, self.device)
@@ -431,9 +428,9 @@ class CausalWanModel(WanModel):
         x: Tensor,
         t: Tensor,
         text: TextKeysValues,
-        kv_cache: KVCache | PerHeadCache | None = None,
+        kv_cache: Cache = None,
         frames: Sequence[int] | None = None,
-        mask: Tensor | MaskedAttention | None = None,
+        mask: Mask = None,
     ) -> Tensor:
         """Flow of x [B, F, C, h, w] at timesteps t ([], [B] or [B, F]), text from text_keys_values().
 

@@ -46,7 +46,7 @@ class RotaryTable:
     def __call__(
         self, frames: Sequence[int], height: int, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return cos and signed sin for rotate(), float32 [L, 1, D]; kept until other frames are asked for."""
+        """Return cos and signed sin for rotate(), float32 [L, 1, D]; kept until others are asked for."""
         key = (tuple(frames), height, width, device)
         if key not in self._last:
             if isinstance(frames, range):  # made on the device: a copy from the host would wait for it

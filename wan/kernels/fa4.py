@@ -130,12 +130,7 @@ class ForwardWithTails(FlashAttentionForwardSm90):
 
     @cute.jit
     def keep(
-        self,
-        weights: cute.Tensor,
-        n_block: Int32,
-        len_k: Int32,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
+        self, weights: cute.Tensor, n_block: Int32, len_k: Int32, row_max: cute.Tensor, row_sum: cute.Tensor
     ) -> None:
         """Where a frame begins in this tile: the sums without those of its keys that are before."""
         tails, places, scale = self.tails, self.places, self.scale_log2

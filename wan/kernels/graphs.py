@@ -25,14 +25,23 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.cache import KVCache, PerHeadCache
 from wan.interventions import ACTIVE_EDITS
 from wan.kernels import fused_kernels
 from wan.keys import KeyLayout
-from wan.model import Block, CausalWanModel, Modulation, Rope, SelfAttention, modulations_in, multiply
+from wan.model import (
+    Block,
+    Cache,
+    CausalWanModel,
+    Mask,
+    Modulation,
+    Rope,
+    SelfAttention,
+    modulations_in,
+    multiply,
+)
 
-Cache = KVCache | PerHeadCache
 Replay = Callable[[], None]
 Rows = tuple[Modulation, Modulation]  # of self-attention and of the FFN
 Following = tuple[Block, Modulation] | None  # the next layer, with those of its self-attention
@@ -139,7 +148,7 @@ class OnOneGPU:
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
         multiply(attn.k, self.normed, self.keys)
 
-    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+    def attend(self, attn: SelfAttention, kv_cache: KVCache | PerHeadCache) -> None:
         """Compute what is not recorded: keys, values, attention and the product behind it."""
         k_out, v_out = attn.out_buffers(kv_cache, self.x.shape) or (None, None)
         raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
@@ -174,7 +183,7 @@ class OnSeveralGPUs(OnOneGPU):
         self.own = self.own or own
         copy_all(self.own, own)
 
-    def attend(self, attn: SelfAttention, kv_cache: Cache) -> None:
+    def attend(self, attn: SelfAttention, kv_cache: KVCache | PerHeadCache) -> None:
         heads = attn.attend(self.own, kv_cache)
         self.heads = heads if self.heads is None else self.heads
         copy_all([self.heads], [heads])
@@ -221,8 +230,8 @@ class ReplayedBlock:
         time: Tensor,
         rope: Rope,
         text: tuple[Tensor, Tensor],
-        kv_cache: Cache | None = None,
-        mask: Tensor | MaskedAttention | None = None,
+        kv_cache: Cache = None,
+        mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
@@ -272,11 +281,7 @@ class ReplayedBlock:
         return self.recorder.record(project)
 
     def _record_after(
-        self,
-        key: Hashable,
-        inputs: OnOneGPU,
-        text: tuple[Tensor, Tensor],
-        following: "ReplayedBlock | None",
+        self, key: Hashable, inputs: OnOneGPU, text: tuple[Tensor, Tensor], following: "ReplayedBlock | None"
     ) -> Replay:
         rows = modulations_in(self.table(key, inputs))
         next_table = None if following is None else following.table(key, inputs)
