@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from experiments.benchmarks.harness import benchmark_parser, in_turn, print_rows, save_report
-from experiments.benchmarks.rollout import described, make_rollout
+from experiments.benchmarks.rollout import described, sizes_of
 from experiments.benchmarks.worker import Rollout, capture_requests, capturing
 from experiments.caches.files import require_writable
 from experiments.running.cli import config_from, main
@@ -47,13 +47,14 @@ def measure(args: argparse.Namespace) -> None:
     if config.policy.name != "full" or config.sampler != "blocks" or config.independent_first_frame:
         raise ConfigError("the public code has equal blocks that see the whole past: leave the rest out")
     model_class, attention = import_public(args.checkout)
-    report, rollout = described(config, args), make_rollout(config, args.random_weights)
-    tokens = config.num_frames * rollout.sizes.tokens_per_frame(config.height, config.width)
+    report, sizes = described(config, args), sizes_of(config, args.random_weights)
+    tokens = config.num_frames * sizes.tokens_per_frame(config.height, config.width)
     if tokens > MOST_TOKENS:
         raise ConfigError(
             f"{config.num_frames} frames are {tokens} tokens, and the public code attends to the last "
             f"{MOST_TOKENS}; take fewer frames"
         )
+    rollout = Rollout(config, sizes, args.random_weights)
     public = build_public(model_class, rollout)
     requests = capture_requests(config, rollout.sizes.num_layers)
     rows = {PUBLIC: partial(public_seconds, public, rollout)}

@@ -78,16 +78,12 @@ class Rollout:
 
     def __init__(self, config: Any, sizes: Any, random_weights: bool, model: Any = None):
         self.config, self.sizes = config, sizes
-        has_gpu = torch.cuda.is_available()
-        self.device = torch.device(
-            ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
-        )
-        on_gpu = self.device.type == "cuda"
-        usual = "bfloat16" if on_gpu else "float32"
+        usual = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(usual if config.device == "auto" else config.device)
+        usual = "bfloat16" if self.device.type == "cuda" else "float32"
         self.dtype = getattr(torch, usual if config.dtype == "auto" else config.dtype)
-        if not on_gpu:
-            torch.set_num_threads(1)
-        self.model = model or (self.random_model() if random_weights else self.loaded_model())
+        torch.set_num_threads(1)  # rollouts on a CPU are small ones, and others use its cores
+        self.model = model or self.build_model(random_weights)
         module, name = "wan.pipeline", "CausalInferencePipeline"
         if config.sampler == "rolling_forcing":
             module, name = "wan.rolling_forcing", "RollingForcingPipeline"
@@ -113,10 +109,14 @@ class Rollout:
     def randn(self, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
 
-    def random_model(self) -> Any:
-        """Return the model with random weights, made on its device in its dtype."""
+    def build_model(self, random_weights: bool) -> Any:
+        """Return the model with the config's weights, or with random ones made on its device in its dtype."""
         model_class = of_wan("wan.model", "wan.modules.causal_model").CausalWanModel
         window = {"local_attn_size": self.config.local_attn_size, "sink_size": self.config.sink_size}
+        if not random_weights:
+            state, _ = of_wan("wan.weights", "wan.checkpoint").read_weights(self.config, self.sizes)
+            at = (self.config.ckpt_dir, self.dtype, self.device)
+            return of_wan("wan.checkpoint").build_model(model_class, self.sizes, state, *at, **window)
         with torch.device("meta"):
             model = model_class(**vars(self.sizes), **window)
         model = model.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
@@ -124,27 +124,14 @@ class Rollout:
             fill_(parameter, name)
         return model
 
-    def loaded_model(self) -> Any:
-        """Return the model with the weights that the config names."""
-        state, _ = of_wan("wan.weights", "wan.checkpoint").read_weights(self.config, self.sizes)
-        return of_wan("wan.checkpoint").build_model(
-            of_wan("wan.model", "wan.modules.causal_model").CausalWanModel,
-            self.sizes,
-            state,
-            self.config.ckpt_dir,
-            self.dtype,
-            self.device,
-            local_attn_size=self.config.local_attn_size,
-            sink_size=self.config.sink_size,
-        )
-
     def generate(self) -> Tensor:
         return self.pipeline.inference(
             self.noise, prompt_embeds=self.text, renoise=self.renoise, prompt_schedule=self.switches
         )[1]
 
-    def seconds(self, active: Active = nullcontext) -> float:
+    def seconds(self, active: Active = nullcontext, policy: Any = None) -> float:
         """Generate one video and return the seconds until the device and the host have everything."""
+        self.pipeline.cache_policy = policy or self.config.policy
         self.wait()
         start = time.perf_counter()
         with active() as self.kept:

@@ -13,7 +13,6 @@ CASES: dict[str, list[list[str]]] = {
         [*MINI, "--repeats", "0"],
         [*MINI, "--graphs", "--device", "cpu"],
         [*MINI, "--random_weights"],
-        [*MINI, "--what", "policies", "--num_frames", "30"],
         [*MINI, "--other", "{}"],
         ["--what", "models", "--models", "wan_mini", "--device", "cpu"],
         ["--config_path", "{}/none.yaml"],
