@@ -27,10 +27,8 @@ Text = Sequence[tuple[Tensor, Tensor]]  # the prompt's cross-attention keys and 
 Seen = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
 
 
-def require(fits: bool, message: str) -> None:
-    """Raise ConfigError with a message where something does not fit."""
-    if not fits:
-        raise ConfigError(message)
+def no_rope(positions: Sequence[int]) -> RopeTables:
+    raise ValueError("this policy moves keys: the KV cache needs the tables of RoPE")
 
 
 class Capacity(NamedTuple):
@@ -60,12 +58,18 @@ class CachePolicy:
     chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
     can_recache: ClassVar[bool] = True
     raw_by_frame: ClassVar[bool] = False  # un-rotated keys lie at their frame's number, not at its slot
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {}  # the least and greatest value of a field
 
     def __post_init__(self) -> None:
         fits = self.released in (False, *self.releases) or (self.released is True and bool(self.releases))
-        problem = f"released {short_repr(self.released)} is not one of {', '.join(self.releases) or 'none'}"
-        require(fits, f"cache_policy {self.name}: {problem}; leave it out for the clean rule")
+        known = ", ".join(self.releases) or "none"
+        self.require(fits, f"released {short_repr(self.released)} is not one of {known}; leave it out")
         self.check()
+
+    def require(self, fits: bool, problem: str) -> None:
+        """Raise ConfigError where something does not fit."""
+        if not fits:
+            raise ConfigError(f"cache_policy {self.name}: {problem}")
 
     @property
     def source(self) -> str:
@@ -92,16 +96,18 @@ class CachePolicy:
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
         fits = self.source not in self.block_bound or set(block_sizes) <= {3}
-        problem = f"released by {self.source} has blocks of 3 frames; leave released out"
-        require(fits, f"cache_policy {self.name} {problem}")
+        self.require(fits, f"released by {self.source} has blocks of 3 frames; leave released out")
+        for name, (low, high) in self.bounds.items():
+            value = getattr(self, name)
+            fits = value is None or low <= value <= high
+            self.require(fits, f"{name} must be in {low:g}..{high:g}, not {value}")
 
     def check_switch(self, how: str, frame: int) -> None:
         """Raise ConfigError where a prompt that changes at a frame cannot change the cache in this way."""
-        policy = f"prompt_schedule: cache_policy {self.name}"
         fits = how != "recache" or self.can_recache
-        require(fits, f"{policy} cannot compute its cache again; use keep or flush")
+        self.require(fits, "cannot compute its cache again; use keep or flush")
         fits = how != "cut" or self.positions_follow_slots
-        require(fits, f"{policy} cannot cut, as those with keys at 0..n-1, such as relative, can; use flush")
+        self.require(fits, "cannot cut, as policies with keys at 0..n-1 can, such as relative; use flush")
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         """Return the memory for a video of num_frames frames in blocks of at most block_size."""
@@ -183,7 +189,7 @@ class KVCache:
         num_frames: int,
         policy: CachePolicy,
         block_size: int = 3,
-        rope: Callable[[Sequence[int]], RopeTables] | None = None,
+        rope: Callable[[Sequence[int]], RopeTables] = no_rope,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shard: HeadShard | None = None,
@@ -350,8 +356,6 @@ class KVCache:
 
     def rotate(self, slots: range, positions: Sequence[int]) -> None:
         """Rotate the raw keys of slots to temporal positions."""
-        if self.rope is None:
-            raise ValueError("this policy moves keys: the KV cache needs the tables of RoPE")
         whole = range(positions[0], positions[0] + len(positions))
         cos, sin = self.rope(whole if list(positions) == list(whole) else positions)  # a range costs no copy
         for keys, raw in zip(self.keys, self.raw_keys, strict=True):
@@ -425,22 +429,9 @@ class PerHeadCache:
                 cache = build([len(row) for row in numbers], of_class)
                 self._classes.append(HeadClass(cache, heads, numbers, here))
         self.caches = [one.cache for one in self._classes]
-
-    @property
-    def newest(self) -> range:
-        return self.caches[0].newest
-
-    @property
-    def stores_raw(self) -> bool:
-        return any(cache.stores_raw for cache in self.caches)
-
-    @property
-    def query_positions(self) -> Sequence[int]:
-        return self.caches[0].query_positions
-
-    @property
-    def key_positions(self) -> Sequence[int]:
-        return self.caches[0].key_positions
+        self.newest, self.stores_raw = range(0), False
+        self.query_positions: Sequence[int] = ()
+        self.key_positions: Sequence[int] = ()
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
         """Make room for the next block in every class."""
@@ -450,6 +441,9 @@ class PerHeadCache:
         positions = {tuple(cache.query_positions) for cache in self.caches}
         if len(positions) > 1:
             raise ConfigError(f"cache_policy per_head: classes put the queries at {sorted(positions)}")
+        first, self.newest = self.caches[0], block
+        self.query_positions, self.key_positions = first.query_positions, first.key_positions
+        self.begin_pass(is_clean=True)
 
     def flush(self) -> None:
         for cache in self.caches:
@@ -458,6 +452,7 @@ class PerHeadCache:
     def begin_pass(self, is_clean: bool) -> None:
         for cache in self.caches:
             cache.begin_pass(is_clean)
+        self.stores_raw = any(cache.stores_raw for cache in self.caches)
 
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None

@@ -13,7 +13,6 @@ from wan.capture import Pass
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.interventions import ACTIVE_EDITS, BlockKeys, RolloutPlan
-from wan.keys import EMPTY
 from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
@@ -238,23 +237,39 @@ class CausalInferencePipeline:
         be the whole past.
         """
         config, policy, context = self.model.config, self.cache_policy, self.recompute_context
-        frames = self.block_ranges(given, num_frames)
-        classes = getattr(policy, "policies", {"": policy}).values()  # of per_head several
-        seen = [_past_of_blocks(one, frames, prompt_schedule, context) for one in classes]
-        whole = all(one.keeps_whole_frames for one in classes)
-        recached = {switch.frame for switch in prompt_schedule if switch.how == "recache"}
-        blocks, clean = [], len(self.timesteps)
-        for block, (own, each) in enumerate(zip(frames, zip(*seen, strict=True), strict=True)):
-            past, sink = (tuple(sorted(set().union(*kind))) for kind in zip(*each, strict=True))
-            again = [RECACHE] if own.start in recached or (context and past) else []
-            denoising = [] if own.start < given else self.steps_of(block)
-            more = bool(past) and not whole
-            blocks.append(BlockKeys(tuple(own), (*again, *denoising, clean), past, sink, sees_more=more))
+        blocks, hows = self.block_ranges(given, num_frames), {one.frame: one.how for one in prompt_schedule}
+        policies = list(getattr(policy, "policies", {"": policy}).values())  # of per_head several
+        knows_all = all(one.keeps_whole_frames for one in policies)
+        size, rope = max(map(len, blocks)), (torch.zeros(()), torch.zeros(()))
+        caches = [  # without heads
+            KVCache([0], 1, 2, 1, given + num_frames, one, size, rope=lambda _: rope)
+            for one in policies
+            if one.keeps_whole_frames
+        ]
+        found, remembered = [], 0
+        for number, block in enumerate(blocks):
+            how = hows.get(block.start, "keep")
+            past = set() if knows_all else {*range(block.start)}
+            sink = {*range(max(getattr(one, "sink", 0) for one in policies))} & past
+            left = remembered
+            for cache in caches:
+                left, again = apply_switch(cache, how, remembered, context)
+                if again:
+                    cache.recache(range(block.start - again, block.start), (), lasts=not context)
+                cache.advance(block, cut=how == "cut")
+                earlier = cache.frames[: cache.own.start]
+                past |= {*earlier}
+                sink |= {*earlier[: len(cache.layouts[0].sink)]}
+            remembered = min(left + len(block), policy.num_frames or block.stop)
+            first = [RECACHE] if how == "recache" or (context and past) else []
+            steps = (*first, *(() if block.start < given else self.steps_of(number)), len(self.timesteps))
+            more = bool(past) and not knows_all
+            found.append(BlockKeys(tuple(block), steps, tuple(sorted(past)), tuple(sorted(sink)), more))
         return RolloutPlan(
             config.num_layers,
             config.num_heads,
             len(self.timesteps),
-            tuple(blocks),
+            tuple(found),
             config.text_len,
             keeps_clean_keys=not context or policy.lasting_sink > 0,
         )
@@ -268,31 +283,6 @@ class CausalInferencePipeline:
                 f"a probe denoises blocks again, and cache_policy {self.cache_policy.name} changes its cache "
                 "in a block's first pass; take full or window"
             )
-
-
-def _past_of_blocks(
-    policy: CachePolicy, blocks: Sequence[range], prompt_schedule: Sequence[PromptSwitch], context: int
-) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-    """Return past frames and sink of each block, by the policy's own rules in a cache without heads."""
-    if not policy.keeps_whole_frames:
-        sink = getattr(policy, "sink", 0)
-        return [(range(block.start), range(min(sink, block.start))) for block in blocks]
-    nothing = torch.zeros(())
-    size = max(map(len, blocks))
-    cache = KVCache([0], 1, 2, 1, blocks[-1].stop, policy, size, rope=lambda _: (nothing, nothing))
-    switches = {switch.frame: switch.how for switch in prompt_schedule}
-    found, past = [], 0
-    for block in blocks:
-        how = switches.get(block.start, "keep")
-        past, again = apply_switch(cache, how, past, context)
-        if again:
-            cache.recache(range(cache.newest.stop - again, cache.newest.stop), (), lasts=not context)
-        cache.advance(block, cut=how == "cut")
-        past = min(past + len(block), policy.num_frames or block.stop)
-        earlier = [frame for index, frame in enumerate(cache.frames) if index not in cache.own]
-        frames = [frame for frame in earlier if frame != EMPTY]
-        found.append((frames, frames[: len(cache.layouts[0].sink)]))
-    return found
 
 
 class Rollout:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
-from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, KVCache, PerHeadCache, require
+from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, KVCache, PerHeadCache
 from wan.capture import HeadShard
 from wan.errors import ConfigError, require_text, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, MAX_TEXT, read_text
@@ -40,7 +40,9 @@ class WindowedPolicy(CachePolicy):
     window: int = 21
     sink: int = 0
 
+    bounds: ClassVar = {"sink": (0, MAX_FRAMES)}
     reserved: ClassVar[int] = 0  # slots of the window that are neither sink nor recent frames
+    least_blocks: ClassVar[int] = 1  # that a window holds
     zero_sink: ClassVar[tuple[str, ...]] = ()  # releases whose block 0 sees a whole sink, the rest zeros
 
     @property
@@ -49,12 +51,8 @@ class WindowedPolicy(CachePolicy):
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         super().check(block_sizes)
-        require(self.sink >= 0, f"cache_policy {self.name}: sink must be 0 or more frames, not {self.sink}")
-        block = max(block_sizes, default=1)
-        least = self.sink + self.reserved + block
-        memories = f", {self.reserved} memories" if self.reserved else ""
-        problem = f"window {self.window} cannot hold {self.sink} sink frames{memories} and a block of {block}"
-        require(self.window >= least, f"cache_policy {self.name}: {problem}; it must be at least {least}")
+        least = self.sink + self.reserved + self.least_blocks * max(block_sizes, default=1)
+        self.require(self.window >= least, f"window {self.window} is too small; it must be at least {least}")
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         slots = min(self.window, num_frames)
@@ -113,16 +111,13 @@ class Window(LongLiveSink):
 
     name = "window"
     keeps_whole_frames = True
+    bounds = WindowedPolicy.bounds | {"stride": (1, MAX_FRAMES)}
     releases = ("self_forcing", "longlive")
     block_bound = zero_sink = ("longlive",)
 
     @property
     def lasting_sink(self) -> int:
         return self.sink if self.global_sink else 0
-
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        require(self.stride >= 1, f"cache_policy window: stride must be at least 1, not {self.stride}")
 
     def admit(self, cache: KVCache, block: range) -> None:
         if self.stride > 1:
@@ -150,8 +145,7 @@ class Relative(LongLiveSink):
     def check_switch(self, how: str, frame: int) -> None:
         super().check_switch(how, frame)
         fits = how != "cut" or self.source != "longlive_infinity" or frame >= self.sink
-        problem = f"a cut at frame {frame} would rotate a sink of which longlive_infinity keeps no raw keys"
-        require(fits, f"prompt_schedule: {problem}; cut after its {self.sink} frames, or use flush")
+        self.require(fits, f"no raw keys of the sink; cut after its {self.sink} frames, or use flush")
 
     def query_positions(self, cache: KVCache) -> Sequence[int]:
         at = cache.key_positions
@@ -218,14 +212,9 @@ class RollingSink(WindowedPolicy):
     name = "rolling_sink"
     releases = block_bound = ("rolling_sink",)
     can_recache = False
+    bounds: ClassVar = {"sink": (0, 0)}
+    least_blocks = 2
     raw_by_frame = True  # of the first frames, which keep their places where a flush moves slots
-
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        require(not self.sink, "cache_policy rolling_sink has no sink; leave it out or set it to 0")
-        least = 2 * max(block_sizes, default=1)
-        problem = f"window {self.window} cannot hold two blocks of {least // 2}"
-        require(self.window >= least, f"cache_policy rolling_sink: {problem}; it must be at least {least}")
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         self._kept = self.window - block_size
@@ -261,7 +250,6 @@ class RollingSink(WindowedPolicy):
             position = cache.slots[index].position
             frame = self.archived(position)
             source, target = (cache.tokens(i) for i in (frame, index))
-            assert cache.rope is not None
             tables = cache.rope(range(position, position + 1))
             for layer, kept in enumerate(self._values):
                 rotate_into(cache.keys[layer][:, target], cache.raw_keys[layer][:, source], *tables)
@@ -272,14 +260,9 @@ class RollingSink(WindowedPolicy):
 # -- running means of frames that left, un-rotated, in float32 -----------------------------------------------
 
 
-def blend(old: Pair, new: Pair, weight: float) -> None:
+def blend(old: Tensor, new: Tensor, weight: float) -> None:
     """Compute old = weight old + (1 - weight) new, in place."""
-    for x, y in zip(old, new, strict=True):
-        x.mul_(weight).add_(y.float(), alpha=1 - weight)
-
-
-def check_weight(policy: str, name: str, weight: float) -> None:
-    require(0 <= weight <= 1, f"cache_policy {policy}: {name} must be in 0..1, not {weight:g}")
+    old.mul_(weight).add_(new.float(), alpha=1 - weight)
 
 
 @dataclass
@@ -295,35 +278,27 @@ class EmaSink(WindowedPolicy):
     alpha: float = 0.999
 
     name = "ema_sink"
+    bounds: ClassVar = {"sink": (1, MAX_FRAMES), "alpha": (0, 1)}
     releases = block_bound = zero_sink = ("reward_forcing",)
     positions_follow_slots = True
-
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        check_weight(self.name, "alpha", self.alpha)
-        require(self.sink >= 1, "cache_policy ema_sink: sink must be at least 1 frame; a window has none")
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         return super().capacity(num_frames, block_size)._replace(state_frames=self.sink)
 
     def start(self, cache: KVCache) -> None:
-        self._sinks: list[Pair] = []  # per layer, float32 [B, sink·S, H, D]
+        self._sinks: list[Tensor] = []  # of raw keys and values per layer, float32 [B, sink·S, H, D]
 
     def evict(self, cache: KVCache, count: int) -> None:
-        at = cache.tokens(range(self.sink))
-        buffers = list(zip(cache.raw_keys, cache.values, strict=True))
-        if not self._sinks:
-            self._sinks = [(raw[:, at].float(), values[:, at].float()) for raw, values in buffers]
+        at, buffers = cache.tokens(range(self.sink)), [*cache.raw_keys, *cache.values]
+        self._sinks = self._sinks or [buffer[:, at].float() for buffer in buffers]
         overwrites = self.source and count != self.sink
-        taken = min(count, self.sink) if overwrites else count
-        for (raw, values), sink in zip(buffers, self._sinks, strict=True):
-            for index in range(taken):
-                leaving = cache.tokens(self.sink + index)
-                target = cache.tokens(index % self.sink)
-                there = (sink[0][:, target], sink[1][:, target])
-                blend(there, (raw[:, leaving], values[:, leaving]), 0.0 if overwrites else self.alpha)
-            raw[:, at], values[:, at] = sink
-        for index in range(taken):
+        taken = range(min(count, self.sink) if overwrites else count)
+        for buffer, sink in zip(buffers, self._sinks, strict=True):
+            for index in taken:
+                leaving = buffer[:, cache.tokens(self.sink + index)]
+                blend(sink[:, cache.tokens(index % self.sink)], leaving, 0.0 if overwrites else self.alpha)
+            buffer[:, at] = sink
+        for index in taken:
             frame = cache.slots[self.sink + index].frame if overwrites else AVERAGE
             cache.slots[index % self.sink] = Slot(frame, NEEDS_ROTATION)
         super().evict(cache, count)
@@ -343,17 +318,13 @@ class TwoMemories(WindowedPolicy):
     alpha_short: float = 0.1
 
     name = "two_memories"
+    bounds = WindowedPolicy.bounds | {"alpha_long": (0, 1), "alpha_short": (0, 1)}
     releases = ("memrope",)
     positions_follow_slots = True
     reserved = 2
 
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        check_weight(self.name, "alpha_long", self.alpha_long)
-        check_weight(self.name, "alpha_short", self.alpha_short)
-
     def start(self, cache: KVCache) -> None:
-        self._memories: list[tuple[Pair, Pair]] = []  # per layer long and short, float32 [B, 1, H, D]
+        self._memories: list[tuple[Tensor, Tensor]] = []  # long and short, float32 [B, 1, H, D]
 
     def flush(self, cache: KVCache) -> None:
         if self._memories:
@@ -362,20 +333,18 @@ class TwoMemories(WindowedPolicy):
         super().flush(cache)
 
     def evict(self, cache: KVCache, count: int) -> None:
-        first = self.sink + 2
+        first, buffers = self.sink + 2, [*cache.raw_keys, *cache.values]
         leaving = cache.tokens(range(first, first + count))
-        buffers = list(zip(cache.raw_keys, cache.values, strict=True))
-        means = [tuple(x[:, leaving].float().mean(1, keepdim=True) for x in pair) for pair in buffers]
+        means = [buffer[:, leaving].float().mean(1, keepdim=True) for buffer in buffers]
         if not self._memories:
-            self._memories = [((k.clone(), v.clone()), (k.clone(), v.clone())) for k, v in means]
+            self._memories = [(mean.clone(), mean.clone()) for mean in means]
         else:
-            for memories, (k, v) in zip(self._memories, means, strict=True):
-                for memory, alpha in zip(memories, (self.alpha_long, self.alpha_short), strict=True):
-                    blend(memory, (k, v), 1 - alpha)
-        for pair, memories in zip(buffers, self._memories, strict=True):
+            for (long, short), mean in zip(self._memories, means, strict=True):
+                blend(long, mean, 1 - self.alpha_long)
+                blend(short, mean, 1 - self.alpha_short)
+        for buffer, memories in zip(buffers, self._memories, strict=True):
             for index, memory in enumerate(memories, self.sink):
-                for buffer, mean in zip(pair, memory, strict=True):
-                    buffer[:, cache.tokens(index)] = mean.to(buffer.dtype)
+                buffer[:, cache.tokens(index)] = memory.to(buffer.dtype)
         cache.slots[self.sink : first] = [Slot(AVERAGE, NEEDS_ROTATION)] * 2
         cache.drop(first, count)
 
@@ -399,6 +368,7 @@ class MemoryBank(WindowedPolicy):
     interval: int = 3
 
     name = "memory_bank"
+    bounds = WindowedPolicy.bounds | {"bank": (1, MAX_FRAMES), "interval": (1, MAX_FRAMES)}
     releases = block_bound = ("memflow",)
     chooses_by_layer = True
     can_recache = False
@@ -406,11 +376,6 @@ class MemoryBank(WindowedPolicy):
     @property
     def num_frames(self) -> int | None:
         return self.window + self.bank
-
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        for name in ("bank", "interval"):
-            require(getattr(self, name) >= 1, f"cache_policy memory_bank: {name} must be at least 1")
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         return Capacity(self.most_slots(num_frames))
@@ -501,6 +466,7 @@ class Participative(WindowedPolicy):
 
     name = "participative"
     releases = block_bound = ("deep_forcing",)
+    bounds = WindowedPolicy.bounds | {"reuse_limit": (1, MAX_FRAMES), "first_turn": (0, MAX_FRAMES)}
     chooses_by_layer = True
     can_recache = False
 
@@ -511,16 +477,10 @@ class Participative(WindowedPolicy):
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         super().check(block_sizes)
-        name, budget, least = "cache_policy participative", self.budget, self.sink + self.recent
-        problem = f"budget {budget} cannot hold {self.sink} sink frames and {self.recent} recent ones"
-        require(budget >= least, f"{name}: {problem}; it must be at least {least}")
-        problem = f"budget {budget} is more than window {self.window} and cannot roll"
-        require(budget <= self.window, f"{name}: {problem}; it may be at most {self.window}")
-        require(self.reuse_limit is None or self.reuse_limit >= 1, f"{name}: reuse_limit must be at least 1")
-        require(self.first_turn >= 0, f"{name}: first_turn must be 0 or more frames")
-        block = max(block_sizes, default=1)
-        problem = f"recent {self.recent} cannot hold a block of {block}, which its later passes overwrite"
-        require(self.recent >= block, f"{name}: {problem}; it must be at least {block}")
+        budget, least, block = self.budget, self.sink + self.recent, max(block_sizes, default=1)
+        fits = least <= budget <= self.window
+        self.require(fits, f"budget {budget} must be at least sink + recent, {least}, at most {self.window}")
+        self.require(self.recent >= block, f"recent {self.recent} must be at least a block, {block}")
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         slots = min(self.window + block_size, num_frames)
@@ -579,52 +539,40 @@ class Participative(WindowedPolicy):
 
     def _compress(self, cache: KVCache, layer: int, queries: Tensor) -> None:
         """Choose tokens by summed queries [B, H, D] and close up: sink, chosen, recent."""
-        total, end = len(self._wide), self.sink + self.num_chosen
-        between = cache.tokens(range(self.sink, total - self.recent))
-        recent = cache.tokens(range(total - self.recent, total))
-        place, tail = cache.tokens(range(self.sink, end)), cache.tokens(range(end, self.budget))
-        known = self._candidates(cache, layer)
-        scores = cache.shard.sum(self.scores(cache.keys[layer][:, between], queries))
+        S, keys, before = cache.tokens_per_frame, cache.keys[layer], self._chosen[layer]
+        # 1. Score the tokens between the sink and the recent frames.
+        stop = len(self._wide) - self.recent
+        between = cache.tokens(range(self.sink, stop))
+        scores = cache.shard.sum(torch.einsum("bhd,bnhd->bn", queries, keys[:, between].float()))
+        first = self.sink + (0 if before is None else self.num_chosen)
+        frames = [slot.frame for slot in self._wide[first:stop]]
+        known = ChosenTokens.of_frames(frames, S, len(keys), keys.device)
+        known = known if before is None else before.followed_by(known)
         limit = 7 if self.source and self.reuse_limit is None else self.reuse_limit
         if limit is not None:
             scores = scores.masked_fill(known.uses >= limit, -torch.inf)
-        best = scores.argsort(dim=1, descending=True, stable=True)  # ties: the lower index
-        order = best[:, : place.stop - place.start].sort(1).values  # [B, chosen·S], in order of time
-        chosen = known.take(order, range(self.sink, end))
-        buffers = [cache.keys[layer], cache.values[layer]] + ([] if self.source else [cache.raw_keys[layer]])
-        for buffer in buffers:
-            kept, last = (
-                buffer[:, between].take_along_dim(order[:, :, None, None], 1),
-                buffer[:, recent].clone(),
-            )
-            buffer[:, place], buffer[:, tail] = kept, last
+        # 2. Choose the best; of equal ones those of lower index.
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.num_chosen * S]
+        order = best.sort(1).values  # [B, chosen·S], in order of time
+        chosen = known.take(order, range(self.sink, self.sink + self.num_chosen))
+        # 3. Close up.
+        recent = torch.arange(between.stop, len(self._wide) * S, device=keys.device).expand(len(keys), -1)
+        rows, place = (
+            torch.cat([order + between.start, recent], 1),
+            cache.tokens(range(self.sink, self.budget)),
+        )
+        for buffers in (cache.keys, cache.values, *(() if self.source else (cache.raw_keys,))):
+            buffers[layer][:, place] = buffers[layer].take_along_dim(rows[:, :, None, None], 1)
+        # 4. Rotate the chosen keys to the positions of their slots; each keeps its row and column.
         if not self.source and self.num_chosen:
-            self._rotate(cache, layer, chosen, place)
+            at, place = cache.slots[self.sink].position, cache.tokens(chosen.slots)
+            slot = torch.arange(self.num_chosen * S, device=keys.device) // S
+            row = slot * S + chosen.indices  # [B, chosen·S] into tables [chosen·S, 1, D]
+            tables = (table[row] for table in cache.rope(range(at, at + self.num_chosen)))
+            rotate_into(keys[:, place], cache.raw_keys[layer][:, place], *tables)
+            chosen.positions.copy_((slot + at).expand_as(chosen.positions))
         self._chosen[layer] = chosen
         cache.layouts[layer] = replace(cache.layouts[layer], chosen=chosen)
-
-    @staticmethod
-    def scores(keys: Tensor, queries: Tensor) -> Tensor:
-        """Return the sum over heads of queries [B, H, D] · keys [B, n, H, D], float32 [B, n]."""
-        return torch.einsum("bhd,bnhd->bn", queries, keys.float())
-
-    def _candidates(self, cache: KVCache, layer: int) -> ChosenTokens:
-        """Describe the tokens between the sink and the recent frames."""
-        before, keys = self._chosen[layer], cache.keys[layer]
-        first = self.sink + (0 if before is None else self.num_chosen)
-        frames = [slot.frame for slot in self._wide[first : len(self._wide) - self.recent]]
-        whole = ChosenTokens.of_frames(frames, cache.tokens_per_frame, keys.shape[0], keys.device)
-        return whole if before is None else before.followed_by(whole)
-
-    def _rotate(self, cache: KVCache, layer: int, chosen: ChosenTokens, place: slice) -> None:
-        """Rotate the chosen keys to the positions of their slots; each keeps its row and column."""
-        assert cache.rope is not None
-        first = cache.slots[self.sink].position
-        slot = torch.arange(place.stop - place.start, device=chosen.indices.device) // cache.tokens_per_frame
-        row = slot * cache.tokens_per_frame + chosen.indices  # [B, chosen·S] into tables [chosen·S, 1, D]
-        tables = (table[row] for table in cache.rope(range(first, first + self.num_chosen)))
-        rotate_into(cache.keys[layer][:, place], cache.raw_keys[layer][:, place], *tables)
-        chosen.positions.copy_((slot + first).expand_as(chosen.positions))
 
 
 # -- a policy for each class of heads ------------------------------------------------------------------------
@@ -646,7 +594,7 @@ class PerHead(CachePolicy):
 
     def __post_init__(self) -> None:
         fits = bool(self.file) and isinstance(self.policies, Mapping) and bool(self.policies)
-        require(fits, "cache_policy per_head needs a file of head classes and policies for them")
+        self.require(fits, "needs a file of head classes and policies for them")
         classes = self.policies.items()
         self.policies = {
             str(label): one if isinstance(one, CachePolicy) else read_policy(one) for label, one in classes
@@ -660,27 +608,22 @@ class PerHead(CachePolicy):
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         for label in sorted({label for row in self.labels for label in row}):
-            problem = f"class {short_repr(label)} of {self.file} has no policy: {', '.join(self.policies)}"
-            require(label in self.policies, f"cache_policy per_head: {problem}")
+            self.require(label in self.policies, f"class {short_repr(label)} of {self.file} has no policy")
         for label, policy in self.policies.items():
             fits = not policy.source and not isinstance(policy, PerHead)
-            problem = f"class {short_repr(label)} is released or per_head again; only clean rules go here"
-            require(fits, f"cache_policy per_head: {problem}")
+            self.require(fits, f"class {short_repr(label)} has no clean rule; leave released out")
             policy.check(block_sizes)
         by_slot = {label: one for label, one in self.policies.items() if one.positions_follow_slots}
         windows = {one.num_frames for one in by_slot.values()}
         fits = not by_slot or (len(by_slot) == len(self.policies) and len(windows) == 1)
-        problem = "the classes put queries at different positions; policies whose keys stand at 0..n-1"
-        remedy = f"({', '.join(by_slot)}) go together only, and with one window"
-        require(fits, f"cache_policy per_head: {problem} {remedy}")
+        problem = "queries of classes stand at different positions; policies with keys at 0..n-1"
+        self.require(fits, f"{problem} ({', '.join(by_slot)}) go together only, with one window")
 
     def check_switch(self, how: str, frame: int) -> None:
         sinks = {getattr(one, "sink", 0) for one in self.policies.values() if one.positions_follow_slots}
-        problem = "a flush leaves the sink and two frames, and queries behind sinks of"
-        remedy = "frames would stand at different positions; use keep, or one sink"
-        sizes = ", ".join(map(str, sorted(sinks)))
         fits = how not in ("flush", "cut") or len(sinks) < 2
-        require(fits, f"cache_policy per_head: {problem} {sizes} {remedy}")
+        problem = f"after a flush, queries behind sinks of {sorted(sinks)} frames would stand apart"
+        self.require(fits, f"{problem}; use keep, or one sink")
         super().check_switch(how, frame)
 
     @property
@@ -708,8 +651,8 @@ class PerHead(CachePolicy):
         device: torch.device,
     ) -> PerHeadCache:
         here, model = (len(self.labels), len(self.labels[0])), (num_layers, shard.total)
-        problem = f"{self.file} has {here[0]} layers x {here[1]} heads, the model {model[0]} x {model[1]}"
-        require(here == model, f"cache_policy per_head: {problem}")
+        sizes = f"{here[0]} layers x {here[1]} heads, the model {model[0]} x {model[1]}"
+        self.require(here == model, f"{self.file} has {sizes}")
         classes = [
             (policy, [[head for head, other in enumerate(row) if other == label] for row in self.labels])
             for label, policy in self.policies.items()
@@ -719,8 +662,8 @@ class PerHead(CachePolicy):
 
 def read_labels(file: str) -> list[list[str]]:
     """Read classes of layers x heads from a CSV: rows of layers, or columns layer, head and class."""
-    problem = f"{short_repr(file)} not found; give a CSV of classes, layers x heads"
-    require(isfile(file), f"cache_policy per_head: {problem}")
+    if not isfile(file):
+        raise ConfigError(f"cache_policy per_head: {short_repr(file)} not found; give a CSV of head classes")
     lines = (line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#"))
     try:
         rows = [row for row in csv.reader(lines) if row]
@@ -731,13 +674,13 @@ def read_labels(file: str) -> list[list[str]]:
             found = {(int(row[layer]), int(row[head])): row[label] for row in rows[1:]}
             layers, heads = (max(index) + 1 for index in zip(*found, strict=True))
             rows = [[found[i, j] for j in range(heads)] for i in range(layers)]
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError("rows of different lengths")
     except (csv.Error, ValueError, LookupError) as error:
         raise ConfigError(
             f"cache_policy per_head: {file} is no CSV of classes, layers x heads, or of columns layer, head "
             f"and class that name every head: {short_repr(error)}"
         ) from None
-    fits = len({len(row) for row in rows}) == 1
-    require(fits, f"cache_policy per_head: the rows of {file} have different numbers of heads")
     return [[label.strip() for label in row] for row in rows]
 
 
@@ -765,28 +708,27 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
 
     Raises ConfigError for a field that it does not have, or a value that it cannot have.
     """
-    require(name in POLICIES, f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
+    if name not in POLICIES:
+        raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
     known: dict[str, Any] = {f.name: f.type for f in fields(POLICIES[name])}
     for key, value in chosen.items():
-        field = f"cache_policy {name}: {key}"
-        require(
-            key in known, f"cache_policy {name} has no field {short_repr(key)}; it has {', '.join(known)}"
-        )
-        if get_origin(known[key]) is dict:
-            continue
+        if key not in known:
+            names = ", ".join(known)
+            raise ConfigError(f"cache_policy {name} has no field {short_repr(key)}; it has {names}")
         types = get_args(known[key]) or (known[key],)
         fits = type(value) in types or (float in types and type(value) is int)
-        kinds = " or ".join("null" if one is type(None) else one.__name__ for one in types)
-        require(fits, f"{field} must be {kinds}, not {short_repr(value)}")
-        fits = type(value) is not int or value <= MAX_FRAMES
-        require(fits, f"{field} may be at most {MAX_FRAMES}, not {short_repr(value)}")
+        fits = fits and (type(value) is not int or value <= MAX_FRAMES)
+        if not fits and get_origin(known[key]) is not dict:
+            kinds = " or ".join("null" if one is type(None) else one.__name__ for one in types)
+            said = f"{kinds}, numbers at most {MAX_FRAMES}, not {short_repr(value)}"
+            raise ConfigError(f"cache_policy {name}: {key} must be {said}")
     return POLICIES[name](**chosen)
 
 
 def read_policy(settings: Mapping[str, Any]) -> CachePolicy:
     """Return a policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}."""
-    fits = isinstance(settings, Mapping) and isinstance(settings.get("name"), str)
-    require(fits, f"cache_policy needs settings with a name, one of {', '.join(POLICIES)}")
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
+        raise ConfigError(f"cache_policy needs settings with a name, one of {', '.join(POLICIES)}")
     return make_policy(**{str(key): value for key, value in settings.items()})
 
 
@@ -817,41 +759,37 @@ class PromptSwitch:
     prompt_embeds: Tensor | None = None
 
     def __post_init__(self) -> None:
-        known = get_args(How)
-        require(
-            self.how in known, f"prompt_schedule: {short_repr(self.how)} is not one of {', '.join(known)}"
-        )
+        known = ", ".join(get_args(How))
+        if self.how not in get_args(How):
+            raise ConfigError(f"prompt_schedule: {short_repr(self.how)} is not one of {known}")
 
 
 def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
-    known = ("frame", "prompt", "how")
-    for name in settings:
-        problem = f"has no {short_repr(name)}; a switch has {', '.join(known)}"
-        require(name in known, f"prompt_schedule {problem}")
+    if unknown := [name for name in settings if name not in ("frame", "prompt", "how")]:
+        raise ConfigError(
+            f"prompt_schedule has no {short_repr(unknown[0])}; a switch has frame, prompt and how"
+        )
     frame, prompt = settings.get("frame"), settings.get("prompt")
     if type(frame) is not int or not isinstance(prompt, str) or not prompt.strip():
-        raise ConfigError(
-            "prompt_schedule: a switch needs a frame (a whole number) and a prompt, not "
-            f"{short_repr(dict(settings))}"
-        )
-    require_text(prompt, "prompt_schedule", MAX_TEXT)
-    return PromptSwitch(frame, prompt, settings.get("how", "keep"))
+        said = short_repr(dict(settings))
+        raise ConfigError(f"prompt_schedule: a switch needs a frame (a number) and a prompt, not {said}")
+    return PromptSwitch(frame, require_text(prompt, "prompt_schedule", MAX_TEXT), settings.get("how", "keep"))
 
 
 def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:
     """Raise ConfigError for a switch that does not begin a later block, a second one there, or one that the
     policy cannot make.
     """
-    starts = [frames.start for frames in blocks[1:]]
+    starts, frames = [block.start for block in blocks[1:]], [switch.frame for switch in schedule]
     for switch in schedule:
-        problem = f"frame {switch.frame} does not begin a block after the first"
-        there = ", ".join(map(str, starts)) or "no later frame"
-        require(switch.frame in starts, f"prompt_schedule: {problem}; blocks begin at {there}")
+        if switch.frame not in starts or frames.count(switch.frame) > 1:
+            there = ", ".join(map(str, starts)) or "no later frame"
+            raise ConfigError(
+                f"prompt_schedule: frame {switch.frame} does not begin a block after the first, or has two "
+                f"prompts; blocks begin at {there}"
+            )
         policy.check_switch(switch.how, switch.frame)
-    frames = [switch.frame for switch in schedule]
-    for frame in frames:
-        require(frames.count(frame) == 1, f"prompt_schedule: two prompts begin at frame {frame}")
 
 
 def apply_switch(
@@ -869,10 +807,10 @@ def apply_switch(
 
 def check_recompute(context: int, policy: CachePolicy, block_size: int) -> None:
     """Raise ConfigError where keys of the last context frames cannot be computed again (0: they are not)."""
-    require(context >= 0, f"recompute_context must be 0 or more frames, not {context}")
-    problem = f"cache_policy {policy.name} cannot compute its cache again; take window or relative"
-    require(not context or policy.can_recache, f"recompute_context: {problem}")
-    least = context + block_size
-    problem = f"and a block of {block_size} do not fit the window of {policy.num_frames} frames"
-    fits = not context or policy.num_frames is None or least <= policy.num_frames
-    require(fits, f"recompute_context {context} {problem}; take a window of {least}")
+    if context < 0:
+        raise ConfigError(f"recompute_context must be 0 or more frames, not {context}")
+    if context:
+        policy.require(policy.can_recache, "cannot compute its cache again; take window or relative")
+        least = context + block_size
+        fits = policy.num_frames is None or least <= policy.num_frames
+        policy.require(fits, f"recompute_context {context} and a block do not fit; take a window of {least}")

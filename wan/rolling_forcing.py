@@ -53,22 +53,14 @@ class RollingCache:
         self.raw_anchor: list[Tensor] = [torch.empty(0)] * num_layers
         self.anchor_rope: tuple[Tensor, Tensor] | None = None
         self.frames: list[int] = []  # of the clean frames in the buffers
-        self.newest = range(0)
+        self.newest = self.query_positions = self.key_positions = range(0)
         self.is_clean = self.stores_raw = False
         self.seen = range(0)  # slots of the buffers that a forward sees beside its own keys
         self.layouts: list[KeyLayout] = [KeyLayout((), tokens_per_frame)] * num_layers
 
-    @property
-    def query_positions(self) -> Sequence[int]:
-        return self.newest
-
-    @property
-    def key_positions(self) -> Sequence[int]:
-        return self.newest
-
     def begin_window(self, frames: range) -> None:
         """Announce a forward that denoises frames; it writes nothing."""
-        self.newest, self.is_clean, self.stores_raw = frames, False, False
+        self.is_clean = self.stores_raw = False
         clean, room = len(self.frames), self.attention_size - len(frames) - self.anchor
         self.seen = range(max(self.anchor, clean - max(room, 0)), max(self.anchor, clean))
         first = frames.start - len(self.seen) - self.anchor  # where the anchor stands
@@ -79,7 +71,7 @@ class RollingCache:
 
     def begin_clean(self, frames: range) -> None:
         """Announce a forward that writes the clean keys and values of frames."""
-        self.newest, self.is_clean, self.stores_raw = frames, True, not self.frames
+        self.is_clean, self.stores_raw = True, not self.frames
         excess = len(self.frames) + len(frames) - self.capacity
         if excess > 0:  # the oldest frames after the anchor leave
             S, start = self.tokens_per_frame, self.anchor
@@ -97,7 +89,7 @@ class RollingCache:
         """Return keys and values [B, Lk, H, D] that a forward with its own k and v [B, L, H, D] sees."""
         S, keys, values = self.tokens_per_frame, self.keys[layer], self.values[layer]
         if self.is_clean:
-            now = slice((len(self.frames) - len(self.newest)) * S, len(self.frames) * S)
+            now = slice(len(self.frames) * S - k.shape[1], len(self.frames) * S)
             keys[:, now], values[:, now] = k, v
             if raw_k is not None:
                 self.raw_anchor[layer] = raw_k.clone()
@@ -114,6 +106,7 @@ class RollingCache:
 
     def _publish(self, past: Sequence[Slot], frames: range, sink: int) -> None:
         """Make the layout of the forward to come."""
+        self.newest = self.query_positions = self.key_positions = frames
         slots = (*past, *(Slot(frame, frame) for frame in frames))
         own = range(len(past), len(slots))
         layout = KeyLayout(slots, self.tokens_per_frame, own, tuple(frames), sink=range(sink))

@@ -220,7 +220,7 @@ def test_a_switch_that_a_policy_cannot_make_is_refused(row, how):
         pytest.skip("it can")
     inputs = golden_inputs(12)
     switch = PromptSwitch(9, how=how, prompt_embeds=inputs["prompt_embeds"])
-    with pytest.raises(ConfigError, match=f"prompt_schedule: cache_policy {row['name']} cannot"):
+    with pytest.raises(ConfigError, match=f"cache_policy {row['name']}: cannot"):
         pipeline_of(row).inference(**inputs, prompt_schedule=[switch])
 
 
@@ -308,22 +308,22 @@ def test_any_wrong_value_of_any_field_is_one_line(row):
     [
         ({"name": "magic"}, [], "'magic' is not one of full, window"),
         ({"name": "window", "windw": 3}, [], "has no field 'windw'; it has"),
-        ({"name": "window", "window": "9"}, [], "window must be int, not '9'"),
+        ({"name": "window", "window": "9"}, [], "window must be int, .*, not '9'"),
         ({"name": "window", "window": 3, "sink": 3}, [], "must be at least 4"),
-        ({"name": "window", "window": 3, "sink": -1}, [], "sink must be 0 or more"),
+        ({"name": "window", "window": 3, "sink": -1}, [], r"sink must be in 0\.\.\d+, not -1"),
         ({"name": "window", "window": 5, "sink": 3}, [1, 3], "must be at least 6"),
         ({"name": "window", "released": "rolex"}, [], "'rolex' is not one of self_forcing, longlive"),
         ({"name": "full", "released": True}, [], "leave it out"),
         ({"name": "deep_sink", "released": True}, [1, 3], "has blocks of 3 frames"),
-        ({"name": "participative", "sink": 4, "recent": 4, "budget": 7}, [], "must be at least 8"),
-        ({"name": "participative", "window": 12}, [], "may be at most 12"),
-        ({"name": "participative", "recent": 2, "budget": 14}, [3], "recent 2 cannot hold a block of 3"),
+        ({"name": "participative", "sink": 4, "recent": 4, "budget": 7}, [], "at least sink . recent, 8"),
+        ({"name": "participative", "window": 12}, [], "at most 12"),
+        ({"name": "participative", "recent": 2, "budget": 14}, [3], "recent 2 must be at least a block, 3"),
         ({"name": "ema_sink", "alpha": 1.5}, [], r"alpha must be in 0\.\.1, not 1.5"),
-        ({"name": "ema_sink", "sink": 0}, [], "sink must be at least 1"),
+        ({"name": "ema_sink", "sink": 0}, [], r"sink must be in 1\.\."),
         ({"name": "two_memories", "window": 5}, [], "must be at least 6"),
-        ({"name": "rolling_sink", "sink": 1}, [], "has no sink"),
-        ({"name": "rolling_sink", "window": 5}, [3], "cannot hold two blocks of 3"),
-        ({"name": "memory_bank", "bank": 0}, [], "bank must be at least 1"),
+        ({"name": "rolling_sink", "sink": 1}, [], r"sink must be in 0\.\.0, not 1"),
+        ({"name": "rolling_sink", "window": 5}, [3], "window 5 .* must be at least 6"),
+        ({"name": "memory_bank", "bank": 0}, [], r"bank must be in 1\.\."),
     ],
 )
 def test_what_does_not_fit_is_refused(row, sizes, message):
@@ -338,7 +338,7 @@ LONG_SINK = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_
     "config, message",
     [
         ({"prompt_schedule": [{"frame": 4, "prompt": "a"}]}, "does not begin a block .* begin at 3, 6"),
-        ({"prompt_schedule": [{"frame": 6, "prompt": "a"}] * 2}, "two prompts begin at frame 6"),
+        ({"prompt_schedule": [{"frame": 6, "prompt": "a"}] * 2}, "frame 6 .* has two prompts"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a", "how": "jump"}]}, "'jump' is not one of keep"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a", "how": ["keep"] * 500}]}, "is not one of keep"),
         ({"prompt_schedule": [{"frame": 6}]}, "needs a frame .* and a prompt"),
@@ -348,10 +348,10 @@ LONG_SINK = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_
         ({"prompt_schedule": [{"frame": 6, "prompt": "a" * 100_001}]}, "prompt_schedule has 100001 char"),
         (
             {"cache_policy": LONG_SINK, "prompt_schedule": [{"frame": 3, "prompt": "a", "how": "cut"}]},
-            "a cut at frame 3 would rotate .*; cut after its 6 frames, or use flush",
+            "cut after its 6 frames, or use flush",
         ),
         ({"recompute_context": -5}, "must be 0 or more frames, not -5"),
-        ({"recompute_context": 6, "local_attn_size": 6}, "do not fit the window of 6 .* window of 9"),
+        ({"recompute_context": 6, "local_attn_size": 6}, "recompute_context 6 .* take a window of 9"),
         ({"recompute_context": 6, "cache_policy": {"name": "rolling_sink"}}, "take window or relative"),
         ({"local_attn_size": 9, "sink_size": 3, "cache_policy": {"name": "full"}}, "window: 9, sink: 3"),
     ],
