@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from helpers.forked import exit_code
+from helpers.forked import FULL, exit_code
 
 from experiments import run_extraction_all, run_extraction_maps
 from experiments.caches import load_cache
@@ -164,7 +164,7 @@ def test_ctrl_c_saves_what_is_there(tmp_path):
     assert errors[1].startswith("error: stopped after") and load_cache(tmp_path / "out.pt")["partial"]
 
 
-@pytest.mark.beside
+@pytest.mark.skipif(not FULL, reason="a second start of torchrun takes its time; ROBUSTNESS=full")
 def test_a_killed_process_ends_the_others(tmp_path):
     process = start(tmp_path / "out.pt", "--num_frames", "300")
     next(line for line in process.stderr if line.startswith("block 1/100"))

@@ -10,7 +10,7 @@ from conftest import ROOT
 pytestmark = pytest.mark.slow
 SHELL = {  # too few or too many words
     "base_and_causal": [["1", "2", "3"]],
-    "download_weights": [["a", "b"]],
+    "download_weights": [["a", "b", "c"]],
     "extract_all_layers": [[], ["configs/wan_mini.yaml"]],
     "extract_attention": [[]],
     "published_figure": [["1"]],
