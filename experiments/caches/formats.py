@@ -4,7 +4,7 @@ Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the 
 layers, P passes. Fields have the names that files have.
 """
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from math import inf
@@ -260,17 +260,6 @@ class Figure4Cache(OnePass, Cache):
 
     def check_own(self) -> None:
         _check_entries(self.attention_weights, self.layer_indices, "key_curve", "frame_logits", "frame_mass")
-        sizes = self.num_frames, self.frame_seq_length, self.num_heads
-        repeated = Figure4Layer.repeated(*sizes, self.query_frames, self.key_frames)
-        for i, entry in enumerate(self.attention_weights):
-            for name, said in repeated.items():
-                if getattr(entry, name) != said:
-                    raise CacheError(
-                        f"attention_weights[{i}].{name} is {getattr(entry, name)}, and the cache says {said}"
-                    )
-            logits, weights = entry.attn_logits, entry.attn_weights
-            if logits is not None and weights is not None and logits.data_ptr() != weights.data_ptr():
-                raise CacheError(f"attention_weights[{i}].attn_weights is another tensor than attn_logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,16 +293,6 @@ class InferenceCache(Cache):
 
     def check_own(self) -> None:
         _check_entries(self.attention_weights, self.layer_indices)
-        S = self.frame_seq_length
-        for i, call in enumerate(self.attention_weights):
-            keys = len(call.key_frames) * S if call.key_frame is None else len(call.key_frame)
-            for name, tokens in (("q_shape", len(call.query_frames) * S), ("k_shape", keys)):
-                shape = getattr(call, name)
-                if shape[1:3] != [tokens, self.num_heads]:
-                    raise CacheError(
-                        f"attention_weights[{i}].{name} {shape} is not "
-                        f"[B, {tokens} tokens, {self.num_heads} heads, D]"
-                    )
 
 
 def _check_entries(entries: Sequence[Tokens], layers: list[int], *others: str) -> None:
@@ -449,39 +428,21 @@ class MapsCache(Cache):
         tags = zip(self.pass_steps, self.pass_timesteps, self.pass_is_clean, strict=True)
         return [PassTag(*tag) for tag in tags]
 
-    def has_patch(self, row: int, column: int) -> bool:
-        """Whether a token of a frame is at this place."""
-        return 0 <= row < self.rows and 0 <= column < self.columns
-
     def check_own(self) -> None:
-        if self.rows * self.columns != self.frame_seq_length:
-            raise CacheError(
-                f"rows {self.rows} x columns {self.columns} are not {self.frame_seq_length} tokens"
-            )
-        if max(self.heads) >= self.num_heads:
-            raise CacheError(f"head {max(self.heads)} is not in 0..{self.num_heads - 1}")
         numbers = [entry.block for entry in self.blocks]
         if not numbers or len(set(numbers)) < len(numbers) or max(numbers) >= self.done:
             raise CacheError(f"blocks are of the blocks {numbers}, not of some of {self.done}, each once")
+        if self.rows * self.columns != self.frame_seq_length or max(self.heads) >= self.num_heads:
+            raise CacheError(
+                f"{self.rows} x {self.columns} tokens and heads {self.heads} are not of frames of "
+                f"{self.frame_seq_length} tokens and {self.num_heads} heads"
+            )
         for i, entry in enumerate(self.blocks):
-            self._check_block(entry, f"blocks[{i}].")
-
-    def _check_block(self, entry: BlockMaps, where: str) -> None:
-        _check_any_of(entry, ("map_mass", "word_map"), where)
-        if entry.word_map is not None and entry.word_map.shape[-1] != len(self.words or ()):
-            raise CacheError(f"{where}word_map has {entry.word_map.shape[-1]} words, not {self.words}")
-        if entry.map_mass is None:
-            return
-        for name in ("queries", "key_frame", "map_logits"):
-            if getattr(entry, name) is None:
-                raise CacheError(f"{where}{name} is missing")
-        for frame, row, column in [] if entry.queries is None else entry.queries.tolist():
-            whole = row == column == ANY
-            if not (
-                (frame == ANY and whole)
-                or (frame in entry.query_frames and (whole or self.has_patch(row, column)))
-            ):
-                raise CacheError(f"{where}query {[frame, row, column]} is none of this block's")
+            _check_any_of(entry, ("map_mass", "word_map"), f"blocks[{i}].")
+            needed = [entry.queries, entry.key_frame, entry.map_logits] if entry.map_mass is not None else []
+            needed += [self.words] if entry.word_map is not None else []
+            if any(values is None for values in needed):
+                raise CacheError(f"blocks[{i}] has maps without their queries, keys, logits or words")
 
 
 # --- What interventions did: one edited run, and the same edit on every head, layer or frame
@@ -489,6 +450,7 @@ class MapsCache(Cache):
 class EffectsCache(Cache):
     """A run, edited and not, with the same noise. Distances are RMS differences of x0 per frame."""
 
+    interventions: dict[str, Any]
     latents_base: Annotated[Tensor, "f16/f32 [F, C, h, w]"]
     latents_edited: Annotated[Tensor, "f16/f32 [F, C, h, w]"]
     between_seeds: Annotated[Tensor, "f32 [F]"]  # of the base run to another seed: the unit of effects
@@ -502,15 +464,12 @@ class EffectsCache(Cache):
     answers_base: Annotated[Tensor | None, "mask [Q]"] = None  # its answers for the unedited video
     answers_edited: Annotated[Tensor | None, "mask [Q]"] = None
 
-    def check_own(self) -> None:
-        if not self.interventions:
-            raise CacheError("an effects cache says what was edited, and interventions is missing")
-
 
 @dataclass(frozen=True, kw_only=True)
 class CausalAtlasCache(Cache):
     """Direct effects of one edit on every unit. R runs, N layers, U units; NaN: nothing to edit there."""
 
+    interventions: dict[str, Any]
     prompts: Annotated[list[str], "str [R]"]
     seeds: Annotated[list[int], "int [R]"]
     each: str  # what a unit is: head, layer or frame
@@ -526,10 +485,6 @@ class CausalAtlasCache(Cache):
     def check_own(self) -> None:
         if self.each not in ("head", "layer", "frame"):
             raise CacheError(f"each is {self.each!r}, not one of head, layer, frame")
-        if not self.interventions:
-            raise CacheError("a causal atlas says what was edited, and interventions is missing")
-        if (self.effects < 0).any():
-            raise CacheError("effects has negative values; absent is NaN")
 
 
 @dataclass(frozen=True)
@@ -580,12 +535,22 @@ LENGTHS = {  # letter: an int field, or a list of this length
     "N": "layers",
     "P": "pass_timesteps",
     "h": "heads",
+    "words": "words",
 }
-INDICES = ("layers", "heads", "pass_steps", "layer_indices", "units")
-COUNTED = (*INDICES, "pass_timesteps", "timestep", "step", "block", "layer_index", "layer_idx")
+COUNTED = (
+    *("layers", "heads", "pass_steps", "layer_indices", "units", "pass_timesteps"),
+    *("timestep", "step", "block", "layer_index", "layer_idx"),
+)
 FRAMES = ("query_frames", "key_frames", "last_block_query_frames")
 PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")
-FINITE = (*PAIRS, "last_block_frame_logits", "last_block_frame_attention", "slot_mass", "effects")
+FINITE = (
+    *PAIRS,
+    "last_block_frame_logits",
+    "last_block_frame_attention",
+    "slot_mass",
+    "map_mass",
+    "effects",
+)
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -600,7 +565,13 @@ def check(values: Mapping[str, Any]) -> None:
             if version > 0
             else f"schema_version is {version}; they count from 1"
         )
-    _check_texts(values)
+    try:
+        for text in _texts(values):
+            require_text(
+                text.replace("\0", ""), short_repr(text, 20), MAX_TEXT
+            )  # a page shows NUL as an escape
+    except ConfigError as error:
+        raise CacheError(str(error)) from None
     check_counts(values)
     _check_fields(values, typed.table())
     blocks, done = typed.block_sizes, typed.done
@@ -627,20 +598,14 @@ def check_counts(values: Mapping[str, Any]) -> None:
             raise CacheError(f"{name} is {short_repr(value)}, not a number of 1..{MAX_COUNT}")
 
 
-def _check_texts(value: Any, name: str = "") -> None:
-    """Raise CacheError for texts that are no UTF-8, or longer than a title or a page can carry."""
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of nested values, their keys too."""
     if isinstance(value, str):
-        try:
-            require_text(value.replace("\0", ""), name, MAX_TEXT)  # a page shows NUL as an escape
-        except ConfigError as error:
-            raise CacheError(str(error)) from None
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check_texts(key, "a key")
-            _check_texts(inner, short_repr(key))
-    elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # such as frames
-        for inner in value:
-            _check_texts(inner, name)
+        yield value
+        return
+    for inner in [*value, *value.values()] if isinstance(value, Mapping) else value:
+        if not isinstance(inner, (int, float, Tensor, NoneType)):
+            yield from _texts(inner)
 
 
 def _check_fields(
@@ -695,77 +660,57 @@ def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
 
 
 def _check_values(values: Fields, cache: Cache, where: str) -> None:
-    """Raise CacheError for numbers of a cache, or of one of its entries, that cannot be.
-
-    Layers, passes and heads count from 0, frames are in the video, absent cells are NaN, masses sum to 1.
-    """
+    """Raise CacheError for numbers of a cache, or of one of its entries, that cannot be."""
     there = {name: value for name, value in vars(values).items() if value is not None}
-    F, S = cache.num_frames, cache.frame_seq_length
-    for name in COUNTED:
-        if name in there:
-            value = there[name]
-            numbers = (
-                value.tolist() if isinstance(value, Tensor) else value if isinstance(value, list) else [value]
-            )
-            if not numbers or not all(0 <= number < inf for number in numbers):
-                raise CacheError(f"{where}{name} is {_describe(value)}; it counts from 0")
-            if name in ("layers", "heads", "pass_steps") and len(set(numbers)) < len(numbers):
-                raise CacheError(f"{where}{name} {numbers} name one twice")
-    for name in FRAMES:
-        if name in there:
-            frames = there[name]
-            if not frames or frames != sorted(set(frames)) or not 0 <= frames[0] <= frames[-1] < F:
-                raise CacheError(f"{where}{name} {frames} are not increasing frames of 0..{F - 1}")
+    F, S, blocks = cache.num_frames, cache.frame_seq_length, cache.block_sizes
+
+    def require(fine: Any, name: str, rule: str) -> None:
+        if not fine:
+            raise CacheError(f"{where}{name} is {_describe(there[name])}; {rule}")
+
+    for name in there.keys() & set(COUNTED):
+        numbers = torch.as_tensor(there[name]).flatten().tolist()
+        require(numbers and all(0 <= number < inf for number in numbers), name, "must count from 0")
+        once = name not in ("layers", "heads", "pass_steps") or len(set(numbers)) == len(numbers)
+        require(once, name, "must not repeat")
+    for name in there.keys() & set(FRAMES):
+        frames = there[name]
+        increasing = frames and frames == sorted(set(frames)) and 0 <= frames[0] <= frames[-1] < F
+        require(increasing, name, f"must increase in 0..{F - 1}")
     if "block" in there:
-        block, blocks = there["block"], cache.block_sizes
-        if block >= len(blocks) or there["query_frames"] != block_frames(blocks, block):
-            raise CacheError(
-                f"{where}query_frames {there['query_frames']} are not those of block {block} of {blocks}"
-            )
+        own = block_frames(blocks, there["block"]) if there["block"] < len(blocks) else None
+        require(
+            there["query_frames"] == own, "query_frames", f"must be {own}, those of block {there['block']}"
+        )
     keys = there["key_frames"] if "key_frames" in there else getattr(cache, "key_frames", range(F))
     if "key_frames" in there:
-        later = later_block(cache.block_sizes, cache.ahead)
-        if later[there["query_frames"][-1], keys].any():
-            raise CacheError(f"{where}key_frames {keys} come after the queries' block")
-    _check_keys(there, len(keys), F, S, where)
-    for name in FINITE:
-        if name in there and there[name].nbytes <= MAPPED_BYTES and there[name].isinf().any():
-            raise CacheError(f"{where}{name} has values that are infinite; absent is NaN")
-    for name in PAIRS if not where else ():
-        if name in there and there[name].nbytes <= MAPPED_BYTES:
-            cells = there[name].movedim(-1, 0) if name == "frame_logits_by_band" else there[name]
-            if not cells[..., later_block(cache.block_sizes, cache.ahead)].isnan().all():
-                raise CacheError(
-                    f"{name} has values where the key's block comes after the query's; absent is NaN"
-                )
-            if not cells[..., sum(cache.block_sizes[: cache.done]) :, :].isnan().all():
-                raise CacheError(f"{name} has values in blocks that were not done; absent is NaN")
-    whole = "map_mass" if "map_mass" in there else "slot_mass" if "slot_mass" in there else "frame_mass"
-    if whole in there and there[whole].nbytes <= MAPPED_BYTES:
-        rows = there[whole].float()
-        off = rows.nansum(-1) / (S if whole == "map_mass" else 1) - 1
-        attended = ~rows.isnan().all(-1)
-        if (rows < 0).any() or (off[attended].abs() > MASS_TOLERANCE).any():
-            raise CacheError(f"{where}rows of {whole} do not sum to 1")
-
-
-def _check_keys(there: Mapping[str, Any], num_key_frames: int, F: int, S: int, where: str) -> None:
-    """Raise CacheError where values [..., keys] are neither of whole key frames nor of named keys."""
-    names = {"key_frame", "key_token", "key_position"} & there.keys()
-    if not names:
-        for name in ("key_curve", "attn_logits", "attn_weights"):
-            if name in there and there[name].shape[-1] != num_key_frames * S:
-                raise CacheError(
-                    f"{where}{name} is {_describe(there[name])}, "
-                    f"not of {num_key_frames} key frames of {S} tokens each"
-                )
-        return
-    if len(names) < 3:
-        raise CacheError(f"{where}key_frame, key_token and key_position go together")
-    if not ((there["key_frame"] >= NO_KEY) & (there["key_frame"] < F)).all():
-        raise CacheError(f"{where}key_frame is not in 0..{F - 1}, or negative for what is no frame")
-    if not ((there["key_token"] >= 0) & (there["key_token"] < S)).all():
-        raise CacheError(f"{where}key_token is not in 0..{S - 1}")
+        later = later_block(blocks, cache.ahead)[there["query_frames"][-1], keys]
+        require(not later.any(), "key_frames", "must not come after the queries' block")
+    named = [name for name in ("key_frame", "key_token", "key_position") if name in there]
+    if named:
+        require(len(named) == 3, named[0], "must have key_frame, key_token, key_position")
+        frame, token = there["key_frame"], there["key_token"]
+        require(((frame >= NO_KEY) & (frame < F)).all(), "key_frame", f"must be in {NO_KEY}..{F - 1}")
+        require(((token >= 0) & (token < S)).all(), "key_token", f"must be in 0..{S - 1}")
+    for name in there.keys() & {"key_curve", "attn_logits", "attn_weights"}:
+        whole = named or there[name].shape[-1] == len(keys) * S
+        require(whole, name, f"must be of {len(keys)} key frames of {S} tokens")
+    # Values, but for those that stay on disk:
+    small = {name for name in FINITE if name in there and there[name].nbytes <= MAPPED_BYTES}
+    for name in small:
+        require(not there[name].isinf().any(), name, "must be finite; absent is NaN")
+    for name in small & set(PAIRS) if not where else ():
+        cells = there[name].movedim(-1, 0) if name == "frame_logits_by_band" else there[name]
+        absent = later_block(blocks, cache.ahead)
+        absent[sum(blocks[: cache.done]) :] = True
+        require(cells[..., absent].isnan().all(), name, "must be NaN in later blocks, and in those not done")
+    mass = next((name for name in ("map_mass", "slot_mass", "frame_mass") if name in there), "")
+    if mass in small:
+        rows, unit = there[mass].float(), S if mass == "map_mass" else 1
+        off = (rows.nansum(-1) / unit - 1)[~rows.isnan().all(-1)].abs()
+        require(
+            (off <= MASS_TOLERANCE).all() and not (rows < 0).any(), mass, f"must have rows that sum to {unit}"
+        )
 
 
 def _check_any_of(values: Fields, names: Sequence[str], where: str = "") -> None:

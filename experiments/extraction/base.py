@@ -13,18 +13,16 @@ import torch
 
 from experiments.caches.files import RunError
 from experiments.caches.formats import PassTag, build_layer_cache
-from experiments.extraction import checks, rollout
+from experiments.extraction import rollout
 from experiments.extraction.cache_builders import Extraction
-from experiments.extraction.causal import common_fields, draw_noise, run_in_background
-from experiments.extraction.devices import choose_device, choose_dtype, threads_for
+from experiments.extraction.causal import draw_noise, prepare
+from experiments.extraction.devices import threads_for
 from experiments.extraction.edits import edits_of, record_of
-from experiments.extraction.memory import Memory, check_memory
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest
-from wan.config import RunConfig
+from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.interventions import ACTIVE_EDITS, intervene
 from wan.model import WanModel
@@ -74,32 +72,38 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     return sorted(chosen)
 
 
+def load_pipeline(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> TextToVideoPipeline:
+    """Load the base weights of ckpt_dir."""
+    state, base = checkpoint.read_transformer_state(config.ckpt_dir), config.base
+    sizes = model_config, state, config.ckpt_dir, dtype, device, config.offload
+    model = checkpoint.build_model(WanModel, *sizes)
+    return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
+
+
 def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) -> Extraction:
     """Generate one video with the base weights (see as_one_block), and capture both branches of guidance.
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
     right.
     """
-    device = choose_device(config.device, config.offload)
-    dtype = choose_dtype(config.dtype, device)
-    model_config = checkpoint.read_model_config(config.ckpt_dir)
-    checks.check_model(config, model_config)
     edits = edits_of(config.interventions, "config")
     for edit in edits:
         if edit.needs:
             raise ConfigError(
                 f"runs of the base model cannot make this edit, which needs {edit.needs}: {edit}"
             )
-    weights_file = checkpoint.transformer_file(config.ckpt_dir)
-    prompts = [config.prompt, config.base.negative_prompt]  # of the two branches of guidance
-    encodes = needs_encoder(config, prompts, model_config, dtype, device)
-    check_memory(
-        Memory(config, model_config, [request], dtype, device, encodes, bidirectional=True), observer.quiet
-    )
-    sha256 = run_in_background(checkpoint.file_sha256, weights_file)
-    common = common_fields(config, model_config, weights_file, dtype, device)
-    base = config.base
-    common |= {  # how it was sampled; the causal rollout's settings do not apply
+    base, prompts = config.base, [config.prompt, config.base.negative_prompt]
+    loaded = prepare(config, [request], prompts, observer, load_base=load_pipeline)
+    pipeline: Any = loaded.pipeline
+    (prompt, words), (negative, _) = (loaded.texts[text] for text in prompts)
+    noise, _ = draw_noise(config, loaded.model_config, torch.float32, loaded.device)
+    observer.log("rollout", prompt=config.prompt, seed=config.seed)
+    with threads_for(noise, loaded.model_config), intervene(*edits) if edits else nullcontext():
+        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
+        latents, calls, done = rollout.sample(pipeline, (prompt, negative), noise, [request], observer)
+    common = loaded.common | {  # how it was sampled; the causal rollout's settings do not apply
         "orig_num_frames": base.num_video_frames,
         "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
         "guidance_scale": base.guidance_scale,
@@ -107,30 +111,15 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
         "num_steps": base.num_steps,
         "negative_prompt": base.negative_prompt,
         "config": {"height": config.height, "width": config.width},
+        "weights_sha256": loaded.sha256.result(),
+        **({"interventions": record_of(edits)} if edits else {}),
     }
-    with rollout.out_of_memory("encoding the prompt"):
-        texts = encode_prompts(config, prompts, model_config, dtype, device)
-    (prompt, words), (negative, _) = (texts[text] for text in prompts)
-    with rollout.out_of_memory("loading the model"):
-        state = checkpoint.read_transformer_state(config.ckpt_dir)
-        sizes = model_config, state, config.ckpt_dir, dtype, device, config.offload
-        model = checkpoint.build_model(WanModel, *sizes)
-    pipeline = TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
-    noise, _ = draw_noise(config, model_config, torch.float32, device)
-    observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    with threads_for(noise, model_config), intervene(*edits) if edits else nullcontext():
-        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
-        latents, calls, done = rollout.sample(pipeline, noise, prompt, negative, [request], observer)
-    common["weights_sha256"] = sha256.result()
-    if edits:
-        common["interventions"] = record_of(edits)
     stopped = f"{done} of {base.num_steps} steps" if done < base.num_steps else ""
     if absent := [str(step) for step in request.steps or () if step >= done]:
         note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "
         common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
-    return Extraction(
-        config, model_config.num_layers, calls, latents, pipeline.pass_timesteps, words, common, stopped
-    )
+    layers, timesteps = loaded.model_config.num_layers, pipeline.pass_timesteps
+    return Extraction(config, layers, calls, latents, timesteps, words, common, stopped)
 
 
 def select_branch(run: Extraction, branch: str) -> Extraction:

@@ -100,11 +100,13 @@ def prepare(
     prompts: Sequence[str] | None = None,
     observer: RunObserver | None = None,
     replays: bool = False,
+    load_base: Callable[..., Any] | None = None,
 ) -> LoadedModel:
     """Load what rollouts of a config need, for its prompt or for several. ConfigError for bad input.
 
     What that takes is said before anything is loaded, and refused where it does not fit. replays: rollouts
     are many or long, and nobody changes or hooks into the model, so that a GPU replays layers from graphs.
+    load_base loads the base model in place of the causal one.
     """
     prompts = [*(prompts or [config.prompt]), *(str(switch.prompt) for switch in config.switches)]
     prompts = list(dict.fromkeys(prompts))
@@ -113,9 +115,9 @@ def prepare(
     model_config = checkpoint.read_model_config(config.ckpt_dir)
     checks.check_model(config, model_config)
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    check_requests(config, model_config, requests)
+    check_requests(config, model_config, requests, config.base.num_steps if load_base else None)
     encodes = needs_encoder(config, prompts, model_config, dtype, device)
-    memory = Memory(config, model_config, requests, dtype, device, encodes, replays=replays)
+    memory = Memory(config, model_config, requests, dtype, device, encodes, bool(load_base), replays)
     check_memory(memory, quiet=observer is None or observer.quiet)
     common = common_fields(config, model_config, weights_file, dtype, device)
     sha256 = run_in_background(checkpoint.file_sha256, weights_file)
@@ -137,11 +139,11 @@ def prepare(
     texts = PromptTexts(prompts, encode)
     texts[prompts[0]]  # the first ones before the model is there: the encoder needs as much memory again
     with out_of_memory("loading the model"):
-        pipeline = load_pipeline(config, model_config, dtype, device)
+        pipeline = (load_base or load_pipeline)(config, model_config, dtype, device)
     if replays and config.gpus == 1:  # several replay anyway
         replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
-    if observer and not observer.quiet:
+    if observer and not observer.quiet and not load_base:
         print(pipeline.weights)
     return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype)
 
@@ -259,7 +261,6 @@ def extract_next(
     """extract() with what is loaded already; config may have another prompt and seed than at loading."""
     observer = observer or RunObserver()
     prompt_embeds, tokens = loaded.texts[config.prompt]
-    switches = loaded.switches(config)
     requests = [  # maps of words are of the prompt's, unless it is said how many
         replace(r, num_words=len(tokens)) if r.granularity == "map" and r.num_words is None else r
         for r in requests
@@ -270,7 +271,14 @@ def extract_next(
     with threads_for(noise, loaded.model_config), edited(loaded, config, edits):
         edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
         latents, records = roll_out(
-            loaded.pipeline, noise, renoise, prompt_embeds, config.block_sizes, requests, observer, switches
+            loaded.pipeline,
+            noise,
+            config.block_sizes,
+            requests,
+            observer,
+            prompt_embeds=prompt_embeds,
+            renoise=renoise,
+            prompt_schedule=loaded.switches(config),
         )
     common = loaded.common | {"prompt": config.prompt, "seed": config.seed}
     common["weights_sha256"], stopped = loaded.sha256.result(), ""

@@ -365,12 +365,11 @@ def new_blocks(
     noise = seeded_noise([config], loaded.model_config, loaded.dtype, loaded.device)
     wanted = capture.blocks(len(config.block_sizes))
     requests = capture.requests([block for block in wanted if block >= first])
-    model, at = loaded.pipeline.model, 0
+    at = 0
     watch.log("rollout", prompt=config.prompt, seed=config.seed, given_blocks=first)
     with (
         out_of_memory(lambda: f"rolling out block {at}", requests),
         capturing(requests) as calls,
-        checks.record_forwards(model) as forwards,
     ):
         rollout = loaded.pipeline.blocks(
             noise,
@@ -382,7 +381,7 @@ def new_blocks(
         )
         for block, (frames, x0) in enumerate(rollout):
             at = block + 1
-            checks.check_forwards(model, forwards, x0)
+            checks.check_latents(loaded.pipeline.model, x0, f"block {block}")
             if block < first:
                 if not torch.equal(latents.read(frames), x0[0].to("cpu", latents.dtype)):
                     raise RunError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,8 @@ from experiments.extraction.observer import RunObserver
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
 from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
-from wan.model import WanModel
 from wan.parallel import any_process, gather_calls
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import PromptSwitch
 from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
@@ -28,99 +27,74 @@ class _StoppedError(Exception):
 def roll_out(
     pipeline: CausalInferencePipeline,
     noise: Tensor,
-    renoise: Tensor,
-    prompt_embeds: Tensor,
     sizes: Sequence[int],
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
-    prompt_schedule: Sequence[PromptSwitch] = (),
+    **inputs: Any,
 ) -> tuple[Tensor, list[CapturedCall]]:
     """Generate blocks of sizes frames -> latents [1, F, C, h, w] of the finished blocks, captured calls.
 
-    Fewer frames than the noise has come back where the observer asked to stop. Raises RunError, naming block,
-    pass and layer, for numbers that cannot be right, and for memory that does not suffice.
+    inputs are those of the pipeline. Fewer frames than the noise has come back where the observer asked to
+    stop. Raises RunError for numbers that cannot be right, and for memory that does not suffice.
     """
-    frames = block_ranges(list(sizes))
-    finished: list[Tensor] = []
+    frames, finished, checked = block_ranges(list(sizes)), list[Tensor](), 0
 
     def on_block(block: int, latents: Tensor) -> None:
-        check(latents)
+        nonlocal checked
+        checks.check_latents(pipeline.model, latents, f"block {block}")
+        checked = _keep(records, checked)
         finished.append(latents.clone())
         observer.block(block, frames[block], len(frames))
         if any_process(pipeline.model, observer.stopping) and block + 1 < len(frames):
             raise _StoppedError
 
-    phase = lambda: f"rolling out block {len(finished)} of {len(frames)}"  # noqa: E731
-    with capture_guarded(pipeline.model, requests, phase) as (records, check):
-        pipeline.inference(
-            noise,
-            prompt_embeds=prompt_embeds,
-            renoise=renoise,
-            on_block=on_block,
-            prompt_schedule=prompt_schedule,
-        )
+    with (
+        out_of_memory(lambda: f"rolling out block {len(finished)} of {len(frames)}", requests),
+        capturing(requests) as records,
+        suppress(_StoppedError),
+    ):
+        pipeline.inference(noise, on_block=on_block, **inputs)
     records = [record for record in records if record["block"] < len(finished)]  # a window began others
-    done = pipeline.model.config.num_layers, len(finished), len(pipeline.pass_timesteps)
-    checks.check_complete(records, requests, *done, pipeline.has_pass)
     return torch.cat(finished, 1), gather_calls(pipeline.model, records)
 
 
 def sample(
     pipeline: TextToVideoPipeline,
+    texts: tuple[Tensor, Tensor],
     noise: Tensor,
-    prompt: Tensor,
-    negative: Tensor,
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
 ) -> tuple[Tensor, list[CapturedCall], int]:
     """Run the base model's steps -> latents [1, F, C, h, w], captured calls, the number of steps done.
 
-    Not all are where the observer asked to stop. Raises RunError as roll_out does.
+    texts are those of guidance's two branches. Not all steps are done where the observer asked to stop.
+    Raises RunError as roll_out does.
     """
-    timesteps, done, last = pipeline.pass_timesteps, 0, noise
+    timesteps, done, last, checked = pipeline.pass_timesteps, 0, noise, 0
 
     def on_step(step: int, latents: Tensor) -> None:
-        nonlocal done, last
-        check(latents)
+        nonlocal done, last, checked
+        checks.check_latents(pipeline.model, latents, f"step {step}")
+        checked = _keep(records, checked)
         done, last = step + 1, latents
         observer.step(step, timesteps[step], len(timesteps))
         if observer.stopping and done < len(timesteps):
             raise _StoppedError
 
-    phase = lambda: f"sampling step {done} of {len(timesteps)}"  # noqa: E731
-    with capture_guarded(pipeline.model, requests, phase) as (records, check):
-        pipeline.inference(noise, prompt, negative, on_step=on_step)
-    for branch in ("cond", "uncond"):
-        of_one = [record for record in records if record["branch"] == branch]
-        checks.check_complete(of_one, requests, pipeline.model.config.num_layers, 1, done)
+    with (
+        out_of_memory(lambda: f"sampling step {done} of {len(timesteps)}", requests),
+        capturing(requests) as records,
+        suppress(_StoppedError),
+    ):
+        pipeline.inference(noise, *texts, on_step=on_step)
     return last, records, done
 
 
-@contextmanager
-def capture_guarded(
-    model: WanModel, requests: Sequence[CaptureRequest], phase: Callable[[], str]
-) -> Iterator[tuple]:
-    """Capture while a sampler runs -> the calls, and a check for the latents of every finished block or step.
-
-    The check raises RunError for numbers that cannot be right. phase says what is being done, where memory
-    does not suffice. What a _StoppedError leaves is kept.
-    """
-    with (
-        out_of_memory(phase, requests),
-        capturing(requests) as records,
-        checks.record_forwards(model) as forwards,
-        suppress(_StoppedError),
-    ):  # innermost: what was captured is kept
-        checked = 0
-
-        def check(latents: Tensor) -> None:
-            nonlocal checked
-            checks.check_forwards(model, forwards, latents)
-            move_to_cpu(records[checked:])
-            checks.check_values(records[checked:])
-            checked = len(records)
-
-        yield records, check
+def _keep(records: list[CapturedCall], checked: int) -> int:
+    """Move the calls since the last check to the CPU and check them; return how many there are now."""
+    move_to_cpu(records[checked:])
+    checks.check_values(records[checked:])
+    return len(records)
 
 
 def capturing(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
@@ -139,15 +113,10 @@ def out_of_memory(phase: str | Callable[[], str], requests: Sequence[CaptureRequ
         what = phase() if callable(phase) else phase
         if any(request.granularity == "token" for request in requests):
             remedy = "--granularity frame keeps no token matrices, fewer --layer_indices fewer of them"
-        elif any(request.rope_bands for request in requests):
-            remedy = "leave out --rope_bands, or take fewer --num_frames"
-        elif "sampling" in what:
-            remedy = "fewer --num_frames"
-        elif "rolling" in what:
-            remedy = "fewer --num_frames, or a --cache_policy with a window, make the KV cache smaller"
+        elif "rolling" in what or "sampling" in what:
+            remedy = "take fewer --num_frames, or a --cache_policy with a window"
         else:
             remedy = "a GPU that nothing else uses (--gpu_id N), or --device cpu"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RunError(
-            f"out of {'host' if on_host else 'GPU'} memory while {what}: {reason}; {remedy}"
-        ) from error
+        memory = "host" if on_host else "GPU"
+        raise RunError(f"out of {memory} memory while {what}: {reason}; {remedy}") from error

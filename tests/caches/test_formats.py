@@ -95,9 +95,6 @@ def test_logits_of_figure4_have_both_names_and_one_storage(tmp_path):
     assert 0 <= more < 1000 < entry["attn_logits"].nbytes
     (read,) = load_cache(tmp_path / "both.pt")["attention_weights"]
     assert read["attn_weights"].data_ptr() == read["attn_logits"].data_ptr()
-    other = entry | {"attn_weights": entry["attn_logits"] + 1}
-    with pytest.raises(CacheError, match=r"attention_weights\[0\].attn_weights is another tensor"):
-        check(one | {"attention_weights": [other]})
 
 
 # --- What is wrong
@@ -129,7 +126,7 @@ WRONG = [
     (told("layer", seed="42"), "seed is '42', not int | none"),
     (told("layer", seed=True), "seed is True"),
     (told("layer", prompt=None), "prompt is None, not str"),
-    (told("layer", prompt="a" * 100_001), "'prompt' has 100001 characters"),
+    (told("layer", prompt="a" * 100_001), "has 100001 characters"),
     (told("layer", num_heads=0), "num_heads is 0, not a number of 1..131072"),
     (told("layer", num_frames=1 << 18), "num_frames is 262144"),
     (told("layer", config=None), "config is None, not dict"),
@@ -141,78 +138,72 @@ WRONG = [
     (told("layer", block_sizes=[0, 9]), r"block_sizes \[0, 9\] do not add up"),
     (told("layer", blocks_done=2), "blocks_done is 2, not in 1..3 of a partial cache"),
     (told("layer", partial=True, blocks_done=4), "blocks_done is 4, not in 1..3"),
-    (told("layer", partial=True, blocks_done=2), "full_frame_attention has values in blocks that were not"),
-    (told("layer", last_block_query_frames=[6, 7, 9]), r"\[6, 7, 9\] are not increasing frames of 0..8"),
-    (told("layer", last_block_query_frames=[6, 8, 7]), "are not increasing frames"),
+    (told("layer", partial=True, blocks_done=2), "full_frame_attention .*must be NaN in later blocks"),
+    (told("layer", last_block_query_frames=[6, 7, 9]), r"\[6, 7, 9\]; must increase in 0..8"),
+    (told("layer", last_block_query_frames=[6, 8, 7]), "must increase in 0..8"),
     (told("layer", full_frame_attention=ONES[0, :, :, :8]), r"float32 \[3, 3, 8\], not f16/f32 \[H, F, F\]"),
-    (told("layer", full_frame_attention=torch.zeros(3, 9, 9)), "values where the key's block comes after"),
+    (told("layer", full_frame_attention=torch.zeros(3, 9, 9)), "must be NaN in later blocks"),
     (told("layer", last_block_frame_attention=torch.zeros(3, 9).double()), r"float64 \[3, 9\]"),
-    (told("layer", last_block_frame_attention=lambda x: x * INF), "values that are infinite"),
+    (told("layer", last_block_frame_attention=lambda x: x * INF), "must be finite"),
     (told("layer", last_block_frame_attention=lambda x: x * NAN), "holds no values for its last block"),
-    (told("layer", layer_index=-3), "layer_index is -3; it counts from 0"),
+    (told("layer", layer_index=-3), "layer_index is -3; must count from 0"),
     (told("layer", step=-2), "step is -2"),
     (told("layer", timestep=NAN), "timestep is nan"),
     (told("layer", format="lyer"), "format is 'lyer', not one of"),
     (told("layer", schema_version=0), "schema_version is 0; they count from 1"),
     (told("layer", schema_version=7, read_by="3.1"), "7 is newer than this code's 2; version 3.1 of this"),
-    (told("atlas", layers=[1, 1, 5]), r"layers \[1, 1, 5\] name one twice"),
-    (told("atlas", layers=[-1, 1, 5]), r"layers is \[-1, 1, 5\]; it counts from 0"),
-    (told("atlas", pass_steps=[0, 0]), "pass_steps .* name one twice"),
+    (told("atlas", layers=[1, 1, 5]), r"layers is \[1, 1, 5\]; must not repeat"),
+    (told("atlas", layers=[-1, 1, 5]), r"layers is \[-1, 1, 5\]; must count from 0"),
+    (told("atlas", pass_steps=[0, 0]), "pass_steps .* must not repeat"),
     (told("atlas", pass_timesteps=[NAN, 0.0]), "pass_timesteps is "),
-    (told("atlas", frame_mass=lambda x: x * 1.002), "rows of frame_mass do not sum to 1"),
-    (told("atlas", frame_mass=lambda x: 2 / 9 - x), "rows of frame_mass do not sum to 1"),
-    (told("atlas", frame_mass=lambda x: x.roll(1, -1)), "comes after|do not sum"),
-    (told("atlas", frame_logits=lambda x: x * INF), "frame_logits has values that are infinite"),
+    (told("atlas", frame_mass=lambda x: x * 1.002), "frame_mass .*must have rows that sum to 1"),
+    (told("atlas", frame_mass=lambda x: 2 / 9 - x), "frame_mass .*must have rows that sum to 1"),
+    (told("atlas", frame_mass=lambda x: x.roll(1, -1)), "frame_mass .*must"),
+    (told("atlas", frame_logits=lambda x: x * INF), "frame_logits .*must be finite"),
     (told("atlas", frame_logits=lambda x: x * NAN), "holds no values for its last block"),
-    (told("atlas", key_curve=lambda x: x[..., 1:]), "key_curve is .* not of 9 key frames of 5 tokens each"),
-    (told("atlas", slot_mass=torch.ones(3, 2, 3, 9, 2)), "rows of slot_mass do not sum to 1"),
-    (told("figure4", query_frames=[3, 4, 5]), "key_frames .* come after the queries' block"),
+    (told("atlas", key_curve=lambda x: x[..., 1:]), "key_curve is .*must be of 9 key frames of 5 tokens"),
+    (told("atlas", slot_mass=torch.ones(3, 2, 3, 9, 2)), "slot_mass .*must have rows that sum to 1"),
+    (told("figure4", query_frames=[3, 4, 5]), "key_frames .*must not come after the queries' block"),
     (told("figure4", attention_weights=3), "attention_weights is 3, not a list of dicts"),
     (told("figure4", attention_weights=[], layer_indices=[]), r"layer_indices is \[\]"),
     (told("figure4", layer_indices=[1]), r"\[1\] are not the layers of attention_weights, \[1, 5\]"),
-    (in_calls("figure4", num_query_frames=9), r"\[0\].num_query_frames is 9, and the cache says 3"),
     (in_calls("figure4", num_heads=3), r"attention_weights\[0\]"),
-    (in_calls("figure4", attn_logits=lambda x: x[..., 1:]), r"not of 21 key frames of 16 tokens each"),
-    (in_calls("figure4", "frame", frame_mass=lambda x: x * 3), r"\[0\].rows of frame_mass do not sum to 1"),
-    (in_calls("inference", block=99), r"query_frames \[6, 7, 8\] are not those of block 99"),
-    (in_calls("inference", block=3), "are not those of block 3"),
-    (in_calls("inference", query_frames=[0, 1, 2]), "are not those of block 2"),
-    (in_calls("inference", block=0, query_frames=[0, 1, 2]), "key_frames .* come after the queries' block"),
-    (in_calls("inference", q_shape=[1, 2, 3, 4]), r"\[1, 2, 3, 4\] is not \[B, 15 tokens, 3 heads, D\]"),
-    (in_calls("inference", k_shape=[1, 45, 2, 4]), r"is not \[B, 45 tokens, 3 heads, D\]"),
-    (in_calls("inference", **KEYS), "key_frame, key_token and key_position go together"),
+    (in_calls("figure4", attn_logits=lambda x: x[..., 1:]), r"must be of 21 key frames of 16 tokens"),
+    (in_calls("figure4", "frame", frame_mass=lambda x: x * 3), r"\[0\].frame_mass .*rows that sum to 1"),
+    (in_calls("inference", block=99), r"query_frames is \[6, 7, 8\]; must be None, those of block 99"),
+    (in_calls("inference", block=3), "must be None, those of block 3"),
+    (in_calls("inference", query_frames=[0, 1, 2]), r"must be \[6, 7, 8\], those of block 2"),
+    (
+        in_calls("inference", block=0, query_frames=[0, 1, 2]),
+        "key_frames .*must not come after the queries' block",
+    ),
+    (in_calls("inference", **KEYS), "must have key_frame, key_token, key_position"),
     (
         in_calls(
             "inference", **KEYS | {"key_position": KEYS["key_frame"], "key_frame": KEYS["key_frame"] + 9}
         ),
-        "key_frame is not in 0..8",
+        r"key_frame .*must be in -9\.\.8",
     ),
     (
         in_calls(
             "inference", **KEYS | {"key_position": KEYS["key_frame"], "key_token": KEYS["key_frame"] + 5}
         ),
-        "key_token is not in 0..4",
+        r"key_token .*must be in 0\.\.4",
     ),
-    (in_maps(map_mass=lambda x: x * 0), "rows of map_mass do not sum to 1"),
-    (in_maps(key_frame=lambda x: x + 9), "key_frame is not in"),
-    (in_maps(key_frame=lambda x: x - 10), "key_frame is not in"),
-    (in_maps(key_token=lambda x: x - 1), "key_token is not in"),
-    (in_maps(queries=torch.tensor([[8, 0, 0]] * 3).int()), r"query \[8, 0, 0\] is none of this block's"),
-    (in_maps(queries=torch.tensor([[0, 2, 0]] * 3).int()), r"query \[0, 2, 0\] is none"),
-    (in_maps(queries=torch.tensor([[-1, 0, -1]] * 3).int()), r"query \[-1, 0, -1\] is none"),
+    (in_maps(map_mass=lambda x: x * 0), "map_mass .*must have rows that sum to 4"),
+    (in_maps(key_frame=lambda x: x + 9), "key_frame .*must be in"),
+    (in_maps(key_frame=lambda x: x - 10), "key_frame .*must be in"),
+    (in_maps(key_token=lambda x: x - 1), "key_token .*must be in"),
     (in_maps(map_logits=lambda x: x[..., 1:]), "map_logits is "),
-    (in_maps(query_frames=[3, 4, 5]), "are not those of block 0"),
-    (in_maps({"heads": [1, 3]}), "head 3 is not in 0..2"),
+    (in_maps(query_frames=[3, 4, 5]), "those of block 0"),
+    (in_maps({"heads": [1, 3]}), r"heads \[1, 3\] are not of"),
     (in_maps({"heads": [1]}), "map_logits is .*h 1"),
-    (in_maps({"rows": 3}), "rows 3 x columns 2 are not 4 tokens"),
-    (in_maps({"words": ["a"]}, word_map=torch.zeros(1, 1, 2, 12, 2).half()), "word_map has 2 words"),
+    (in_maps({"rows": 3}), "3 x 2 tokens .* are not of"),
+    (in_maps({"words": ["a"]}, word_map=torch.zeros(1, 1, 2, 12, 2).half()), "word_map is .*words 1"),
     (synthetic_caches.maps() | {"blocks": []}, "blocks are of the blocks"),
     (synthetic_caches.maps() | {"blocks": synthetic_caches.maps()["blocks"] * 2}, r"the blocks \[0, 0\]"),
     (told("causal_atlas", each="word"), "each is 'word', not one of head, layer, frame"),
-    (told("causal_atlas", effects=lambda x: -x), "effects has negative values"),
-    (told("causal_atlas", effects=lambda x: x * INF), "effects has values that are infinite"),
-    (told("causal_atlas", interventions={}), "interventions is missing"),
-    (told("effects", interventions={}), "interventions is missing"),
+    (told("causal_atlas", effects=lambda x: x * INF), "effects .*must be finite"),
 ]
 
 
@@ -233,7 +224,7 @@ def test_every_field_is_required_or_optional_as_declared(maker):
     for name in cache.keys() - optional:
         with pytest.raises(CacheError, match=f"{name}|format is None"):
             check({k: v for k, v in cache.items() if k != name})
-    for name in cache.keys() & optional - {"frame_logits", "frame_mass", "interventions"}:
+    for name in cache.keys() & optional - {"frame_logits", "frame_mass"}:
         check({k: v for k, v in cache.items() if k != name})
 
 

@@ -138,7 +138,6 @@ HOSTILE = {
     "a map that sums to nothing": lambda c, b: b.update(map_mass=torch.zeros_like(b["map_mass"])),
     "a key of a frame that is not there": lambda c, b: b["key_frame"].fill_(9),
     "a token that is not there": lambda c, b: b["key_token"].fill_(16),
-    "a query of another block": lambda c, b: b["queries"].fill_(8),
     "heads that were not kept": lambda c, b: c.update(heads=[3]),
     "another grid": lambda c, b: c.update(rows=3),
     "a head that is not there": lambda c, b: c.update(heads=[3, 12]),

@@ -1,0 +1,115 @@
+"""Numbers that cannot be right stop a run, and the message says where."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments import run_extraction_all, run_extraction_figure4
+from experiments.caches.files import RunError
+from experiments.extraction import causal, checks
+from experiments.running import cli
+from wan.capture import CapturedCall, CaptureRequest, Pass, Site
+from wan.config import load_config
+
+SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
+ALL = [CaptureRequest(granularity="frame")]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def said_by(script, flags, tmp_path, capfd, code) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(script.run, [*SHORT, *flags, "--output_path", str(tmp_path / "out.pt")])
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("block ")]
+    assert ended.value.code == code and len(said) == 1 and not list(tmp_path.iterdir()), said
+    return said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda model: model.blocks[3].self_attn.q.bias.fill_(float("nan")),
+            "not finite, nor is the weight blocks.3.self_attn.q.bias: get the file of the weights again",
+        ),
+        (
+            lambda model: model.blocks[5].register_forward_hook(lambda *call: call[2] * float("inf")),
+            f"not finite, {checks.REMEDY}",
+        ),
+    ],
+)
+def test_latents_that_are_not_finite_stop_the_run(spoil, message, tmp_path, monkeypatch, capfd):
+    original = causal.load_pipeline
+
+    def broken(*args):
+        pipeline = original(*args)
+        spoil(pipeline.model)
+        return pipeline
+
+    monkeypatch.setattr(causal, "load_pipeline", broken)
+    said = said_by(run_extraction_figure4, ["--layer_indices", "1"], tmp_path, capfd, 1)
+    assert said.startswith("error: block 0: the latents are ") and said.endswith(message)
+
+
+def call_of(**values) -> CapturedCall:
+    at = Pass(query_frames=(3, 4, 5), block=1, step=2, timestep=500.0)
+    shape = (1, 15, 3, 8)
+    return CapturedCall(site=Site(7, "self"), at=at, values=values, q_shape=shape, k_shape=shape, layout=None)
+
+
+ROWS = torch.full((1, 3, 2, 4), 0.25)
+NAN = float("nan")
+HEADS = ROWS.clone()
+HEADS[:, 1, :, 0] = NAN  # a head that does not see a frame
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"frame_logits": ROWS / 0}, "layer 7, block 1, step 2: frame_logits is not finite; try --device"),
+        ({"frame_logits": ROWS.masked_fill(torch.eye(2, 4).bool(), NAN)}, "frame_logits is not finite"),
+        ({"frame_logits": ROWS * NAN}, "frame_logits is not finite"),
+        ({"token_logits": ROWS.half() / 0}, "token_logits is not finite in float16; --capture probabilities"),
+        ({"frame_mass": ROWS * 1.01}, r"rows of frame_mass sum to 1 ± 0\.01, not to 1"),
+        ({"cross_mass": ROWS[..., 1:]}, "rows of cross_mass sum to 1 ± 0.25"),
+        ({"token_probabilities": ROWS * 0.99}, "rows of token_probabilities sum to 1 ± 0.01"),
+        ({"slot_mass": ROWS * 1.01, "frame_mass": ROWS}, "rows of slot_mass"),
+        ({"frame_logits": -ROWS / 0, "attended": ROWS > 0}, "frame_logits is not finite"),
+    ],
+)
+def test_captured_numbers_that_cannot_be_right(values, message):
+    with pytest.raises(RunError, match=message):
+        checks.check_values([call_of(frame_logits=ROWS), call_of(**values)])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"frame_logits": HEADS, "frame_mass": HEADS},  # heads with keys of their own
+        {"frame_logits": ROWS * NAN, "attended": ROWS > 0},  # left out by an intervention
+        {"frame_mass": ROWS / 2, "slot_mass": ROWS},  # averages, which are no frames, have the rest
+        {"frame_mass": ROWS * 1.0009, "key_curve": ROWS, "map_queries": ROWS / 0},
+    ],
+)
+def test_captured_numbers_that_can(values):
+    checks.check_values([call_of(**values)])
+
+
+def test_a_directory_that_holds_another_model_than_its_config_names(tmp_path, capfd):
+    flags = ["--ckpt_dir", "checkpoints/wan-mini", "--output_path", str(tmp_path / "out.pt")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_extraction_all.run, flags)
+    assert ended.value.code == 2 and not list(tmp_path.iterdir())
+    assert "checkpoints/wan-mini is not Wan2.1-T2V-1.3B: num_layers 8 instead of 30" in capfd.readouterr().err
+
+
+def test_looking_changes_no_bit_of_the_latents():
+    config = replace(load_config("configs/wan_mini.yaml"), num_frames=6)
+    loaded = causal.prepare(config, ALL)
+    assert torch.equal(causal.extract_next(loaded, config, ALL).latents, loaded.rollout(config))

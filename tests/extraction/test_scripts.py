@@ -1,0 +1,239 @@
+"""The scripts on the miniature: what they write, that it is right, and what they say of bad input."""
+
+import re
+import subprocess
+import sys
+
+import imageio.v3 as iio
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments import run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
+from experiments.caches import frames, load_cache
+from experiments.caches.view import open_call
+from experiments.running import cli
+from wan.blocks import later_block, visible_frames
+
+MINI = ["--config_path", "configs/wan_mini.yaml"]
+SHORT = [*MINI, "--num_frames", "6"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def extract(script, path, *flags) -> dict:
+    script.run([*flags, "--quiet", "--output_path", str(path)])
+    return load_cache(path, mmap=False)
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory) -> dict[str, dict]:
+    """One rollout of four blocks of the miniature per script."""
+    folder = tmp_path_factory.mktemp("caches")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return {
+            name: extract(script, folder / f"{name}.pt", *MINI, "--num_frames", "12", *flags)
+            for name, script, flags in (
+                ("token", run_extraction_figure4, []),
+                ("probabilities", run_extraction_figure4, ["--capture", "probabilities"]),
+                ("key", run_extraction_figure4, ["--granularity", "key"]),
+                ("frame", run_extraction_figure4, ["--granularity", "frame"]),
+                ("layer", run_extraction_each, ["--layer_index", "5"]),
+                ("atlas", run_extraction_all, ["--key_curve", "--cross"]),
+                ("inference", run_extraction, []),
+            )
+        }
+
+
+SAID = {
+    "format": "figure4",
+    "layer_indices": [1, 5],
+    "is_logits": True,
+    "num_frames": 12,
+    "block_sizes": [3] * 4,
+    "frame_seq_length": 16,
+    "query_frames": [9, 10, 11],
+    "key_frames": list(range(12)),
+    "step": 0,
+    "timestep": 1000.0,
+    "is_clean_pass": False,
+    "model": "wan-mini",
+    "weights": "checkpoint",
+    "weights_file": "self_forcing_mini.pt",
+    "seed": 42,
+}
+
+
+def test_the_figure4_cache(caches):
+    cache = caches["token"]
+    assert {name: cache[name] for name in SAID} == SAID
+    assert len(cache["weights_sha256"]) == 64 and "circle" in cache["prompt"]
+    for entry, layer in zip(cache["attention_weights"], (1, 5), strict=True):
+        assert entry["layer_idx"] == layer and entry["attn_weights"] is not None
+        assert entry["attn_logits"].shape == (1, 12, 48, 192) and entry["attn_logits"].dtype == torch.float16
+
+
+def test_every_script_and_granularity_gives_the_same_numbers(caches):
+    S, atlas = caches["token"]["frame_seq_length"], caches["atlas"]
+    for i, layer in enumerate((1, 5)):
+        names = ("token", "key", "frame", "probabilities", "inference")
+        token, key, frame, prob, call = (caches[name]["attention_weights"][i] for name in names)
+        scale, logits = frame["frame_logits"].abs().max(), token["attn_logits"][0]
+        from_tokens = frames.token_matrix_to_frames(logits, S)
+        torch.testing.assert_close(from_tokens, frame["frame_logits"], atol=2**-10 * scale, rtol=0)
+        torch.testing.assert_close(key["key_curve"], logits.float().mean(1), atol=2**-9 * scale, rtol=0)
+        mass = S * frames.token_matrix_to_frames(prob["attn_weights"][0], S)
+        torch.testing.assert_close(mass, frame["frame_mass"], atol=1e-6, rtol=0)
+        assert torch.equal(call["attn_weights"], prob["attn_weights"])
+        assert (call["layer_idx"], call["block"], call["step"]) == (layer, 3, 0)
+        assert torch.equal(atlas["frame_logits"][layer, 0, :, 9:], frame["frame_logits"])
+        assert torch.equal(atlas["frame_mass"][layer, 0, :, 9:], frame["frame_mass"])
+        assert torch.equal(atlas["key_curve"][layer, 0], key["key_curve"].half())
+    of_layer = caches["layer"]["full_frame_attention"]
+    torch.testing.assert_close(of_layer, atlas["frame_logits"][5, 0], equal_nan=True, atol=0, rtol=0)
+    torch.testing.assert_close(caches["layer"]["last_block_frame_attention"], of_layer[:, 9:].mean(1))
+
+
+def test_the_atlas(caches):
+    atlas = caches["atlas"]
+    assert atlas["pass_timesteps"] == pytest.approx([1000, 937.5, 833.3333, 625, 0])
+    assert atlas["layers"] == list(range(8))
+    absent = later_block(atlas["block_sizes"]).expand(8, 5, 12, 12, 12)
+    for name in ("frame_logits", "frame_mass"):
+        assert torch.equal(atlas[name].isnan(), absent)  # NaN exactly where never attended
+    assert (atlas["frame_mass"].nansum(-1) - 1).abs().max() < 1e-5
+    words = len(atlas["cross_tokens"])
+    assert atlas["cross_mass"].shape == (8, 5, 12, 12, words) and "circle" in "".join(atlas["cross_tokens"])
+    assert (atlas["cross_mass"].sum(-1) <= 1 + 1e-5).all()
+
+
+def test_chosen_layers_blocks_and_passes_as_logits(tmp_path):
+    chosen = ["--layer_indices", "7", "2", "--blocks", "0", "-1", "--steps", "4", "0", "--capture", "logits"]
+    cache = extract(run_extraction, tmp_path / "c.pt", *SHORT, *chosen)
+    tags = [(call["block"], call["step"], call["layer_idx"]) for call in cache["attention_weights"]]
+    assert tags == [(b, s, layer) for b in (0, 1) for s in (0, 4) for layer in (2, 7)]  # the rollout's order
+    assert cache["is_logits"] and cache["layer_indices"] == [7, 2]
+    last, first = open_call(cache, 7, "mass"), open_call(cache, 0)
+    assert (last.layers, last.pass_label, last.matrix_rows) == ((7,), "clean pass (t = 0)", (3, 4, 5))
+    assert abs(last.frame_matrix(7).sum(-1) - 1).max() < 1e-5
+    assert (first.query_frames, first.own_block, first.context_frames) == ((0, 1, 2), (0, 1, 2), ())
+
+
+@pytest.mark.slow
+def test_a_window_keeps_global_frames(tmp_path):
+    config = tmp_path / "window.yaml"
+    config.write_text((ROOT / "configs/wan_mini.yaml").read_text() + "local_attn_size: 6\nsink_size: 1\n")
+    flags, seen = ["--config_path", str(config), "--num_frames", "12"], [0, 7, 8, 9, 10, 11]
+    cache = extract(run_extraction_figure4, tmp_path / "w.pt", *flags, "--granularity", "frame")
+    assert cache["key_frames"] == visible_frames([3] * 4, 3, 6, 1) == seen
+    present = ~cache["attention_weights"][0]["frame_logits"][0, 0].isnan()
+    assert present.nonzero().flatten().tolist() == seen
+    atlas = extract(run_extraction_all, tmp_path / "a.pt", *flags, "--key_curve")
+    with_keys = (~atlas["key_curve"][3, 2, 5].isnan()).unflatten(-1, (-1, 16)).all(-1)
+    assert with_keys.nonzero().flatten().tolist() == seen
+    chosen = ["--layer_indices", "3", "--blocks", "1", "3"]
+    early, late = extract(run_extraction, tmp_path / "i.pt", *flags, *chosen)["attention_weights"]
+    assert (early["key_frames"], late["key_frames"]) == (list(range(6)), seen)
+    assert late["attn_weights"].shape[-1] == 6 * 16 and (late["attn_weights"].sum(-1) - 1).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_every_layer_of_one_rollout_is_what_its_own_gives(tmp_path):
+    run_extraction_each.run([*SHORT, "--output_dir", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {f"layer{layer}.pt" for layer in range(8)}
+    alone, tokens = tmp_path / "alone.pt", tmp_path / "tokens.pt"
+    short = extract(run_extraction_each, alone, *SHORT, "--layer_index", "6")
+    assert alone.read_bytes() == (tmp_path / "layer6.pt").read_bytes()
+    long = extract(run_extraction_each, tokens, *SHORT, "--layer_index", "6", "--granularity", "token")
+    torch.testing.assert_close(
+        short["full_frame_attention"], long["full_frame_attention"], atol=1e-5, rtol=0, equal_nan=True
+    )
+
+
+@pytest.mark.slow
+def test_seeds_passes_and_weights(tmp_path):
+    made = {
+        name: extract(run_extraction_each, tmp_path / f"{name}.pt", *SHORT, *flags)
+        for name, flags in (
+            ("one", ["--seed", "1"]),
+            ("again", ["--seed", "1"]),
+            ("other", ["--seed", "2"]),
+            ("clean", ["--seed", "1", "--step", "4"]),
+            ("base", ["--seed", "1", "--no_checkpoint"]),
+        )
+    }
+    one, again, other = ((tmp_path / f"{name}.pt").read_bytes() for name in ("one", "again", "other"))
+    assert one == again != other
+    clean, base = made["clean"], made["base"]
+    assert (clean["step"], clean["timestep"], clean["is_clean_pass"]) == (4, 0.0, True)
+    assert (base["weights"], base["weights_file"]) == ("base", "diffusion_pytorch_model.safetensors")
+    first = [made[name]["full_frame_attention"][:, :3, :3] for name in ("one", "base")]
+    assert not torch.equal(*first)
+
+
+@pytest.mark.slow
+def test_a_first_frame_alone_a_long_prompt_and_the_video(tmp_path):
+    with pytest.warns(UserWarning, match="with an independent first frame 21 frames become 19"):
+        cache = extract(run_extraction_each, tmp_path / "i.pt", *MINI, "--independent_first_frame")
+    assert cache["block_sizes"] == [1] + [3] * 6 and cache["num_frames"] == 19
+    prompt = " ".join(["a red circle moving right"] * 20) + " zebra"
+    with pytest.warns(UserWarning, match=r"the model reads 64; cut: .*zebra"):
+        extract(run_extraction_each, tmp_path / "l.pt", *SHORT, "--prompt", prompt, "--save_video")
+    video = iio.imread(tmp_path / "l.mp4")
+    assert video.shape == (21, 256, 256, 3) and video.std() > 5  # something is to be seen
+
+
+@pytest.mark.beside
+def test_scripts_run_from_a_shell_without_pythonpath(tmp_path):
+    path = ["--output_path", f"{tmp_path}/l.pt"]
+    command = [sys.executable, "experiments/run_extraction_each.py", *SHORT, *path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0 and "layer cache of wan-mini (checkpoint weights)" in done.stdout, done.stderr
+    script = ["bash", "experiments/extract_all_layers.sh", "configs/wan_mini.yaml", str(tmp_path / "all")]
+    done = subprocess.run([*script, "--num_frames", "6"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and len(list((tmp_path / "all").iterdir())) == 8, done.stderr
+
+
+FIGURE4, EACH, ALL, CALLS = run_extraction_figure4, run_extraction_each, run_extraction_all, run_extraction
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        (FIGURE4, ["--checkpoint_path", "no.pt"], "no.pt not found; run: bash experiments/download_weights"),
+        (FIGURE4, ["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: bash experiments/"),
+        (FIGURE4, ["--config_path", "no.yaml"], "config no.yaml not found; configs/ holds"),
+        (FIGURE4, ["--layer_indices", "1", "8"], r"layer 8 is not in 0\.\.7"),
+        (FIGURE4, ["--capture", "probabilities", "--granularity", "frame"], "needs --granularity token"),
+        (EACH, ["--layer_index", "-1"], r"layer_index.*-1|layer -1 is not in 0\.\."),
+        (ALL, ["--step", "5"], r"step 5 is not in 0\.\.4; 4 is the clean pass"),
+        (EACH, ["--num_frames", "20"], "20 frames do not fit blocks of 3; try 18 or 21"),
+        (EACH, ["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
+        (EACH, ["--no_checkpoint", "--checkpoint_path", "a.pt"], "exclude"),
+        (EACH, ["--frames", "21"], "unrecognized arguments: --frames 21"),
+        (EACH, ["--output_dir", "somewhere"], "excludes --layer_index|--output_path"),
+        (CALLS, ["--blocks", "-8"], r"block -8 is not in 0\.\.6"),
+        (CALLS, ["--blocks", "7"], r"block 7 is not in 0\.\.6"),
+        (CALLS, ["--steps", "0", "5"], r"step 5 is not in 0\.\.4"),
+        (CALLS, ["--step", "1", "--steps", "2"], "--step and --steps exclude each other"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(script, flags, message, tmp_path, capfd):
+    flags = flags if "--config_path" in flags else [*MINI, *flags]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(script.run, [*flags, "--output_path", str(tmp_path / "out.pt")])
+    said = capfd.readouterr().err.strip()
+    assert ended.value.code == 2 and "\n" not in said
+    assert said.startswith("error: ") and re.search(message, said), said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["/proc/cannot/out.pt", "configs"])
+def test_an_output_path_that_cannot_be_written(path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run_extraction_figure4.run, [*SHORT, "--output_path", path])
+    assert ended.value.code == 2 and f"{path} cannot be written" in capfd.readouterr().err
