@@ -282,16 +282,18 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, chosen)
         settings = OmegaConf.to_container(merged, throw_on_missing=True)
+        asked, n = settings["num_frames"], settings["num_frame_per_block"]
+        if settings["independent_first_frame"] and asked > 1 and n >= 1:
+            settings["num_frames"] = fits = 1 + (asked - 1) // n * n
+            if fits != asked:
+                warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
+        return RunConfig(**settings | {"base": BaseSampling(**settings["base"])})
+    except ConfigError:
+        raise
     except Exception as error:  # OmegaConf's own classes, and whatever a value of a wrong type raises
         key = getattr(error, "full_key", None)
         said = f" (key {short_repr(key)})" if key else ""
         raise ConfigError(f"{path}: {reason_of(error)}{said}") from error
-    asked, n = settings["num_frames"], settings["num_frame_per_block"]
-    if settings["independent_first_frame"] and asked > 1 and n >= 1:
-        settings["num_frames"] = fits = 1 + (asked - 1) // n * n
-        if fits != asked:
-            warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
-    return RunConfig(**settings | {"base": BaseSampling(**settings["base"])})
 
 
 def check_number(name: str, value: float, low: float, high: float) -> None:
