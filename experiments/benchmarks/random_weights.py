@@ -35,7 +35,8 @@ def run(argv=None):
     flag("--device", default="auto", help="which draws the numbers")
     args = parser.parse_args(argv)
     device, sizes = choose_device(args.device), MODELS[args.model]
-    make_transformer(args.folder, sizes, torch.float32, device)
+    released = torch.bfloat16 if args.model.endswith("14B") else torch.float32
+    make_transformer(args.folder, sizes, released, device)
     if args.text_encoder:
         make_text_encoder(args.folder, torch.bfloat16, device)
     if args.checkpoint:
@@ -56,21 +57,16 @@ def make_transformer(folder: Path, sizes: ModelConfig, dtype: torch.dtype, devic
     (folder / "config.json").write_text(json.dumps(vars(sizes)), encoding="utf-8")
     with torch.device("meta"):
         model = CausalWanModel(**vars(sizes))
-    weight_map: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-
-    def write() -> None:
-        name = f"diffusion_pytorch_model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name)
-        weight_map.update(dict.fromkeys(shard, name))
-        shard.clear()
-
+    shards: list[dict[str, torch.Tensor]] = [{}]
     for name, tensor in random_tensors(model, dtype, device):
-        shard[name] = tensor
-        if sum(t.nbytes for t in shard.values()) > SHARD_BYTES:
-            write()
-    if shard:
-        write()
+        if sum(t.nbytes for t in shards[-1].values()) > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"diffusion_pytorch_model-{number:05d}.safetensors"
+        save_file(shard, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
     index = json.dumps({"weight_map": weight_map})
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(index, encoding="utf-8")
 

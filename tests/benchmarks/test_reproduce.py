@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from experiments.benchmarks.reproduce import first_frame, first_frame_training, long_rollouts, readme_figures
+from experiments.benchmarks.reproduce import (
+    first_frame,
+    first_frame_training,
+    hidden_shapes,
+    long_rollouts,
+    readme_figures,
+)
 from wan.errors import ConfigError
 
 KEPT = sorted(int(path.stem[5:]) for path in (ROOT / first_frame_training.ATLASES).glob("step_*.pt"))
@@ -74,6 +80,11 @@ def test_the_figures_of_the_readme_are_up_to_date(tmp_path):
     agreement = [float(r) for r in re.findall(r"r = (\d\.\d{3})", text)]
     assert len(agreement) == 2 and min(agreement) >= 0.98
     assert "90.0% agree" in " ".join(words(tmp_path / "kinds_of_heads_published.svg"))
+
+
+def test_the_figures_of_hidden_shapes_are_those_of_their_report(tmp_path):
+    hidden_shapes.run(["--draw", "--figures", str(tmp_path)])
+    assert len(check_figures(tmp_path)) == 2
 
 
 def test_a_placebo_counts_by_its_size():

@@ -22,7 +22,6 @@ from experiments.extraction import causal, video
 from experiments.extraction import maps as map_builders
 from experiments.extraction.devices import choose_device
 from experiments.extraction.provenance import environment
-from experiments.figures.atlas import head_maps
 from experiments.figures.style import save_svg
 from experiments.figures.video_maps import map_strip
 from experiments.miniature.frozen import SETS, held_out_scenes
@@ -48,7 +47,7 @@ def run(argv=None):
     flag("--captions", type=count, default=48, help="captions, half of them behind a wall")
     flag("--device", default="auto")
     flag("--output_path", type=Path, default=OUTPUT, help="the report, which --draw reads")
-    flag("--figure", type=Path, help="an SVG of every head, or the strip of --draw")
+    flag("--figure", type=Path, default=STRIP, help="the strip of --draw")
     flag("--draw", action="store_true", help="draw the strip of one video instead")
     flag("--prompt", help="of --draw, of one shape; the config's where not given")
     flag("--seed", type=int, help="of --draw; the config's where not given")
@@ -57,12 +56,10 @@ def run(argv=None):
     settings = {"device": args.device, "prompt": args.prompt, "seed": args.seed}
     config = load_config(args.config_path, settings)
     if args.draw:
-        figure = args.figure or STRIP
-        require_writable(figure)
-        print(save_svg(draw_strip(config, chosen_heads(args.output_path)), figure))
+        require_writable(args.figure)
+        print(save_svg(draw_strip(config, chosen_heads(args.output_path)), args.figure))
         return
-    for path in filter(None, (args.output_path, args.figure)):
-        require_writable(path)
+    require_writable(args.output_path)
     half = -(-args.captions // 2)
     scenes = held_out_scenes(SETS["one shape"], half)
     scenes += held_out_scenes(SETS["behind a wall"], args.captions - half)
@@ -70,13 +67,6 @@ def run(argv=None):
     made = environment(choose_device(config.device))
     save_report(report_of(found, config.model) | {"environment": made}, args.output_path)
     print(args.output_path)
-    if args.figure:
-        layers, subtitle = (
-            range(found.lifts.shape[2]),
-            f"{config.model}, {STEPS[4]}, {args.captions} captions",
-        )
-        title = "What queries on the shape look at"
-        print(save_svg(head_maps(found.maps(4), layers, subtitle=subtitle, title=title), args.figure))
 
 
 def report_of(found: ShapeAttention, model: str) -> dict[str, Any]:
