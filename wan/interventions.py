@@ -1,7 +1,7 @@
 """Interventions: what can be changed inside attention, each as a value that is written down and run again.
 
-An edit says what is done (Knockout, Bias, Ablate, Patch, Move, Jitter) and in which calls. attention() hands
-every call to the edits that are active, and to nobody else:
+An edit says what is done (Knockout, Bias, Ablate, Patch, Move, Jitter, Band) and in which calls. attention()
+hands every call to the edits that are active, and to nobody else:
 
     with intervene(Knockout(frames="first", layers=[5], heads=[10], passes="denoise")) as session:
         latents = pipeline.inference(noise, ...)
@@ -691,9 +691,48 @@ class Jitter(Edit):
         return True
 
 
+@dataclass(frozen=True, repr=False)
+class Band(Edit):
+    """Temporal RoPE bands of a head's logits, turned by phase (radians) and multiplied by scale.
+
+    Band b adds |q_b| |k_b| cos(ω_b d + φ) / √D to the logits of frames d apart; band 0 is the fastest. The
+    queries' pairs of dims are changed, which is the same for all keys of the call.
+    """
+
+    bands: tuple[int, ...]
+    phase: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bands = indices("bands", self.bands)
+        if bands is None:
+            raise InterventionError("Band takes bands: 0 is the fastest temporal frequency")
+        for name, value in (
+            ("bands", bands),
+            ("phase", finite("phase", self.phase)),
+            ("scale", finite("scale", self.scale)),
+        ):
+            object.__setattr__(self, name, value)
+        if (self.phase, self.scale) == (0, 1):
+            raise InterventionError("Band changes nothing with phase 0 and scale 1: give one of them")
+
+    def apply(self, call: Call, data: Any = None) -> bool:
+        heads, pairs = heads_in(self, call), time_frequencies(call.q.shape[3]).shape[1]
+        if self.bands[-1] >= pairs:
+            raise InterventionError(f"band {self.bands[-1]} is not in 0..{pairs - 1}: {self}")
+        chosen = torch.zeros(pairs, dtype=torch.float64)
+        chosen[list(self.bands)] = 1
+        q = turn(select(call.q, heads, 2), (self.phase * chosen)[None, None])
+        factor = torch.ones(call.q.shape[3])
+        factor[: 2 * pairs] += ((self.scale - 1) * chosen).float().repeat_interleave(2)
+        replace_values(call, "q", heads, q * send(factor, q.device))
+        return True
+
+
 # --- Edits as plain values and back: what YAML, JSON and caches hold
 KINDS: dict[str, type[Edit]] = {
-    kind.__name__.lower(): kind for kind in (Knockout, Bias, Ablate, Patch, Move, Jitter)
+    kind.__name__.lower(): kind for kind in (Knockout, Bias, Ablate, Patch, Move, Jitter, Band)
 }
 
 

@@ -1,5 +1,6 @@
 """Edits as values, and single edited calls against float64 softmax and RoPE written out by hand."""
 
+import cmath
 import json
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.capture import Pass, Site
 from wan.interventions import (
     Ablate,
+    Band,
     Bias,
     InterventionError,
     Jitter,
@@ -39,6 +41,7 @@ EDITS = [
     Patch("kv", {"seed": 1}, frames=[4, "sink"], passes="denoise"),
     Move("first", offset=3, passes="clean"),
     Jitter(layers=2),
+    Band([1, 0], phase=1.5, heads=[3], passes="denoise"),
 ]
 
 
@@ -59,6 +62,9 @@ def test_equal_edits_are_one_value_and_have_one_fingerprint():
 
 
 REFUSED = {
+    "Band changes nothing": lambda: Band(0, passes="all"),
+    "Band takes bands": lambda: Band(None, phase=1, passes="all"),
+    "phase nan is not a finite number": lambda: Band(0, phase=float("nan"), passes="all"),
     "passes 'both' is not one of denoise, clean, all": lambda: Knockout(frames=0, passes="both"),
     "takes frames .* or tokens": lambda: Knockout(passes="all"),
     "Bias takes frames": lambda: Bias(1.0, frames=0, tokens=[1], passes="all"),
@@ -325,6 +331,17 @@ def test_jitter_gives_every_head_its_own_base():
     check(run(Jitter(scale=0.0)), q, k, v)
     everything, one = run(Jitter(0.5))[0], run(Jitter(0.5, heads=[2]))[0]
     assert torch.equal(one[:, :, 2], everything[:, :, 2])  # whichever others it takes
+
+
+@pytest.mark.parametrize("phase, scale", [(1.2, 1.0), (0.0, 0.0), (-2.0, 0.5)])
+def test_a_band_is_turned_and_scaled_in_the_queries_of_its_heads(phase, scale):
+    edit, (q, k, v) = Band([1], phase, scale, heads=[0, 2], passes="all"), inputs()
+    changed = q.double()
+    pair = torch.view_as_complex(changed.unflatten(-1, (-1, 2)).contiguous())
+    pair[:, :, [0, 2], 1] *= scale * cmath.exp(1j * phase)
+    check(run(edit), torch.view_as_real(pair).flatten(-2), k, v)
+    with pytest.raises(InterventionError, match=r"band 9 is not in 0..\d: Band"):
+        run(Band(9, phase=1, passes="all"))
 
 
 def with_slot(slot: Slot) -> KeyLayout:
