@@ -105,9 +105,9 @@ def as_source(name: str, value: Any) -> Any:
 
 
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens"), as_indices),
+    **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens", "bands"), as_indices),
     **dict.fromkeys(("offset", "position", "seed"), as_integer),
-    **dict.fromkeys(("b", "scale"), as_number),
+    **dict.fromkeys(("b", "scale", "phase"), as_number),
     **dict.fromkeys(("prompt", "weights"), as_text),
     "frames": as_frames,
     "source": as_source,
@@ -705,15 +705,6 @@ class Band(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bands = indices("bands", self.bands)
-        if bands is None:
-            raise InterventionError("Band takes bands: 0 is the fastest temporal frequency")
-        for name, value in (
-            ("bands", bands),
-            ("phase", finite("phase", self.phase)),
-            ("scale", finite("scale", self.scale)),
-        ):
-            object.__setattr__(self, name, value)
         if (self.phase, self.scale) == (0, 1):
             raise InterventionError("Band changes nothing with phase 0 and scale 1: give one of them")
 

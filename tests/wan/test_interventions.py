@@ -63,7 +63,7 @@ def test_equal_edits_are_one_value_and_have_one_fingerprint():
 
 REFUSED = {
     "Band changes nothing": lambda: Band(0, passes="all"),
-    "Band takes bands": lambda: Band(None, phase=1, passes="all"),
+    "bands None are not whole numbers": lambda: Band(None, phase=1, passes="all"),
     "phase nan is not a finite number": lambda: Band(0, phase=float("nan"), passes="all"),
     "passes 'both' is not one of denoise, clean, all": lambda: Knockout(frames=0, passes="both"),
     "takes frames .* or tokens": lambda: Knockout(passes="all"),

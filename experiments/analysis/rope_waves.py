@@ -1,0 +1,183 @@
+"""Fit a head's curve with the waves of temporal RoPE.
+
+If the queries and keys of a head had constant means before RoPE, q_b and k_b (complex, one per temporal
+frequency ω_b), the mean logit of frames d apart would be Σ_b |q_b| |k_b| cos(ω_b d + φ_b) / √D, plus spatial
+terms (compare TriAttention, arXiv 2604.04921). So curves over context frames are fitted by least squares with
+
+    f(d) = c + Σ_b (α_b cos ω_b d + β_b sin ω_b d),        amplitude_b = √(α_b² + β_b²)
+
+Distances d are in latent frames; logits are q·k/√D.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from wan.blocks import block_ranges
+
+NUM_BANDS = 6  # of 22: the elbow of R² and of |E q| / E|q| in the real model
+JITTER = 0.35  # null frequencies are ω e^u, u uniform in ± this
+
+
+def temporal_frequencies(head_dim: int, base: float = 10000.0) -> np.ndarray:
+    """Return the temporal RoPE frequencies of a head, in radians a latent frame, fastest first."""
+    count = (head_dim - 4 * (head_dim // 6)) // 2
+    return base ** (-np.arange(count) / count)
+
+
+class Waves(NamedTuple):
+    """Waves fitted to curves [...]: the last axis of cosine and sine is the band."""
+
+    frequencies: np.ndarray  # [B] radians a frame
+    constant: np.ndarray  # [...]
+    cosine: np.ndarray  # [..., B]
+    sine: np.ndarray  # [..., B]
+
+    @property
+    def amplitude(self) -> np.ndarray:
+        """[..., B] in logits."""
+        return np.hypot(self.cosine, self.sine)
+
+    @property
+    def phase(self) -> np.ndarray:
+        """[..., B] in radians: the wave is amplitude · cos(ω d + phase)."""
+        return np.arctan2(-self.sine, self.cosine)
+
+    def at(self, distances: np.ndarray) -> np.ndarray:
+        """Return the fitted curve [..., n] at distances [n]."""
+        angles = np.outer(self.frequencies, distances)  # [B, n]
+        return self.constant[..., None] + self.cosine @ np.cos(angles) + self.sine @ np.sin(angles)
+
+
+def wave_columns(distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """Return cos and sin of every band [n, 2 B] at distances [n]."""
+    angles = np.outer(distances, frequencies)
+    return np.concatenate([np.cos(angles), np.sin(angles)], 1)
+
+
+def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> Waves:
+    """Fit a constant and waves to curves [..., n] at distances [n] by least squares."""
+    columns = np.concatenate([np.ones((len(distances), 1)), wave_columns(distances, frequencies)], 1)
+    flat = np.asarray(curves, np.float64).reshape(-1, len(distances))
+    found = (flat @ np.linalg.pinv(columns).T).reshape(*np.shape(curves)[:-1], -1)
+    B = len(frequencies)
+    return Waves(np.asarray(frequencies), found[..., 0], found[..., 1 : B + 1], found[..., B + 1 :])
+
+
+def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
+    """Return the share of the variance of curves [..., n] that fitted [..., n] explains: [...]."""
+    rest = ((curves - fitted) ** 2).sum(-1)
+    return 1 - rest / ((curves - curves.mean(-1, keepdims=True)) ** 2).sum(-1)
+
+
+def held_out_r_squared(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """Return R² of frames that were held out: every third frame in turn, pooled over the three folds."""
+    curves, predicted = np.asarray(curves, np.float64), np.empty_like(curves, dtype=np.float64)
+    for fold in range(3):
+        out = np.arange(len(distances)) % 3 == fold
+        predicted[..., out] = fit_waves(curves[..., ~out], distances[~out], frequencies).at(distances[out])
+    return r_squared(curves, predicted)
+
+
+def jittered(frequencies: np.ndarray, draws: int = 20, seed: int = 0) -> np.ndarray:
+    """Return null frequencies [draws, B]: each ω times e^u, u uniform in ±JITTER."""
+    u = np.random.default_rng(seed).uniform(-JITTER, JITTER, (draws, len(frequencies)))
+    return np.asarray(frequencies) * np.exp(u)
+
+
+def last_block_context(curves: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the context [..., n] of last-block curves [..., F] and distances [n] to the block's middle."""
+    last = block_ranges(list(block_sizes))[-1]
+    return np.asarray(curves, np.float64)[..., : last.start], (last.start + last.stop - 1) / 2 - np.arange(
+        last.start
+    )
+
+
+class FirstByBlock(NamedTuple):
+    """Frame 0 among the context frames of every block of queries but the first: arrays [..., blocks]."""
+
+    queries: list[range]
+    excess: np.ndarray  # its mean logit minus the mean of the other context frames
+    rank: np.ndarray  # 1: no context frame has a larger mean logit
+
+
+def first_by_block(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstByBlock:
+    """Return frame 0's excess and rank, block of queries by block, of frame matrices [..., F, F].
+
+    One block says little: from a block of three frames to the next RoPE's fastest wave turns by 3 radians.
+    """
+    queries = block_ranges(list(block_sizes))[1:]
+    rows = [matrix[..., b.start : b.stop, : b.start].mean(-2) for b in queries]
+    excess = [
+        row[..., 0] - row[..., 1:].mean(-1) if row.shape[-1] > 1 else np.full(row.shape[:-1], np.nan)
+        for row in rows
+    ]
+    rank = [1 + (row > row[..., :1]).sum(-1) for row in rows]
+    return FirstByBlock(queries, np.stack(excess, -1), np.stack(rank, -1))
+
+
+class MatrixFit(NamedTuple):
+    """A[q, k] = row(q) + waves(q − k) + s [k = 0] over the context cells of matrices [..., F, F]."""
+
+    waves: Waves  # the constant is 0: rows take it
+    s: np.ndarray  # [...] logits, the first-frame effect beside waves
+    r_squared_within_rows: np.ndarray  # [...]
+
+
+def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.ndarray) -> MatrixFit:
+    """Fit rows, waves and a first-frame effect to the context cells of matrices [..., F, F]."""
+    F, B = np.shape(matrix)[-1], len(frequencies)
+    cells = np.zeros((F, F), bool)
+    for block in block_ranges(list(block_sizes)):
+        cells[block.start : block.stop, : block.start] = True
+    q, k = np.nonzero(cells)
+    columns = np.concatenate([wave_columns(q - k, frequencies), (k == 0)[:, None]], 1)
+    y = np.asarray(matrix, np.float64)[..., q, k].reshape(-1, len(q))
+    rows = (q[:, None] == np.unique(q)).astype(np.float64)  # [cells, rows]
+    within = lambda v: v - rows @ ((rows.T @ v) / rows.sum(0)[:, None])  # noqa: E731
+    x, t = within(columns), within(y.T)  # [cells, 2 B + 1], [cells, heads]
+    found = np.linalg.pinv(x) @ t
+    share = 1 - ((t - x @ found) ** 2).sum(0) / (t**2).sum(0)
+    shape = np.shape(matrix)[:-2]
+    coefficients = found.T.reshape(*shape, -1)
+    waves = Waves(
+        np.asarray(frequencies), np.zeros(shape), coefficients[..., :B], coefficients[..., B : 2 * B]
+    )
+    return MatrixFit(waves, coefficients[..., -1], share.reshape(shape))
+
+
+class FirstSplit(NamedTuple):
+    """first − context of the last block's mean row, in logits: total = waves + s + rest, each [...]."""
+
+    total: np.ndarray
+    waves: np.ndarray
+    s: np.ndarray
+    rest: np.ndarray
+
+
+def split_first(
+    matrix: np.ndarray, block_sizes: Sequence[int], fit: MatrixFit, block: int = -1
+) -> FirstSplit:
+    """Split frame 0's excess over the other context frames at a block of queries into waves, s and rest."""
+    queries = block_ranges(list(block_sizes))[block]
+    row = np.asarray(matrix, np.float64)[..., queries.start : queries.stop, : queries.start].mean(-2)
+    distances = np.asarray(queries)[:, None] - np.arange(queries.start)  # [queries, keys]
+    curve = fit.waves.at(distances.ravel()).reshape(*fit.s.shape, *distances.shape).mean(-2)
+    excess = [c[..., 0] - c[..., 1:].mean(-1) for c in (row, curve)]
+    return FirstSplit(excess[0], excess[1], fit.s, excess[0] - excess[1] - fit.s)
+
+
+def predicted_curve(
+    query_means: np.ndarray,
+    key_means: np.ndarray,
+    distances: np.ndarray,
+    frequencies: np.ndarray,
+    head_dim: int,
+) -> np.ndarray:
+    """Return Σ_b Re(q_b conj(k_b) e^{iω_b d}) / √D [..., n] of complex means [..., B] before RoPE.
+
+    A query at position p is turned by e^{iωp}, a key at p − d by e^{iω(p − d)}.
+    """
+    turn = np.exp(1j * np.outer(frequencies, distances))  # [B, n]
+    return ((query_means * np.conj(key_means)) @ turn).real / np.sqrt(head_dim)

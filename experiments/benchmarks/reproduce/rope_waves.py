@@ -1,0 +1,273 @@
+"""Measure how much of Figure 4's curves are waves of temporal RoPE (docs/first_frame.md).
+
+python experiments/benchmarks/reproduce/rope_waves.py
+"""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.analysis import published
+from experiments.analysis.effects import spearman
+from experiments.analysis.rope_waves import (
+    NUM_BANDS,
+    MatrixFit,
+    first_by_block,
+    fit_matrix,
+    fit_waves,
+    held_out_r_squared,
+    jittered,
+    last_block_context,
+    r_squared,
+    split_first,
+    temporal_frequencies,
+)
+from experiments.benchmarks.harness import save_report
+from experiments.caches import load_cache
+from experiments.caches.files import replacing
+from experiments.caches.view import open_profiles
+from experiments.extraction.provenance import environment
+from experiments.running.cli import Parser, main
+
+PROMPTS, LENGTHS, HEAD_DIM = ("eagle", "castle"), (21, 72), 128
+SINK = 2.0  # logits above the other context frames: what earlier work calls a sink
+STEADY_FROM, STEADY_TO = 9, 18  # first query frames of the blocks at which frame 0 must be the highest
+DRAWS = 1000  # of the bootstrap
+FREQUENCIES = temporal_frequencies(HEAD_DIM)[:NUM_BANDS]
+PAPER_HEADS = {label: (layer, head) for layer, head, label in published.FIGURE4_HEADS}
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output_path", type=Path, default=Path("docs/rope_waves.json"))
+    parser.add_argument("--heads_path", type=Path, default=Path("docs/rope_waves_heads.csv"))
+    args = parser.parse_args(argv)
+
+    views = {
+        (prompt, length): open_profiles(
+            load_cache(published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt")
+        )
+        for prompt in PROMPTS
+        for length in LENGTHS
+    }
+    curves = {key: last_block_context(view.profiles(), view.block_sizes) for key, view in views.items()}
+    matrices = {key: (view.frame_matrices(), view.block_sizes) for key, view in views.items()}
+    matrices = {key: pair for key, pair in matrices.items() if pair[0] is not None}
+    fits = {key: fit_matrix(*pair, FREQUENCIES) for key, pair in matrices.items()}
+    long = {prompt: curves[prompt, 72] for prompt in PROMPTS}
+    report = {
+        "environment": environment(torch.device("cpu")),
+        "frequencies": [round(float(w), 4) for w in FREQUENCIES],
+        "curves of 72 frames": {prompt: of_curves(*long[prompt]) for prompt in PROMPTS},
+        "bands": {prompt: by_number_of_bands(*long[prompt]) for prompt in PROMPTS},
+        "other length": {prompt: other_length(long[prompt], curves[prompt, 21]) for prompt in PROMPTS},
+        "query statistics": {prompt: against_queries(*long[prompt]) for prompt in PROMPTS},
+        "matrices": {name(key): of_matrix(*matrices[key], fits[key]) for key in matrices},
+        "first frame by block of queries": {name(key): by_block(*matrices[key]) for key in matrices},
+        "steady heads": steady_heads({p: (*matrices[p, 21], fits[p, 21]) for p in PROMPTS}),
+    }
+    save_report(report, args.output_path)
+    print(args.output_path)
+    with replacing(args.heads_path) as file:
+        file.write(heads_table(curves, fits).encode())
+    print(args.heads_path)
+
+
+def name(key: tuple[str, int]) -> str:
+    return f"{key[0]}, {key[1]} frames"
+
+
+def interval(values: np.ndarray, statistic=np.median) -> list[float]:
+    """Return a statistic of values [layers, heads] and its 95 % interval; heads are drawn within layers."""
+    generator = np.random.default_rng(0)
+    layers, heads = values.shape
+    drawn = generator.integers(0, heads, (DRAWS, layers, heads))
+    samples = [statistic(np.take_along_axis(values, d, 1)) for d in drawn]
+    return [round(float(x), 3) for x in (statistic(values), *np.percentile(samples, (2.5, 97.5)))]
+
+
+def median_r2(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> float:
+    fitted = fit_waves(curves, distances, frequencies).at(distances)
+    return round(float(np.median(r_squared(curves, fitted))), 3)
+
+
+def of_curves(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]:
+    """Return R² of the waves, of held-out frames, of null frequencies, and the scans."""
+    fitted = fit_waves(curves, distances, FREQUENCIES).at(distances)
+    nulls = jittered(FREQUENCIES)
+    null = [median_r2(curves, distances, draw) for draw in nulls]
+    held_null = [float(np.median(held_out_r_squared(curves, distances, draw))) for draw in nulls]
+    scales = np.round(np.arange(0.8, 1.2001, 0.01), 2)
+    bases = (2500, 5000, 7500, 9000, 10000, 11000, 12500, 15000, 20000, 40000)
+    return {
+        "context frames": len(distances),
+        "numbers per head": 1 + 2 * NUM_BANDS,
+        "r2 median": interval(r_squared(curves, fitted)),
+        "held-out r2 median": interval(held_out_r_squared(curves, distances, FREQUENCIES)),
+        "jittered r2: median, best of 20": [round(float(np.median(null)), 3), max(null)],
+        "jittered held-out r2: median, best of 20": [round(float(f(held_null)), 3) for f in (np.median, max)],
+        "one band, 1 rad a frame": median_r2(curves, distances, FREQUENCIES[:1]),
+        "scale of all frequencies": {str(s): median_r2(curves, distances, FREQUENCIES * s) for s in scales},
+        "base": {
+            str(b): median_r2(curves, distances, temporal_frequencies(HEAD_DIM, b)[:NUM_BANDS]) for b in bases
+        },
+    }
+
+
+def by_number_of_bands(curves: np.ndarray, distances: np.ndarray) -> dict[str, float]:
+    """Return the median held-out R² by the number of bands, fastest first: the elbow."""
+    every = temporal_frequencies(HEAD_DIM)
+    found = {n: held_out_r_squared(curves, distances, every[:n]) for n in range(1, 10)}
+    return {str(n): round(float(np.median(r2)), 3) for n, r2 in found.items()}
+
+
+def other_length(long, short) -> dict[str, list[float]]:
+    """Return the correlation per head of the 21-frame curve with the waves fitted at 72 frames."""
+    (curves, distances), (short_curves, short_distances) = long, short
+    predicted = fit_waves(curves, distances, FREQUENCIES).at(short_distances)
+
+    def correlation(first: int) -> np.ndarray:
+        a, b = (x[..., first:] - x[..., first:].mean(-1, keepdims=True) for x in (predicted, short_curves))
+        return (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+
+    return {"r median": interval(correlation(0)), "r median without frames 0-2": interval(correlation(3))}
+
+
+def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]:
+    """Return Spearman's ρ over heads of fitted amplitudes with |E q_b| of LongLive's queries, by band."""
+    amplitude = fit_waves(curves, distances, FREQUENCIES).amplitude  # [layers, heads, B]
+    means = np.load(published.FOLDER / "longlive_query_means.npz")
+    found: dict[str, Any] = {}
+    for run_name in ("81f", "120f"):
+        size, total = np.abs(means[f"q_mean_{run_name}"]), means[f"q_abs_mean_{run_name}"]
+        pairs = [np.stack([amplitude[..., b], size[..., b]], -1) for b in range(NUM_BANDS)]
+        crossed = np.array(
+            [
+                [spearman(amplitude[..., b].ravel(), size[..., j].ravel()) for j in range(64)]
+                for b in range(NUM_BANDS)
+            ]
+        )
+        temporal = crossed[:, : len(temporal_frequencies(HEAD_DIM))]
+        found[run_name] = {
+            "rho by band": [rho_interval(pair) for pair in pairs],
+            "rank of the own band among the temporal ones": [
+                int(1 + (row > row[b]).sum()) for b, row in enumerate(temporal)
+            ],
+            "median rho with spatial bands": [round(float(x), 3) for x in np.median(crossed[:, 22:], 1)],
+            "|E q| / E|q|, median, bands 0-9": [
+                round(float(x), 3) for x in np.median(size / total, (0, 1))[:10]
+            ],
+        }
+    return found
+
+
+def rho_interval(pairs: np.ndarray) -> list[float]:
+    """Return Spearman's ρ of pairs [layers, heads, 2], and its interval as above."""
+    layers, heads, _ = pairs.shape
+    drawn = np.random.default_rng(0).integers(0, heads, (DRAWS, layers, heads))
+    samples = [spearman(*np.take_along_axis(pairs, d[..., None], 1).reshape(-1, 2).T) for d in drawn]
+    return [
+        round(float(x), 3) for x in (spearman(*pairs.reshape(-1, 2).T), *np.percentile(samples, (2.5, 97.5)))
+    ]
+
+
+def of_matrix(matrix: np.ndarray, block_sizes, fit: MatrixFit) -> dict[str, Any]:
+    """Return the whole matrix's fit, and how first − context of Figure 4's heads splits."""
+    split = split_first(matrix, block_sizes, fit)
+    parts = split._asdict().items()
+    return {
+        "r2 within rows median": interval(fit.r_squared_within_rows),
+        "s": {"mean": interval(fit.s, np.mean), "median": interval(fit.s)},
+        "first - context of the last block": {
+            label: {part: round(float(value[head]), 2) for part, value in parts}
+            for label, head in PAPER_HEADS.items()
+        },
+    }
+
+
+def by_block(matrix: np.ndarray, block_sizes) -> dict[str, Any]:
+    """Return frame 0's excess and rank by block of queries, of Figure 4's heads and over all heads."""
+    found = first_by_block(matrix, block_sizes)
+    starts = [block.start for block in found.queries]
+    at, high = starts.index(18), found.excess > SINK
+    sinks = high[..., at]
+    return {
+        "first query frame": starts,
+        "mean over heads": [round(float(x), 2) for x in found.excess.mean((0, 1))],
+        "heads above 2 logits": [int(x) for x in high.sum((0, 1))],
+        "of those at 18-20, at each block": [int(x) for x in (high & sinks[..., None]).sum((0, 1))],
+        "of those at 18-20, at all from 12-14 to 30-32": int((high[..., 3:10].all(-1) & sinks).sum()),
+        "of those at 18-20, at all from 12-14 on": int((high[..., 3:].all(-1) & sinks).sum()),
+        **{
+            label: {
+                "excess": [round(float(x), 1) for x in found.excess[head]],
+                "rank": [int(x) for x in found.rank[head]],
+            }
+            for label, head in PAPER_HEADS.items()
+        },
+    }
+
+
+def steady_heads(atlases: dict[str, tuple]) -> dict[str, Any]:
+    """Return the heads of which frame 0 is the highest context frame at every block from 9-11 to 18-20."""
+    labels = published.read_labels(published.FOLDER / published.HEAD_LABELS_CSV)
+    names = {1: "anchor", -1: "wave", 2: "veil"}
+    steady: dict[str, np.ndarray] = {}
+    found: dict[str, Any] = {}
+    for prompt, (matrix, block_sizes, fit) in atlases.items():
+        by = first_by_block(matrix, block_sizes)
+        wanted = [i for i, block in enumerate(by.queries) if STEADY_FROM <= block.start <= STEADY_TO]
+        steady[prompt] = (by.rank[..., wanted] == 1).all(-1)
+        s = fit.s[steady[prompt]]
+        found[prompt] = {
+            "heads": int(steady[prompt].sum()),
+            "median s": round(float(np.median(s)), 2),
+            "median s of all heads": round(float(np.median(fit.s)), 2),
+            "with s below 0.5": int((s < 0.5).sum()),
+        }
+    both = np.logical_and(*steady.values())
+    least = np.minimum(*(fit.s for *_, fit in atlases.values()))
+    kinds = {
+        "first frame preferred (s at least 0.5 for both prompts)": both & (least >= 0.5),
+        "slow wave or undecided (s below 0.5 for a prompt)": both & (least < 0.5),
+    }
+    found["both"] = {
+        kind: {
+            "heads": [f"L{layer}H{head}" for layer, head in np.argwhere(which)],
+            "published labels": {text: int((labels[which] == value).sum()) for value, text in names.items()},
+        }
+        for kind, which in kinds.items()
+    }
+    found["published labels of all heads"] = {text: int((labels == v).sum()) for v, text in names.items()}
+    return found
+
+
+def heads_table(curves, fits) -> str:
+    """Return a CSV with a row per prompt, length, layer and head: every number above follows from it."""
+    bands = range(NUM_BANDS)
+    header = ["prompt", "frames", "layer", "head", "r2", "held_out_r2", "constant"]
+    header += (
+        [f"amplitude_{b}" for b in bands]
+        + [f"phase_{b}" for b in bands]
+        + ["matrix_s", "matrix_r2_within_rows"]
+    )
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header)
+    for (prompt, length), (curve, distances) in curves.items():
+        waves, fit = fit_waves(curve, distances, FREQUENCIES), fits.get((prompt, length))
+        r2, held = r_squared(curve, waves.at(distances)), held_out_r_squared(curve, distances, FREQUENCIES)
+        for layer, head in np.ndindex(r2.shape):
+            at = (layer, head)
+            row = [r2[at], held[at], waves.constant[at], *waves.amplitude[at], *waves.phase[at]]
+            row += [fit.s[at], fit.r_squared_within_rows[at]] if fit else []
+            writer.writerow([prompt, length, *at, *(f"{value:.3f}" for value in row)])
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    main(run)

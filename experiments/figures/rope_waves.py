@@ -1,0 +1,69 @@
+"""Frame 0 by block of queries, and curves taken apart into waves of temporal RoPE, frame 0 and a rest."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from experiments.figures.style import BLUE, DARK, GREY, ORANGE, RED, label_figure, panel_grid, styled, ticks
+
+
+@styled
+def first_by_block(
+    panels: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]], title: str, *, shown: int | None = None
+) -> Figure:
+    """Draw frame 0's excess over the other context frames against the block of queries, a panel a head.
+
+    panels: name -> first query frames, measured and predicted excess, each [blocks]; shown is the first query
+    frame of the block to point out.
+    """
+    figure, axes = panel_grid(len(panels), columns=1, size=(7.4, 2.0))
+    for axis, (name, (starts, measured, predicted)) in zip(axes, panels.items(), strict=True):
+        colors = [ORANGE if start == shown else "0.6" for start in starts]
+        axis.bar(starts + 1, measured, width=2.2, color=colors, linewidth=0)
+        axis.plot(starts + 1, predicted, "o-", color=BLUE, linewidth=1.2, markersize=3)
+        axis.axhline(0, color="0.3", linewidth=0.8)
+        axis.set(title=name, xlim=(starts[0] - 1, starts[-1] + 3))
+        axis.set_xticks(starts[:: max(1, len(starts) // 12)] + 1)
+    legend: dict[str, Artist] = {
+        "measured": Patch(color="0.6", label="measured"),
+        "shown": Patch(color=ORANGE, label=f"the block of queries {shown}–{shown + 2}" if shown else ""),
+        "predicted": Line2D([], [], color=BLUE, marker="o", markersize=3, label="waves + s"),
+    }
+    if shown is None:
+        del legend["shown"]
+    x, y = "Middle query frame of the block (latent)", "Frame 0 − other context (logits)"
+    label_figure(figure, axes, title, y, legend, x)
+    return figure
+
+
+@styled
+def curves_in_parts(
+    panels: Mapping[str, tuple[np.ndarray, np.ndarray, float]], title: str, *, columns: int = 3
+) -> Figure:
+    """Draw context curves beside their waves, a panel for each name -> measured [n], waves [n] and s.
+
+    The waves carry the row's constant. A line shows what s adds to frame 0; the rest follows.
+    """
+    figure, axes = panel_grid(len(panels), columns=columns, size=(2.9, 2.1))
+    low = min(0.0, *(float(min(m.min(), w.min())) for m, w, _ in panels.values()))
+    high = max(0.0, *(float(max(m.max(), w.max(), w[0] + s)) for m, w, s in panels.values()))
+    for axis, (name, (measured, waves, s)) in zip(axes, panels.items(), strict=True):
+        frames = np.arange(len(measured))
+        colors = [ORANGE if k == 0 else GREY for k in frames]
+        axis.bar(frames, measured, color=colors, width=0.8, linewidth=0)
+        axis.plot(frames, waves, "o-", color=BLUE, markersize=2.5, linewidth=1.1)
+        axis.plot([0, 0], [waves[0], waves[0] + s], color=RED, linewidth=2.5)
+        axis.axhline(0, color=DARK, linewidth=0.6)
+        axis.set(title=name, ylim=(low - 0.5, high + 0.5), xticks=ticks(len(frames), 8))
+    legend: dict[str, Artist] = {
+        "first": Patch(color=ORANGE, label="measured, frame 0"),
+        "others": Patch(color=GREY, label="measured, other context"),
+        "waves": Line2D([], [], color=BLUE, marker="o", markersize=3, label="waves"),
+        "s": Line2D([], [], color=RED, linewidth=2.5, label="s, at frame 0"),
+    }
+    label_figure(figure, axes, title, "Mean logit", legend)
+    return figure
