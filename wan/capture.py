@@ -271,22 +271,16 @@ class CaptureRequest:
         if self.granularity == "key" and not self.is_logits:
             raise ValueError("granularity 'key' keeps mean logits; probabilities need granularity 'token'")
         if self.rope_bands and (self.granularity != "frame" or "self" not in self.kinds):
-            raise ValueError(
-                "rope_bands needs granularity 'frame' of self-attention: nothing else has RoPE bands"
-            )
-        if self.granularity != "map":
-            if self.heads is not None:
-                raise ValueError(f"heads are chosen of granularity 'map'; {self.granularity!r} keeps all")
-            return
+            raise ValueError("rope_bands needs granularity 'frame' of self-attention")
+        if self.heads is not None and self.granularity != "map":
+            raise ValueError(f"heads are chosen of granularity 'map'; {self.granularity!r} keeps all")
         queries = tuple(MapQuery(*query) for query in self.queries)
         object.__setattr__(self, "queries", queries)
-        if not queries:
-            raise ValueError("granularity 'map' needs a query: (-1, -1) is the mean over all of a call")
+        if not queries or len({*queries}) < len(queries):
+            raise ValueError(f"granularity 'map' needs queries, each once: {list(map(tuple, queries))}")
         for frame, token in queries:
             if min(frame, token) < ALL or (frame == ALL and token != ALL):
                 raise ValueError(f"query ({frame}, {token}) is not (frame, token), (frame, -1) or (-1, -1)")
-        if twice := [query for n, query in enumerate(queries) if query in queries[:n]]:
-            raise ValueError(f"query {tuple(twice[0])} is named twice")
 
     def selects(self, site: Site) -> bool:
         """Return whether the calls of an attention module are asked for."""

@@ -31,6 +31,8 @@ PASSES = ("denoise", "clean", "all")
 FRAME_NAMES = ("first", "sink", "past", "own")
 
 Frames = tuple[int | str, ...]
+Tokens = slice | Tensor  # an index
+EVERY: Tokens = slice(None)
 
 
 class InterventionError(ConfigError):
@@ -80,18 +82,15 @@ def as_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def as_integer(name: str, value: Any) -> int:
-    """Return a whole number."""
-    if type(value) is not int:
-        raise InterventionError(f"{name} {value!r} is not a whole number")
-    return value
+def of_type(kind: type, noun: str) -> Callable[[str, Any], Any]:
+    """Return a check that a value is of a type: True is no whole number."""
 
+    def check(name: str, value: Any) -> Any:
+        if type(value) is not kind:
+            raise InterventionError(f"{name} {value!r} is not a {noun}")
+        return value
 
-def as_text(name: str, value: Any) -> str:
-    """Return a text."""
-    if not isinstance(value, str):
-        raise InterventionError(f"{name} {value!r} is not a text")
-    return value
+    return check
 
 
 def as_source(name: str, value: Any) -> Any:
@@ -106,9 +105,9 @@ def as_source(name: str, value: Any) -> Any:
 
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens", "bands"), as_indices),
-    **dict.fromkeys(("offset", "position", "seed"), as_integer),
+    **dict.fromkeys(("offset", "position", "seed"), of_type(int, "whole number")),
     **dict.fromkeys(("b", "scale", "phase"), as_number),
-    **dict.fromkeys(("prompt", "weights"), as_text),
+    **dict.fromkeys(("prompt", "weights"), of_type(str, "text")),
     "frames": as_frames,
     "source": as_source,
     "passes": one_of(*PASSES),
@@ -335,20 +334,15 @@ class Edit(_Checked, ABC):
         blocks = list(range(len(plan.blocks)) if self.blocks is None else self.blocks)
         remedy = "its blocks have no such pass"
         if self.key_frames is not None and any(plan.passes(self, block) for block in blocks):
-            past = _frames_text({frame for block in blocks for frame in plan.blocks[block].past})
-            own = _frames_text({frame for block in blocks for frame in plan.blocks[block].own})
-            remedy = f"earlier blocks hold {past}; own keys are {own}, named by own or own:N"
+            past, own = (
+                sorted({frame for block in blocks for frame in getattr(plan.blocks[block], kind)})
+                for kind in ("past", "own")
+            )
+            remedy = f"earlier blocks hold frames {past}; own frames are {own}, named by own or own:N"
         raise InterventionError(f"no call can be edited: {self}; {remedy}")
 
     def to_dict(self) -> dict[str, Any]:
         return {"edit": type(self).__name__.lower(), **super().to_dict()}
-
-
-def _frames_text(numbers: Iterable[int]) -> str:
-    found = sorted(numbers)
-    if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
-        return f"frames {found[0]}..{found[-1]}"
-    return f"frame{'s' * (len(found) > 1)} {', '.join(map(str, found))}" if found else "nothing"
 
 
 # --- The parts of a call that edits change
@@ -363,6 +357,10 @@ def heads_in(edit: Edit, call: Call) -> list[int]:
 def head_number(call: Call, head: int) -> int:
     """Return the number in the model of a head of the call."""
     return call.shard.heads.start + (head if call.of_heads is None else call.of_heads[head])
+
+
+def _where(call: Call) -> str:
+    return f"layer {call.site.layer}, block {0 if call.at is None else call.at.block}"
 
 
 def slots_in(call: Call, names: Frames) -> list[int]:
@@ -397,7 +395,7 @@ def check_items(call: Call, slots: Iterable[int]) -> None:
             )
 
 
-def tokens_in(call: Call, slots: Sequence[int]) -> slice | Tensor:
+def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
     """Return the tokens of slots among the keys, as an index."""
     S, some = call.known_layout.tokens_per_slot, as_index(slots, call.k.device)
     if isinstance(some, slice):
@@ -406,7 +404,7 @@ def tokens_in(call: Call, slots: Sequence[int]) -> slice | Tensor:
 
 
 def replace_values(
-    call: Call, name: str, heads: Sequence[int], values: Tensor, tokens: slice | Tensor = slice(None)
+    call: Call, name: str, heads: Sequence[int], values: Tensor, tokens: Tokens = EVERY
 ) -> None:
     """Let q, k or v have other values [B, tokens, heads, D] in this call; the cache stays as it is."""
     x, columns = getattr(call, name).clone(), as_index(heads, call.q.device)
@@ -484,11 +482,8 @@ class KeySelection(Edit):
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
         call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
         if blind := call.bias.blind_heads:
-            assert call.at is not None
-            raise InterventionError(
-                f"layer {call.site.layer}, block {call.at.block}: head {head_number(call, blind[0])} "
-                "would lose all its keys"
-            )
+            head = head_number(call, blind[0])
+            raise InterventionError(f"{_where(call)}: head {head} would lose all its keys")
         return True
 
 
@@ -569,24 +564,18 @@ class Patch(Edit):
 
     def apply(self, call: Call, data: Any = None) -> bool:
         heads = heads_in(self, call)
-        if self.what == "z":
-            replace_output(call, heads, select(source_call(call, data).z, heads, 2))
-            return True
-        if self.what == "qk":
-            source = source_call(call, data)
-            replace_values(call, "q", heads, select(source.q, heads, 2))
-            replace_values(call, "k", heads, select(source.k, heads, 2))
-            return True
-        assert self.key_frames is not None
-        slots = slots_in(call, self.key_frames)
-        if not slots:
+        slots = slots_in(call, self.key_frames) if self.key_frames else []
+        if self.what == "kv" and not slots:
             return False
-        source = source_call(call, data)
-        self._check_same_keys(call, source.layout or call.known_layout, slots)
-        tokens = tokens_in(call, slots)
-        for name in ("k", "v"):
-            values = select(getattr(source, name)[:, tokens], heads, 2)
-            replace_values(call, name, heads, values, tokens)
+        source, tokens = source_call(call, data), EVERY
+        if self.what == "z":
+            replace_output(call, heads, select(source.z, heads, 2))
+            return True
+        if self.what == "kv":
+            self._check_same_keys(call, source.layout or call.known_layout, slots)
+            tokens = tokens_in(call, slots)
+        for name in self.what:
+            replace_values(call, name, heads, select(getattr(source, name)[:, tokens], heads, 2), tokens)
         return True
 
     def _check_same_keys(self, call: Call, theirs: KeyLayout, slots: Sequence[int]) -> None:
@@ -598,9 +587,8 @@ class Patch(Edit):
             if not (torch.equal(one.frames, other.frames) and torch.equal(one.indices, other.indices)):
                 others += mine.chosen.slots
         if others:
-            block = 0 if call.at is None else call.at.block
             raise InterventionError(
-                f"layer {call.site.layer}, block {block}: the source chose other keys for slot "
+                f"{_where(call)}: the source chose other keys for slot "
                 f"{others[0]}; patch kv of frames that are not chosen, or under a policy such as window"
             )
 
@@ -624,17 +612,15 @@ class Move(Edit):
         slots = slots_in(call, self.frames)
         if not slots:
             return False
-        if self.offset is not None:
-            turns = [self.offset] * len(slots)
-        else:
+        turns = [self.offset] * len(slots)
+        if self.position is not None:
             check_items(call, slots)
             stands = [_position(call.known_layout, n) for n in slots]
             if MIXED in stands:
                 raise InterventionError("these keys stand at several positions: move them by offset=")
-            turns = [(self.position or 0) - each for each in stands]
+            turns = [self.position - each for each in stands]
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
-        angles = torch.tensor(turns, dtype=torch.float64)[:, None, None]
-        angles = angles * time_frequencies(call.k.shape[3])
+        angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(call.k.shape[3])
         replace_values(call, "k", heads, turn(select(call.k[:, tokens], heads, 2), angles), tokens)
         return True
 
@@ -686,7 +672,7 @@ class Jitter(Edit):
         drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
         stands = [_position(layout, slot) for slot in range(len(layout.slots))]
         for name, positions in (("q", layout.query_positions), ("k", stands)):
-            angles = torch.tensor(positions, dtype=torch.float64)[:, None, None] * drift
+            angles = torch.tensor(positions).double()[:, None, None] * drift
             replace_values(call, name, heads, turn(select(getattr(call, name), heads, 2), angles))
         return True
 

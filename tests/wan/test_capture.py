@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import golden_arrays, golden_model
 from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
 
@@ -15,7 +14,6 @@ from wan.keys import KeyLayout
 from wan.legacy_api import OlderCapture, call_index
 from wan.model import WanModel, teacher_forcing_mask
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.pipeline import CausalInferencePipeline
 
 S = 5  # tokens of a frame of the tiny rollout
 BOTH = ("self", "cross")
@@ -50,19 +48,6 @@ def test_looking_changes_no_bit(request_name, dtype, device):
     assert last["key_frames"] == [0, 6, 7, 8] and last["query_frames"] == [6, 7, 8]
 
 
-def test_captured_logits_are_those_of_generation():
-    """Capturing in another dtype than generating once changed the video: golden rollouts stay golden."""
-    arrays = golden_arrays("causal")
-    pipeline = CausalInferencePipeline(golden_model())
-    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):
-        _, latents = pipeline.inference(
-            arrays["blocks9/noise"],
-            prompt_embeds=arrays["blocks9/prompt_embeds"],
-            renoise=arrays["blocks9/renoise"][:, None],
-        )
-    torch.testing.assert_close(latents, arrays["blocks9/latents"], atol=2e-5, rtol=0)
-
-
 @pytest.mark.parametrize("layer", range(MODEL_LAYERS))
 def test_asking_for_a_layer_returns_that_layer(layer):
     """Perturb the query norm of each layer: the layer asked for changes if it, or one below it, does."""
@@ -82,17 +67,6 @@ def test_asking_for_a_layer_returns_that_layer(layer):
         if other == layer:
             torch.testing.assert_close(logits(), 2 * before)
         weight.div_(2)
-
-
-def test_frame_values_are_those_of_the_tokens_also_behind_clean_passes_and_windows(device):
-    pipeline = tiny_pipeline(device=device, local_attn_size=5, sink_size=1)
-    requests = CaptureRequest(granularity="frame", steps=[1, 4]), CaptureRequest(steps=[1, 4])
-    with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
-        rollout(pipeline, 12)
-    for by_frame, by_token in zip(calls[::2], calls[1::2], strict=True):
-        tokens = by_token["attn_weights"].double().unflatten(2, (-1, S)).unflatten(4, (-1, S))
-        found = by_frame["frame_logits"].double()
-        torch.testing.assert_close(found, tokens.mean((3, 5)), atol=1e-5, rtol=0)
 
 
 def test_a_masked_call_is_captured(device):
@@ -267,10 +241,10 @@ def test_a_wrong_model_is_refused_before_the_rollout(arguments, message):
         ({"kinds": ("both",)}, "both"),
         ({"granularity": "key", "is_logits": False}, "probabilities need granularity 'token'"),
         ({"rope_bands": True}, "rope_bands needs"),
-        ({"granularity": "map", "queries": ()}, "needs a query"),
+        ({"granularity": "map", "queries": ()}, "needs queries"),
         ({"granularity": "map", "queries": ((-1, 3),)}, r"\(-1, 3\)"),
         ({"granularity": "map", "queries": ((-2, -1),)}, r"\(-2, -1\)"),
-        ({"granularity": "map", "queries": ((1, 2), (1, 2))}, "named twice"),
+        ({"granularity": "map", "queries": ((1, 2), (1, 2))}, "each once"),
         ({"granularity": "frame", "heads": (1,)}, "granularity 'map'"),
     ],
     ids=str,

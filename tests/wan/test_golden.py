@@ -102,14 +102,6 @@ def test_captured_probabilities_and_mass(case):
         )
 
 
-def test_token_logits_of_the_last_block():
-    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], blocks=[2], steps=[0]) as calls:
-        run_case("blocks9")
-    for call in calls:
-        expected = golden_arrays("capture")[f"blocks9/logits_layer{call['layer']}_lastblock_t1000"]
-        torch.testing.assert_close(call["attn_weights"][0], expected, atol=LOGIT_ATOL, rtol=0)
-
-
 def test_bidirectional_model():
     arrays = golden_arrays("bidirectional")
     model = golden_model(WanModel)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from wan import reductions
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention_with_lse
 from wan.capture import CaptureRequest, MapQuery, key_maps
-from wan.interventions import Knockout, intervene
 from wan.keys import AVERAGE, CHOSEN, EMPTY, ChosenTokens, KeyBias, KeyLayout, Slot, key_frames, key_tokens
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
@@ -270,20 +269,3 @@ def test_an_item_of_a_batch_chooses_as_it_does_alone(policy):
         alone = roll_out(policy, request, items=slice(item, item + 1), num_frames=27)[1]
         for here, there in zip(alone, both, strict=True):
             assert torch.equal(here["key_frame"][0], there["key_frame"][item])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES[3:], ids=lambda policy: policy["name"])
-def test_a_knockout_leaves_the_other_heads_values(policy):
-    """Of slots that are no frames, too: the first edited call differs in its head alone."""
-    request = CaptureRequest(layers=[0], blocks=[4], steps=[0], granularity="frame", rope_bands=True)
-    plain = roll_out(policy, request)[1][0]
-    with intervene(Knockout(layers=[0], heads=[1], frames="past", blocks=[4], passes="all")):
-        edited = roll_out(policy, request)[1][0]
-    assert plain.values.keys() == edited.values.keys() - {"attended"}
-    others = [head for head in range(12) if head != 1]
-    for name in plain.values.keys() - {"tokens_kept"}:
-        close(edited[name][:, others], plain[name][:, others], 1e-5)
-    own = [frame in range(12, 15) for frame in edited["key_frames"]]
-    assert (edited["frame_mass"][:, 1].sum(-1) - 1).abs().max() < 1e-5
-    assert edited["frame_logits"][:, 1].isfinite().all((0, 1)).tolist() == own
