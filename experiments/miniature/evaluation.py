@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import sqrt
 from multiprocessing import get_context
 from pathlib import Path
@@ -69,13 +69,11 @@ class EvalPool:
             future.set_result(function(*given))
         return future
 
-    def submit(self, video: Tensor, scene: Scene) -> Future[dict[str, bool]]:
-        """Judge a video [frames, 3, H, W] in 0..1."""
-        return self.call(judge_array, video.numpy(), scene)
-
     def judge_all(self, videos: Iterable[Tensor], scenes: Sequence[Scene]) -> Answers:
-        """Judge videos while the next ones are made."""
-        return results([self.submit(video, scene) for video, scene in zip(videos, scenes, strict=True)])
+        """Judge videos [frames, 3, H, W] in 0..1 while the next ones are made."""
+        return results(
+            [self.call(judge_array, v.numpy(), scene) for v, scene in zip(videos, scenes, strict=True)]
+        )
 
     def __enter__(self) -> EvalPool:
         return self
@@ -96,23 +94,14 @@ def results(futures: Sequence[Future[Any]]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-# -- what workers do ---------------------------------------------------------------------------------------
-
-
 def judge_array(video: np.ndarray, scene: Scene) -> dict[str, bool]:
     """Judge a video [frames, 3, H, W] in 0..1."""
     return judge(torch.from_numpy(video), scene)
 
 
-def judge_rendered(scene: Scene) -> dict[str, bool]:
-    """Judge a scene as it is drawn."""
-    return judge(rendered([scene], FRAMES)[0], scene)
-
-
-def long_shares(video: np.ndarray | None, scene: Scene, frames: int) -> dict[str, float]:
-    """Return shares of the seconds of a video [frames, 3, H, W] in 0..1; of the scene as drawn where None."""
-    shown = rendered([scene], frames)[0] if video is None else torch.from_numpy(video)
-    return judge_seconds(shown, scene).shares(SETTLED)
+def long_shares(video: np.ndarray, scene: Scene) -> dict[str, float]:
+    """Return shares of the seconds of a video [frames, 3, H, W] in 0..1."""
+    return judge_seconds(torch.from_numpy(video), scene).shares(SETTLED)
 
 
 def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
@@ -201,23 +190,23 @@ class Parts:
         return self.done[name]
 
 
-def evaluate(config: RunConfig, counts: Counts, partial: Path, workers: int = 1) -> dict:
-    """Measure all of it -> plain numbers. Finished parts are kept in `partial`, removed at the end."""
+def evaluate(config: RunConfig, counts: Counts, partial_file: Path, workers: int = 1) -> dict:
+    """Measure all of it -> plain numbers. Finished parts are kept in `partial_file`, removed at the end."""
     weights = weight_hashes(config)
     with EvalPool(workers) as pool:  # forks: before a GPU is touched
         frozen, mini = hashes(), Miniature(config)
         torch.backends.cudnn.benchmark = mini.device.type == "cuda"  # a decoder of few sizes
         settings = {"weights": weights, "frozen": frozen, "counts": vars(counts)}
-        parts = Parts(partial, settings | {"device": str(mini.device)})
+        parts = Parts(partial_file, settings | {"device": str(mini.device)})
         report = {
             "weights": weights,
             "frozen": frozen,
-            "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips, pool)),
+            "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips)),
             "captions": {name: caption_set(mini, name, counts, parts, pool) for name in SETS},
             "past": pasts(mini, counts, parts, pool),
             "long": {name: long_set(mini, name, counts.long_videos, parts, pool) for name in SETS},
         }
-    partial.unlink(missing_ok=True)
+    partial_file.unlink(missing_ok=True)
     return report
 
 
@@ -230,62 +219,38 @@ def weight_hashes(config: RunConfig) -> dict[str, str]:
     return {name.as_posix(): checkpoint.file_sha256(path) for path, name in (files | inside).items()}
 
 
-# -- shares ------------------------------------------------------------------------------------------------
+def by_question(answers: Answers) -> dict[str, list[bool]]:
+    """Return what the videos of which it was asked answer, by question."""
+    questions = dict.fromkeys(q for one in answers for q in one)
+    return {q: [one[q] for one in answers if q in one] for q in questions}
 
 
 def shares(answers: Answers) -> dict[str, float]:
     """Return the share of videos that answer yes, of those asked, by question."""
-    return {q: round(sum(said) / len(said), 3) for q, said in _by_question(answers).items()}
+    return {q: round(sum(said) / len(said), 3) for q, said in by_question(answers).items()}
 
 
 def intervals(answers: Answers) -> dict[str, list[float]]:
-    """Return the 95 % Wilson interval of each share, by question."""
+    """Return the 95 % score interval (Wilson 1927) of each share, by question."""
     return {
         q: [round(bound, 3) for bound in wilson(sum(said), len(said))]
-        for q, said in _by_question(answers).items()
+        for q, said in by_question(answers).items()
     }
 
 
 def wilson(yes: int, asked: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a proportion (Wilson 1927)."""
+    """Return the 95 % score interval of a proportion."""
     z2 = NORMAL_95**2
     middle = (yes + z2 / 2) / (asked + z2)
     half = NORMAL_95 / (asked + z2) * sqrt(yes * (asked - yes) / asked + z2 / 4)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _by_question(answers: Answers) -> dict[str, list[bool]]:
-    questions = dict.fromkeys(q for one in answers for q in one)
-    return {q: [one[q] for one in answers if q in one] for q in questions}
-
-
-# -- what is measured --------------------------------------------------------------------------------------
-
-
-def measure_vae(mini: Miniature, clips: int, pool: EvalPool) -> dict[str, float]:
-    """Return PSNR on held-out clips, the decoder's receptive field, seconds per latent frame decoded."""
-    vae, ckpt_dir = mini.vae.vae, mini.config.ckpt_dir
-    times = pool.call(decoding_times, ckpt_dir)  # a worker's: nothing else is judged meanwhile
+def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
+    """Return PSNR on held-out clips, and how many frames the decoder sees back."""
+    vae = mini.vae.vae
     sizes = {"clips": clips, "receptive_field": receptive_field(vae.config)}
-    return sizes | vae_quality(vae, mini.device, clips) | times.result()
-
-
-def decoding_times(ckpt_dir: str, frames: int = 21, repeats: int = 5) -> dict[str, float]:
-    """Time decoding on one CPU thread -> least seconds per latent frame, ours and diffusers'."""
-    latents = torch.randn(1, frames, 16, SIDE // 8, SIDE // 8)
-    vae = VAE.from_pretrained(ckpt_dir)
-    ways = {
-        "decode_seconds_per_latent_frame": lambda: vae.decode(latents),
-        "diffusers_seconds_per_latent_frame": lambda: vae.vae.decode(latents.transpose(1, 2)),
-    }
-    best = dict.fromkeys(ways, float("inf"))
-    with one_thread(), torch.no_grad():
-        for _ in range(repeats):
-            for name, way in ways.items():  # in turn: whatever else runs here slows both
-                begin = time.perf_counter()
-                way()
-                best[name] = min(best[name], time.perf_counter() - begin)
-    return {name: round(seconds / frames, 5) for name, seconds in best.items()}
+    return sizes | vae_quality(vae, mini.device, clips)
 
 
 def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, pool: EvalPool) -> dict:
@@ -293,7 +258,7 @@ def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, pool: 
     chosen = held_out_scenes(SETS[name], counts.captions)
     prompts = [scene.caption for scene in chosen]
     sources: dict[str, Callable[[], Answers]] = {
-        "rendered": lambda: results([pool.call(judge_rendered, scene) for scene in chosen]),
+        "rendered": lambda: pool.judge_all(rendered(chosen, FRAMES), chosen),
         "vae": lambda: pool.judge_all(mini.reconstructed(rendered(chosen, FRAMES)), chosen),
         "causal": lambda: pool.judge_all(mini.causal(prompts), chosen),
     }
@@ -316,17 +281,15 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list
     """Return what comes back from behind a wall, a row for each window of the past."""
     chosen = held_out_scenes(SETS["behind a wall"], counts.pasts)
     prompts, rows = [scene.caption for scene in chosen], []
-    whole_past = parts.done["behind a wall, causal"]  # the first captions of that set
     for size, sink in PASTS:
-
-        def measure(size: int = size, sink: int = sink) -> Answers:
-            if size < 0 and len(chosen) <= len(whole_past):
-                return whole_past[: len(chosen)]
-            return pool.judge_all(mini.causal(prompts, size, sink), chosen)
-
-        answers = parts.get(f"past {size} {sink}", measure)
+        done = parts.done["behind a wall, causal"][
+            : len(chosen)
+        ]  # with the whole past, of the first captions
+        if size > 0 or len(done) < len(chosen):
+            videos = mini.causal(prompts, size, sink)
+            done = parts.get(f"past {size} {sink}", partial(pool.judge_all, videos, chosen))
         window = {"local_attn_size": size, "sink_size": sink, "count": len(chosen)}
-        rows.append(window | shares(answers) | {"intervals": intervals(answers)})
+        rows.append(window | shares(done) | {"intervals": intervals(done)})
     return rows
 
 
@@ -342,13 +305,15 @@ def long_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPoo
 
 def long_videos(mini: Miniature, scenes: Sequence[Scene], pool: EvalPool) -> list[dict]:
     """Return, of each scene, dB of its first and last second through the VAE, and shares of both videos."""
-    frames = LONG_SECONDS * FPS + 1
-    of_rendered = [pool.call(long_shares, None, scene, frames) for scene in scenes]
-    videos, of_vae, found = rendered(scenes, frames), [], []
+    videos, db = rendered(scenes, LONG_SECONDS * FPS + 1), []
+    of_rendered = [
+        pool.call(long_shares, video.numpy(), scene) for video, scene in zip(videos, scenes, strict=True)
+    ]
+    of_vae = []
     for scene, video, out in zip(scenes, videos, mini.reconstructed(videos), strict=True):
-        of_vae.append(pool.call(long_shares, out.numpy(), scene, frames))
-        squared = (out - video).square().mean((1, 2, 3))
-        seconds = {"first_second": squared[None, :FPS], "last_second": squared[None, -FPS:]}
-        found.append({name: psnr(errors).item() for name, errors in seconds.items()})
-    both = zip(found, results(of_rendered), results(of_vae), strict=True)
-    return [{"psnr": db, "rendered": one, "vae": other} for db, one, other in both]
+        of_vae.append(pool.call(long_shares, out.numpy(), scene))
+        squared = (out - video).square().mean((1, 2, 3))[None]
+        first, last = psnr(squared[:, :FPS]).item(), psnr(squared[:, -FPS:]).item()
+        db.append({"first_second": first, "last_second": last})
+    both = zip(db, results(of_rendered), results(of_vae), strict=True)
+    return [{"psnr": one, "rendered": before, "vae": after} for one, before, after in both]

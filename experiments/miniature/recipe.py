@@ -41,6 +41,7 @@ KL_WEIGHT = 1e-4
 SHORT_CLIPS, LONG_CLIPS = (5, 17), (17, 33, FRAMES, 129)  # video frames; the VAE must see beyond its past
 HELD_OUT_SEED = 1_000_003
 SEEDS_APART = 10_007  # between the seeds of neighbouring processes
+SHIPPED = Path(__file__).parents[2] / "checkpoints/wan-mini"
 LOG = "training.json"  # in the checkpoint's folder: the numbers of every stage
 CHECKPOINT_REPORT = Path("cache/wan-mini-training/moments.json")  # of measure_checkpoints.py
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import UMT5Config, UMT5EncoderModel
 
 from experiments.caches.files import replacing
-from experiments.miniature.latent_clips import LatentClips, add_noise, build_tokenizer, draw, encode_text
+from experiments.miniature.latent_clips import LatentClips, add_noise, draw, encode_text, shipped_tokenizer
 from experiments.miniature.recipe import (
     GUIDANCE,
     KEPT_STEPS,
@@ -51,11 +51,11 @@ ALPHA_PER_RANK = 1.0  # of a LoRA: alpha = rank, as LongLive's
 
 def train_base(run: StageRun) -> dict:
     """Match the flow of whole clips, jointly with the text encoder -> files of both and the tokenizer."""
-    tokenizer, clips = build_tokenizer(), LatentClips(run)
+    clips = LatentClips(run)
     timesteps = FlowSchedule(SHIFT).timesteps.to(run.device)
     model = WanModel(**asdict(MODEL)).to(run.device)
     model.init_weights()
-    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **TEXT))
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(shipped_tokenizer()), **TEXT))
     if run.start_from:
         model.load_state_dict(read_transformer_state(run.start_from))
         encoder = UMT5EncoderModel.from_pretrained(run.start_from / "text_encoder")
@@ -66,7 +66,6 @@ def train_base(run: StageRun) -> dict:
         averaged, averaged_encoder = trainer.averaged()
         save_transformer(averaged.state_dict(), run.output_dir / "transformer")
         averaged_encoder.save_pretrained(run.output_dir / "text_encoder")
-        tokenizer.save_pretrained(run.output_dir / "tokenizer")
         save_index(run.output_dir)
 
     def loss() -> Tensor:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -294,35 +293,30 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
 # -- captions ----------------------------------------------------------------------------------------------
 
 
-def _one_of(names: Any) -> str:
-    """Return a regular expression's group of any of these words, longer ones first."""
-    return f"({'|'.join(sorted(names, key=len, reverse=True))})"
-
-
-MOVER = re.compile(rf"an? (?:{_one_of(COLORS)} )?{_one_of(SHAPES)} moving {_one_of(DIRECTIONS)}")
-CAPTION = re.compile(
-    rf"(?P<movers>{MOVER.pattern}(?: and {MOVER.pattern})?)"
-    rf"(?: behind an? (?P<wall>{_one_of(COLORS)[1:-1]}) wall)?"
-    rf" over a (?P<background>{_one_of(BACKGROUNDS)[1:-1]}) background"
-    rf"(?: with a small (?P<mark>{_one_of(COLORS)[1:-1]}) (?P<outline>{_one_of(SHAPES)[1:-1]})"
-    rf" at the (?P<corner>{_one_of(CORNERS)[1:-1]}))?"
-)
-
-
 def scene_of(caption: str) -> Scene | None:
     """Return the scene of a caption, without places and sizes; None for another text."""
-    found = CAPTION.fullmatch(caption)
-    if found is None:
-        return None
-    named = [(m[2], m[1], m[3]) for m in MOVER.finditer(found["movers"])]
+    text, _, mark = caption.partition(" with a small ")
+    text, _, ground = text.partition(" over a ")
+    text, _, wall = text.partition(" behind ")
+    outline = mark.split(" at the ")[0].split()
+    landmark = Landmark(outline[-1], outline[0], mark.partition(" at the ")[2]) if outline else None
+    movers = []
+    for mover in re.split(" and (?=an? )", text):
+        noun, _, direction = mover.partition(" moving ")
+        color, shape = ["", "", *noun.split()[1:]][-2:]
+        movers.append(Mover(shape, color, direction, 0, 0, 0, 0))
     scene = Scene(
-        tuple(Mover(shape, color or "", direction, 0, 0, 0, 0) for shape, color, direction in named),
-        found["background"],
-        Landmark(found["outline"], found["mark"], found["corner"]) if found["mark"] else None,
-        found["wall"],
-        unnamed_color=named[0][1] is None,
+        tuple(movers),
+        ground.removesuffix(" background"),
+        landmark,
+        wall.removesuffix(" wall").partition(" ")[2] or None,
+        unnamed_color=not movers[0].color,
     )
-    return scene if scene.caption == caption else None
+    known = all(m.shape in SHAPES and m.color in ("", *COLORS) and m.direction in DIRECTIONS for m in movers)
+    known &= scene.background in BACKGROUNDS and scene.wall in (None, *COLORS)
+    if landmark:
+        known &= landmark.shape in SHAPES and landmark.color in COLORS and landmark.corner in CORNERS
+    return scene if known and len(movers) <= 2 and scene.caption == caption else None
 
 
 def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:

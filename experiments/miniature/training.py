@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import UniPCMultistepScheduler
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from experiments.caches.files import CacheError, StoppedError, replacing
-from experiments.miniature.recipe import MODEL, SHIFT, StageRun
+from experiments.miniature.recipe import MODEL, SHIPPED, StageRun
 from wan.checkpoint import to_diffusers_names
 
 ADAM_BETAS = (0.9, 0.95)
@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_tall(p: Tensor) -> bool:
-    """Return whether a parameter [out, in, ...] has more rows than columns as a matrix."""
+    """Compare the rows of a parameter [out, in, ...] with its columns as a matrix."""
     return p.shape[0] > p[0].numel()
 
 
@@ -350,20 +350,11 @@ def save_transformer(native: dict[str, Tensor], folder: Path) -> None:
 
 
 def save_index(folder: Path) -> None:
-    """Save what makes the directory a diffusers WanPipeline: the scheduler and model_index.json."""
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
-    )
-    scheduler.save_pretrained(folder / "scheduler")
-    index = {
-        "_class_name": "WanPipeline",
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    """Copy what makes the directory a diffusers WanPipeline and no training changes."""
+    if folder.resolve() != SHIPPED.resolve():
+        for name in ("scheduler", "tokenizer"):
+            shutil.copytree(SHIPPED / name, folder / name, dirs_exist_ok=True)
+        shutil.copy(SHIPPED / "model_index.json", folder)
 
 
 def save_causal(native: dict[str, Tensor], path: Path) -> None:

@@ -76,7 +76,7 @@ class PerfectMiniature:
 
 def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "Miniature", PerfectMiniature)
-    monkeypatch.setattr(evaluation, "measure_vae", lambda mini, clips, pool: {"clips": clips})
+    monkeypatch.setattr(evaluation, "measure_vae", lambda mini, clips: {"clips": clips})
     monkeypatch.setattr(evaluation, "LONG_SECONDS", 6)
     monkeypatch.setattr(
         evaluation, "SETS", {name: frozen.SETS[name] for name in ("one shape", "behind a wall")}

@@ -12,17 +12,15 @@ from conftest import ROOT
 from experiments import measure_checkpoints
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
-from experiments.extraction import causal
 from experiments.miniature import checkpoint_analysis, evaluation
 from experiments.miniature.checkpoint_analysis import read_report
 from experiments.miniature.evaluation import EvalPool, Miniature, Parts
-from experiments.miniature.moving_shapes import render_batch, sample_scenes
+from experiments.miniature.moving_shapes import sample_scenes
 from experiments.miniature.recipe import Counts
 from experiments.running import cli
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
 from wan.text_encoder import TextEncoder, clean_prompt
-from wan.vae import VAE
 
 MINI = ROOT / "checkpoints" / "wan-mini"
 HELD_OUT = list(itertools.islice(sample_scenes(5, held_out=True, kinds=["single"]), 3))
@@ -32,16 +30,6 @@ EVALUATION = json.loads((MINI / "evaluation.json").read_text())
 def config(**overrides) -> RunConfig:
     relative = {"ckpt_dir": str(MINI), "checkpoint_path": str(MINI / "self_forcing_mini.pt")}
     return load_config(ROOT / "configs" / "wan_mini.yaml", relative | overrides)
-
-
-@pytest.fixture(scope="module")
-def vae() -> VAE:
-    return VAE.from_pretrained(MINI)
-
-
-def generate(vae: VAE, **overrides) -> torch.Tensor:
-    """Video [frames, 3, H, W] in 0..1."""
-    return vae.decode(causal.extract(config(**overrides), []).latents)[0]
 
 
 def test_it_is_small():
@@ -60,12 +48,6 @@ def test_its_two_weight_sets_are_one_model():
     assert not torch.equal(base["blocks.0.self_attn.q.weight"], tuned["blocks.0.self_attn.q.weight"])
 
 
-def test_its_training_is_logged():
-    log = json.loads((MINI / "training.json").read_text())
-    for stage in ("vae", "base", "causal", "few_step", "lora", "framewise"):
-        assert {"device", "torch", "seed", "steps", "seconds", "loss_curve"} <= log[stage].keys()
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict:
     """Two clips and four captions, measured anew as evaluate_mini.py measures."""
@@ -73,15 +55,9 @@ def measured(tmp_path_factory) -> dict:
     counts, pool = Counts(captions=4, base=False), EvalPool(1)
     return {
         "weights": evaluation.weight_hashes(mini.config),
-        "vae": evaluation.measure_vae(mini, 2, pool),
+        "vae": evaluation.measure_vae(mini, 2),
         "captions": {"one shape": evaluation.caption_set(mini, "one shape", counts, parts, pool)},
     }
-
-
-@pytest.mark.beside
-def test_its_vae_is_sharp_and_does_not_drift_in_what_the_model_makes(measured):
-    vae = measured["vae"]
-    assert vae["psnr"] > 27 and vae["psnr_first_second"] - vae["psnr_last_second"] < 1.5
 
 
 @pytest.mark.beside
@@ -131,14 +107,6 @@ def test_its_evaluation_meets_what_the_readme_says():
     assert own_block["same"] < everything["same"]  # the past is needed
 
 
-def test_the_colour_word_matters(vae):
-    one, other = (
-        generate(vae, prompt=f"a {color} circle moving right over a dark blue background", num_frames=6)
-        for color in ("yellow", "purple")
-    )
-    assert (one - other).abs().amax(1).mean((1, 2))[8:].mean() > 0.01
-
-
 def test_prompts_reach_the_model_as_in_training():
     encoder = TextEncoder.from_pretrained(MINI, read_model_config(MINI).text_len, torch.float32)
     states = encoder(["a red circle", "a red circle moving right over a dark blue background"])
@@ -155,21 +123,6 @@ def test_prompts_reach_the_model_as_in_training():
 )
 def test_prompts_are_cleaned_as_wan_does(dirty, clean):
     assert clean_prompt(dirty) == clean
-
-
-def test_latents_are_normalised_by_the_vae_config(vae):
-    scene = HELD_OUT[0]
-    video = render_batch([scene], 17, 64).transpose(1, 2) / 2 + 0.5  # [1, frames, 3, H, W]
-    latents = vae.encode(video)
-    assert latents.shape == (1, 5, 16, 8, 8)
-    raw = vae.vae.encode(video.transpose(1, 2) * 2 - 1).latent_dist.mode()
-    mean, std = (
-        torch.tensor(getattr(vae.vae.config, name)).view(1, 16, 1, 1, 1)
-        for name in ("latents_mean", "latents_std")
-    )
-    torch.testing.assert_close(latents.transpose(1, 2), (raw - mean) / std, atol=1e-5, rtol=1e-5)
-    decoded = vae.decode(latents)
-    assert decoded.shape == video.shape and (decoded - video).square().mean() < 0.002  # 27 dB
 
 
 # -- checkpoints that the training kept --
@@ -201,13 +154,6 @@ def test_the_last_checkpoint_is_the_shipped_checkpoint_and_measures_the_same(tmp
     np.testing.assert_allclose(
         ours["frame_logits"], theirs["frame_logits"], atol=5e-3, rtol=0
     )  # 1.3e-3 between CPU and GPU
-
-
-def test_atlases_of_three_checkpoints_are_there_and_differ():
-    atlases = [load_cache(path) for path in sorted((ROOT / "cache/wan-mini-training").glob("step_*.pt"))]
-    assert len(atlases) == 3 and len({atlas["weights_sha256"] for atlas in atlases}) == 3
-    assert {"frame_logits", "frame_mass"} <= atlases[0].keys()
-    assert all(atlas["pass_steps"] == [0, 4] and atlas["pass_is_clean"] == [False, True] for atlas in atlases)
 
 
 def test_a_report_is_extended_by_other_steps(tmp_path, monkeypatch):

@@ -14,14 +14,12 @@ from torch.nn.attention.flex_attention import create_mask
 
 from experiments import train_mini
 from experiments.miniature import stages, vae_training
-from experiments.miniature.latent_clips import build_tokenizer, encode_text
-from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, SAMPLER_STEPS, SHIFT, StageRun
+from experiments.miniature.latent_clips import encode_text, shipped_tokenizer
+from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, StageRun
 from experiments.miniature.stages import CHANGES, FewStep, adapt, frame_mask, lora_state, teacher_sigmas
-from experiments.running.ranks import Rank
 from wan.blocks import block_ranges, block_sizes, visible_frames
 from wan.checkpoint import lora_of, merge_lora, read_lora, read_self_forcing_state
 from wan.model import CausalWanModel, teacher_forcing_mask
-from wan.pipeline import FlowSchedule
 
 MINI = ROOT / "checkpoints" / "wan-mini"
 SMALL = ["--steps", "1", "--batch", "1", "--clips", "1", "--device", "cpu"]
@@ -45,7 +43,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clips():
-    tokens = build_tokenizer()(CAPTIONS, padding=True, return_tensors="pt")
+    tokens = shipped_tokenizer()(CAPTIONS, padding=True, return_tensors="pt")
     latents = torch.randn(2, 16, 6, 8, 8, generator=torch.Generator().manual_seed(1))
     return SimpleNamespace(
         latents=latents,
@@ -60,11 +58,6 @@ def loss_of(run, clips) -> FewStep:
     model = CausalWanModel(**asdict(MODEL)).requires_grad_(False)
     model.load_state_dict(read_self_forcing_state(run.output_dir / "causal.pt"))
     return FewStep(run, model, clips)
-
-
-def test_the_samplers_noise_levels_are_on_the_teachers_way():
-    samplers = FlowSchedule(SHIFT).warp(SAMPLER_STEPS) / 1000
-    torch.testing.assert_close(teacher_sigmas()[:: stages.EVERY], torch.cat([samplers, torch.zeros(1)]))
 
 
 @torch.no_grad()
@@ -117,15 +110,6 @@ def test_the_loss_is_the_distance_of_jumps_from_the_ends(run, clips, own_past, m
 
     monkeypatch.setattr(loss, "predict", jumps)
     assert loss(own_past).item() == pytest.approx(off**2, rel=1e-4)
-
-
-def test_all_paths_are_counted(run, clips, monkeypatch):
-    """Two clips are a turn that is not full, in each of two processes; after eight steps it is the third."""
-    run = replace(run, rank=Rank(0, 2), recipe=replace(run.recipe, batch=4))
-    loss = loss_of(run, clips)
-    assert loss.numbers() == {"paths": 4}
-    loss.before(8)
-    assert loss.numbers() == {"paths": 12}
 
 
 @pytest.mark.parametrize("queries", ["all", "clean", "noisy"])

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 
 from experiments import train_mini
 from experiments.caches.files import CacheError, StoppedError
 from experiments.miniature import stages, training, vae_training
-from experiments.miniature.latent_clips import build_tokenizer
 from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIPS, VAE, Recipe, StageRun
 from experiments.miniature.training import Muon, Trainer, orthogonal
 from experiments.miniature.vae_training import SHORT_SHARE, clip_length, decode, receptive_field
@@ -225,28 +223,10 @@ def test_the_receptive_field_is_what_the_decoder_reads():
         assert (decode(vae, other)[:, :, -1] != decode(vae, z)[:, :, -1]).any() == changes
 
 
-def test_outlines_weigh_more():
-    """A wall that ends at column 8, in the second frame: two pixels on both sides of its end weigh more, the
-    video's border does not."""
-    video = torch.zeros(1, 3, 2, 16, 16)
-    video[:, 1, 1, :, :8] = 0.7
-    weights = vae_training.pixel_weights(video)
-    assert weights.shape == (1, 1, 2, 16, 16)
-    near = torch.ones(2, 16, 16)
-    near[1, :, 6:10] = vae_training.EDGE_WEIGHT
-    assert torch.equal(weights[0, 0], near)
-
-
 def test_a_damaged_log_is_said_in_one_line(tmp_path):
     (tmp_path / "training.json").write_text("not JSON")
     with pytest.raises(CacheError, match="is no log of a training"):
         training.log_stage(tmp_path / "training.json", "vae", {})
-
-
-def test_the_tokenizer_is_the_shipped_one(tmp_path):
-    build_tokenizer().save_pretrained(tmp_path)
-    shipped = ROOT / "checkpoints/wan-mini/tokenizer/tokenizer.json"
-    assert json.loads((tmp_path / "tokenizer.json").read_text()) == json.loads(shipped.read_text())
 
 
 # -- Muon, and several processes --
@@ -268,16 +248,6 @@ def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
         reference.step()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other.data, atol=2e-5, rtol=0)  # products of bf16 in another order
-
-
-def test_a_kernel_is_a_matrix_of_its_outputs():
-    torch.manual_seed(0)
-    kernel, gradient = torch.randn(6, 2, 3, 3), torch.randn(6, 2, 3, 3)
-    matrix = kernel.flatten(1).clone()
-    kernel.grad, matrix.grad = gradient, gradient.flatten(1).clone()
-    for x in (kernel, matrix):
-        Muon([x], torch.tensor(LR)).step()
-    assert torch.equal(kernel.flatten(1), matrix)
 
 
 def test_singular_values_come_near_one():
@@ -338,3 +308,25 @@ def test_what_several_processes_cannot_do(more, said, monkeypatch, tmp_path):
         train_mini.run(["--stage", "vae", *more, "--output_dir", str(tmp_path), "--device", "cpu"])
     one, other = (stage_run(rank=Rank(number, 2)) for number in range(2))
     assert one.batch == other.batch == 2 and other.rank_seed != one.rank_seed == one.seed
+
+
+def test_a_kernel_is_a_matrix_of_its_outputs():
+    torch.manual_seed(0)
+    kernel, gradient = torch.randn(6, 2, 3, 3), torch.randn(6, 2, 3, 3)
+    matrix = kernel.flatten(1).clone()
+    kernel.grad, matrix.grad = gradient, gradient.flatten(1).clone()
+    for x in (kernel, matrix):
+        Muon([x], torch.tensor(LR)).step()
+    assert torch.equal(kernel.flatten(1), matrix)
+
+
+def test_outlines_weigh_more():
+    """A wall that ends at column 8, in the second frame: two pixels on both sides of its end weigh more, the
+    video's border does not."""
+    video = torch.zeros(1, 3, 2, 16, 16)
+    video[:, 1, 1, :, :8] = 0.7
+    weights = vae_training.pixel_weights(video)
+    assert weights.shape == (1, 1, 2, 16, 16)
+    near = torch.ones(2, 16, 16)
+    near[1, :, 6:10] = vae_training.EDGE_WEIGHT
+    assert torch.equal(weights[0, 0], near)

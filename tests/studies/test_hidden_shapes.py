@@ -80,14 +80,6 @@ def test_no_head_with_a_past_is_a_window_of_one_block(finished, config, session)
     assert (edited - runs.latents)[:, 3:].abs().max() > 0.1
 
 
-@pytest.mark.beside
-def test_a_batch_gives_what_its_runs_give_alone(finished, session):
-    runs = finished.runs("test")
-    alone = torch.cat([session.rollout(one) for one in runs.configs])
-    torch.testing.assert_close(runs.latents, alone, atol=2e-4, rtol=0)
-    assert runs.configs[0].seed != runs.configs[1].seed
-
-
 def test_measures_of_a_batch_are_those_of_each_run(finished, session):
     runs = finished.runs("test")
     found = measures_by_pass(runs, [0, 1])

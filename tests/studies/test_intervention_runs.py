@@ -1,7 +1,6 @@
 """Edited runs end to end on the miniature: caches and subtitles say it, effects are what they are called."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -144,21 +143,6 @@ def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tm
     gone = Ablate("mean", "no/means.pt", passes="denoise")
     with pytest.raises(ConfigError, match=r"no/means.pt not found; leave source out"):
         causal.extract_next(session, replace(few, interventions=[gone.to_dict()]), [])
-
-
-def test_means_are_kept_by_all_that_they_depend_on(session, config, tmp_path):
-    """Two LoRAs of one name and alpha, umT5 and a file in its place: each has means of its own."""
-    weights, sizes = Path(config.checkpoint_path), session.model_config
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    for folder, content in (("a", b"one"), ("b", b"two")):
-        (tmp_path / folder / "lora.pt").write_bytes(content)
-    loras = [{"lora_path": str(tmp_path / name / "lora.pt"), "lora_alpha": 1} for name in "ab"]
-    names = set()
-    for more in ({}, *loras, {"prompt_embeds": str(tmp_path / "a/lora.pt")}):
-        common = causal.common_fields(replace(config, **more), sizes, weights, session.dtype, session.device)
-        names.add(causal.means_name(replace(session, common=common), config))
-    assert len(names) == 4
 
 
 def test_means_of_something_else_are_refused(session, config, tmp_path):

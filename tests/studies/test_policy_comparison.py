@@ -229,12 +229,6 @@ def test_an_item_is_named_by_what_its_files_hold(tmp_path):
     ]
 
 
-def test_the_findings_grid_has_the_family_and_the_map_once():
-    found = policy_comparison.read_policies(["findings"])
-    assert len(found) == 1 + 11 + 12 + 11 and set(policy_comparison.FAMILY) < set(found)
-    assert policy_comparison.short_label(policy_comparison.PARTICIPATIVE) == "participative 21/10"
-
-
 def test_blocks_decode_to_the_pixels_of_the_whole():
     vae = VAE.from_pretrained("checkpoints/wan-mini")
     latents = torch.randn(1, 6, 16, 8, 8, generator=torch.Generator().manual_seed(0))

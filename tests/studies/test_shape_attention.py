@@ -8,12 +8,10 @@ import torch
 from conftest import ROOT
 
 from experiments.analysis.effects import sign_flip_p
-from experiments.analysis.video_maps import VideoMap
-from experiments.benchmarks.reproduce.shape_attention import chosen_heads, report_of, title_of
+from experiments.benchmarks.reproduce.shape_attention import chosen_heads, report_of
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
 from wan.capture import CapturedCall, Pass, Site
-from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.keys import KeyLayout
 
@@ -109,16 +107,6 @@ def test_heads_that_follow_are_adjusted_for_all_of_them():
     assert each.p[3, 1] == pytest.approx(40 / 10_001, rel=0.5)
     by_hand = [sign_flip_p(lifts[:, 0, 5, 0, 2] - lifts[:, 0, 5, control, 2]) for control in (1, 2, 3)]
     assert max(by_hand) <= each.p[5, 2] <= 1
-
-
-def test_the_picture_says_which_run_pass_and_patch_it_is_of():
-    values = np.ones((21, 4, 4), np.float32)
-    about = ("clean pass (t = 0)", (18, 1, 2), (18, 19, 20), True, 9, 0.0, "wan-mini", "cache")
-    seen = VideoMap(values, "lift", 5, 0, *about)
-    title = title_of(seen, RunConfig(model="wan-mini", prompt="a red circle", seed=3))
-    for said in ("“a red circle”", "wan-mini, seed 3", "clean pass (t = 0)", "18"):
-        assert said in title
-    assert seen.query_label in title
 
 
 @pytest.mark.slow
