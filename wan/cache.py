@@ -6,7 +6,7 @@ says (wan/policies.py has ten). Letters: B batch, S tokens per frame, H heads, D
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -198,7 +198,7 @@ class KVCache:
 
         rope gives the tables [n·S, 1, D] of n temporal positions; policies that move keys need it.
         """
-        self.num_frames, self.tokens_per_frame, self.rope = num_frames, tokens_per_frame, rope
+        self.tokens_per_frame, self.rope = tokens_per_frame, rope
         self.policy = copy(policy)  # its state belongs to one video
         size = self.policy.capacity(num_frames, block_size)
         self.capacity, self.raw_slots = size.slots, min(size.raw_slots, size.slots)
@@ -303,12 +303,9 @@ class KVCache:
 
     def append(self, block: range, own: int | None = None) -> None:
         """Give the frames of the next block, or the last own of them, the slots after the present ones."""
-        frames = block[len(block) - (len(block) if own is None else own) :]
+        frames = block if own is None else block[len(block) - own :]
         if len(self.slots) + len(frames) > self.capacity:
-            raise ValueError(
-                f"frame {block.stop - 1} is beyond the {self.num_frames} frames that the KV cache was "
-                "made for"
-            )
+            raise ValueError(f"frame {block.stop - 1} is beyond the frames that the KV cache was made for")
         self.own = range(len(self.slots), len(self.slots) + len(frames))
         self.slots.extend(Slot(frame, frame) for frame in frames)
         self.newest = block
@@ -352,23 +349,15 @@ class KVCache:
         for _, run in groupby(enumerate(moved), lambda pair: pair[1] - pair[0]):  # consecutive slots together
             indices = [index for _, index in run]
             slots = range(indices[0], indices[-1] + 1)
-            self.rotate(slots, positions[slots.start : slots.stop])
-
-    def rotate(self, slots: range, positions: Sequence[int]) -> None:
-        """Rotate the raw keys of slots to temporal positions."""
-        whole = range(positions[0], positions[0] + len(positions))
-        cos, sin = self.rope(whole if list(positions) == list(whole) else positions)  # a range costs no copy
-        for keys, raw in zip(self.keys, self.raw_keys, strict=True):
-            rotate_into(keys[:, self.tokens(slots)], raw[:, self.tokens(slots)], cos, sin)
-
-    # -- inside ----------------------------------------------------------------------------------------------
+            cos, sin = self.rope(positions[slots.start : slots.stop])
+            for keys, raw in zip(self.keys, self.raw_keys, strict=True):
+                rotate_into(keys[:, self.tokens(slots)], raw[:, self.tokens(slots)], cos, sin)
 
     def _raw_rows(self, own: range) -> range:
         return self.newest if self.policy.raw_by_frame else own
 
     def _drop_empty(self) -> None:
-        while self.slots and self.slots[-1].frame == EMPTY:
-            self.slots.pop()
+        self.slots = [slot for slot in self.slots if slot.frame != EMPTY]
 
     def _publish(self, cut: bool) -> None:
         """Put keys on to their positions, and make the layouts of the calls to come."""
@@ -379,56 +368,37 @@ class KVCache:
             self.key_positions = range(first, first + len(self.own))
         self.query_positions = self.policy.query_positions(self)
         self.begin_pass(is_clean=True)
-        if self.policy.chooses_by_layer:
-            layers = range(self.num_layers)
-            self.layouts = [self._layout(*self.policy.of_layer(self, layer)) for layer in layers]
-        else:
-            self.layouts = [self._layout(self.slots, None)] * self.num_layers
-
-    def _layout(self, slots: Sequence[Slot], chosen: ChosenTokens | None) -> KeyLayout:
-        return KeyLayout(
-            tuple(slots),
+        shared = KeyLayout(
+            tuple(self.slots),
             self.tokens_per_frame,
             own=self.own,
             query_positions=tuple(self.query_positions),
-            chosen=chosen,
             sink=range(min(self.sink, self.own.start)),
         )
+        self.layouts = [shared] * self.num_layers
+        if self.policy.chooses_by_layer:
+            own = [self.policy.of_layer(self, layer) for layer in range(self.num_layers)]
+            self.layouts = [replace(shared, slots=tuple(slots), chosen=chosen) for slots, chosen in own]
 
 
 class HeadClass(NamedTuple):
-    """The cache of a class of heads, and the heads of every layer."""
+    """The cache of a class of heads, and in every layer its heads among those that are here."""
 
     cache: KVCache
-    in_model: list[list[int]]  # also those of other processes
-    numbers: list[tuple[int, ...]]  # among the heads that are here
-    here: list[Tensor]  # these numbers on the device
+    has_heads: list[bool]  # here or in other processes
+    numbers: list[tuple[int, ...]]
+    here: list[Tensor]  # the numbers on the device
 
 
 class PerHeadCache:
-    """A KVCache for each class of heads, with the face of one; write() returns groups of heads."""
+    """A KVCache for each class of heads, with the face of one; write() returns groups of heads.
 
-    def __init__(
-        self,
-        policy: CachePolicy,
-        classes: Sequence[tuple[CachePolicy, list[list[int]]]],
-        build: Callable[[Sequence[int], CachePolicy], KVCache],
-        shard: HeadShard,
-        device: torch.device,
-    ):
-        """classes: the policy of each, and its heads in every layer. A class without any head gets no cache.
+    A class has a cache in every process of a sharded model, also where none of its heads are.
+    """
 
-        A class has a cache in every process of a sharded model, also where none of its heads are.
-        """
-        self.policy = policy
-        self._classes: list[HeadClass] = []
-        for of_class, heads in classes:
-            if any(heads):
-                numbers = [tuple(shard.local(row)) for row in heads]
-                here = [send(torch.tensor(row, dtype=torch.long), device) for row in numbers]
-                cache = build([len(row) for row in numbers], of_class)
-                self._classes.append(HeadClass(cache, heads, numbers, here))
-        self.caches = [one.cache for one in self._classes]
+    def __init__(self, policy: CachePolicy, classes: Sequence[HeadClass]):
+        self.policy, self._classes = policy, classes
+        self.caches = [one.cache for one in classes]
         self.newest, self.stores_raw = range(0), False
         self.query_positions: Sequence[int] = ()
         self.key_positions: Sequence[int] = ()
@@ -459,8 +429,8 @@ class PerHeadCache:
     ) -> list[HeadGroup]:
         """Store the newest block's keys and values [B, L, H, D] -> what each class of heads sees."""
         groups = []
-        for cache, in_model, numbers, here in self._classes:
-            if not in_model[layer]:
+        for cache, has_heads, numbers, here in self._classes:
+            if not has_heads[layer]:
                 continue
             row = here[layer]
             raw = raw_k[:, :, row] if raw_k is not None and cache.stores_raw else None

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
-from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, KVCache, PerHeadCache
+from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, HeadClass, KVCache, PerHeadCache
 from wan.capture import HeadShard
 from wan.errors import ConfigError, require_text, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, MAX_TEXT, read_text
-from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, Slot
+from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, Slot, send
 from wan.rope import rotate_into
 
 Pair = tuple[Tensor, Tensor]  # keys and values
@@ -427,7 +427,12 @@ class MemoryBank(WindowedPolicy):
     def _sort_bank(self, cache: KVCache, bank: range) -> None:
         """Order the slots of the bank by score, best first, in every layer and batch item."""
         where = cache.tokens(bank)
-        found = [self.scores(cache, layer, keys[:, where]) for layer, keys in enumerate(cache.keys)]
+        found = []
+        for (text, _), keys in zip(cache.text, cache.keys, strict=True):
+            frames = (
+                keys[:, where].unflatten(1, (len(bank), -1)).mean(2, dtype=torch.float32)
+            )  # [B, bank, H, D]
+            found.append(torch.einsum("bhd,bfhd->bf", text.float().mean(1), frames))
         scores = cache.shard.sum(torch.stack(found))  # [layers, B, bank]
         best = scores.argsort(dim=2, descending=True, stable=True)  # ties: lower index
         for buffers in (cache.keys, cache.values):
@@ -437,12 +442,6 @@ class MemoryBank(WindowedPolicy):
         for layer, orders in enumerate(best.tolist()):  # one wait for the device
             pairs = zip(self._frames[layer], orders, strict=True)
             self._frames[layer] = [[frames[i] for i in order] for frames, order in pairs]
-
-    def scores(self, cache: KVCache, layer: int, keys: Tensor) -> Tensor:
-        """Return the score under the prompt of every frame of bank keys [B, bank·S, H, D], [B, bank]."""
-        text = cache.text[layer][0].float().mean(1)  # [B, H, D]
-        frames = keys.unflatten(1, (self.banked, -1)).mean(2, dtype=torch.float32)  # [B, bank, H, D]
-        return torch.einsum("bhd,bfhd->bf", text, frames)
 
 
 @dataclass
@@ -653,11 +652,15 @@ class PerHead(CachePolicy):
         here, model = (len(self.labels), len(self.labels[0])), (num_layers, shard.total)
         sizes = f"{here[0]} layers x {here[1]} heads, the model {model[0]} x {model[1]}"
         self.require(here == model, f"{self.file} has {sizes}")
-        classes = [
-            (policy, [[head for head, other in enumerate(row) if other == label] for row in self.labels])
-            for label, policy in self.policies.items()
-        ]
-        return PerHeadCache(self, classes, build, shard, device)
+        classes = []
+        for label, policy in self.policies.items():
+            heads = [[head for head, other in enumerate(row) if other == label] for row in self.labels]
+            if any(heads):
+                numbers = [tuple(shard.local(row)) for row in heads]
+                there = [send(torch.tensor(row, dtype=torch.long), device) for row in numbers]
+                cache = build([len(row) for row in numbers], policy)
+                classes.append(HeadClass(cache, [bool(row) for row in heads], numbers, there))
+        return PerHeadCache(self, classes)
 
 
 def read_labels(file: str) -> list[list[str]]:

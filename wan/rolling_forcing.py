@@ -8,6 +8,7 @@ that is not clean yet are left out, since the next one overwrites what they writ
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from wan.capture import Pass
 from wan.errors import ConfigError
 from wan.interventions import ACTIVE_EDITS
 from wan.keys import KeyLayout, Slot
+from wan.model import CausalWanModel
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
 from wan.policies import PromptSwitch
@@ -31,24 +33,17 @@ class RollingCache:
     model writes a forward's keys and gets those that it sees, as from a KVCache.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        shape: tuple[int, int, int],
-        tokens_per_frame: int,
-        anchor: int,
-        attention_size: int,
-        rope: Callable[[Sequence[int]], tuple[Tensor, Tensor]],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        """shape is (B, H, D), rope gives the tables [n·S, 1, D] of n positions; sizes count frames."""
-        batch, heads, head_dim = shape
-        self.tokens_per_frame, self.anchor, self.attention_size = tokens_per_frame, anchor, attention_size
-        self.capacity, self.rope = anchor + attention_size, rope
-        size = (batch, self.capacity * tokens_per_frame, heads, head_dim)
+    def __init__(self, model: CausalWanModel, shape: Sequence[int], anchor: int, attention_size: int):
+        """shape is that of the noise, (B, F, C, h, w); sizes count frames."""
+        config, (batch, _, _, height, width) = model.config, shape
+        self.tokens_per_frame, num_layers = config.tokens_per_frame(height, width), config.num_layers
+        self.anchor, self.attention_size, self.capacity = anchor, attention_size, anchor + attention_size
+        rotary, (_, patch_h, patch_w) = RotaryTable(config.head_dim), config.patch_size
+        self.rope = lambda at: rotary(at, height // patch_h, width // patch_w, model.device)
+        size = (batch, self.capacity * self.tokens_per_frame, config.num_heads, config.head_dim)
         self.keys, self.values = (
-            [torch.empty(size, dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
+            [torch.empty(size, dtype=model.dtype, device=model.device) for _ in range(num_layers)]
+            for _ in range(2)
         )
         self.raw_anchor: list[Tensor] = [torch.empty(0)] * num_layers
         self.anchor_rope: tuple[Tensor, Tensor] | None = None
@@ -56,7 +51,7 @@ class RollingCache:
         self.newest = self.query_positions = self.key_positions = range(0)
         self.is_clean = self.stores_raw = False
         self.seen = range(0)  # slots of the buffers that a forward sees beside its own keys
-        self.layouts: list[KeyLayout] = [KeyLayout((), tokens_per_frame)] * num_layers
+        self.layouts: list[KeyLayout] = [KeyLayout((), self.tokens_per_frame)] * num_layers
 
     def begin_window(self, frames: range) -> None:
         """Announce a forward that denoises frames; it writes nothing."""
@@ -155,7 +150,10 @@ class RollingForcingPipeline(CausalInferencePipeline):
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
         ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), levels + 1)
-        text, cache = self.model.text_keys_values(prompt_embeds), self._new_cache(noise)
+        text, cache = (
+            self.model.text_keys_values(prompt_embeds),
+            RollingCache(self.model, noise.shape, self.num_frame_per_block, self.attention_size),
+        )
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
 
         def forward(x: Tensor, t: Tensor, at: Pass) -> Tensor:
@@ -173,7 +171,9 @@ class RollingForcingPipeline(CausalInferencePipeline):
             # 2. Denoise all blocks of the window together; block b stands at step newest - b.
             parts = [self._announced(block, newest - block, blocks[block]) for block in window]
             cache.begin_window(range(blocks[parts[0].block].start, blocks[parts[-1].block].stop))
-            at = _joint(parts)
+            levels_of_frames = tuple((frame, one.timestep) for one in parts for frame in one.query_frames)
+            frames_now = tuple(frame for frame, _ in levels_of_frames)
+            at = replace(parts[0], query_frames=frames_now, parts=tuple(parts), levels=levels_of_frames)
             x = torch.cat(list(window.values()), 1)
             t = x.new_tensor([level for _, level in at.levels], dtype=torch.float32).expand(x.shape[0], -1)
             flows = forward(x, t, at).split([len(part.query_frames) for part in parts], 1)
@@ -201,33 +201,3 @@ class RollingForcingPipeline(CausalInferencePipeline):
             timestep=self.pass_timesteps[step],
             is_clean_pass=step == len(self.timesteps),
         )
-
-    def _new_cache(self, noise: Noise) -> RollingCache:
-        model, config = self.model, self.model.config
-        batch, _, _, height, width = noise.shape
-        _, patch_h, patch_w = config.patch_size
-        rotary = RotaryTable(config.head_dim)
-        return RollingCache(
-            config.num_layers,
-            (batch, config.num_heads, config.head_dim),
-            config.tokens_per_frame(height, width),
-            self.num_frame_per_block,
-            self.attention_size,
-            rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, model.device),
-            dtype=model.dtype,
-            device=model.device,
-        )
-
-
-def _joint(parts: Sequence[Pass]) -> Pass:
-    """Return the pass of a whole window, named by its oldest block."""
-    levels = tuple((frame, part.timestep) for part in parts for frame in part.query_frames)
-    oldest = parts[0]
-    return Pass(
-        query_frames=tuple(frame for frame, _ in levels),
-        block=oldest.block,
-        step=oldest.step,
-        timestep=oldest.timestep,
-        parts=tuple(parts),
-        levels=levels,
-    )

@@ -57,7 +57,7 @@ def test_against_a_list_of_frames(data, S, sink, extra, windowed):
 def test_a_rollout_longer_than_announced_is_refused():
     cache = new_cache(3)
     cache.advance(range(3))
-    with pytest.raises(ValueError, match="frame 5 is beyond the 3 frames"):
+    with pytest.raises(ValueError, match="frame 5 is beyond the frames"):
         cache.advance(range(3, 6))
 
 

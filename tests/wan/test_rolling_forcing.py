@@ -14,7 +14,7 @@ from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
 from wan.pipeline import add_noise, flow_to_x0
 from wan.rolling_forcing import RollingCache, RollingForcingPipeline
-from wan.rope import RotaryTable, rotate
+from wan.rope import rotate
 
 STEPS = [1000, 800, 600, 400, 200]
 
@@ -110,10 +110,8 @@ def test_what_a_pass_sees(calls, at, frames, positions):
 
 
 def test_the_anchor_is_rotated_from_its_own_keys():
-    generator, rotary, S = torch.Generator().manual_seed(0), RotaryTable(16), 2
-    cache = RollingCache(
-        1, (1, 3, 16), S, 1, 4, lambda at: rotary(at, 1, S, torch.device("cpu")), torch.float32, "cpu"
-    )
+    generator, S = torch.Generator().manual_seed(0), 2
+    cache = RollingCache(tiny_pipeline().model, (1, 6, 16, 2, 4), anchor=1, attention_size=4)
     raw, values = torch.randn(2, 6, 1, S, 3, 16, generator=generator)
 
     def turned(frame: int, position: int) -> torch.Tensor:
