@@ -26,10 +26,8 @@ from experiments.extraction.long_rollout import (
     read_blocks,
 )
 from experiments.extraction.observer import RunObserver
-from wan import policies as cache_policies
 from wan.blocks import block_ranges
 from wan.config import load_config
-from wan.errors import ConfigError
 from wan.vae import VAE
 
 pytestmark = pytest.mark.slow
@@ -161,14 +159,6 @@ def test_what_is_captured(session, config, vae, tmp_path, monkeypatch):
     assert band["key_frames"][0].tolist() == [14, 15, 16, 17]
 
 
-@pytest.mark.parametrize(
-    "text", ["some", "last", "last:0", "last:-1", "band:x", "all:3", "last:²", "band:99999999"]
-)
-def test_captures_that_are_none(text):
-    with pytest.raises(ConfigError, match="--capture"):
-        BlockCapture.read(text, 0)
-
-
 def test_blocks_that_come_out_otherwise_are_noticed(session, config, vae, tmp_path):
     policy = POLICIES[-2]  # its blocks are made again
     stopped(tmp_path, session, config, vae, stop_after=2, policy=policy)
@@ -285,20 +275,6 @@ def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
     video.finish()
     assert GrowingVideo(path).is_finished and len(iio.imread(path)) == 12
     assert iio.immeta(path)["duration"] == pytest.approx(12 / 16)
-
-
-def test_latents_come_back_in_every_dtype(tmp_path):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        file = LatentFile(tmp_path / f"{dtype}.safetensors", (6, 16, 2, 2), dtype, "run")
-        values = torch.randn(6, 16, 2, 2).to(dtype)
-        file.append(0, values[:3])
-        file.append(3, values[3:])
-        assert file.frames == 6 and torch.equal(file.read(range(2, 5)), values[2:5])
-        assert torch.equal(load_file(file.path)["latents"], values)
-
-
-def test_given_policies_of_the_table_are_all_tried():
-    assert {policy["name"] for policy in POLICIES} == set(cache_policies.POLICIES) - {"per_head"}
 
 
 @pytest.mark.beside

@@ -1,4 +1,4 @@
-"""Token matrices and key curves under policies whose slots are not frames: saved and read, key by key."""
+"""Caches under policies whose slots are not frames: tokens, key curves, frames and atlases agree."""
 
 from dataclasses import replace
 from functools import cache
@@ -9,9 +9,8 @@ import torch
 from conftest import ROOT
 from helpers.rollouts import TWO_STEPS
 
-from experiments.analysis.axes import choose_view, query_profile
+from experiments.analysis.axes import slot_mass, slots_of
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError
 from experiments.caches.store import layer_from_atlas
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
@@ -37,7 +36,15 @@ POLICIES = [
     {"name": "rolling_sink", "window": 9},
     {"name": "deep_sink", "window": 9, "sink": 4},
     {"name": "memory_bank", "window": 6, "sink": 1, "bank": 2, "interval": 1},
+    {"name": "two_memories", "window": 6, "sink": 1},
+    {"name": "relative", "window": 9, "sink": 5, "released": "longlive_infinity"},  # zeros in block 0
 ]
+EACH = pytest.mark.parametrize("settings", POLICIES[:5], ids=lambda settings: settings["name"])
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
 
 
 def config_of(settings: dict):
@@ -46,14 +53,14 @@ def config_of(settings: dict):
 
 
 @cache
-def session() -> causal.LoadedModel:
+def loaded() -> causal.LoadedModel:
     """The model, which no policy changes."""
     return causal.prepare(config_of({"name": "full"}), [])
 
 
 def extract(config, requests):
-    pipeline = causal.pipeline_of(session().pipeline.model, config)
-    return causal.extract_next(replace(session(), pipeline=pipeline), config, requests)
+    pipeline = causal.pipeline_of(loaded().pipeline.model, config)
+    return causal.extract_next(replace(loaded(), pipeline=pipeline), config, requests)
 
 
 def keeping(run, *names, without=""):
@@ -67,11 +74,9 @@ def saved(cache: dict, path) -> dict:
     return load_cache(path)
 
 
-@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
-def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = config_of(settings)
-    path = tmp_path / "cache.pt"
+@EACH
+def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path):
+    config, path = config_of(settings), tmp_path / "cache.pt"
     requests = [*figure4_requests(config, "token"), *figure4_requests(config, "key")]  # keys, and frames
     run = extract(config, [*requests, *inference_requests(config)])
     by_tokens, by_keys, by_frames = (
@@ -81,8 +86,7 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
     assert {made["schema_version"] for made in (by_tokens, by_keys, by_frames)} == {2}
     for made in (by_keys, by_frames):
         entry = made["attention_weights"][0]
-        mass = entry.get("slot_mass", entry["frame_mass"])
-        np.testing.assert_allclose(mass.nansum(-1), 1, atol=1e-5)
+        np.testing.assert_allclose(entry.get("slot_mass", entry["frame_mass"]).nansum(-1), 1, atol=1e-5)
         assert entry["slot_frame"].shape == entry["slot_position"].shape
     for quantity in ("mean_logit", "mass"):
         tokens, keys, means = (open_profiles(c, quantity=quantity) for c in (by_tokens, by_keys, by_frames))
@@ -97,16 +101,12 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path, monkeypatch
     curves = [open_profiles(c).key_curve(1) for c in (by_tokens, by_keys)]
     np.testing.assert_allclose(*curves, atol=2e-3)
     calls = saved(inference_cache(keeping(run, "token_probabilities")), path)
-    np.testing.assert_allclose(
-        open_profiles(calls, quantity="mass").profiles(),
-        open_profiles(by_frames, quantity="mass").profiles(),
-        atol=1e-5,
-    )
+    profiles = [open_profiles(c, quantity="mass").profiles() for c in (calls, by_frames)]
+    np.testing.assert_allclose(*profiles, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
-def test_an_atlas_has_the_key_curve_of_its_keys(settings, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+@EACH
+def test_an_atlas_has_the_key_curve_of_its_keys(settings, tmp_path):
     config = config_of(settings)
     requests = atlas_requests(config, mass=True, key_curve=True, cross=False, layers=[1, 3])
     atlas = saved(atlas_cache(extract(config, requests)), tmp_path / "atlas.pt")
@@ -115,10 +115,9 @@ def test_an_atlas_has_the_key_curve_of_its_keys(settings, tmp_path, monkeypatch)
     slots = atlas["slot_frame"][0, -1]
     slots = slots[slots != -9]
     whole = slots >= 0
-    firsts = atlas["key_frame"][0].unflatten(0, (-1, S))[:, 0]
-    assert torch.equal(firsts[whole], slots[whole])
-    positions = atlas["key_position"][0].unflatten(0, (-1, S))[:, 0]
-    assert torch.equal(positions[whole], atlas["slot_position"][0, -1][: len(slots)][whole])
+    for by_key, by_slot in (("key_frame", "slot_frame"), ("key_position", "slot_position")):
+        firsts = atlas[by_key][0].unflatten(0, (-1, S))[:, 0]
+        assert torch.equal(firsts[whole], atlas[by_slot][0, -1][: len(slots)][whole])
     curve, profile = view.key_curve(1), view.frame_profile(1)
     by_frame = curve.reshape(*curve.shape[:-1], -1, S)
     seen = ~np.isnan(by_frame)
@@ -126,56 +125,67 @@ def test_an_atlas_has_the_key_curve_of_its_keys(settings, tmp_path, monkeypatch)
     np.testing.assert_allclose(means, profile[:, list(view.key_frames)], atol=5e-3)
 
 
-def test_keys_that_contradict_themselves_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = config_of(POLICIES[1])
-    good = figure4_cache(extract(config, figure4_requests(config, "key")))
-    entry = good["attention_weights"][0]
-    for change, message in (
-        ({"key_frame": entry["key_frame"] + 99}, "key_frame is not in"),
-        ({"key_token": entry["key_token"] - 1}, "key_token is not in"),
-        ({"key_frame": entry["key_frame"][:-1]}, "not"),
-        ({"key_position": None}, "go together"),
-    ):
-        changed = {k: v for k, v in {**entry, **change}.items() if v is not None}
-        with pytest.raises(CacheError, match=message):
-            save_cache(tmp_path / "bad.pt", {**good, "attention_weights": [changed]} | {"layer_indices": [1]})
-
-
-def test_heads_with_keys_of_their_own_have_no_key_curves(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    model = read_model_config("checkpoints/wan-mini")
-    rows = "\n".join(",".join("a" for _ in range(model.num_heads)) for _ in range(model.num_layers))
-    (tmp_path / "labels.csv").write_text(rows)
-    settings = {"name": "per_head", "file": str(tmp_path / "labels.csv"), "policies": {"a": {"name": "full"}}}
-    config = config_of(settings)
-    with pytest.raises(ConfigError, match="use --granularity frame"):
-        check_requests(config, model, figure4_requests(config, "key"))
-
-
-@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
-def test_a_layer_cache_has_averages_as_columns(settings, tmp_path, monkeypatch):
+@EACH
+def test_a_layer_cache_has_averages_as_columns(settings, tmp_path):
     """Made from a rollout, by frames or by tokens, or taken out of its atlas: the same values."""
-    monkeypatch.chdir(ROOT)
     config = replace(config_of(settings), layer_index=3, layer_indices=[3])
     count = 2 * (settings["name"] == "ema_sink")
     of_atlas = atlas_requests(config, mass=True, key_curve=False, cross=False, layers=[3])
     run = extract(config, [*layer_requests(config, "token"), *layer_requests(config), *of_atlas])
     by_tokens = layer_cache(keeping(run, "token_logits"), 3)
-    by_frames = keeping(run, "frame_logits", without="frame_mass")
-    made = saved(layer_cache(by_frames, 3), tmp_path / "layer.pt")
+    made = saved(layer_cache(keeping(run, "frame_logits", without="frame_mass"), 3), tmp_path / "layer.pt")
     atlas = saved(atlas_cache(keeping(run, "frame_mass")), tmp_path / "atlas.pt")
     taken = saved(layer_from_atlas(atlas, 3), tmp_path / "taken.pt")
     assert ("average_attention" in made) == ("average_attention" in taken) == bool(count)
-    view, whole = open_profiles(made), open_profiles(atlas)
-    assert view.num_averages == whole.num_averages == open_profiles(taken).num_averages == count
+    views = [open_profiles(one) for one in (made, taken, atlas)]
+    assert [view.num_averages for view in views] == [count] * 3
     for name in ("key_profile", "key_matrix"):
-        values = [getattr(one, name)(3) for one in (view, open_profiles(taken), whole)]
+        values = [getattr(view, name)(3) for view in views]
         assert values[0].shape[-1] == 15 + count
         np.testing.assert_array_equal(values[0], values[2])
         np.testing.assert_array_equal(values[1], values[2])
         np.testing.assert_allclose(getattr(open_profiles(by_tokens), name)(3), values[0], atol=1e-5)
-    axes = choose_view(made, use_video=True)
-    shown, profile = axes.spread_matrix(view.key_matrix(3)), query_profile(view, axes)[0]
-    assert shown.shape[1:] == (57, 57 + count) and axes.spread(profile).shape[-1] == 57 + count
-    np.testing.assert_array_equal(shown[:, 56, 57:], view.key_matrix(3)[:, 14, 15:])
+
+
+@pytest.mark.parametrize(
+    "settings", [*POLICIES, {"name": "window", "window": 6, "sink": 1}], ids=lambda settings: settings["name"]
+)
+def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path):
+    config = config_of(settings)
+    run = extract(config, atlas_requests(config, mass=True, key_curve=False, cross=False))
+    atlas = saved(atlas_cache(run), tmp_path / "atlas.pt")
+    frames, positions = slots_of(atlas, layer=1)
+    mass = slot_mass(atlas, layer=1, step=0)
+    np.testing.assert_allclose(mass.sum(1), 1, atol=1e-5)
+    assert frames.shape == positions.shape and len(frames) == 5 and mass.shape[1] == (frames[-1] != -9).sum()
+    assert list(frames[-1][frames[-1] != -9][-3:]) == [12, 13, 14]
+    name, whole = settings["name"], ("window", "deep_sink")
+    assert atlas["schema_version"] == (1 if name == "window" else 2)
+    assert ("slot_mass" in atlas) == (name not in whole)
+    if name == "deep_sink":
+        assert positions[-1].tolist() == list(range(6, 15))
+    if name == "participative":
+        assert (atlas["tokens_kept"].sum(2)[:, -1] == 5 * atlas["frame_seq_length"]).all()
+    rows = slice(3 if settings.get("released") else 0, None)  # zeros, which are of no frame, have mass too
+    matrix = open_profiles(atlas, 0, "mass").key_matrix(1)
+    np.testing.assert_allclose(np.nansum(matrix, -1)[:, rows], 1, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_atlas_of_classes_of_heads(tmp_path):
+    """Also where one class keeps averages, whose mass is of no frame."""
+    rows = [",".join("ab"[(layer + head) % 2] for head in range(12)) for layer in range(8)]
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    settings = {"name": "per_head", "file": str(tmp_path / "labels.csv")}
+    for one, other in (
+        ({"name": "full"}, {"name": "window", "window": 6, "sink": 1}),
+        ({"name": "relative", "window": 6, "sink": 1}, {"name": "ema_sink", "window": 6, "sink": 2}),
+    ):
+        atlas = causal.policy_atlas(CONFIG, settings | {"policies": {"a": one, "b": other}}, 12)
+        atlas = saved(atlas, tmp_path / "atlas.pt")
+        assert atlas["schema_version"] == 2
+        torch.testing.assert_close(atlas["slot_mass"].nansum(-1), torch.ones(8, 5, 12, 12))
+        assert (atlas["slot_frame"][0, -1] == -1).any() == (other["name"] == "ema_sink")
+    config = config_of(settings | {"policies": {"a": {"name": "full"}, "b": {"name": "full"}}})
+    with pytest.raises(ConfigError, match="use --granularity frame"):
+        check_requests(config, read_model_config("checkpoints/wan-mini"), figure4_requests(config, "key"))

@@ -1,5 +1,4 @@
-"""From captured calls to caches, without a model:
-blocks, call indices, which calls are asked for, where values land.
+"""From captured calls to caches, without a model: which calls are asked for, where values land.
 
 Every value of the hand-made calls says where it belongs, so a value in a wrong cell shows.
 """
@@ -14,11 +13,10 @@ from conftest import ROOT
 from experiments.caches import formats as schema
 from experiments.caches.files import RunError
 from experiments.extraction import cache_builders, causal
-from wan.blocks import block_frames, later_block, visible_frames
+from wan.blocks import block_frames, visible_frames
 from wan.capture import CapturedCall, Pass, Site
 from wan.config import RunConfig, load_config
 from wan.keys import KeyLayout
-from wan.legacy_api import OlderCapture, call_index
 
 S, H, LAYERS, TIMESTEPS = 4, 3, 3, [1000.0, 625.0, 0.0]
 
@@ -106,24 +104,6 @@ def same(a, b):
     torch.testing.assert_close(a, b, atol=1e-4, rtol=0, equal_nan=True)
 
 
-# -- block structure
-# --------------------------------------------------------------------------------------------------
-
-
-@CONFIGS
-def test_blocks_partition_the_frames_and_see_the_past(config):
-    sizes = config.block_sizes
-    blocks = [block_frames(sizes, block) for block in range(len(sizes))]
-    assert [frame for own in blocks for frame in own] == list(range(config.num_frames))
-    assert block_frames(sizes, -1) == blocks[-1]
-    for block, own in enumerate(blocks):
-        keys = visible_frames(sizes, block, config.local_attn_size, config.sink_size)
-        assert set(own) <= set(keys) and max(keys) == own[-1] and keys == sorted(set(keys))
-        if config.local_attn_size > 0 and own[-1] >= config.local_attn_size:
-            assert len(keys) == config.local_attn_size and set(range(config.sink_size)) <= set(keys)
-    assert later_block(sizes)[0].tolist() == [frame not in blocks[0] for frame in range(config.num_frames)]
-
-
 def test_the_rollout_announces_these_blocks(monkeypatch):
     """The KV cache of a real rollout and the pure functions agree on every block's frames."""
     monkeypatch.chdir(ROOT)
@@ -137,26 +117,6 @@ def test_the_rollout_announces_these_blocks(monkeypatch):
     cache = cache_builders.inference_cache(run)
     schema.check(cache)
     assert [call["layer_idx"] for call in cache["attention_weights"]] == [1, 5] * 12
-
-
-# -- index mapping
-# ------------------------------------------------------------------------------------------------------------
-
-
-def test_call_index_and_layer_are_told_apart():
-    """Every call index belongs to one layer and kind,
-    and asking for it by either name wants the same call.
-    """
-    sites = [Site(layer, kind) for layer in range(LAYERS) for kind in ("self", "cross")]
-    assert [call_index(site) for site in sites] == list(range(2 * LAYERS))
-    capture = OlderCapture()
-    for site in sites:
-        capture.enable([call_index(site)], num_layers=2 * LAYERS)
-        (by_index,) = capture._asked[-1].requests
-        by_name = causal.CaptureRequest(layers=[site.layer], kinds=(site.kind,))
-        assert [by_index.wants(other, None) for other in sites] == [
-            by_name.wants(other, None) for other in sites
-        ]
 
 
 def chosen(requests, config):
@@ -188,10 +148,6 @@ def test_what_each_script_asks_for():
     assert not any(
         request.wants(Site(0, "cross"), Pass(query_frames=(), block=last, step=1)) for request in some
     )
-
-
-# -- cache fields and assembly
-# ----------------------------------------------------------------------------------------
 
 
 def only(run, **tags):
