@@ -70,11 +70,7 @@ def other_sizes(path):
 @pytest.mark.parametrize(
     ("file", "spoil", "message"),
     [
-        (
-            "",
-            lambda f: shard(f).unlink(),
-            "00002.*safetensors not found; run: bash experiments/download",
-        ),
+        ("", lambda f: shard(f).unlink(), "00002.*safetensors not found; run: bash experiments/download"),
         ("", lambda f: truncate(shard(f)), "00002.*safetensors cannot be read: "),
         ("", lambda f: save_file({"unet.w": torch.ones(3)}, shard(f)), "keys unexpected: unet.w"),
         (

@@ -299,8 +299,5 @@ def test_mass_of_the_tails_of_frames(frames, query_frames):
     logits = drawn(2, 3, 10, 14 * frames).double() * 4
     kept = tails_of(logits, range(0, 14 * frames, 14))
     expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).unflatten(2, (query_frames, -1)).mean(3)
-    for found in (
-        reductions.mass_of_tails(kept, query_frames),
-        mass.mass_of_tails(kept, query_frames),
-    ):
+    for found in (reductions.mass_of_tails(kept, query_frames), mass.mass_of_tails(kept, query_frames)):
         torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)

@@ -22,20 +22,11 @@ def _layer_norm(x, inside, dim, eps):
 
 @triton.jit
 def _modulated_norm_kernel(
-    x_ptr,
-    scale_ptr,
-    shift_ptr,
-    out_ptr,
-    eps,
-    dim,
-    tokens_per_row,
-    stride_scale,
-    stride_shift,
-    BLOCK: tl.constexpr,
+    x_ptr, scale_ptr, shift_ptr, out_ptr, eps, dim, per_row, stride_scale, stride_shift, BLOCK: tl.constexpr
 ):
     """One token: LayerNorm, then * (1 + scale) + shift of its frame."""
     token = tl.program_id(0).to(tl.int64)
-    row = token // tokens_per_row
+    row = token // per_row
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
     x = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
@@ -136,16 +127,7 @@ def _norm_rotate_kernel(
 
 @triton.jit
 def _rotate_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    dim,
-    head_dim,
-    stride_x,
-    stride_out,
-    stride_table,
-    BLOCK: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, dim, head_dim, stride_x, stride_out, stride_table, BLOCK: tl.constexpr
 ):
     """One token: each pair of dims of each head turned by the token's angles."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -168,20 +150,9 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Ten
     x, grid, dim, block = _tokens(x)
     out = torch.empty_like(x) if out is None else out
     (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
-    tokens = x.shape[1] // scale.shape[1]
-    _modulated_norm_kernel[grid](
-        x,
-        scale,
-        shift,
-        out,
-        eps,
-        dim,
-        tokens,
-        stride_scale,
-        stride_shift,
-        BLOCK=block,
-        num_warps=_warps_of_norm(block),
-    )
+    numbers = eps, dim, x.shape[1] // scale.shape[1], stride_scale, stride_shift
+    warps = _warps_of_norm(block)
+    _modulated_norm_kernel[grid](x, scale, shift, out, *numbers, BLOCK=block, num_warps=warps)
     return out
 
 
@@ -221,27 +192,17 @@ def add_norm(
         stride_scale = stride_shift = 0
     else:
         (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
-    gate_rows, stride_gate = (scale, 0) if gate is None else _rows(gate)
-    _add_norm_kernel[grid](
-        x,
-        y.contiguous(),
-        gate_rows,
-        scale,
-        shift,
-        total,
-        out,
-        eps,
-        dim,
-        tokens if gate is None else length // gate_rows.shape[1],
-        tokens if affine else length // scale.shape[1],
-        stride_gate,
-        stride_scale,
-        stride_shift,
-        GATED=gate is not None,
-        AFFINE=affine,
-        BLOCK=block,
-        num_warps=_warps_of_norm(block),
-    )
+    gates, stride_gate = (scale, 0) if gate is None else _rows(gate)
+    tokens_per_gate = tokens if gate is None else length // gates.shape[1]
+    tokens_per_row = tokens if affine else length // scale.shape[1]
+    numbers = eps, dim, tokens_per_gate, tokens_per_row, stride_gate, stride_scale, stride_shift
+    constants = {
+        "GATED": gate is not None,
+        "AFFINE": affine,
+        "BLOCK": block,
+        "num_warps": _warps_of_norm(block),
+    }
+    _add_norm_kernel[grid](x, y.contiguous(), gates, scale, shift, total, out, *numbers, **constants)
     return total, out
 
 
@@ -260,18 +221,8 @@ def norm_rotate(
     x, (batch, length, dim) = x.contiguous(), x.shape
     out = x.new_empty((batch, length, num_heads, dim // num_heads)) if out is None else out
     cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
-    _norm_rotate_kernel[(batch * length,)](
-        x,
-        weight,
-        cos,
-        sin,
-        out,
-        eps,
-        num_heads,
-        length,
-        ROTATE=rope is not None,
-        **_heads(num_heads, dim // num_heads),
-    )
+    constants = _heads(num_heads, dim // num_heads) | {"ROTATE": rope is not None}
+    _norm_rotate_kernel[(batch * length,)](x, weight, cos, sin, out, eps, num_heads, length, **constants)
     return out
 
 
@@ -281,16 +232,7 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     dim, cos, sin = num_heads * head_dim, cos.contiguous(), sin.contiguous()
     of_table = cos.stride(0) if cos.dim() == 4 and len(cos) > 1 else 0
     _rotate_kernel[length, batch](
-        x,
-        cos,
-        sin,
-        out,
-        dim,
-        head_dim,
-        x.stride(0),
-        out.stride(0),
-        of_table,
-        BLOCK=power_of_2(dim),
+        x, cos, sin, out, dim, head_dim, x.stride(0), out.stride(0), of_table, BLOCK=power_of_2(dim)
     )
 
 

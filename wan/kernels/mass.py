@@ -83,6 +83,12 @@ def _mass_kernel(
         tl.store(mass_ptr + (batch_head * num_frames + frame) * len_q + rows, total, mask=rows < len_q)
 
 
+def _tiles(head_dim: int, block_q: int, block_k: int) -> dict[str, int]:
+    """Return the constants of a kernel over tiles of q kᵀ."""
+    dims = {"HEAD_DIM": head_dim, "DIM_PAD": max(16, triton.next_power_of_2(head_dim))}
+    return dims | {"BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+
+
 def query_frame_mass(
     q: Tensor,
     k: Tensor,
@@ -102,28 +108,18 @@ def query_frame_mass(
     frames_each = frames_each or max(1, KEYS_EACH // frame_size)
     mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(num_key_frames, frames_each))
-    _mass_kernel[grid](
-        q,
-        k,
-        lse.float().contiguous(),
-        mass,
-        head_dim**-0.5 * LOG2_E,
+    scale, frames = head_dim**-0.5 * LOG2_E, (num_key_frames, frame_size, frames_each)
+    sizes = (
         *q.stride()[:3],
         *k.stride()[:3],
         heads,
         len_q,
-        num_key_frames,
-        frame_size,
-        frames_each,
+        *frames,
         left_out.start // frame_size,
         len(left_out),
-        HEAD_DIM=head_dim,
-        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
     )
+    tiles = _tiles(head_dim, BLOCK_Q, BLOCK_K)
+    _mass_kernel[grid](q, k, lse.float().contiguous(), mass, scale, *sizes, **tiles)
     return mass
 
 
@@ -262,25 +258,7 @@ def _columns(
     q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
     mass = torch.empty(batch, heads, num_query_frames, k.shape[1], device=q.device)
     grid = (triton.cdiv(k.shape[1], COLUMN_BLOCK_K), batch * heads, num_query_frames)
-    _column_kernel[grid](
-        q,
-        k,
-        lse.float().contiguous(),
-        q_mean,
-        mass,
-        logits,
-        head_dim**-0.5 * LOG2_E,
-        q.stride(0),
-        k.stride(0),
-        heads,
-        num_query_frames,
-        len_q // num_query_frames,
-        k.shape[1],
-        HEAD_DIM=head_dim,
-        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_Q=COLUMN_BLOCK_Q,
-        BLOCK_K=COLUMN_BLOCK_K,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-    )
+    sizes = q.stride(0), k.stride(0), heads, num_query_frames, len_q // num_query_frames, k.shape[1]
+    scale, tiles = head_dim**-0.5 * LOG2_E, _tiles(head_dim, COLUMN_BLOCK_Q, COLUMN_BLOCK_K)
+    _column_kernel[grid](q, k, lse.float().contiguous(), q_mean, mass, logits, scale, *sizes, **tiles)
     return mass

@@ -172,16 +172,6 @@ def join(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
 def join_tails(tails: Tensor, lses: Tensor, lse: Tensor, chunk_size: int, frame_size: int) -> None:
     """Extend tails [2, H, Fk, L] from the ends of chunks to the last key; lse [H, L] is of all keys."""
     _, heads, frames, rows = tails.shape
-    _join_tails_kernel[triton.cdiv(rows, TILE), heads, frames](
-        tails,
-        lses,
-        lse,
-        len(lses),
-        chunk_size,
-        frame_size,
-        rows,
-        heads,
-        *tails.stride()[:3],
-        lse.stride(0),
-        BLOCK=TILE,
-    )
+    sizes = len(lses), chunk_size, frame_size, rows, heads, *tails.stride()[:3], lse.stride(0)
+    grid = triton.cdiv(rows, TILE), heads, frames
+    _join_tails_kernel[grid](tails, lses, lse, *sizes, BLOCK=TILE)
