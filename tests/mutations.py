@@ -185,6 +185,7 @@ def main() -> None:
         )
     report = json.loads(args.report.read_text())
     if args.label:
+        os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py, before anything imports Triton
         import torch
         import transformers  # noqa: F401  a fork has them for free
         from diffusers import AutoencoderKLWan, WanTransformer3DModel  # noqa: F401

@@ -60,7 +60,7 @@ def measured(frames: int) -> tuple[dict[str, Callable[[], Any]], dict[str, float
         torch.randn(1, n, *sizes, generator=generator, device="cuda").bfloat16()
         for n in (QUERIES, frames * TOKENS, frames * TOKENS)
     )
-    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     lse = attention_with_lse(*heads)[1].contiguous()
     calls: dict[str, Callable[[], Any]] = {
         "cuDNN": lambda: torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True)[0]

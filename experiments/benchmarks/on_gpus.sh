@@ -74,10 +74,13 @@ cache_policies() { random cache_policies 300 --what policies --num_frames 240 --
 models() { random models 500 --what models --repeats 1; }
 kernels() { with_fa4 bench kernels 400 kernels; }
 public() { with_fa4 bench public 200 public "${CHECKOUT:-../Self-Forcing}" --random_weights --device cuda --repeats 7; }
-parallel() { all parallel 300 experiments/benchmarks/parallel.py --output_path "$OUT/parallel_${COUNT}x$GPU.json"; }
+parallel() {
+    all parallel 300 experiments/benchmarks/rollout.py --random_weights --what plain mass \
+        --output_path "$OUT/parallel_${COUNT}x$GPU.json"
+}
 parallel_long() { # 38 GB of keys and values on each of four GPUs
-    all parallel_long 300 experiments/benchmarks/parallel.py --models Wan2.1-T2V-14B --num_frames 120 --no-alone --repeats 1 \
-        --output_path "$OUT/parallel_long_${COUNT}x$GPU.json"
+    all parallel_long 300 experiments/benchmarks/rollout.py --config_path configs/wan_14b.yaml --random_weights --what plain \
+        --num_frames 120 --repeats 1 --output_path "$OUT/parallel_long_${COUNT}x$GPU.json"
 }
 gpu_tests() { with_fa4 one gpu_tests 300 -m pytest -q -p no:cacheprovider tests/wan; }
 

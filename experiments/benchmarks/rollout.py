@@ -3,11 +3,13 @@
     python experiments/benchmarks/rollout.py --config_path configs/wan_mini.yaml --repeats 15
     python experiments/benchmarks/rollout.py --random_weights --device cuda --what plain mass maps
     python experiments/benchmarks/rollout.py --random_weights --device cuda --other ../older
+    torchrun --nproc-per-node 2 experiments/benchmarks/rollout.py --random_weights --what plain mass
 
 Rows run in turn, round after round, after a round that is not counted. A ratio is the median over rounds of
 a row's seconds over those of the plain rollout of its round, with the 95 % interval of that median.
 --other TREE has another checkout of this repository take turns with this one, each in a process of its own;
-a row's ratio is then to the same row of the other tree. --output_path keeps the numbers as JSON.
+a row's ratio is then to the same row of the other tree. By torchrun all processes make each rollout together,
+a GPU each, and the slowest one counts. --output_path keeps the numbers as JSON.
 """
 
 import argparse
@@ -16,20 +18,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from experiments.benchmarks.harness import Rows, benchmark_parser, in_turn, print_rows, save_report
-from experiments.benchmarks.worker import Rollout, capture_requests, capturing
+from experiments.benchmarks.worker import Active, Rollout, capture_requests, capturing
 from experiments.caches.files import require_writable
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
 from experiments.running.cli import config_from, main
+from experiments.running.ranks import on_own_device, this_rank
+from experiments.running.run import end_at_once
+from wan import parallel
 from wan.backends import kernel_name
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
@@ -64,8 +70,9 @@ def run(argv=None):
     args = parser.parse_args(argv)
     if args.output_path:
         require_writable(args.output_path)
-    config = config_from(args)
-    report = described(config, args)
+    rank = this_rank()
+    config = on_own_device(config_from(args), rank)
+    report = described(config, args) | {"gpus": rank.count}
     if args.other:
         parts = compared_trees(args, config, report)
     else:
@@ -74,9 +81,15 @@ def run(argv=None):
 
         def keep(found: Rows) -> None:
             report["rows"].update(found)
-            save_report(report, args.output_path)
+            if rank.is_first:
+                save_report(report, args.output_path)
 
-        print_rows(in_turn(rows, args.repeats, about, beside, keep))
+        found = in_turn(rows, args.repeats, about, beside, keep)
+        if rank.is_first:
+            print_rows(found)
+    if rank.count > 1:
+        parallel.leave()
+        end_at_once()
 
 
 def described(config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
@@ -122,9 +135,12 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         if rollout.device.type != "cuda":
             raise ConfigError("--graphs replays layers on a GPU, and none is used; leave it out")
         apply_cuda_graphs(rollout.model)
+    seconds = rollout.seconds
+    if this_rank().count > 1:
+        seconds = partial(shared_seconds, rollout, parallel.join(rollout.device))
     requests = capture_requests(config, rollout.sizes.num_layers)
     rows: Timed = {
-        name: partial(rollout.seconds, capturing(asked))
+        name: partial(seconds, capturing(asked))
         for name, asked in requests.items()
         if name in ("plain", *args.what)
     }
@@ -134,7 +150,7 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         patches = {"queries": tuple((last, n * tokens // 4) for n in range(4))}
         words = {"steps": [0], "kinds": ("cross",), "num_words": 20}
         for name, more in (("mean of the block", {}), ("4 patches", patches), ("20 words, pass 0", words)):
-            rows[f"maps: {name}"] = partial(rollout.seconds, capturing([of_block | more]))
+            rows[f"maps: {name}"] = partial(seconds, capturing([of_block | more]))
     if "interventions" in args.what:  # of every layer and pass
         half = tuple(range(rollout.sizes.num_heads // 2))
         for name, edit in {
@@ -143,7 +159,7 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             "frame 0 moved by 1, all heads": Move(("first",), offset=1, passes="all"),
             "zero ablation, half of the heads": Ablate("zero", heads=half, passes="all"),
         }.items():
-            rows[f"edit: {name}"] = partial(rollout.seconds, partial(intervene, edit))
+            rows[f"edit: {name}"] = partial(seconds, partial(intervene, edit))
     yield warmed_up(rollout, rows, {})
     if "policies" in args.what:
         rows = {}
@@ -153,10 +169,29 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             window = make_policy(name="window", window=size, sink=3)
             own = " ".join(map(str, settings.values()))
             for name, policy in ((f"window {size}", window), (own, make_policy(**settings))):
-                rows[name] = partial(rollout.seconds, policy=policy)
-                rows[f"{name}, mass"] = partial(rollout.seconds, mass, policy=policy)
+                rows[name] = partial(seconds, policy=policy)
+                rows[f"{name}, mass"] = partial(seconds, mass, policy=policy)
                 beside |= {name: f"window {size}", f"{name}, mass": name}
         yield warmed_up(rollout, rows, beside)
+
+
+def shared_seconds(
+    rollout: Rollout, group: dist.ProcessGroup, active: Active = nullcontext, policy: Any = None
+) -> float:
+    """Return the slowest rank's seconds of a rollout that all make together, with the calls gathered."""
+    if parallel.shard_of(rollout.model) is None:
+        parallel.apply_head_parallel(rollout.model, group)
+
+    @contextmanager
+    def gathered() -> Iterator[Any]:
+        with active() as calls:
+            yield calls
+        parallel.gather_calls(rollout.model, calls or [])
+
+    parallel.wait_for_all(group)
+    slowest = torch.tensor([rollout.seconds(gathered, policy)], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return slowest.item()
 
 
 def models(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:

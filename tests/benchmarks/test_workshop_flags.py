@@ -18,7 +18,6 @@ CASES: dict[str, list[list[str]]] = {
         ["--config_path", "{}/none.yaml"],
     ],
     "kernels": [["--frames", "0"]],
-    "parallel": [["--models", "Wan3"], ["--num_layers", "0"]],
     "public": [[*MINI], ["{}/none", *MINI]],
     "random_weights": [["{}/out", "--model", "Wan3"]],
     "reproduce.base_and_causal": [["{}/none.pt", "{}/none.pt", "{}/sheet.svg"]],

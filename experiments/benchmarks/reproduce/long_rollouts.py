@@ -13,28 +13,24 @@ the same fit for frames 1 to 14.
 import argparse
 import base64
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from experiments.analysis.effects import bootstrap
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
 from experiments.analysis.long_rollouts import read_strips
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_ffmpeg, require_writable
-from experiments.extraction import causal
-from experiments.extraction.devices import threads_for
+from experiments.extraction.devices import choose_device
 from experiments.extraction.provenance import environment
 from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count, main
+from experiments.session import capture, load
 from experiments.studies.policy_comparison import read_policies, short_label
 from experiments.studies.policy_findings import findings
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.config import RunConfig, load_config
 from wan.errors import ConfigError
 from wan.files import read_json
 
@@ -118,40 +114,23 @@ def about_videos(comparison: dict[str, Any]) -> dict[str, Any]:
 # --- The first-frame effect by length
 def by_length(args: argparse.Namespace) -> dict[str, Any]:
     """Roll out the reference prompts, each with a seed of its own, under three policies; fit every length."""
-    config = load_config(args.config_path, {"device": args.device, "num_frames": max(args.lengths)})
-    prompts = config.reference_prompts[: args.prompts]
-    session, rows = causal.prepare(config, [], prompts), []
+    rows = []
     for label, settings in read_policies(POLICIES).items():
-        matrix = frame_logits(session, replace(config, cache_policy=settings), prompts)
+        given = {"num_frames": max(args.lengths), "cache_policy": settings, "device": args.device}
+        pipe = load(args.config_path, **given)
+        with capture(pipe, mass=False) as seen:
+            for number, prompt in enumerate(pipe.config.reference_prompts[: args.prompts]):
+                pipe.generate(prompt, seed=pipe.config.seed + number)
+        matrices = [seen.atlas(run).view(step=0).frame_matrices() for run in seen.runs]
+        every_head = np.stack([m.reshape(-1, *m.shape[-2:]) for m in matrices if m is not None])
         for length in sorted(args.lengths):
-            rows.append({"policy": short_label(label), "num_frames": length} | effects(matrix, length))
+            found = effects(every_head, length)
+            rows.append({"policy": short_label(label), "num_frames": length} | found)
             print(rows[-1])
-    return {
-        "prompts": len(prompts),
-        "weights_sha256": session.sha256.result(),
-        "environment": environment(session.device),
-        "rows": rows,
-    }
-
-
-def frame_logits(session: causal.LoadedModel, config: RunConfig, prompts: list[str]) -> np.ndarray:
-    """Return mean logits of pass 0, NaN where nothing was seen: [B, layers · H, F, F], a rollout a prompt."""
-    configs = [replace(config, seed=config.seed + number) for number in range(len(prompts))]
-    noise = causal.seeded_noise(configs, session.model_config, session.dtype, session.device)
-    text = torch.cat([session.texts[prompt][0] for prompt in prompts])
-    heads, F = session.model_config.num_layers * session.model_config.num_heads, config.num_frames
-    matrix = np.full((len(prompts), heads, F, F), np.nan, np.float32)
-    with (
-        threads_for(torch.empty(1, *noise.shape[1:]), session.model_config),
-        ATTENTION_WEIGHT_CAPTURE.capture(steps=[0], granularity="frame", mass=False) as calls,
-    ):
-        for frames, _ in causal.pipeline_of(session.pipeline.model, config).blocks(noise, text):
-            logits = torch.cat([call.values["frame_logits"] for call in calls], 1).float().cpu().numpy()
-            layout = calls[0].layout
-            assert layout is not None  # of self-attention
-            matrix[:, :, frames.start : frames.stop, list(layout.frames)] = logits
-            calls.clear()
-    return matrix
+    common = seen.runs[0].extraction.common
+    made = environment(choose_device(args.device))
+    about = {"prompts": args.prompts, "weights_sha256": common["weights_sha256"]}
+    return about | {"environment": made, "rows": rows}
 
 
 def effects(matrix: np.ndarray, length: int) -> dict[str, Any]:
