@@ -10,6 +10,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -476,15 +477,6 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
 
 # The weights that a run uses, from all of its files, and the model with them.
 
-# size -> the tensor that has it, and which of its axes
-SHAPES = {
-    "dim": ("patch_embedding.weight", 0),
-    "in_dim": ("patch_embedding.weight", 1),
-    "ffn_dim": ("blocks.0.ffn.0.weight", 0),
-    "freq_dim": ("time_embedding.0.weight", 1),
-    "text_dim": ("text_embedding.0.weight", 1),
-}
-
 
 def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDict, LoadReport]:
     """Read the weights of a config's checkpoint, or of its base, under native names, with its LoRA merged.
@@ -498,8 +490,14 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
     else:
         source, state = config.ckpt_dir, read_transformer_state(config.ckpt_dir)
         report = LoadReport(transformer_file(source).name, loaded=len(state))
-    check_sizes(source, state, model_config)
-    report.sizes = describe_sizes(sizes_of(state))
+    with suppress(KeyError, ValueError, IndexError):  # what is not there is named when a model is built
+        report.sizes = describe_sizes(state)
+    c = model_config
+    wanted = f"dim {c.dim}, ffn_dim {c.ffn_dim}, {c.num_layers} layers, in_dim {c.in_dim}"
+    if report.sizes and report.sizes.partition(" (")[0] != wanted:
+        raise CheckpointError(
+            f"{source} holds a model of {report.sizes}, and ckpt_dir one of {wanted}; take this file's config"
+        )
     if config.lora_path:
         lora = read_lora(config.lora_path, config.lora_rank, config.lora_alpha)
         state = merge_lora(state, lora, Path(source).name)
@@ -507,41 +505,14 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
     return state, report
 
 
-def sizes_of(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sizes that a state dict shows: those of SHAPES, num_layers, and num_heads where the dim is a
-    released model's (shapes do not show it).
-    """
-    known = {size: (state[name], axis) for size, (name, axis) in SHAPES.items() if name in state}
-    found = {size: tensor.shape[axis] for size, (tensor, axis) in known.items() if tensor.ndim > axis}
-    layers = {int(match[1]) for name in state if (match := re.match(r"blocks\.(\d{1,6})\.", name))}
-    if layers:
-        found["num_layers"] = max(layers) + 1
-    heads = {model.dim: model.num_heads for model in MODELS.values()}
-    if found.get("dim") in heads:
-        found["num_heads"] = heads[found["dim"]]
-    return found
-
-
-def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Return sizes in words, with the released model that has them: "dim 1536, ... (Wan2.1-T2V-1.3B)"."""
-    wanted = ("dim", "ffn_dim", "num_layers", "in_dim")
-    words = [f"{sizes[n]} layers" if n == "num_layers" else f"{n} {sizes[n]}" for n in wanted if n in sizes]
-    known = [name for name, model in MODELS.items() if all(getattr(model, n) == sizes.get(n) for n in wanted)]
-    return ", ".join(words) + (f" ({known[0]})" if known else "")
-
-
-def check_sizes(source: str | Path, state: Mapping[str, Tensor], model_config: ModelConfig) -> None:
-    """Raise CheckpointError where a state dict is of a model of other sizes."""
-    found = sizes_of(state)
-    other = [size for size, value in found.items() if getattr(model_config, size) != value]
-    if not other:
-        return
-    hint = " (an image-to-video model)" if found.get("in_dim", 16) > 16 else ""
-    wanted = describe_sizes({size: getattr(model_config, size) for size in found})
-    raise CheckpointError(
-        f"{source} holds a model of {describe_sizes(found)}{hint}, and ckpt_dir one of {wanted}: it has "
-        f"{', '.join(f'{size} {found[size]}' for size in other[:3])}; take the config of this file"
-    )
+def describe_sizes(state: Mapping[str, Tensor]) -> str:
+    """Return the sizes that a state dict shows, with the released model that has them."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    (dim, in_dim, *_), ffn_dim = shapes["patch_embedding.weight"], shapes["blocks.0.ffn.0.weight"][0]
+    layers = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+    known = [name for name, model in MODELS.items() if (model.dim, model.num_layers) == (dim, layers)]
+    released = f" ({known[0]})" if known else ""
+    return f"dim {dim}, ffn_dim {ffn_dim}, {layers} layers, in_dim {in_dim}{released}"
 
 
 def build_model(

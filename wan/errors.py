@@ -25,8 +25,8 @@ def one_line(message: object, limit: int = 1000) -> str:
     text = str(message)
     if len(text) > limit:
         text = f"{text[: limit - 300]} ... {text[-290:]}"
-    escaped = (" " if char in "\r\n\t" else char.encode("unicode_escape").decode("ascii") for char in text)
-    return "".join(char if char.isprintable() else other for char, other in zip(text, escaped, strict=True))
+    text = text.translate(dict.fromkeys(map(ord, "\r\n\t"), " "))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def short_repr(value: Any, limit: int = 80) -> str:

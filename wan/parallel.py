@@ -151,7 +151,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
     """
     size, heads = group.size(), model.config.num_heads
     if heads % size:
-        raise ConfigError(f"{heads} heads do not split over {size} GPUs; {_or(legal_sizes(heads))} would do")
+        raise ConfigError(f"{heads} heads do not split over {size} GPUs; try one of {legal_sizes(heads)}")
     if size == 1:
         return
     share = heads // size
@@ -234,15 +234,11 @@ def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int]) -> 
     """Raise ConfigError, naming the numbers of GPUs that would do, where heads or tokens do not split."""
     tokens = sorted(set(tokens))
     if size not in (legal := legal_sizes(num_heads, tokens)):
+        blocks, sizes = (" or ".join(map(str, numbers)) for numbers in (tokens, legal))
         raise ConfigError(
-            f"--gpus {size} does not split {model}: its {num_heads} heads and blocks of {_or(tokens)} tokens "
-            f"go on {_or(legal)} GPUs"
+            f"--gpus {size} does not split {model}: its {num_heads} heads and blocks of {blocks} tokens go "
+            f"on {sizes} GPUs"
         )
-
-
-def _or(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def shard_of(model: WanModel) -> ProcessShard | None:

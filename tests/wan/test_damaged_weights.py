@@ -100,7 +100,7 @@ def other_sizes(path):
             lambda f: torch.save({"critic": {"a": torch.ones(2)}}, f / "sf.pt"),
             "of tensors, but: critic",
         ),
-        ("sf.pt", lambda f: other_sizes(f / "sf.pt"), "holds a model of dim .* has ffn_dim 48, num_layers 2"),
+        ("sf.pt", lambda f: other_sizes(f / "sf.pt"), "holds a model of dim .*, and ckpt_dir one of"),
         ("w.safetensors", lambda f: truncate(f / "w.safetensors"), "w.safetensors cannot be read"),
         (
             "w.safetensors",

@@ -100,7 +100,7 @@ def test_sizes_that_split():
     assert legal_sizes(12) == [1, 2, 3, 4, 6, 12] and legal_sizes(40, [4680, 1560])[-1] == 40
     assert legal_sizes(12, [16, 48]) == [1, 2, 4]
     check_size(4, "m", 12, [48])
-    said = "--gpus 8 does not split m: its 12 heads and blocks of 16 or 48 tokens go on 1, 2 or 4 GPUs"
+    said = "--gpus 8 does not split m: its 12 heads and blocks of 16 or 48 tokens go on 1 or 2 or 4 GPUs"
     with pytest.raises(ConfigError, match=said):
         check_size(8, "m", 12, [48, 16])
 
@@ -123,7 +123,7 @@ def refused(function) -> str:
 
 def test_calls_that_do_not_split():
     (heads,), *_ = together(5, wrong_calls)
-    assert heads == "12 heads do not split over 5 GPUs; 1, 2, 3, 4, 6 or 12 would do"
+    assert heads == "12 heads do not split over 5 GPUs; try one of [1, 2, 3, 4, 6, 12]"
     (tokens, training), *_ = together(4, wrong_calls)
     assert tokens == "a call of 6 tokens does not split over 4 GPUs"
     assert training == "several GPUs make rollouts: no mask, and one timestep for all frames of a call"
