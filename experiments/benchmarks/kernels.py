@@ -65,7 +65,7 @@ def measured(frames: int) -> tuple[dict[str, Callable[[], Any]], dict[str, float
     calls: dict[str, Callable[[], Any]] = {
         "cuDNN": lambda: torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True)[0]
     }
-    masses = {"mass": partial(query_frame_mass, q, k, lse, frames)}
+    masses: dict[str, Callable[[], Tensor]] = {"mass": partial(query_frame_mass, q, k, lse, frames)}
     if backends.has_fa4(q.device):
         calls["FlashAttention-4"] = lambda: backends.fa4_attention(*heads)[0]
     if backends.gives_tails(*heads):

@@ -62,7 +62,7 @@ def make_transformer(folder: Path, sizes: ModelConfig, dtype: torch.dtype, devic
         if sum(t.nbytes for t in shards[-1].values()) > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"diffusion_pytorch_model-{number:05d}.safetensors"
         save_file(shard, folder / file)

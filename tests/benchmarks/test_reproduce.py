@@ -9,14 +9,13 @@ from conftest import ROOT
 
 from experiments.benchmarks.reproduce import (
     first_frame,
-    first_frame_training,
     hidden_shapes,
     long_rollouts,
     readme_figures,
 )
 from wan.errors import ConfigError
 
-KEPT = sorted(int(path.stem[5:]) for path in (ROOT / first_frame_training.ATLASES).glob("step_*.pt"))
+KEPT = sorted(int(path.stem[5:]) for path in (ROOT / first_frame.TRAINING).glob("step_*.pt"))
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +48,7 @@ def test_the_first_frame_is_measured_and_drawn_again(tmp_path):
 
 def test_the_checkpoints_are_measured_again():
     committed = json.loads((ROOT / "docs/checkpoints_first_frame.json").read_text())["checkpoints"]
-    measured = first_frame_training.checkpoints([first_frame_training.ATLASES])
+    measured = first_frame.checkpoints([first_frame.TRAINING])
     assert measured == [row for row in committed if row["seed"] == 0 and row["step"] in KEPT]
 
 
@@ -58,19 +57,19 @@ def test_a_training_keeps_the_rows_of_atlases_that_are_gone(tmp_path):
     for step in steps:
         (tmp_path / step).mkdir()
         atlas = f"step_{step}.pt"
-        (tmp_path / step / atlas).symlink_to(ROOT / first_frame_training.ATLASES / atlas)
+        (tmp_path / step / atlas).symlink_to(ROOT / first_frame.TRAINING / atlas)
     output = tmp_path / "out.json"
-    flags = ["--extend", "--output_path", str(output), "--figure", str(tmp_path / "out.svg")]
+    flags = ["--output_path", str(output), "--figures", str(tmp_path)]
     for step in reversed(steps):
-        first_frame_training.run([str(tmp_path / step), *flags])
+        first_frame.run(["--training", str(tmp_path / step), *flags])
     report = json.loads(output.read_text())
     assert [row["step"] for row in report["checkpoints"]] == [KEPT[0], KEPT[0], KEPT[1], KEPT[1]]
     assert [row.get("git") is None for row in report["checkpoints"]] == [True, True, False, False]
     output.write_text("{}")
     with pytest.raises(ConfigError, match="not what this script writes"):
-        first_frame_training.run([str(tmp_path / steps[0]), *flags])
+        first_frame.run(["--training", str(tmp_path / steps[0]), *flags])
     with pytest.raises(ConfigError, match="has no step_"):
-        first_frame_training.checkpoints([tmp_path / "none"])
+        first_frame.checkpoints([tmp_path / "none"])
 
 
 def test_the_figures_of_the_readme_are_up_to_date(tmp_path):

@@ -21,8 +21,7 @@ CASES: dict[str, list[list[str]]] = {
     "public": [[*MINI], ["{}/none", *MINI]],
     "random_weights": [["{}/out", "--model", "Wan3"]],
     "reproduce.base_and_causal": [["{}/none.pt", "{}/none.pt", "{}/sheet.svg"]],
-    "reproduce.first_frame": [["x"]],
-    "reproduce.first_frame_training": [["{}"], ["--extend", "--output_path", "{}/text.json"]],
+    "reproduce.first_frame": [["--training", "{}"], ["--training", "--output_path", "{}/text.json"]],
     "reproduce.hidden_shapes": [
         ["--seeds", "10"],
         ["--config_path", "configs/wan_14b.yaml"],
@@ -33,6 +32,7 @@ CASES: dict[str, list[list[str]]] = {
     "reproduce.policies": [["--config_path", "{}/none.yaml"]],
     "reproduce.published": [["{}"]],
     "reproduce.readme_figures": [["--mini_cache", "{}/none.pt"]],
+    "reproduce.rope_waves": [["x"]],
     "reproduce.shape_attention": [["--captions", "0"], ["--draw", "--output_path", "{}/text.json"]],
 }
 

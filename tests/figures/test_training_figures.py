@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_hex
 
-from experiments.benchmarks.reproduce.first_frame_training import few_step_from
+from experiments.benchmarks.reproduce.first_frame import few_step_from
 from experiments.figures.training import effect_by_step, training_checkpoints, training_curves
 
 STEPS = [0, 100, 1000, 20000]

@@ -1,65 +1,98 @@
-"""Measure the first-frame effect on the published atlases, and draw its two figures (docs/first_frame.md).
+"""Measure the first-frame effect on the published atlases, or in training, and draw it (docs/first_frame.md).
 
-python experiments/benchmarks/reproduce/first_frame.py
+    python experiments/benchmarks/reproduce/first_frame.py
+    python experiments/benchmarks/reproduce/first_frame.py --training outputs/seed_0 outputs/seed_1
+
+--training measures the miniature at every training checkpoint whose atlas is there: a folder holds those of
+one training (step_*.pt of measure_checkpoints.py; cache/wan-mini-training where none is named), several are
+trainings with seeds 0, 1 ... in this order. Rows of the report whose atlases are gone are kept.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from experiments.analysis import curve_matching, measures, published
 from experiments.analysis.first_frame import first_frame, key_frame_contrasts
 from experiments.analysis.panels import choose_heads
 from experiments.benchmarks.harness import save_report
 from experiments.caches import load_cache
-from experiments.caches.view import Profiles, open_profiles
+from experiments.caches.files import require_writable
+from experiments.caches.view import Profiles, open_passes, open_profiles
 from experiments.extraction.provenance import environment
 from experiments.figures.first_frame import contrasts_by_frame, score_against_effect
 from experiments.figures.style import save_svg
+from experiments.figures.training import effect_by_step
 from experiments.running.cli import Parser, main
+from wan.errors import ConfigError
+from wan.files import read_json
 
 ATLASES = {  # castle has no 72-frame matrix
     "eagle, 21 frames": "self_forcing_dmd_eagle_21f.pt",
     "castle, 21 frames": "self_forcing_dmd_castle_21f.pt",
     "eagle, 72 frames": "self_forcing_dmd_eagle_72f.pt",
 }
+TRAINING, LOG = Path("cache/wan-mini-training"), Path("checkpoints/wan-mini/training.json")
+ENDS = ("first pass", "clean pass")
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_path", type=Path, default=Path("docs/first_frame.json"))
-    parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
+    flag = parser.add_argument
+    flag("--training", type=Path, nargs="*", metavar="FOLDER", help="of atlases, one a seed")
+    flag("--output_path", type=Path, help="docs/first_frame.json, or docs/checkpoints_first_frame.json")
+    flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     args = parser.parse_args(argv)
+    in_training = args.training is not None
+    usual = "docs/checkpoints_first_frame.json" if in_training else "docs/first_frame.json"
+    output = args.output_path or Path(usual)
+    require_writable(output)
+    made = {"environment": environment(torch.device("cpu"))}
+    if in_training:
+        rows = checkpoints(args.training or [TRAINING])
+        if output.exists():
+            rows = with_earlier(rows, read_json(output))
+        report, figures = made | {"checkpoints": rows}, {"first_frame_training": draw_training(rows)}
+    else:
+        views = {name: open_profiles(load_cache(published.FOLDER / file)) for name, file in ATLASES.items()}
+        report, figures = made | of_atlases(views), draw_atlases(views)
+    save_report(report, output)
+    print(output)
+    for name, figure in figures.items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
 
-    views = {name: open_profiles(load_cache(published.FOLDER / file)) for name, file in ATLASES.items()}
-    found = {name: numbers(view) for name, view in views.items()}
+
+# --- The published atlases
+def of_atlases(views: dict[str, Profiles]) -> dict[str, Any]:
+    """Return what the page says of each atlas, of the correlation between them, and of the paper's curves."""
     effects = [measured(view).fit.effect.ravel() for view in views.values()]
     between = {"between prompts": effects[1], "between lengths": effects[2]}
-    report = {
-        "environment": environment(torch.device("cpu")),
-        "atlases": found,
+    return {
+        "atlases": {name: numbers(view) for name, view in views.items()},
         "correlation_of_s": {n: rounded(np.corrcoef(effects[0], s)[0, 1]) for n, s in between.items()},
         "paper": paper_agreement(views),
     }
-    save_report(report, args.output_path)
-    print(args.output_path)
 
-    about = "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)"
-    dots = {
-        name: (measures.head_statistics(view.profiles()).delta, measured(view).fit.effect)
-        for name, view in views.items()
+
+def draw_atlases(views: dict[str, Profiles]) -> dict[str, Figure]:
+    """Draw first − middle against s, a dot a head, and contrasts by key frame."""
+    about, dots, lines = "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)", {}, {}
+    for name, view in views.items():
+        dots[name] = (measures.head_statistics(view.profiles()).delta, measured(view).fit.effect)
+        lines[name] = key_frame_contrasts(matrices(view), view.block_sizes).mean((0, 1))
+    title, axes = "What first − middle measures, a dot a head", ("first − middle", "first-frame effect s")
+    return {
+        "first_frame_published": score_against_effect(
+            dots, f"{title}: {about}", *(f"{name} (logits)" for name in axes)
+        ),
+        "key_frames_published": contrasts_by_frame(
+            lines, f"Key-frame contrasts, mean over 360 heads: {about}", block=3
+        ),
     }
-    lines = {
-        name: key_frame_contrasts(matrices(view), view.block_sizes).mean((0, 1))
-        for name, view in views.items()
-    }
-    title = f"What first − middle measures, a dot a head: {about}"
-    figure = score_against_effect(dots, title, "first − middle (logits)", "first-frame effect s (logits)")
-    print(save_svg(figure, args.figures / "first_frame_published.svg"))
-    title = f"Key-frame contrasts, mean over 360 heads: {about}"
-    print(save_svg(contrasts_by_frame(lines, title, block=3), args.figures / "key_frames_published.svg"))
 
 
 def matrices(view: Profiles) -> np.ndarray:
@@ -116,6 +149,76 @@ def summary(values: np.ndarray) -> dict[str, Any]:
 
 def rounded(value: float, digits: int = 2) -> float:
     return round(float(value), digits)
+
+
+# --- The miniature in training
+def checkpoints(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return a row for the first and the clean pass of every atlas, by seed in the order of training."""
+    rows = []
+    for seed, folder in enumerate(folders):
+        paths = sorted(folder.glob("step_*.pt"))
+        if not paths:
+            raise ConfigError(f"{folder} has no step_*.pt; run experiments/measure_checkpoints.py")
+        for path in paths:
+            cache = load_cache(path)
+            passes = open_passes(cache, open_profiles(cache))
+            at = {"seed": seed, "step": int(path.stem.removeprefix("step_"))}
+            for name, view in zip(ENDS, (passes[0], passes[-1]), strict=True):
+                rows.append(at | {"pass": name} | training_numbers(view))
+    return rows
+
+
+def training_numbers(view: Profiles) -> dict[str, Any]:
+    """Return s, its place among the placebos' sizes, and c(0), over all heads of one pass."""
+    found = measured(view)
+    s, largest = found.fit.effect, np.abs(found.placebos).max(-1)
+    return {
+        "heads": s.size,
+        "placebos": len(found.frames),
+        "effect_mean": round(float(s.mean()), 2),
+        "effect_median": round(float(np.median(s)), 2),
+        "heads_above_all_placebos": int((s > largest).sum()),
+        "heads_below_all_placebos": int((s < -largest).sum()),
+        "contrast_0": round(float(found.contrasts[..., 0].mean()), 2),
+    }
+
+
+def with_earlier(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows with a report's rows of other seeds, steps and passes, which name their commit."""
+
+    def key(row: dict[str, Any]) -> tuple[int, int, int]:
+        return row["seed"], row["step"], ENDS.index(row["pass"])
+
+    try:
+        before = [{"git": report["environment"]["git"][:9]} | row for row in report["checkpoints"]]
+        found = {key(row): row for row in [*before, *rows]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the report is not what this script writes ({error!r})") from None
+    return [found[k] for k in sorted(found)]
+
+
+def few_step_from() -> int:
+    """Return the last step of the first causal stage of the shipped weights: few-step stages follow."""
+    log = read_json(LOG)
+    return log.get("causal_first", log["causal"])["steps"]
+
+
+def draw_training(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Draw a line for each seed: the mean of s, and how many heads stand out."""
+
+    def lines(key: str, name: str) -> list[tuple[list[int], list[float]]]:
+        chosen = [row for row in rows if row["pass"] == name]
+        by_seed = [[row for row in chosen if row["seed"] == seed] for seed in {r["seed"]: 0 for r in chosen}]
+        return [([row["step"] for row in of], [row[key] for row in of]) for of in by_seed]
+
+    panels = {
+        "First-frame effect s, mean of all heads (logits)": "effect_mean",
+        "Heads that prefer frame 0 to every placebo": "heads_above_all_placebos",
+        "Heads that avoid it more than any": "heads_below_all_placebos",
+    }
+    drawn = {title: {name: lines(key, name) for name in ENDS} for title, key in panels.items()}
+    about = "wan-mini in training, one caption and seed of noise; seeds are of the training"
+    return effect_by_step(drawn, about, few_step_from())
 
 
 if __name__ == "__main__":

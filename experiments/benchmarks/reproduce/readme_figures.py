@@ -16,7 +16,7 @@ from experiments.analysis import published
 from experiments.analysis.curve_matching import add_reference
 from experiments.analysis.panels import choose_heads
 from experiments.analysis.taxonomy import label_maps, load_thresholds
-from experiments.benchmarks.reproduce.first_frame_training import ATLASES, LOG, few_step_from
+from experiments.benchmarks.reproduce.first_frame import LOG, TRAINING, few_step_from
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.figures import atlas, heads
@@ -107,9 +107,9 @@ def training() -> Figure:
 
 def moments() -> Figure:
     """Draw preferences for the first frame while the causal weights are trained."""
-    report = read_report(ATLASES / "moments.json")
-    captured = [int(path.stem.removeprefix("step_")) for path in sorted(ATLASES.glob("step_*.pt"))]
-    context = load_cache(ATLASES / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
+    report = read_report(TRAINING / "moments.json")
+    captured = [int(path.stem.removeprefix("step_")) for path in sorted(TRAINING.glob("step_*.pt"))]
+    context = load_cache(TRAINING / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
     excess = "Excess of frame 0 at equal distance\nall queries with context"
     mass = "Mass on frame 0, of the context's\nlast block's queries"
     checkpoints = report["training_checkpoints"]
