@@ -107,11 +107,18 @@ class Call:
     layer_heads: int = 0  # and how many of the layer are here then
     lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
     tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
+    z: Tensor = field(init=False, repr=False)  # its output, where another run takes it
 
     @property
     def shard(self) -> HeadShard:
         """The heads of this process."""
         return self.site.shard or HeadShard.whole(self.layer_heads or self.q.shape[2])
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its heads in the model."""
+        here = range(self.q.shape[2]) if self.of_heads is None else self.of_heads
+        return [self.shard.heads.start + head for head in here]
 
     @property
     def known_layout(self) -> KeyLayout:

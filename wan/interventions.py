@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -238,16 +238,6 @@ class RolloutPlan:
 
 
 # --- What every edit has: which calls it selects, and how it is written down
-class SourceCall(NamedTuple):
-    """The same call of another run; its tensors last until the next one is asked for."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    z: Tensor
-    layout: KeyLayout | None = None
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Edit(_Checked, ABC):
     """A change of some attention calls; None selects all. passes has no default: denoise, clean or all.
@@ -348,15 +338,7 @@ class Edit(_Checked, ABC):
 # --- The parts of a call that edits change
 def heads_in(edit: Edit, call: Call) -> list[int]:
     """Return the heads of an edit, by their indices in the call; none where the call is of others."""
-    if call.of_heads is not None:
-        here = range(len(call.of_heads))
-        return [n for n in here if edit.heads is None or head_number(call, n) in edit.heads]
-    return list(range(call.q.shape[2])) if edit.heads is None else call.shard.local(list(edit.heads))
-
-
-def head_number(call: Call, head: int) -> int:
-    """Return the number in the model of a head of the call."""
-    return call.shard.heads.start + (head if call.of_heads is None else call.of_heads[head])
+    return [n for n, number in enumerate(call.numbers) if edit.heads is None or number in edit.heads]
 
 
 def _where(call: Call) -> str:
@@ -424,9 +406,9 @@ def replace_output(call: Call, heads: Sequence[int], values: Tensor) -> None:
     call.after.append(change)
 
 
-def source_call(call: Call, data: Any) -> SourceCall:
-    """Return the same call of another run; InterventionError where its shapes are others."""
-    source: SourceCall = data.call(call.site, call.at, call.of_heads)
+def source_call(call: Call, data: Any) -> Call:
+    """Return the same call of another run, with its z; InterventionError where its shapes are others."""
+    source: Call = data.call(call.site, call.at, call.of_heads)
     theirs, mine = (tuple(x.shape for x in (each.q, each.k)) for each in (source, call))
     if theirs != mine:
         raise InterventionError(f"the source's call is of another shape: {theirs}, not {mine}")
@@ -482,7 +464,7 @@ class KeySelection(Edit):
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
         call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
         if blind := call.bias.blind_heads:
-            head = head_number(call, blind[0])
+            head = call.numbers[blind[0]]
             raise InterventionError(f"{_where(call)}: head {head} would lose all its keys")
         return True
 
@@ -532,7 +514,7 @@ class Ablate(Edit):
         elif self.how == "resample":
             values = select(source_call(call, data).z, heads, 2)
         else:
-            numbers = [head_number(call, head) for head in heads]
+            numbers = [call.numbers[head] for head in heads]
             means = data.of(call.site, call.at)[:, :, numbers]  # [B or 1, Fq, heads, D]
             means = send(means.to(call.q.dtype), call.q.device)
             values = means.repeat_interleave(call.q.shape[1] // means.shape[1], 1)
@@ -667,7 +649,7 @@ class Jitter(Edit):
                 "Jitter needs the position of every key: this cache policy has keys without one"
             )
         check_items(call, range(len(layout.slots)))
-        numbers = [head_number(call, head) for head in heads]
+        numbers = [call.numbers[head] for head in heads]
         bases = self.bases(call.site.layer, call.shard.total)[numbers]
         drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
         stands = [_position(layout, slot) for slot in range(len(layout.slots))]

@@ -44,14 +44,20 @@ class OlderCall(CapturedCall):
 
 @dataclass(frozen=True)
 class CallIndexRequest(CaptureRequest):
-    """A request for calls by their index; None asks for all."""
+    """A request for calls by their index; None asks for all. num_calls: what was said of the model."""
 
     call_indices: frozenset[int] | None = None
+    num_calls: int | None = None
 
     def selects(self, site: Site) -> bool:
         return self.call_indices is None or call_index(site) in self.call_indices
 
     def check(self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None) -> None:
+        if self.num_calls not in (None, 2 * num_layers):
+            raise ValueError(
+                f"capture was enabled with num_layers={self.num_calls}, but this model of {num_layers} "
+                f"layers has {2 * num_layers} attention calls; pass num_layers={2 * num_layers}"
+            )
         super().check(num_layers, num_blocks, num_passes)
         check_indices("call index", self.call_indices, 2 * num_layers)
 
@@ -60,7 +66,6 @@ class OlderCapture(AttentionCapture):
     """An AttentionCapture that scripts of the public repositories can use as they are."""
 
     call_type = OlderCall
-    _num_calls: int | None = None  # what enable() was told about the model
 
     def enable(
         self,
@@ -81,28 +86,17 @@ class OlderCapture(AttentionCapture):
             raise ValueError(
                 f"call index {outside[0]} is not in 0{limit}; self-attention of layer N is 2N, cross 2N + 1"
             )
-        request = CallIndexRequest(kinds=("self", "cross"), is_logits=capture_logits, call_indices=indices)
+        request = CallIndexRequest(
+            kinds=("self", "cross"), is_logits=capture_logits, call_indices=indices, num_calls=num_layers
+        )
         self._asked[-1] = Asked((request,), [])
-        self._num_calls = num_layers
 
     def disable(self) -> None:
         """Stop, and forget what was captured."""
         self._asked[-1] = Asked((), [])
-        self._num_calls = None
 
     @property
     def captured_weights(self) -> list[CapturedCall]:
         """What was kept, one call after the other, on the CPU; each can be read like a dict."""
         move_to_cpu(self._asked[-1].calls)
         return self._asked[-1].calls
-
-    def check_model(
-        self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None
-    ) -> None:
-        by_index = any(isinstance(request, CallIndexRequest) for request in self._asked[-1].requests)
-        if by_index and self._num_calls is not None and self._num_calls != 2 * num_layers:
-            raise ValueError(
-                f"capture was enabled with num_layers={self._num_calls}, but this model of {num_layers} "
-                f"layers has {2 * num_layers} attention calls; pass num_layers={2 * num_layers}"
-            )
-        super().check_model(num_layers, num_blocks, num_passes)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import Call, HeadShard, Pass, Site
-from wan.interventions import ACTIVE_EDITS, CallHook, InterventionError, SourceCall
+from wan.interventions import ACTIVE_EDITS, CallHook, InterventionError
 
 # --- What heads put out in an unedited run: the mean of z per frame, and its size
 Key = tuple[str, int, int, str]  # kind, layer, step, branch
@@ -133,7 +133,7 @@ class RunInStep(CallHook):
         self._thread: Thread | None = None
         self._mine, self._theirs = Semaphore(0), Semaphore(0)  # whose turn it is
         self._wanted: Place | None = None
-        self._found: tuple[Place, SourceCall] | None = None
+        self._found: tuple[Place, Call] | None = None
         self._error: BaseException | None = None
         self._cancelled = False
         self._state: list[dict] = []  # what the source had announced, captures and edits
@@ -148,7 +148,7 @@ class RunInStep(CallHook):
             self._thread.join()
         self._found = None
 
-    def call(self, site: Site, at: Pass, of_heads: OfHeads = None) -> SourceCall:
+    def call(self, site: Site, at: Pass, of_heads: OfHeads = None) -> Call:
         """Return the source's own call of a site in a pass; InterventionError where it has none."""
         place = (site, at.block, at.step, at.branch, of_heads)
         if self._found is None or self._found[0] != place:
@@ -174,7 +174,8 @@ class RunInStep(CallHook):
         place = (call.site, call.at.block, call.at.step, call.at.branch, call.of_heads)
 
         def stop(z: Tensor) -> Tensor:
-            self._found = place, SourceCall(call.q, call.k, call.v, z, call.layout)
+            call.z = z
+            self._found = place, call
             self._mine.release()
             self._theirs.acquire()
             if self._cancelled:

@@ -69,10 +69,13 @@ def frame_values(
         members = (frames[:, :, None] == torch.tensor(layout.columns)).float()  # [B, slots or tokens, Fk]
         tokens_kept = members.sum(1).long() * (layout.tokens_per_slot if by_slot else 1)
         members = send(members[:, None], q.device)
-        slots = parts if by_slot else _by_slot(parts, num_slots)
-        values = {"frame_logits": _visible_mean(parts["logits"], members), "slot_logits": slots["logits"]}
+        values = {"frame_logits": _visible_mean(parts["logits"], members), "slot_logits": parts["logits"]}
         if mass:
-            values |= {"frame_mass": parts["mass"] @ members, "slot_mass": slots["mass"]}
+            values |= {"frame_mass": parts["mass"] @ members, "slot_mass": parts["mass"]}
+        if not by_slot:
+            for name, reduce in (("slot_logits", torch.nanmean), ("slot_mass", torch.sum)):
+                if name in values:
+                    values[name] = reduce(values[name].unflatten(-1, (num_slots, -1)), -1)
         by_band = [_visible_mean(band, members) for band in by_band]
         values["tokens_kept"] = tokens_kept
     if rope_bands:
@@ -80,13 +83,6 @@ def frame_values(
     if bias is not None and bias.leaves_out:
         values["attended"] = ~values["frame_logits"].isnan()
     return values
-
-
-def _by_slot(parts: dict[str, Tensor], num_slots: int) -> dict[str, Tensor]:
-    """Reduce logits and mass of tokens [B, H, Fq, Lk] to slots."""
-    split = {name: part.unflatten(-1, (num_slots, -1)) for name, part in parts.items()}
-    slots = {"logits": split["logits"].nanmean(-1)}
-    return slots | ({"mass": split["mass"].sum(-1)} if "mass" in split else {})
 
 
 def _visible_mean(logits: Tensor, members: Tensor) -> Tensor:
