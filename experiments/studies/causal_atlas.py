@@ -66,24 +66,19 @@ class Study:
     def layers(self) -> list[int | None]:
         if self.each == "frame":
             return [None]
-        return list(
-            range(self.session.model_config.num_layers) if self.edit.layers is None else self.edit.layers
-        )
+        return [*(self.edit.layers or range(self.session.model_config.num_layers))]
 
     @property
     def units(self) -> list[int]:
         """Rows of an item: heads, frames, or the one layer."""
         if self.each == "head":
-            return list(
-                range(self.session.model_config.num_heads) if self.edit.heads is None else self.edit.heads
-            )
+            return [*(self.edit.heads or range(self.session.model_config.num_heads))]
         return list(range(self.configs[0].num_frames)) if self.each == "frame" else [0]
 
     @cached_property
     def settings(self) -> str:
         """Everything but prompt, seed and layer that numbers depend on, as JSON."""
-        config = common_settings(self.configs[0])
-        config |= {
+        config = common_settings(self.configs[0]) | {
             "edit": fingerprint([self.edit]),
             "each": self.each,
             "weights": self.session.sha256.result(),
@@ -129,24 +124,19 @@ class Study:
 def run(study: Study, batch: int, watch: RunObserver, rank: Rank | None = None) -> bool:
     """Make what is neither done nor being made, up to batch runs at a time -> whether all is done."""
     study.session.pipeline.plan(study.configs[0].num_frames).check([study.edit])
-    pieces, finished = study.pieces(batch), set[str]()
+    pieces, runs = study.pieces(batch), None
     with WorkItems(study.folder / "items", rank) as items:
 
         def is_done(piece: str) -> bool:
             configs, layer = pieces[piece]
-            if all(items.read(study.name(config, layer)) is not None for config in configs):
-                finished.add(piece)
-            return piece in finished
+            return all(items.read(study.name(config, layer)) is not None for config in configs)
 
         def report() -> None:
-            count = sum(len(configs) for piece, (configs, _) in pieces.items() if piece in finished)
-            watch.print(f"{count} of {len(study.items)} items are done")
+            done = sum(items.read(name) is not None for name in study.items)
+            watch.print(f"{done} of {len(study.items)} items are done")
 
-        for piece in pieces:
-            is_done(piece)
         report()
-        runs: Runs | None = None
-        for piece in items.claim(list(pieces), lambda name: name in finished or is_done(name), watch):
+        for piece in items.claim(list(pieces), is_done, watch):
             configs, layer = pieces[piece]
             if runs is None or runs.configs is not configs:
                 runs = None  # its tensors leave first
@@ -155,13 +145,12 @@ def run(study: Study, batch: int, watch: RunObserver, rank: Rank | None = None) 
             effects = direct_effects.measure(runs, dict(_edits(study, layer)))
             for row, config in enumerate(configs):
                 items.write(study.name(config, layer), _values(study, runs, layer, row, floor, effects))
-            finished.add(piece)
             report()
             study.write_index()
             if watch.stopping:
                 break
-    study.write_index()
-    return finished == set(pieces)
+        study.write_index()
+        return all(map(is_done, pieces))
 
 
 def _edits(study: Study, layer: int | None) -> Iterator[tuple[tuple[str, int], EditOfBlock]]:

@@ -69,8 +69,8 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "is_logits": False,
             "interventions": record_of(edits),
             **measured,
-            "psnr": torch.tensor(effects.psnr(*pixels)).float().clamp(max=100),
-            "ssim": torch.tensor(effects.ssim(*pixels)).float(),
+            "psnr": torch.tensor(effects.psnr(pixels[0], pixels[1])).float().clamp(max=100),
+            "ssim": torch.tensor(effects.ssim(pixels[0], pixels[1])).float(),
         }
         if said := answers(config.prompt, [torch.from_numpy(video) for video in pixels]):
             without, with_edits = (torch.tensor(values) for values in zip(*said.values(), strict=True))
