@@ -1,11 +1,7 @@
 """Readers held to the rules: what was read, or refused in one line; nothing else, nothing slow, no code that
 ran.
-
-Counts go into docs/benchmarks/robustness.json when ROBUSTNESS=full.
 """
 
-import fcntl
-import json
 import os
 import time
 from collections import Counter
@@ -14,15 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT
-
-from helpers.forked import FULL, forked
+from helpers.forked import forked
 from wan.errors import UserError
 
 SECONDS, BYTES = 2.0, 500 << 20  # that a reader may take of a small file
 HUNG = 10.0  # seconds
 AT_ONCE = 8  # mutants read in one fork
-REPORT = ROOT / "docs/benchmarks/robustness.json"
 
 Read = Callable[[Path], Any]
 
@@ -46,12 +39,8 @@ class Judge:
 
     what: str  # the row of the table
     seed: int
-    inside: int = 0  # mutants inside valid structure
-    bytewise: int = 0
     found: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    slowest: float = 0.0  # CPU seconds
-    lost: int = 0
 
     def read_all(self, read: Read, mutants: Sequence[tuple[Path, str, bool]]) -> list[Any]:
         """Read mutants, given with how they were made and whether inside valid structure -> what each reader
@@ -62,9 +51,7 @@ class Judge:
         done = forked(lambda: [outcome(read, path) for path in paths], timeout=HUNG * 2)
         alone = done.code or not isinstance(done.value, list) or done.more_bytes > BYTES
         results = []
-        for number, (path, how, inside) in enumerate(mutants):
-            self.inside += inside
-            self.bytewise += not inside
+        for number, (path, how, _) in enumerate(mutants):
             if alone:
                 one = forked(lambda path=path: outcome(read, path), timeout=HUNG)
                 kind, value, seconds = one.value if one.code == 0 and one.value else ("ended", one.code, HUNG)
@@ -73,7 +60,6 @@ class Judge:
             else:
                 kind, value, seconds = done.value[number]
             if _content(path) != before[number]:
-                self.lost += 1
                 kind = "lost"
             self._judge(kind, value, seconds, how)
             results.append(value if kind == "read" else None)
@@ -87,46 +73,17 @@ class Judge:
         if os.path.exists("ran-code"):
             kind = "ran code"
         self.found[kind] += 1
-        self.slowest = max(self.slowest, seconds)
         if kind not in ("read", "refused"):
             self.wrong.append(f"{how}: {kind} {str(value)[:300]}")
 
     def close(self) -> str:
-        """Fail where a rule was broken; else the line for the screen. In the full run the row is kept."""
-        record(
-            self.what,
-            tried=sum(self.found.values()),
-            inside=self.inside,
-            seed=self.seed,
-            refused=self.found["refused"],
-            read=self.found["read"],
-            tracebacks=self.found["escaped"],
-            hangs=self.found["hung"] + self.found["ended"],
-            lost=self.lost,
-            slowest=round(self.slowest, 2),
-        )
+        """Fail where a rule was broken -> the line for the screen."""
         assert not self.wrong, f"{len(self.wrong)} of {self.what}\n" + "\n".join(self.wrong[:20])
         count = sum(self.found.values())
-        return f"{self.what}: {count} mutants, {dict(self.found)}, {self.slowest:.2f} s at most"
+        return f"{self.what}: {count} mutants, {dict(self.found)}"
 
 
 def _content(path: Path) -> list[tuple[str, bytes]]:
     """A file, or the files of a folder, links not followed."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     return [(str(file), b"a link" if file.is_symlink() else file.read_bytes()) for file in files]
-
-
-def record(what: str, **row: Any) -> None:
-    """Keep a row of the table, in the full run alone."""
-    if not FULL:
-        return
-    REPORT.touch()
-    with REPORT.open("r+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        text = file.read()
-        report = json.loads(text) if text else {"rows": {}}
-        report["rows"][what] = row
-        report["date"] = time.strftime("%Y-%m-%d")
-        file.seek(0)
-        file.truncate()
-        file.write(json.dumps(report, indent=1) + "\n")
