@@ -26,7 +26,8 @@ from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.running.ranks import Rank
 from experiments.running.work_items import WorkItems, item_name
-from experiments.studies import causal_atlas, direct_effects
+from experiments.studies import direct_effects
+from experiments.studies.causal_atlas import Study, merged
 from experiments.studies.direct_effects import Runs
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
@@ -78,7 +79,6 @@ class Design:
     seeds: int = 3
     draws: int = 20  # of random orders
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # heads without a past
-    layers: tuple[int, ...] | None = None  # whose heads are edited; None is all
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,7 @@ class HiddenShapes:
     @cached_property
     def heads(self) -> list[Head]:
         sizes = self.session.model_config
-        layers = range(sizes.num_layers) if self.design.layers is None else self.design.layers
-        return [(layer, head) for layer in layers for head in range(sizes.num_heads)]
+        return [(layer, head) for layer in range(sizes.num_layers) for head in range(sizes.num_heads)]
 
     @cached_property
     def configs(self) -> dict[str, list[RunConfig]]:
@@ -269,7 +268,7 @@ class HiddenShapes:
         return {"effect": effect, "change": change} | measures
 
 
-# --- The effect of removing frame 0 from a head's view, beside what that head attends to
+# -- frame 0 removed from a head's view, beside what that head attends to ----------------------------------
 
 
 def captions(count: int) -> dict[str, int]:
@@ -277,52 +276,35 @@ def captions(count: int) -> dict[str, int]:
     return {scene.caption: number for number, scene in different(KINDS, count)}
 
 
-@dataclass(frozen=True)
-class FirstFrameRemoved:
-    """The study of one model; runs are of all captions with their first seed, then with the next."""
+def first_frame_study(
+    prompts: Mapping[str, int], seeds: int, config: RunConfig, session: LoadedModel, folder: Path
+) -> Study:
+    """Return the causal atlas of frame 0: runs of all captions with their first seed, then with the next."""
+    configs = [
+        replace(config, prompt=caption, seed=first + SEED_STEP * n)
+        for n in range(seeds)
+        for caption, first in prompts.items()
+    ]
+    knockout = Knockout(frames=("first",), passes="denoise")
+    return Study(folder, knockout, "head", configs, session, session.common["files"])
 
-    prompts: Mapping[str, int]  # caption -> its first seed
-    seeds: int
-    config: RunConfig
-    session: LoadedModel
-    folder: Path
-    layers: tuple[int, ...] | None = None  # None is all
 
-    @cached_property
-    def study(self) -> causal_atlas.Study:
-        configs = [
-            replace(self.config, prompt=caption, seed=first + SEED_STEP * n)
-            for n in range(self.seeds)
-            for caption, first in self.prompts.items()
-        ]
-        knockout = Knockout(frames=("first",), layers=self.layers, passes="denoise")
-        files = self.session.common["files"]
-        return causal_atlas.Study(self.folder, knockout, "head", configs, self.session, files)
+def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:
+    """Return means over frames and seeds of a study that is done, [prompts, layers, H] each.
 
-    def run(self, watch: RunObserver, rank: Rank | None = None) -> bool:
-        """Make what is missing, all runs in one batch, layers shared by ranks -> whether all is done."""
-        return causal_atlas.run(self.study, len(self.study.configs), watch, rank)
-
-    def numbers(self) -> dict[str, np.ndarray]:
-        """Return, of a study that is done, means over frames and seeds, [prompts, layers, H] each.
-
-        effect and control (the same on a random earlier frame) in units of the distance between seeds, norm
-        of z, and s and masses, of the first pass and as the mean over the denoising passes.
-        """
-        merged, study = causal_atlas.merged(self.study), self.study
-        runs = {
-            "effect": np.nanmean(merged["effects"].numpy(), -1),
-            "control": np.nanmean(merged["frame_control"].numpy(), -1),
-            "norm": merged["head_norms"].numpy(),
-            "floor": np.nanmean(merged["floor"].numpy(), -1),
-        }
-        steps = range(len(self.config.denoising_step_list))
-        for name, values in measures_by_pass(
-            direct_effects.begin(self.session, study.configs), steps
-        ).items():
-            of_layers = values[:, :, [layer or 0 for layer in study.layers]]
-            runs[f"{name}, first pass"] = of_layers[0]
-            runs[f"{name}, all passes"] = of_layers.mean(0)
-        return {
-            name: values.reshape(self.seeds, -1, *values.shape[1:]).mean(0) for name, values in runs.items()
-        }
+    effect and control (the same on a random earlier frame) in units of the distance between seeds, norm of z,
+    and s and masses, of the first pass and as the mean over the denoising passes.
+    """
+    atlas = merged(study)
+    runs = {
+        "effect": np.nanmean(atlas["effects"].numpy(), -1),
+        "control": np.nanmean(atlas["frame_control"].numpy(), -1),
+        "norm": atlas["head_norms"].numpy(),
+        "floor": np.nanmean(atlas["floor"].numpy(), -1),
+    }
+    steps = range(len(study.configs[0].denoising_step_list))
+    measures = measures_by_pass(direct_effects.begin(study.session, study.configs), steps)
+    for name, values in measures.items():
+        of_layers = values[:, :, [layer or 0 for layer in study.layers]]
+        runs |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}
+    return {name: x.reshape(seeds, -1, *x.shape[1:]).mean(0) for name, x in runs.items()}

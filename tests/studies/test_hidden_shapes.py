@@ -16,7 +16,7 @@ from experiments.benchmarks.reproduce import hidden_shapes as script
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
 from experiments.miniature.evaluation import EvalPool
-from experiments.studies import hidden_shapes as first_frame_removed
+from experiments.studies import causal_atlas, direct_effects, hidden_shapes
 from experiments.studies.hidden_shapes import (
     Condition,
     Design,
@@ -155,7 +155,7 @@ def test_selection_captions_are_others():
     test, selection = captions_behind_a_wall(Design())
     captions = [{scene.caption for _, scene in part} for part in (test, selection)]
     assert [len(part) for part in captions] == [96, 24] and not captions[0] & captions[1]
-    assert len(first_frame_removed.captions(32)) == 32
+    assert len(hidden_shapes.captions(32)) == 32
     with pytest.raises(ConfigError, match="captions of wall are asked for"):
         captions_behind_a_wall(Design(captions=930))
 
@@ -219,3 +219,17 @@ def test_a_planted_dependence_on_frame_0_is_found(monkeypatch):
     }
     assert report["kinds"]["veil"]["effect"][0] == pytest.approx(found["effect"][..., 0].mean(), abs=1e-4)
     assert report["heads_above_control"] == 24 and report["prompts"] == 20
+
+
+@pytest.mark.slow
+def test_frame_0_is_removed_from_the_view_of_each_head(tmp_path, config, session):
+    prompts = {prompt: n for n, prompt in enumerate(list(session.texts)[:2])}
+    study = hidden_shapes.first_frame_study(prompts, 1, config, session, tmp_path)
+    study = replace(study, edit=replace(study.edit, layers=(6,)))
+    assert causal_atlas.run(study, 2, RunObserver())
+    found = hidden_shapes.first_frame_numbers(study, 1)
+    atlas = causal_atlas.merged(study)
+    np.testing.assert_allclose(found["effect"], np.nanmean(atlas["effects"].numpy(), -1))
+    assert {found[name].shape for name in ("effect", "control", "s, first pass")} == {(2, 1, 12)}
+    again = measures_by_pass(direct_effects.begin(session, study.configs), [0])
+    np.testing.assert_allclose(found["s, first pass"][:, 0], again["s"][0][:, 6], atol=1e-5)

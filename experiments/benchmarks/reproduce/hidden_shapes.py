@@ -35,14 +35,16 @@ from experiments.miniature.recipe import SIDE
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import on_own_device, this_rank, workers_of
+from experiments.studies import causal_atlas
 from experiments.studies.hidden_shapes import (
     QUESTIONS,
     Condition,
     Design,
-    FirstFrameRemoved,
     HiddenShapes,
     captions,
     captions_behind_a_wall,
+    first_frame_numbers,
+    first_frame_study,
 )
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -102,8 +104,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         torch.backends.cudnn.benchmark = session.device.type == "cuda"  # a decoder of few sizes
         shapes = HiddenShapes(design, config, session, vae, judges, args.folder, watch)
-        removed = FirstFrameRemoved(of_frame_0, args.seeds, config, session, args.folder / "first_frame")
-        if not (shapes.run(rank) and removed.run(watch, rank)):
+        removed = first_frame_study(of_frame_0, args.seeds, config, session, args.folder / "first_frame")
+        if not (shapes.run(rank) and causal_atlas.run(removed, len(removed.configs), watch, rank)):
             raise StoppedError("stopped; what is done is not made again: run the same command to go on")
         if not rank.is_first:
             return None
@@ -113,7 +115,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
             "model": config.model,
             "weights_sha256": session.sha256.result(),
             "dtype": str(session.dtype).removeprefix("torch."),
-            "first_frame": first_frame_report(removed.numbers(), list(layers)),
+            "first_frame": first_frame_report(first_frame_numbers(removed, args.seeds), list(layers)),
             "knockouts": knockouts(shapes),
         }
 
