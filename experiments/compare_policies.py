@@ -15,6 +15,7 @@ from experiments.running.cli import (
     config_from,
     count,
     main,
+    plan,
     refuse,
     run_parser,
     whole_number,
@@ -52,7 +53,6 @@ def run(argv=None):
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
 
-    from experiments.running.sweep import plan
     from experiments.studies.policy_comparison import compare, held_out  # a --help needs no torch
 
     if not args.prompts and not args.prompt:

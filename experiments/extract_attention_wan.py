@@ -6,6 +6,7 @@ python experiments/extract_attention_wan.py --ckpt_dir checkpoints/wan-mini --la
 import argparse
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from experiments.running.cli import Parser, add_config_flags, add_run_flags, main
@@ -66,21 +67,41 @@ def run(argv=None):
 
     from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
     from experiments.extraction import base
-    from experiments.running.run import make_base_caches
+    from experiments.extraction.memory import estimate_bytes
+    from experiments.running.run import make_outputs
+    from wan.capture import CaptureRequest
 
-    config = config_from(args)
-    base.as_one_block(config)  # refuses what does not fit
+    config = base.as_one_block(config_from(args))  # refuses what does not fit
     steps = base.choose_steps(config, args.step)
     if args.all_layers and args.layer_index is not None:
         raise ConfigError("--all_layers and --layer_index exclude each other")
     if len(steps) > 1 and not args.all_layers:
-        raise ConfigError(
-            f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers for an atlas"
-        )
-    layer = None if args.all_layers else base.choose_layer(config, args.layer_index)
-    path = make_base_caches(args, config, layer, steps)[0]
+        raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers")
+    folder = Path(args.output_dir)
+    if args.all_layers:
+        layers, kind = None, "atlas"
+        outputs = {
+            str(folder / "atlas_base.pt"): partial(base.base_atlas_cache, steps=steps, branch="cond"),
+            str(folder / "atlas_base_uncond.pt"): partial(
+                base.base_atlas_cache, steps=steps, branch="uncond"
+            ),
+        }
+    else:
+        layer = base.choose_layer(config, args.layer_index)
+        layers, kind = [layer], "layer"
+        outputs = {
+            str(folder / f"layer{layer}.pt"): partial(base.base_layer_cache, layer=layer, step=steps[0])
+        }
+    request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
+    # a layer cache holds both branches of guidance, an atlas one
+    nbytes = estimate_bytes(config, [request], config.base.num_steps) * (1 if args.all_layers else 2)
+    what = f"{config.base.num_steps} steps of {config.num_frames} frames"
+    make_outputs(
+        args, config, outputs, nbytes, lambda watch: base.sample(config, request, watch), what, "step"
+    )
     if not args.quiet:
-        kind, parameter = ("atlas", "CACHE_PATH") if args.all_layers else ("layer", "DATA_PATH")
+        path = next(iter(outputs))
+        parameter = "CACHE_PATH" if args.all_layers else "DATA_PATH"
         from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
         print(f'next: open notebooks/{FORMATS[kind].notebook} and set {parameter} = "{from_notebooks}"')
 

@@ -9,7 +9,7 @@ docs/interventions.md says what the numbers are.
 """
 
 from experiments.running import ranks
-from experiments.running.cli import add_sweep_flags, config_from, count, main, refuse, run_parser
+from experiments.running.cli import add_sweep_flags, config_from, count, main, plan, refuse, run_parser
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame")
@@ -30,7 +30,6 @@ def run(argv=None):
     if config.interventions:
         raise ConfigError("a causal atlas makes its own edits: name one by --edit, and no interventions")
 
-    from experiments.running.sweep import plan
     from experiments.studies.causal_atlas import make_atlas  # after the flags: a --help needs no torch
 
     config, rank = ranks.assign_device(args, config)

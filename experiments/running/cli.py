@@ -1,13 +1,15 @@
 """Flags that scripts share, and how a script begins and ends: one line for any error, exit codes."""
 
 import argparse
+import hashlib
 import math
 import os
+import re
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from os.path import isfile
@@ -19,7 +21,7 @@ from experiments.caches.files import RunError, StoppedError
 from experiments.running.locks import require_distinct
 from wan.config import DTYPES, RunConfig, check_seed, load_config
 from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
-from wan.files import MAX_COUNT, read_yaml
+from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
 
@@ -370,6 +372,85 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
     if args.save_video and Path(args.save_video).suffix != ".mp4":
         raise ConfigError(f"--save_video writes an mp4, and {args.save_video} does not end in .mp4")
     return [args.save_video or str(Path(next(iter(paths))).with_suffix(".mp4"))]
+
+
+# --- The flags of a sweep -> its runs, and where each cache goes
+SLUG_BYTES = 60  # of a prompt that names a file
+
+
+def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
+    """Return the path and settings of every run, those of one checkpoint together.
+
+    Raises ConfigError for flags and files that do not fit.
+    """
+    checkpoints = getattr(args, "checkpoints", None)
+    if not args.output_dir:
+        raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
+    if checkpoints and (args.checkpoint_path or args.no_checkpoint):
+        raise ConfigError("--checkpoints excludes --checkpoint_path and --no_checkpoint")
+    for one, many in (("prompt", "prompts"), ("seed", "seeds")):
+        if getattr(args, one) is not None and getattr(args, many):
+            raise ConfigError(f"--{one} and --{many} exclude each other")
+    if args.prompts and config.prompt_embeds:
+        raise ConfigError(
+            "--prompts and --prompt_embeds exclude each other: a file holds the states of one prompt"
+        )
+    if args.save_video:
+        raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
+    folder = Path(args.output_dir)
+    prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
+    slugs = slugs_of(prompts)
+    weights = _folders_of(checkpoints, folder) if checkpoints else {config.checkpoint_path: folder}
+    return {
+        str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
+            config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
+        )
+        for checkpoint, folder in weights.items()
+        for prompt in prompts
+        for seed in dict.fromkeys(args.seeds or [config.seed])
+    }
+
+
+def _folders_of(checkpoints: Sequence[str], folder: Path) -> dict[str | None, Path]:
+    """Return the folder of each checkpoint, named as its file; the key None is the base weights."""
+    paths = {None if name == BASE else name: name for name in checkpoints}
+    names = {path: name if path is None else Path(name).stem for path, name in paths.items()}
+    for path, name in names.items():
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
+        if twin := next((p for p, n in names.items() if n == name and p != path), None):
+            raise ConfigError(f"--checkpoints {path} and {twin} would share the folder {name}; rename one")
+    return {path: folder / name for path, name in names.items()}
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
+    lines = [line.strip() for line in read_text(path).splitlines()]
+    prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompt; write one per line")
+    if len(prompts) > MAX_PROMPTS:
+        raise ConfigError(f"{path} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are read; split it")
+    return prompts
+
+
+def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
+    """Return a unique file name for each prompt, from its words in lower case."""
+    words = {prompt: re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") for prompt in prompts}
+    return unique_slugs({prompt: slug or "prompt" for prompt, slug in words.items()}, SLUG_BYTES)
+
+
+def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
+    """Return names that differ: digits of the prompt's hash follow one that is taken, or cut to max_bytes."""
+    slugs, taken = dict[str, str](), set[str]()
+    for prompt, slug in names.items():
+        if len(slug.encode()) > max_bytes or slug in taken:
+            cut = slug.encode()[:max_bytes].decode(errors="ignore").rstrip("-")
+            digits = hashlib.sha256(prompt.encode()).hexdigest()
+            slug = next(name for n in range(8, 65) if (name := f"{cut}-{digits[:n]}") not in taken)
+        slugs[prompt] = slug
+        taken.add(slug)
+    return slugs
 
 
 # --- --cache_policy and --prompt_schedule: files and names -> settings of a config

@@ -14,8 +14,7 @@ from experiments.extraction.memory import amount
 from experiments.extraction.provenance import vae_files
 from experiments.extraction.video import check_video
 from experiments.running.locks import claimed, remove_leftovers, require_space
-from experiments.running.progress import memory
-from experiments.running.run import check_outputs, observed
+from experiments.running.progress import check_outputs, memory, observed
 from experiments.running.work_items import common_settings, item_name
 from wan import checkpoint
 from wan.config import RunConfig

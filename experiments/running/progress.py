@@ -1,5 +1,6 @@
 """Progress of a run: a line per block on stderr, a JSON line per event in a log, and the wish to stop."""
 
+import argparse
 import errno
 import json
 import os
@@ -10,8 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -20,7 +21,10 @@ import torch
 
 from experiments.caches.files import CacheError
 from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import named_files
+from experiments.running.locks import require_distinct
 from wan import parallel
+from wan.config import RunConfig
 from wan.errors import UserError
 
 
@@ -141,3 +145,39 @@ def memory() -> str:
     used = memory_bytes()
     name, number = ("GPU", used["gpu_bytes"]) if "gpu_bytes" in used else ("memory", used["host_bytes"])
     return f"{number / 2**30:.1f} GiB {name}"
+
+
+def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
+    """Raise CacheError where a run would write over a file that it reads, or two files to one path."""
+    written = [str(path) for path in outputs]
+    written += [partial_name(path) for path in written if path.endswith(".pt")]
+    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
+    flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
+    require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
+
+
+@contextmanager
+def observed(args: argparse.Namespace, unit: str | None = "block") -> Iterator[Progress]:
+    """Yield the progress of a run, which stops after a unit when asked to (None: at once).
+
+    Operations whose results differ from run to run are refused under --deterministic.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        stopping_when_asked(watch, unit) if unit else nullcontext(),
+    ):
+        if args.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        try:
+            yield watch
+        finally:
+            torch.use_deterministic_algorithms(before[0])
+            torch.backends.cudnn.benchmark = before[1]
+
+
+def partial_name(path: str) -> str:
+    """Return where a partial cache goes that must not replace a whole one."""
+    return str(Path(path).with_suffix(".partial.pt"))

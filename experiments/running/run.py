@@ -7,11 +7,9 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,16 +18,14 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.formats import Cache
 from experiments.extraction import causal, devices
-from experiments.extraction.base import as_one_block, base_atlas_cache, base_layer_cache, sample
 from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.memory import estimate_bytes
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.provenance import named_files
 from experiments.extraction.video import check_video, save_video
 from experiments.running.cli import EXPLAINED, fail, videos_of
-from experiments.running.locks import claimed, require_distinct
-from experiments.running.progress import Progress, memory, stopping_when_asked
-from experiments.running.ranks import on_own_device, this_rank
+from experiments.running.locks import claimed
+from experiments.running.progress import check_outputs, memory, observed, partial_name
+from experiments.running.ranks import end_at_once, on_own_device, this_rank
 from wan import parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
@@ -55,32 +51,6 @@ def make_caches(
     each = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
     make_outputs(args, config, outputs, each, lambda watch: causal.extract(config, requests, watch), what)
-
-
-def make_base_caches(
-    args: argparse.Namespace, config: RunConfig, layer: int | None, steps: Sequence[int]
-) -> list[str]:
-    """Sample one video with the base model: a layer's cache at one step, or atlases of all layers at steps.
-
-    Returns the paths. Raises what make_outputs raises.
-    """
-    config, folder = as_one_block(config), Path(args.output_dir)
-    request = CaptureRequest(
-        layers=None if layer is None else [layer], steps=steps, granularity="frame", mass=layer is None
-    )
-    each = estimate_bytes(config, [request], config.base.num_steps)  # of one branch of guidance
-    if layer is None:
-        names = {"atlas_base.pt": "cond", "atlas_base_uncond.pt": "uncond"}
-        outputs = {
-            str(folder / name): partial(base_atlas_cache, steps=steps, branch=branch)
-            for name, branch in names.items()
-        }
-    else:
-        each *= 2
-        outputs = {str(folder / f"layer{layer}.pt"): partial(base_layer_cache, layer=layer, step=steps[0])}
-    what = f"{config.base.num_steps} steps of {config.num_frames} frames"
-    make_outputs(args, config, outputs, each, lambda watch: sample(config, request, watch), what, "step")
-    return list(outputs)
 
 
 def make_outputs(
@@ -116,43 +86,7 @@ def make_outputs(
         end_at_once()
 
 
-def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
-    """Raise CacheError where a run would write over a file that it reads, or two files to one path."""
-    written = [str(path) for path in outputs]
-    written += [partial_name(path) for path in written if path.endswith(".pt")]
-    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
-    flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
-    require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
-
-
-@contextmanager
-def observed(args: argparse.Namespace, unit: str | None = "block") -> Iterator[Progress]:
-    """Yield the progress of a run, which stops after a unit when asked to (None: at once).
-
-    Operations whose results differ from run to run are refused under --deterministic.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    with (
-        Progress(args.quiet, args.log_file) as watch,
-        stopping_when_asked(watch, unit) if unit else nullcontext(),
-    ):
-        if args.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-        try:
-            yield watch
-        finally:
-            torch.use_deterministic_algorithms(before[0])
-            torch.backends.cudnn.benchmark = before[1]
-
-
 # --- What a rollout leaves on disk, whole or as far as a stopped run came
-def partial_name(path: str) -> str:
-    """Return where a partial cache goes that must not replace a whole one."""
-    return str(Path(path).with_suffix(".partial.pt"))
-
-
 def save(
     args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], watch: RunObserver
 ) -> None:
@@ -289,10 +223,3 @@ def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
             hint = "; there may have been too little host memory" if name == "SIGKILL" else ""
             fail(f"process {rank} of {count} was ended by {name}, and the others with it{hint}", 1)
     fail(f"one of {count} processes was lost, and the others with it", 1)
-
-
-def end_at_once() -> NoReturn:
-    """End a process of several without Python's shutdown, in which gloo's threads may abort it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -8,7 +8,6 @@ fingerprint of all settings, in items, caches and manifest, keeps caches of othe
 import argparse
 import hashlib
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,99 +21,23 @@ from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.memory import estimate_bytes
 from experiments.extraction.provenance import files_of
 from experiments.extraction.video import check_video
-from experiments.running.cli import BASE, videos_of
+from experiments.running.cli import plan, videos_of
 from experiments.running.locks import claimed, require_space
-from experiments.running.progress import Progress
+from experiments.running.progress import Progress, check_outputs, observed
 from experiments.running.ranks import Rank
-from experiments.running.run import BuildCache, as_dict, check_outputs, observed, save
+from experiments.running.run import BuildCache, as_dict, save
 from experiments.running.work_items import WorkItems, common_settings, item_name
 from wan import checkpoint
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
-from wan.errors import ConfigError, short_repr
-from wan.files import MAX_PROMPTS, read_json, read_text
+from wan.errors import short_repr
+from wan.files import read_json
 
-SLUG_BYTES = 60  # of a prompt that names a file
 MANIFEST_SECONDS = 5.0  # between two manifests: one of ten thousand runs takes its time
 REMEDY = "choose another --output_dir, or make everything again with --overwrite"
 
 
-# --- Which runs a sweep has, and where each cache goes
-def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
-    """Return the path and settings of every run, those of one checkpoint together.
-
-    Raises ConfigError for flags and files that do not fit.
-    """
-    checkpoints = getattr(args, "checkpoints", None)
-    if not args.output_dir:
-        raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
-    if checkpoints and (args.checkpoint_path or args.no_checkpoint):
-        raise ConfigError("--checkpoints excludes --checkpoint_path and --no_checkpoint")
-    for one, many in (("prompt", "prompts"), ("seed", "seeds")):
-        if getattr(args, one) is not None and getattr(args, many):
-            raise ConfigError(f"--{one} and --{many} exclude each other")
-    if args.prompts and config.prompt_embeds:
-        raise ConfigError(
-            "--prompts and --prompt_embeds exclude each other: a file holds the states of one prompt"
-        )
-    if args.save_video:
-        raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
-    folder = Path(args.output_dir)
-    prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
-    slugs = slugs_of(prompts)
-    weights = _folders_of(checkpoints, folder) if checkpoints else {config.checkpoint_path: folder}
-    return {
-        str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
-            config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
-        )
-        for checkpoint, folder in weights.items()
-        for prompt in prompts
-        for seed in dict.fromkeys(args.seeds or [config.seed])
-    }
-
-
-def _folders_of(checkpoints: Sequence[str], folder: Path) -> dict[str | None, Path]:
-    """Return the folder of each checkpoint, named as its file; the key None is the base weights."""
-    paths = {None if name == BASE else name: name for name in checkpoints}
-    names = {path: name if path is None else Path(name).stem for path, name in paths.items()}
-    for path, name in names.items():
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
-        if twin := next((p for p, n in names.items() if n == name and p != path), None):
-            raise ConfigError(f"--checkpoints {path} and {twin} would share the folder {name}; rename one")
-    return {path: folder / name for path, name in names.items()}
-
-
-def read_prompts(path: str | Path) -> list[str]:
-    """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
-    lines = [line.strip() for line in read_text(path).splitlines()]
-    prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    if not prompts:
-        raise ConfigError(f"{path} holds no prompt; write one per line")
-    if len(prompts) > MAX_PROMPTS:
-        raise ConfigError(f"{path} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are read; split it")
-    return prompts
-
-
-def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
-    """Return a unique file name for each prompt, from its words in lower case."""
-    words = {prompt: re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") for prompt in prompts}
-    return unique_slugs({prompt: slug or "prompt" for prompt, slug in words.items()}, SLUG_BYTES)
-
-
-def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
-    """Return names that differ: digits of the prompt's hash follow one that is taken, or cut to max_bytes."""
-    slugs, taken = dict[str, str](), set[str]()
-    for prompt, slug in names.items():
-        if len(slug.encode()) > max_bytes or slug in taken:
-            cut = slug.encode()[:max_bytes].decode(errors="ignore").rstrip("-")
-            digits = hashlib.sha256(prompt.encode()).hexdigest()
-            slug = next(name for n in range(8, 65) if (name := f"{cut}-{digits[:n]}") not in taken)
-        slugs[prompt] = slug
-        taken.add(slug)
-    return slugs
-
-
+# --- What all caches of a sweep share
 def settings_of(config: RunConfig, quantities: Mapping[str, bool]) -> dict[str, Any]:
     """Return all that the caches of a sweep share: settings, captured quantities, the contents of files."""
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)

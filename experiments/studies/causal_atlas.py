@@ -24,9 +24,8 @@ from experiments.extraction.causal import LoadedModel
 from experiments.extraction.edits import read_edits, record_of
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import files_of
-from experiments.running.progress import memory
+from experiments.running.progress import check_outputs, memory, observed
 from experiments.running.ranks import Rank
-from experiments.running.run import check_outputs, observed
 from experiments.running.work_items import WorkItems, common_settings, item_name
 from experiments.studies import direct_effects
 from experiments.studies.direct_effects import EditOfBlock, Runs

@@ -38,11 +38,9 @@ from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import judge_seconds
-from experiments.running.cli import policy_settings
-from experiments.running.progress import Progress, memory, stopping_when_asked
+from experiments.running.cli import policy_settings, unique_slugs
+from experiments.running.progress import Progress, check_outputs, memory, stopping_when_asked
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank, workers_of
-from experiments.running.run import check_outputs
-from experiments.running.sweep import unique_slugs
 from experiments.running.work_items import WorkItems, common_settings, item_name
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files

@@ -26,7 +26,7 @@ from helpers.mutations import (
 from experiments.analysis.published import FIGURE4_CSV, FOLDER, read_curves
 from experiments.extraction.memory import Memory
 from experiments.extraction.prompt_embeds import read_states
-from experiments.running.sweep import read_prompts, slugs_of
+from experiments.running.cli import read_prompts, slugs_of
 from wan import checkpoint
 from wan.config import load_config
 from wan.text_encoder import TextEncoder, encoder_config

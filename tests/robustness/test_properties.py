@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.running.sweep import slugs_of
+from experiments.running.cli import slugs_of
 
 
 @given(prompts=st.lists(st.text(min_size=1, max_size=100), unique=True, max_size=8))

@@ -168,7 +168,7 @@ def test_flags_of_a_sweep_that_do_not_fit(flags, message):
 
 def test_slugs_tell_prompts_apart():
     prompts = ["A cat.", "a cat", "一只猫在海边", "x" * 100, "x" * 99, "!!"]
-    slugs = sweep.slugs_of(prompts)
+    slugs = cli.slugs_of(prompts)
     assert (
         slugs["A cat."] == "a-cat"
         and slugs["a cat"].startswith("a-cat-")
@@ -180,7 +180,7 @@ def test_slugs_tell_prompts_apart():
 
 def test_prompts_from_an_editor_that_marks_utf_8(tmp_path):
     (tmp_path / "prompts.txt").write_text("a cat\r\na dog\r\n", encoding="utf-8-sig", newline="")
-    assert sweep.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
+    assert cli.read_prompts(tmp_path / "prompts.txt") == ["a cat", "a dog"]
 
 
 @pytest.mark.slow
