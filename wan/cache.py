@@ -91,8 +91,6 @@ class CachePolicy:
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"name": self.name, **chosen}
 
-    # -- what a policy may override --------------------------------------------------------------------------
-
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
         fits = self.source not in self.block_bound or set(block_sizes) <= {3}
@@ -162,13 +160,7 @@ class CachePolicy:
         del cache.slots[kept:]
         cache.append(frames, own=len(frames) - kept)
 
-    def new_cache(
-        self,
-        build: "Callable[[Sequence[int], CachePolicy], KVCache]",
-        num_layers: int,
-        shard: HeadShard,
-        device: torch.device,
-    ) -> "KVCache | PerHeadCache":
+    def new_cache(self, build: "BuildCache", num_layers: int, shard: HeadShard) -> "AnyCache":
         """Return an empty cache; build makes one from its number of heads in every layer and its policy."""
         return build([len(shard.heads)] * num_layers, self)
 
@@ -198,7 +190,7 @@ class KVCache:
 
         rope gives the tables [n·S, 1, D] of n temporal positions; policies that move keys need it.
         """
-        self.tokens_per_frame, self.rope = tokens_per_frame, rope
+        self.num_layers, self.tokens_per_frame, self.rope = len(num_heads), tokens_per_frame, rope
         self.policy = copy(policy)  # its state belongs to one video
         size = self.policy.capacity(num_frames, block_size)
         self.capacity, self.raw_slots = size.slots, min(size.raw_slots, size.slots)
@@ -225,12 +217,6 @@ class KVCache:
     def frames(self) -> list[int]:
         """The frame of every slot."""
         return [slot.frame for slot in self.slots]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.keys)
-
-    # -- the rollout -----------------------------------------------------------------------------------------
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
         """Make room for the next block. From here on its queries see slots, and writes go to own.
@@ -293,8 +279,6 @@ class KVCache:
         """Return views of the keys and values of all slots [B, Lk, H, D]."""
         seen = self.tokens(range(len(self.slots)))
         return self.keys[layer][:, seen], self.values[layer][:, seen]
-
-    # -- what policies do ------------------------------------------------------------------------------------
 
     def tokens(self, slots: range | int) -> slice:
         """Return the tokens of consecutive slots, or of one, in a buffer."""
@@ -439,3 +423,7 @@ class PerHeadCache:
             if len(row):
                 groups.append(HeadGroup(numbers[layer], row, queries, *seen, cache.layouts[layer]))
         return groups
+
+
+BuildCache = Callable[[Sequence[int], CachePolicy], KVCache]
+AnyCache = KVCache | PerHeadCache

@@ -475,7 +475,7 @@ class CausalWanModel(WanModel):
                 shard=shard,
             )
 
-        return policy.new_cache(build, config.num_layers, shard, device)
+        return policy.new_cache(build, config.num_layers, shard)
 
 
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:

@@ -42,10 +42,8 @@ class TensorNoise:
 class SeededNoise:
     """Noise of one video per seed, drawn on the CPU as it is needed.
 
-    The bits are those of a generator of that seed which draws torch.randn(F, C, h, w) and then
-    torch.randn(steps - 1, F, C, h, w) at once: each of these segments has a generator of its own, advanced to
-    where it begins. The noise between steps therefore depends on F; a shorter rollout takes the first blocks
-    of a longer noise. A video's noise does not depend on the others of its batch.
+    The bits are those of a generator that draws torch.randn(F, C, h, w), then torch.randn(steps - 1, F, C, h,
+    w) at once. The noise between steps depends on F: a short rollout takes the first blocks of a longer one.
     """
 
     is_repeatable = True

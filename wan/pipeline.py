@@ -182,10 +182,13 @@ class CausalInferencePipeline:
         blocks = self.block_ranges(num_given, num_frames)
         check_frames(noise, range(num_given, num_given + num_frames))
         check_schedule(prompt_schedule, blocks, self.cache_policy)
-        if probe:
-            self._check_probe(noise)
-        layers, passes = self.model.config.num_layers, len(self.pass_timesteps)
-        ATTENTION_WEIGHT_CAPTURE.check_model(layers, len(blocks), passes)
+        if probe:  # a block can be denoised twice where its passes leave noise and past as they are
+            if not noise.is_repeatable:
+                raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
+            changes = self.cache_policy.chooses_by_layer or bool(self.cache_policy.source)
+            self.cache_policy.require(not changes, "changes its cache in a first pass; probe full or window")
+        num_layers = self.model.config.num_layers
+        ATTENTION_WEIGHT_CAPTURE.check_model(num_layers, len(blocks), len(self.pass_timesteps))
         if ACTIVE_EDITS.active:
             ACTIVE_EDITS.check(self.plan(num_frames, num_given, prompt_schedule))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
@@ -212,12 +215,7 @@ class CausalInferencePipeline:
         blocks = block_ranges(sizes)
         ends = [0, *(frames.stop for frames in blocks)]
         if num_given not in ends:
-            near = sorted(ends[:-1], key=lambda end: abs(end - num_given))[:2]
-            pairs = " or ".join(f"{end} and {ends[-1] - end}" for end in near)
-            raise ConfigError(
-                f"{num_given} given and {num_frames} generated frames do not each fill whole blocks of "
-                f"{self.num_frame_per_block}; {pairs} would"
-            )
+            raise ConfigError(f"{num_given} given frames end within a block; blocks end at {ends[1:]}")
         return blocks
 
     def encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:
@@ -273,16 +271,6 @@ class CausalInferencePipeline:
             config.text_len,
             keeps_clean_keys=not context or policy.lasting_sink > 0,
         )
-
-    def _check_probe(self, noise: Noise) -> None:
-        """A block can be denoised twice where its noise is given and its passes leave the past as it is."""
-        if not noise.is_repeatable:
-            raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
-        if self.cache_policy.chooses_by_layer or self.cache_policy.source:
-            raise ConfigError(
-                f"a probe denoises blocks again, and cache_policy {self.cache_policy.name} changes its cache "
-                "in a block's first pass; take full or window"
-            )
 
 
 class Rollout:

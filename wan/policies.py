@@ -4,7 +4,7 @@ Each class is a policy of a publication. The face that they share is CachePolicy
 """
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from os.path import isfile
 from typing import Any, ClassVar, Literal, get_args, get_origin
@@ -12,7 +12,17 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
-from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, HeadClass, KVCache, PerHeadCache
+from wan.cache import (
+    FLUSH_KEEPS,
+    NEEDS_ROTATION,
+    AnyCache,
+    BuildCache,
+    CachePolicy,
+    Capacity,
+    HeadClass,
+    KVCache,
+    PerHeadCache,
+)
 from wan.capture import HeadShard
 from wan.errors import ConfigError, require_text, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, MAX_TEXT, read_text
@@ -28,9 +38,6 @@ class Full(CachePolicy):
 
     name = "full"
     keeps_whole_frames = True
-
-
-# -- windows -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -184,18 +191,17 @@ class DeepSink(WindowedPolicy):
 
     def admit(self, cache: KVCache, block: range) -> None:
         self._rolls = len(cache.slots) + len(block) > self.window
+        if self._rolls and self._first_roll is None:
+            self._first_roll = block.start
         super().admit(cache, block)
 
     def positions(self, cache: KVCache, cut: bool) -> Sequence[int]:
-        now = super().positions(cache, cut)
-        sink = min(self.sink, len(now))
+        now, sink = super().positions(cache, cut), self.sink
         if len(now) <= sink or (self.source and not self._rolls):
             return now
         first = cache.slots[sink].frame - sink
         if self.source:
-            if self._first_roll is None:
-                self._first_roll = cache.newest.start
-            first = cache.newest.start - self._first_roll
+            first = cache.newest.start - (self._first_roll or 0)
         return [*range(first, first + sink), *now[sink:]]
 
 
@@ -233,11 +239,6 @@ class RollingSink(WindowedPolicy):
         self._finish(cache)
         super().flush(cache)
 
-    def archived(self, position: int) -> int:
-        """Return the frame whose keys and values stand at a late position."""
-        turn, place = divmod(position, self._kept)
-        return self._kept - 1 - place if turn % 2 else place
-
     def _finish(self, cache: KVCache) -> None:
         """After the clean pass of a block, remember the first frames, or replace the block before it."""
         for index, frame in zip(cache.own, cache.newest, strict=True):
@@ -248,16 +249,14 @@ class RollingSink(WindowedPolicy):
             return
         for index in range(max(0, cache.own.start - len(cache.own)), cache.own.start):
             position = cache.slots[index].position
-            frame = self.archived(position)
-            source, target = (cache.tokens(i) for i in (frame, index))
+            turn, place = divmod(position, self._kept)
+            frame = self._kept - 1 - place if turn % 2 else place
+            source, target = cache.tokens(frame), cache.tokens(index)
             tables = cache.rope(range(position, position + 1))
             for layer, kept in enumerate(self._values):
                 rotate_into(cache.keys[layer][:, target], cache.raw_keys[layer][:, source], *tables)
                 cache.values[layer][:, target] = kept[:, source]
             cache.slots[index] = Slot(frame, position)
-
-
-# -- running means of frames that left, un-rotated, in float32 -----------------------------------------------
 
 
 def blend(old: Tensor, new: Tensor, weight: float) -> None:
@@ -347,9 +346,6 @@ class TwoMemories(WindowedPolicy):
                 buffer[:, cache.tokens(index)] = memory.to(buffer.dtype)
         cache.slots[self.sink : first] = [Slot(AVERAGE, NEEDS_ROTATION)] * 2
         cache.drop(first, count)
-
-
-# -- policies that choose in every layer ---------------------------------------------------------------------
 
 
 @dataclass
@@ -574,9 +570,6 @@ class Participative(WindowedPolicy):
         cache.layouts[layer] = replace(cache.layouts[layer], chosen=chosen)
 
 
-# -- a policy for each class of heads ------------------------------------------------------------------------
-
-
 @dataclass
 class PerHead(CachePolicy):
     """Give each class of heads a policy and a cache of its own. Pyramid Forcing, Forcing-KV, Dummy Forcing.
@@ -642,13 +635,7 @@ class PerHead(CachePolicy):
         has_raw = any(size.raw_slots for size in sizes)
         return Capacity(slots, slots if has_raw else 0, max(size.state_frames for size in sizes))
 
-    def new_cache(
-        self,
-        build: Callable[[Sequence[int], CachePolicy], KVCache],
-        num_layers: int,
-        shard: HeadShard,
-        device: torch.device,
-    ) -> PerHeadCache:
+    def new_cache(self, build: BuildCache, num_layers: int, shard: HeadShard) -> PerHeadCache:
         here, model = (len(self.labels), len(self.labels[0])), (num_layers, shard.total)
         sizes = f"{here[0]} layers x {here[1]} heads, the model {model[0]} x {model[1]}"
         self.require(here == model, f"{self.file} has {sizes}")
@@ -657,8 +644,9 @@ class PerHead(CachePolicy):
             heads = [[head for head, other in enumerate(row) if other == label] for row in self.labels]
             if any(heads):
                 numbers = [tuple(shard.local(row)) for row in heads]
-                there = [send(torch.tensor(row, dtype=torch.long), device) for row in numbers]
                 cache = build([len(row) for row in numbers], policy)
+                device = cache.keys[0].device
+                there = [send(torch.tensor(row, dtype=torch.long), device) for row in numbers]
                 classes.append(HeadClass(cache, [bool(row) for row in heads], numbers, there))
         return PerHeadCache(self, classes)
 
@@ -686,8 +674,6 @@ def read_labels(file: str) -> list[list[str]]:
         ) from None
     return [[label.strip() for label in row] for row in rows]
 
-
-# -- policies by their names and settings --------------------------------------------------------------------
 
 POLICIES: dict[str, type[CachePolicy]] = {
     policy.name: policy
@@ -795,9 +781,7 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
         policy.check_switch(switch.how, switch.frame)
 
 
-def apply_switch(
-    cache: KVCache | PerHeadCache, how: How, past: int, recompute_context: int
-) -> tuple[int, int]:
+def apply_switch(cache: AnyCache, how: How, past: int, recompute_context: int) -> tuple[int, int]:
     """Let a cache forget what a switch wants before a block, of past frames whose latents are remembered.
 
     Returns how many of them are remembered still, and how many, the newest, are now to be computed again.

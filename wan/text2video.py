@@ -29,7 +29,7 @@ class TextToVideoPipeline:
         self.model, self.shift, self.guidance_scale, self.num_steps = model, shift, guidance_scale, num_steps
 
     def solver(self) -> "UniPCMultistepScheduler":
-        """A fresh solver, which counts its steps and remembers earlier flows: one per video."""
+        """Return a fresh solver, which counts its steps and remembers earlier flows: one per video."""
         from diffusers import UniPCMultistepScheduler  # takes a second to import
 
         solver = UniPCMultistepScheduler(
@@ -41,11 +41,11 @@ class TextToVideoPipeline:
 
     @property
     def pass_timesteps(self) -> list[float]:
-        """Timestep of every step: 999, 997, 994 ... 249, 140 for 50 steps at shift 8."""
+        """The timestep of every step: 999, 997, 994 ... 249, 140 for 50 steps at shift 8."""
         return [float(t) for t in self.solver().timesteps]
 
     def plan(self, num_frames: int) -> RolloutPlan:
-        """What sampling of num_frames frames is going to do: one block, steps without a clean pass."""
+        """Return what sampling of num_frames frames is going to do: one block, no clean pass."""
         config = self.model.config
         return RolloutPlan(
             config.num_layers,
@@ -65,23 +65,18 @@ class TextToVideoPipeline:
         negative_embeds: Tensor,
         on_step: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Latents of as many frames as noise [B, F, C, h, w] has, from prompt embeddings [B, n, text_dim].
+        """Return latents of as many frames as noise [B, F, C, h, w] has, from embeddings [B, n, text_dim].
 
-        The solver runs in float32, the model in its own dtype. on_step is called with each step and its
-        latents.
+        The solver runs in float32, the model in its own dtype. on_step is called with a step and its latents.
         """
         if noise.ndim != 5:
             raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
         solver, timesteps = self.solver(), self.pass_timesteps
-        ATTENTION_WEIGHT_CAPTURE.check_model(
-            self.model.config.num_layers, num_blocks=1, num_passes=len(timesteps)
-        )
+        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, 1, len(timesteps))
         frames = tuple(range(noise.shape[1]))
         if ACTIVE_EDITS.active:
             ACTIVE_EDITS.check(self.plan(len(frames)))
-        prompt, negative = (
-            self.model.text_keys_values(states) for states in (prompt_embeds, negative_embeds)
-        )
+        prompt, negative = map(self.model.text_keys_values, (prompt_embeds, negative_embeds))
 
         def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:
             t = x.new_full((x.shape[0], 1), timesteps[step])  # [B, 1]

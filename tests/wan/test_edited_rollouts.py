@@ -159,7 +159,7 @@ def test_a_probe_denoises_a_block_again_and_leaves_no_trace(window):
     with intervene(replace(edit, blocks=(1,))):
         assert torch.equal(block(rollout(pipeline, FRAMES), 1), edited[1])
     chooses = make_policy("participative", window=9, sink=1, budget=8, recent=3)
-    with pytest.raises(ConfigError, match="participative changes its cache"):
+    with pytest.raises(ConfigError, match="participative: changes its cache"):
         rollout(CausalInferencePipeline(pipeline.model, cache_policy=chooses), FRAMES, probe=probe)
 
 

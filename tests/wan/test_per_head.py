@@ -227,6 +227,6 @@ def test_a_probe_is_refused_where_a_class_changes_its_cache_in_a_first_pass(choo
     pipeline = CausalInferencePipeline(
         golden_model(), cache_policy=per_head(FULL, chooses or WINDOW), **TWO_STEPS
     )
-    refused = pytest.raises(ConfigError, match="per_head changes its cache") if chooses else nullcontext()
+    refused = pytest.raises(ConfigError, match="per_head: changes its cache") if chooses else nullcontext()
     with refused:
         pipeline.inference(**golden_inputs(9), probe=lambda block, denoise: denoise())

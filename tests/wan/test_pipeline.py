@@ -89,8 +89,12 @@ SIX, GIVEN = NOISE[:, :6], NOISE[:, :3]
         (NOISE[..., :11], {}, "do not split into patches of 2 x 2"),
         (NOISE, {"prompt_embeds": EMBEDS[..., :5]}, "prompt embeddings of shape"),
         (NOISE, {"prompt_embeds": None}, "give prompt_embeds, or text_prompts and a text_encoder"),
-        (NOISE[:, :8], {"initial_latent": NOISE[:, :1]}, "1 given and 8 .*; 0 and 9 or 3 and 6 would"),
-        (NOISE[:, :4], {"initial_latent": NOISE[:, :2]}, "2 given and 4 .*; 3 and 3 or 0 and 6 would"),
+        (
+            NOISE[:, :8],
+            {"initial_latent": NOISE[:, :1]},
+            r"1 given frames end within a block; blocks end at \[3, 6, 9\]",
+        ),
+        (NOISE[:, :4], {"initial_latent": NOISE[:, :2]}, r"2 given frames .* at \[3, 6\]"),
         (SIX, {"initial_latent": GIVEN[:, :, :8]}, "differ in more than their frames"),
     ],
 )

@@ -252,9 +252,9 @@ def test_the_cache_that_is_computed_again_is_captured_where_it_is_asked_for(chos
         (
             {"name": "window", "window": 9, "sink": 6, "released": "longlive"},
             None,
-            "window changes its cache",
+            "window: changes its cache",
         ),
-        ({"name": "memory_bank", "window": 6, "sink": 1}, None, "memory_bank changes its cache"),
+        ({"name": "memory_bank", "window": 6, "sink": 1}, None, "memory_bank: changes its cache"),
     ],
     ids=["no renoise", "released", "chooses"],
 )
