@@ -1,6 +1,4 @@
-"""Ways to spoil a file: its bytes, and inside its structure: what an archive, a header, a table or a tree of
-values says.
-"""
+"""Ways to spoil a file: its bytes, or what an archive, a header, a table or a tree inside it says."""
 
 import copy
 import json
@@ -12,27 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-TYPES = [
-    None,
-    True,
-    -1,
-    0,
-    3,
-    10**12,
-    2**70,
-    1.5,
-    float("nan"),
-    float("inf"),
-    "x",
-    "",
-    b"x",
-    [],
-    [1],
-    [[1]],
-    {},
-    {"a": 1},
-    (1, 2),
-]
+TYPES: list[Any] = [None, True, -1, 0, 3, 10**12, 2**70, 1.5, float("nan"), float("inf"), "x", "", b"x"]
+TYPES += [[], [1], [[1]], {}, {"a": 1}, (1, 2)]
 
 
 class RunsCode:
@@ -42,6 +21,7 @@ class RunsCode:
         return os.system, ("touch ran-code",)
 
 
+# --- Bytes
 def truncated(content: bytes, dice) -> bytes:
     return content[: dice.randrange(len(content))]
 
@@ -65,134 +45,107 @@ def lengthened(content: bytes, dice) -> bytes:
 BYTEWISE = (truncated, flipped, overwritten, lengthened)
 
 
-def table_of(values, dice):
-    """A table inside a cache: itself, or one of its entries."""
-    entries = values.get("attention_weights")
-    return dice.choice(entries) if isinstance(entries, list) and entries and dice.random() < 0.4 else values
+# --- Tables of tensors
+def other_tensors(old: torch.Tensor) -> list[Any]:
+    """Return what a tensor should not be: of another dtype, shape or layout, or larger than its file."""
+    return [
+        old.double(),
+        old.to(torch.int8),
+        old.to(torch.complex64),
+        old.bfloat16(),
+        old[..., :-1],
+        old[None],
+        old.flatten(),
+        old.to_sparse(),
+        torch.zeros(0),
+        torch.quantize_per_tensor(old.float().nan_to_num(), 0.1, 0, torch.quint8),
+        torch.zeros(1).expand(10**6, 10**6),  # one value on disk
+    ]
 
 
 def respelled(values: dict, dice) -> str:
-    """Change one field in place: dropped, renamed, of another type, dtype or shape, or larger than a file."""
-    table = table_of(values, dice)
+    """Change one field in place, of a cache or of an entry: dropped, renamed, or of another value."""
+    entries = values.get("attention_weights")
+    inside = isinstance(entries, list) and entries and dice.random() < 0.4
+    table = dice.choice(entries) if inside else values
     name = dice.choice(list(table))
-    how = dice.choice(("dropped", "renamed", "type", "tensor", "huge", "nested", "code"))
-    if how in ("dropped", "renamed"):
-        value = table.pop(name)
-        if how == "renamed":
-            table[name[::-1]] = value
+    how = dice.choice(("dropped", "renamed", "type", "tensor", "nested", "code"))
+    value = table.pop(name)
+    if how == "renamed":
+        table[name[::-1]] = value
     elif how == "type":
         table[name] = dice.choice(TYPES)
     elif how == "tensor":
-        old = table[name] if isinstance(table[name], torch.Tensor) else torch.zeros(3)
-        table[name] = dice.choice(
-            (
-                lambda: old.double(),
-                lambda: old.to(torch.int8),
-                lambda: old.to(torch.complex64),
-                lambda: old[..., :-1],
-                lambda: old[None],
-                lambda: old.to_sparse(),
-                lambda: torch.zeros(0),
-                lambda: old.flatten(),
-                lambda: old.bfloat16(),
-                lambda: torch.quantize_per_tensor(old.float().nan_to_num(), 0.1, 0, torch.quint8),
-            )
-        )()
-    elif how == "huge":
-        shape = dice.choice(((10**6, 10**6), (1 << 40,), (12, 10**5, 10**5)))
-        table[name] = torch.zeros(1).expand(shape)  # one value on disk
+        table[name] = dice.choice(other_tensors(value if isinstance(value, torch.Tensor) else torch.zeros(3)))
     elif how == "nested":
         value = [0]
         for _ in range(dice.choice((30, 60, 400))):
             value = [value] * dice.choice((1, 10))
         table[name] = value
-    else:
+    elif how == "code":
         table[name] = dice.choice((RunsCode(), np.array([RunsCode()], dtype=object), [{"a": RunsCode()}]))
     return f"{how} {name}"
 
 
+def spoil_state(state: dict, dice) -> None:
+    """Change one tensor of a state dict in place."""
+    name = dice.choice(list(state))
+    old, how = state.pop(name), dice.choice(("dropped", "renamed", "value"))
+    if how == "renamed":
+        state[dice.choice((name + "x", 3, "", "blocks.99." + name))] = old
+    elif how == "value":
+        state[name] = dice.choice([*other_tensors(old)[1:], RunsCode(), "x", None, {"a": old}])
+
+
+# --- Archives and headers
 def lying_archive(content_path, target, dice) -> None:
-    """A zip with right checksums whose records are not what its pickle says: other lengths, names, numbers in
-    the pickle.
-    """
+    """Write a zip with right checksums whose records are not what its pickle says, or with another pickle."""
     how = dice.choice(("shorter", "longer", "missing", "pickle", "compressed", "declared"))
     with zipfile.ZipFile(content_path) as old, zipfile.ZipFile(target, "w") as new:
-        data = [info.filename for info in old.infolist() if "/data/" in info.filename]
-        chosen = dice.choice(data)
-        for info in old.infolist():
-            content = old.read(info.filename)
-            method = zipfile.ZIP_STORED
-            if info.filename == chosen:
-                if how == "missing":
-                    continue
-                content = (
-                    content[:-4] if how == "shorter" else content + bytes(400) if how == "longer" else content
-                )
-                if how == "compressed":
-                    content, method = bytes(1 << 26), zipfile.ZIP_DEFLATED
-            if info.filename.endswith("data.pkl") and how in ("pickle", "declared"):
+        chosen = dice.choice([name for name in old.namelist() if "/data/" in name])
+        for name in old.namelist():
+            content, method = old.read(name), zipfile.ZIP_STORED
+            if name == chosen and how == "missing":
+                continue
+            if name == chosen and how == "compressed":
+                content, method = bytes(1 << 26), zipfile.ZIP_DEFLATED
+            elif name == chosen and how in ("shorter", "longer"):
+                content = content[:-4] if how == "shorter" else content + bytes(400)
+            elif name.endswith("data.pkl") and how in ("pickle", "declared"):
                 content = flipped(content, dice) if how == "pickle" else larger_numbers(content, dice)
-            new.writestr(info.filename, content, method)
+            new.writestr(name, content, method)
 
 
 def larger_numbers(content: bytes, dice) -> bytes:
-    """One of a pickle's numbers made huge: BININT1 or BININT2 -> BININT, or LONG1."""
-    places = [i for i, byte in enumerate(content[:-3]) if byte in b"KM"]
-    at = dice.choice(places)
+    """Make one of a pickle's numbers huge: BININT1 or BININT2 -> BININT, or LONG1."""
+    at = dice.choice([i for i, byte in enumerate(content[:-3]) if byte in b"KM"])
     new = dice.choice((b"J" + struct.pack("<i", 2**31 - 1), b"\x8a\x08" + struct.pack("<q", 2**60)))
     return content[:at] + new + content[at + (2 if content[at] == ord("K") else 3) :]
 
 
 def spoil_safetensors(content: bytes, dice) -> bytes:
-    """A header that lies: its length, offsets, shapes, types, or its JSON."""
+    """Return a file whose header lies: its length, offsets, shapes, types, or its JSON."""
     length = struct.unpack("<Q", content[:8])[0]
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     entry = header[dice.choice([name for name in header if name != "__metadata__"])]
-    how = dice.choice(("length", "offsets", "shape", "dtype", "json", "deep"))
+    how = dice.choice(("length", "data_offsets", "shape", "dtype", "json", "deep"))
     if how == "length":
         return struct.pack("<Q", dice.choice((0, 7, length + 8, 2**31, 2**63, 2**64 - 1))) + content[8:]
-    if how == "json":
-        return struct.pack("<Q", length) + flipped(content[8 : 8 + length], dice) + data
-    if how == "deep":
-        deep = b"[" * length
-        return struct.pack("<Q", length) + deep + data
-    entry |= {
-        "offsets": {"data_offsets": dice.choice(([0, 2**62], [8, 4], [-4, 0], [0, len(data) + 4]))},
-        "shape": {"shape": dice.choice(([2**40, 2**40], [0], [-1], [*entry["shape"][::-1], 2], ["a"]))},
-        "dtype": {"dtype": dice.choice(("F64", "BF16", "I8", "F4", "C64", "X", 3))},
-    }[how]
+    if how in ("json", "deep"):
+        return (
+            content[:8] + (flipped(content[8 : 8 + length], dice) if how == "json" else b"[" * length) + data
+        )
+    lies = {
+        "data_offsets": ([0, 2**62], [8, 4], [-4, 0], [0, len(data) + 4]),
+        "shape": ([2**40, 2**40], [0], [-1], [*entry["shape"][::-1], 2], ["a"]),
+        "dtype": ("F64", "BF16", "I8", "F4", "C64", "X", 3),
+    }
+    entry[how] = dice.choice(lies[how])
     new = json.dumps(header).encode()
     return struct.pack("<Q", len(new)) + new + data
 
 
-def spoil_state(state: dict, dice) -> None:
-    name = dice.choice(list(state))
-    old = state[name]
-    how = dice.choice(("dropped", "renamed", "value"))
-    if how != "value":
-        value = state.pop(name)
-        if how == "renamed":
-            state[dice.choice((name + "x", 3, "", "blocks.99." + name))] = value
-        return
-    state[name] = dice.choice(
-        (
-            old.to(torch.int8),
-            old[..., :-1],
-            torch.zeros(1).expand(10**6, 10**6),
-            RunsCode(),
-            "x",
-            None,
-            old.to_sparse(),
-            old.to(torch.complex64),
-            old[None],
-            {"a": old},
-        )
-    )
-
-
-# -- trees of plain values: JSON and YAML
-# ----------------------------------------------------------------------------------
-
+# --- Trees of plain values: JSON and YAML
 HUGE_NUMBER = "HUGE NUMBER"  # written as a number of 5000 digits
 VALUES = [
     *(value for value in TYPES if not isinstance(value, (bytes, tuple))),
@@ -203,35 +156,29 @@ VALUES = [
 
 
 def places(tree: Any, at: tuple = ()) -> list[tuple]:
-    """Where a tree can be changed: the keys and indices that lead to each of its values."""
-    found = [at] if at else []
-    if isinstance(tree, dict):
-        items = list(tree.items())
-    else:
-        items = list(enumerate(tree[:50])) if isinstance(tree, list) else []
-    for key, value in items:
-        found += places(value, (*at, key))
-    return found
+    """Return the keys and indices that lead to each value of a tree."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree[:50] if isinstance(tree, list) else ())
+    return [at] * bool(at) + [place for key, value in items for place in places(value, (*at, key))]
+
+
+def value_at(tree: Any, at: tuple) -> Any:
+    for key in at:
+        tree = tree[key]
+    return tree
 
 
 def changed(tree: Any, dice) -> tuple[Any, str]:
-    """A tree with one value replaced, dropped, renamed, given twice, or put into another."""
+    """Return a tree with one value replaced, dropped, renamed, given twice, or put into another."""
     tree = copy.deepcopy(tree)
     at = dice.choice([place for place in places(tree) if len(place) < 3] or places(tree))
-    holder = tree
-    for key in at[:-1]:
-        holder = holder[key]
-    key, how = at[-1], dice.choice(("value", "value", "value", "dropped", "renamed", "nested", "moved"))
+    holder, key = value_at(tree, at[:-1]), at[-1]
+    how = dice.choice(("value", "value", "value", "dropped", "renamed", "nested", "moved"))
     if how == "value":
         holder[key] = copy.deepcopy(dice.choice(VALUES))
     elif how == "nested":
         holder[key] = dice.choice(([holder[key]], {"a": holder[key]}))
     elif how == "moved":
-        other = dice.choice(places(tree))
-        value = tree
-        for step in other:
-            value = value[step]
-        holder[key] = copy.deepcopy(value)
+        holder[key] = copy.deepcopy(value_at(tree, dice.choice(places(tree))))
     else:
         value = holder.pop(key)
         if how == "renamed" and isinstance(holder, dict):
@@ -240,17 +187,11 @@ def changed(tree: Any, dice) -> tuple[Any, str]:
 
 
 def as_json(tree: Any) -> bytes:
-    """JSON with what a file may hold beyond Python's: halves of characters, numbers of any length."""
-    text = json.dumps(tree, ensure_ascii=True)
-    return text.replace(json.dumps(HUGE_NUMBER), "9" * 5000).encode()
-
-
-def as_yaml(tree: Any) -> bytes:
-    """YAML in the flow style, which JSON is."""
-    return as_json(tree)
+    """Return JSON, which is YAML too, with halves of characters and numbers of any length."""
+    return json.dumps(tree).replace(json.dumps(HUGE_NUMBER), "9" * 5000).encode()
 
 
 def spoilt_json(content: bytes, dice) -> tuple[bytes, str]:
-    """A JSON file changed inside its structure."""
+    """Change a JSON file inside its structure."""
     tree, how = changed(json.loads(content), dice)
     return as_json(tree), how

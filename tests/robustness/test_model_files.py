@@ -15,7 +15,7 @@ from helpers.forked import FULL, tell
 from helpers.judged import AT_ONCE, Judge
 from helpers.mutations import (
     BYTEWISE,
-    as_yaml,
+    as_json,
     changed,
     lying_archive,
     respelled,
@@ -139,7 +139,7 @@ def a_config(whole, dice, folder):
     if dice.random() < 0.2:
         return dice.choice(YAML), "YAML"
     tree, how = changed(yaml.safe_load(whole) | dice.choice(POLICIES), dice)
-    return as_yaml(tree), how
+    return as_json(tree), how
 
 
 def some_prompts(whole, dice, folder):
