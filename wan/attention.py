@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import backends
-from wan.capture import Call, HeadGroup, Site
+from wan.capture import Call, Site
 from wan.interventions import ACTIVE_EDITS
-from wan.keys import KeyBias, KeyLayout, send
+from wan.keys import HeadGroup, KeyBias, KeyLayout, send
 from wan.legacy_api import OlderCapture
 
 # Of q, k, v [B, H, L, D], under a mask of its own.

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from wan.capture import HeadGroup, HeadShard
 from wan.errors import ConfigError, short_repr
-from wan.keys import EMPTY, ChosenTokens, KeyLayout, Slot, send
+from wan.keys import EMPTY, ChosenTokens, HeadGroup, HeadShard, KeyLayout, Slot, send
 from wan.rope import rotate_into
 
 CUT_POSITION = 45  # where Infinity-RoPE's cut puts a block

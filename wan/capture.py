@@ -14,48 +14,13 @@ import torch
 from torch import Tensor
 
 from wan import reductions
-from wan.keys import KeyBias, KeyLayout, Slot, as_index, select, send
+from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, Slot, as_index, select, send
+from wan.rope import RotaryTable
 
 Kind = Literal["self", "cross"]
 
 
 # --- Who calls, and in which forward
-@dataclass(frozen=True, eq=False)
-class HeadShard:
-    """The heads of a range out of total. Others' heads are in other processes (wan/parallel.py)."""
-
-    heads: range
-    total: int
-
-    @classmethod
-    def whole(cls, num_heads: int) -> "HeadShard":
-        return cls(range(num_heads), num_heads)
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.heads) == self.total
-
-    def of(self, x: Tensor) -> Tensor:
-        """The shard's heads of all heads [B, n, H, D]."""
-        return x if self.is_whole else x[:, :, self.heads.start : self.heads.stop]
-
-    def of_text(self, text: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
-        """The shard's heads of the prompt's keys and values per layer."""
-        return text if self.is_whole else [(self.of(k), self.of(v)) for k, v in text]
-
-    def local(self, heads: range | list[int]) -> list[int]:
-        """Those of some heads of the model that are here, by their indices here."""
-        return [head - self.heads.start for head in heads if head in self.heads]
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Sum x over all processes, each of which has summed over its own heads."""
-        return x
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        """All heads, in order, from what each process has of its own along dim; on the CPU."""
-        return x
-
-
 @dataclass(frozen=True)
 class Site:
     """An attention module of the model: its transformer layer, counted from 0, and what it attends to."""
@@ -77,17 +42,6 @@ class Pass:
     branch: str = "cond"  # classifier-free guidance runs a second branch, "uncond"
     parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
     levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
-
-
-class HeadGroup(NamedTuple):
-    """Heads that see keys of their own, and what these keys are."""
-
-    numbers: tuple[int, ...]  # among the heads that are here
-    heads: Tensor  # the same on the device
-    q: Tensor  # [B, Lq, h, D]
-    k: Tensor  # [B, Lk, h, D]
-    v: Tensor
-    layout: KeyLayout
 
 
 @dataclass(eq=False)
@@ -348,8 +302,9 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if mask is not None:
         return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
     assert call.lse is not None
+    bands = list(RotaryTable(q.shape[-1]).bands.values()) if request.rope_bands else []
     return reductions.frame_values(
-        q, k, call.lse, layout, num_query_frames, request.mass, request.rope_bands, call.bias, call.tails
+        q, k, call.lse, layout, num_query_frames, request.mass, bands, call.bias, call.tails
     )
 
 

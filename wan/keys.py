@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -230,3 +231,51 @@ class KeyBias:
     def per_token(self) -> Tensor:
         """float32 [H, Lk] on the CPU."""
         return self.values.repeat_interleave(self.tokens_per_slot, 1)
+
+
+# --- Which heads a process has, and heads that see keys of their own
+@dataclass(frozen=True, eq=False)
+class HeadShard:
+    """The heads of a range out of total. Others' heads are in other processes (wan/parallel.py)."""
+
+    heads: range
+    total: int
+
+    @classmethod
+    def whole(cls, num_heads: int) -> "HeadShard":
+        return cls(range(num_heads), num_heads)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.heads) == self.total
+
+    def of(self, x: Tensor) -> Tensor:
+        """The shard's heads of all heads [B, n, H, D]."""
+        return x if self.is_whole else x[:, :, self.heads.start : self.heads.stop]
+
+    def of_text(self, text: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+        """The shard's heads of the prompt's keys and values per layer."""
+        return text if self.is_whole else [(self.of(k), self.of(v)) for k, v in text]
+
+    def local(self, heads: range | list[int]) -> list[int]:
+        """Those of some heads of the model that are here, by their indices here."""
+        return [head - self.heads.start for head in heads if head in self.heads]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum x over all processes, each of which has summed over its own heads."""
+        return x
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """All heads, in order, from what each process has of its own along dim; on the CPU."""
+        return x
+
+
+class HeadGroup(NamedTuple):
+    """Heads that see keys of their own, and what these keys are."""
+
+    numbers: tuple[int, ...]  # among the heads that are here
+    heads: Tensor  # the same on the device
+    q: Tensor  # [B, Lq, h, D]
+    k: Tensor  # [B, Lk, h, D]
+    v: Tensor
+    layout: KeyLayout

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
 from wan.blocks import check_window
 from wan.cache import CachePolicy, KVCache, PerHeadCache
-from wan.capture import HeadShard, Site
+from wan.capture import Site
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.kernels.gelu_linear import gelu_linear
-from wan.keys import KeyLayout
+from wan.keys import HeadShard, KeyLayout
 from wan.policies import of_window
 from wan.rope import RotaryTable, rotate
 

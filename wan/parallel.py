@@ -26,10 +26,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import BY_FRAME, Call, CapturedCall, HeadShard, joint_layout, spread
+from wan.capture import BY_FRAME, Call, CapturedCall, joint_layout, spread
 from wan.errors import ConfigError
 from wan.interventions import ACTIVE_EDITS
 from wan.kernels.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
+from wan.keys import HeadShard
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
 
 # The processes: torchrun starts them and tells each its rank; torch.distributed connects them, NCCL between

@@ -23,10 +23,9 @@ from wan.cache import (
     KVCache,
     PerHeadCache,
 )
-from wan.capture import HeadShard
 from wan.errors import ConfigError, require_text, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, MAX_TEXT, read_text
-from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, Slot, send
+from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadShard, Slot, send
 from wan.rope import rotate_into
 
 Pair = tuple[Tensor, Tensor]  # keys and values

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import Call, HeadShard, Pass, Site
+from wan.capture import Call, Pass, Site
 from wan.interventions import ACTIVE_EDITS, CallHook, InterventionError
+from wan.keys import HeadShard
 
 # --- What heads put out in an unedited run: the mean of z per frame, and its size
 Key = tuple[str, int, int, str]  # kind, layer, step, branch

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.keys import KeyBias, KeyLayout, key_frames, key_tokens, send, slot_frames
-from wan.rope import RotaryTable
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
@@ -32,7 +31,7 @@ def frame_values(
     layout: KeyLayout,
     num_query_frames: int,
     mass: bool = True,
-    rope_bands: bool = False,
+    bands: Sequence[int] = (),
     bias: KeyBias | None = None,
     tails: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -40,8 +39,9 @@ def frame_values(
 
     Fk are layout.columns. Where a slot is not one frame of its own, slot_logits and slot_mass [B, H, Fq,
     slots] come with them, and tokens_kept [B, Fk]: frame values are then over the kept tokens of a frame, and
-    rows of slot_mass sum to 1. attended [B, H, Fq, Fk] comes where a bias leaves keys out. tails are what the
-    attention kernel itself knows of the mass of slots (kernels/fa4.py).
+    rows of slot_mass sum to 1. attended [B, H, Fq, Fk] comes where a bias leaves keys out. bands are the
+    sizes of consecutive bands of the head's dims, tails what the attention kernel itself knows of the mass of
+    slots (kernels/fa4.py).
     """
     # 1. Values of every slot, or of every token where slots hold tokens of several frames.
     by_slot = layout.chosen is None
@@ -56,9 +56,8 @@ def frame_values(
     elif mass:
         parts["mass"] = token_mass(q, k, num_query_frames, added, lse)
     by_band = []  # a bias belongs to no band: only what was left out shows in it
-    if rope_bands:
-        sizes = list(RotaryTable(q.shape[-1]).bands.values())
-        for band in frame_logits_by_band(q, means, num_query_frames, sizes).unbind(-1):
+    if bands:
+        for band in frame_logits_by_band(q, means, num_query_frames, bands).unbind(-1):
             by_band.append(band.masked_fill(parts["logits"].isnan(), torch.nan))
     # 2. Of every frame: its one slot, or all slots or tokens that are of it.
     values = {}
@@ -78,7 +77,7 @@ def frame_values(
                     values[name] = reduce(values[name].unflatten(-1, (num_slots, -1)), -1)
         by_band = [_visible_mean(band, members) for band in by_band]
         values["tokens_kept"] = tokens_kept
-    if rope_bands:
+    if bands:
         values["frame_logits_by_band"] = torch.stack(by_band, -1)
     if bias is not None and bias.leaves_out:
         values["attended"] = ~values["frame_logits"].isnan()

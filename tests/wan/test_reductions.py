@@ -151,7 +151,8 @@ def test_frames_and_slots_of_any_layout(layout, query_frames, biased, seed):
     probs = logits.softmax(-1).unflatten(2, (query_frames, -1)).mean(3)
     means = logits.unflatten(2, (query_frames, -1)).mean(3).masked_fill(probs == 0, torch.nan)
     lse = logits.logsumexp(-1).float()
-    values = reductions.frame_values(q, k, lse, layout, query_frames, True, True, bias)
+    bands = list(RotaryTable(dim).bands.values())
+    values = reductions.frame_values(q, k, lse, layout, query_frames, True, bands, bias)
     frames, positions = key_frames(layout, 2)
     assert frames.shape == positions.shape == key_tokens(layout, 2).shape == (2, num_slots * S)
     for item in range(2):
@@ -169,7 +170,7 @@ def test_frames_and_slots_of_any_layout(layout, query_frames, biased, seed):
         assert torch.equal(values["attended"], ~values["frame_logits"].isnan())
     if bias is None:
         close(values["frame_logits_by_band"].sum(-1), values["frame_logits"], 1e-5)
-        assert values["frame_logits_by_band"].shape[-1] == len(RotaryTable(dim).bands)
+        assert values["frame_logits_by_band"].shape[-1] == len(bands)
     else:
         gone = values["frame_logits"].isnan()[..., None].expand_as(values["frame_logits_by_band"])
         assert torch.equal(values["frame_logits_by_band"].isnan(), gone)
