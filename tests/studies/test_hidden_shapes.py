@@ -223,7 +223,7 @@ def test_a_planted_dependence_on_frame_0_is_found(monkeypatch):
 
 @pytest.mark.slow
 def test_frame_0_is_removed_from_the_view_of_each_head(tmp_path, config, session):
-    prompts = {prompt: n for n, prompt in enumerate(list(session.texts)[:2])}
+    prompts = {scene.caption: number for number, scene in captions_behind_a_wall(DESIGN)[0]}
     study = hidden_shapes.first_frame_study(prompts, 1, config, session, tmp_path)
     study = replace(study, edit=replace(study.edit, layers=(6,)))
     assert causal_atlas.run(study, 2, RunObserver())
