@@ -1,4 +1,4 @@
-"""What is in each kind of .pt cache: a dataclass per format, and one check of types, shapes and values.
+"""The fields of each kind of .pt cache: a dataclass per format, and one check of types, shapes and values.
 
 Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the query and key frames, N
 layers, P passes. Fields have the names that files have.
@@ -139,12 +139,12 @@ class Cache(Fields):
 
     @property
     def done(self) -> int:
-        """How many blocks were finished."""
+        """Number of finished blocks."""
         return len(self.block_sizes) if self.blocks_done is None else self.blocks_done
 
     @property
     def ahead(self) -> int:
-        """How many blocks after its own a query may see."""
+        """Number of blocks after its own that a query may see."""
         return len(self.rolling_timesteps or [0.0]) - 1
 
     def passes(self) -> list[PassTag]:
@@ -640,7 +640,7 @@ def _check_fields(
 
 
 def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
-    """Whether a value has the declared type and lengths; letters not yet known are learned from it."""
+    """Compare a value with its declared type and lengths; letters not yet known are learned from it."""
     kind, _, lengths = option.rstrip("]").partition(" [")
     letters = lengths.split(", ") if lengths else []
     if value is None:

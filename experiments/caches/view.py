@@ -263,7 +263,7 @@ class Profiles:
 
     @property
     def captured(self) -> str:
-        """What the queries could see: "full", "window" or "within block"."""
+        """Return what the queries see: "full", "window" or "within block"."""
         if set(self.key_frames) <= set(self.query_frames):
             return "within block"
         return "full" if self.key_frames == tuple(range(self.query_frames[-1] + 1)) else "window"

@@ -58,7 +58,7 @@ MEANS_SEEDS = (0, 1)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What rollouts of one config share: the model, the embeddings of every prompt, the caches' fields."""
+    """Shared by the rollouts of one config: the model, the embeddings of every prompt, the caches' fields."""
 
     model_config: ModelConfig
     pipeline: CausalInferencePipeline

@@ -49,7 +49,7 @@ def check_values(calls: Sequence[CapturedCall]) -> None:
 
 
 def _heads_differ(values: Tensor) -> bool:
-    """Whether heads see different frames: values [B, H, Fq, Fk] are NaN for all queries of some of them."""
+    """Return True where heads see different frames: values [B, H, Fq, Fk] are NaN for whole columns."""
     missing = values.isnan()
     if values.ndim != 4 or not missing.any() or missing.all():
         return False

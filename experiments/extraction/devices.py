@@ -1,4 +1,4 @@
-"""Which device, dtype and number of threads a run uses."""
+"""Choose a run's device, dtype and number of threads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

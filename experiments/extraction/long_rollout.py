@@ -40,7 +40,7 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16:
 
 @dataclass(frozen=True)
 class LongVideo:
-    """Where a long video and what belongs to it lie."""
+    """Paths of a long video and what belongs to it."""
 
     path: Path
 
@@ -56,7 +56,7 @@ class LongVideo:
 # --- Attention of chosen blocks, a file each
 @dataclass(frozen=True)
 class BlockCapture:
-    """Which blocks are captured: none, last:N blocks, band:D frames of keys, or all; one pass, all layers."""
+    """Blocks to capture: none, last:N blocks, band:D frames of keys, or all; one pass, all layers."""
 
     kind: str = "none"
     count: int = 0
@@ -77,7 +77,7 @@ class BlockCapture:
 
     @property
     def band(self) -> int:
-        """How many frames of keys are kept; 0 where all are."""
+        """Number of frames of keys that are kept; 0 where all are."""
         return self.count if self.kind == "band" else 0
 
     def blocks(self, num_blocks: int) -> range:
@@ -323,54 +323,30 @@ def make_long_video(
     """
     blocks = block_ranges(config.block_sizes)
     writer = VideoWriter(GrowingVideo(place.path), vae, latents, blocks, loaded.device)
-    if finished := writer.video.is_finished:
-        if latents.frames < config.num_frames:
-            raise CacheError(
-                f"{place.path} is finished and its latents are not; --overwrite makes both again"
-            )
-        if not capture.missing(place.attention, len(blocks)):
-            return
-    with (
-        threads_for(torch.empty(1, *latents.shape), loaded.model_config),
-        decoding_threads(loaded.device, *latents.shape[2:]),
-    ):
-        if not finished:
-            writer.catch_up()
-        for block in new_blocks(loaded, config, place, latents, capture, watch):
-            if not finished:
-                writer.write()
-            watch.block(block, blocks[block], len(blocks))
-            if watch.stopping and block + 1 < len(blocks):
-                raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
-        if not finished:
-            writer.video.finish()
-
-
-def new_blocks(
-    loaded: LoadedModel,
-    config: RunConfig,
-    place: LongVideo,
-    latents: LatentFile,
-    capture: BlockCapture,
-    watch: RunObserver,
-) -> Iterator[int]:
-    """Make the blocks that are missing, and yield the number of each once it is on disk."""
-    ends = [0, *(frames.stop for frames in block_ranges(config.block_sizes))]
+    finished, missing = writer.video.is_finished, capture.missing(place.attention, len(blocks))
+    if finished and latents.frames < config.num_frames:
+        raise CacheError(f"{place.path} is finished and its latents are not; --overwrite makes both again")
+    if finished and not missing:
+        return
+    ends = [0, *(frames.stop for frames in blocks)]
     first = max(block for block, end in enumerate(ends) if end <= latents.frames)
-    first = min([first, *capture.missing(place.attention, len(config.block_sizes))])  # asked for afterwards
+    first = min([first, *missing])  # attention may be asked for afterwards
     # Clean passes alone bring back the cache, but where noisy queries choose keys, a release has its quirks,
     # an edit counts, or a window of blocks is denoised together:
     plain = config.sampler == "blocks" and not config.interventions
     given = ends[first] if plain and not (config.policy.chooses_by_layer or config.policy.source) else 0
     noise = seeded_noise([config], loaded.model_config, loaded.dtype, loaded.device)
-    wanted = capture.blocks(len(config.block_sizes))
-    requests = capture.requests([block for block in wanted if block >= first])
+    requests = capture.requests([block for block in capture.blocks(len(blocks)) if block >= first])
     at = 0
     watch.log("rollout", prompt=config.prompt, seed=config.seed, given_blocks=first)
     with (
+        threads_for(torch.empty(1, *latents.shape), loaded.model_config),
+        decoding_threads(loaded.device, *latents.shape[2:]),
         out_of_memory(lambda: f"rolling out block {at}", requests),
         capturing(requests) as calls,
     ):
+        if not finished:
+            writer.catch_up()
         rollout = loaded.pipeline.blocks(
             noise,
             loaded.texts[config.prompt][0],
@@ -395,4 +371,10 @@ def new_blocks(
                 calls.clear()
             if frames.stop > latents.frames:
                 latents.append(frames.start, x0[0])
-            yield block
+            if not finished:
+                writer.write()
+            watch.block(block, blocks[block], len(blocks))
+            if watch.stopping and block + 1 < len(blocks):
+                raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
+        if not finished:
+            writer.video.finish()

@@ -82,7 +82,7 @@ def frames_at_once(config: RunConfig) -> int:
 
 
 def capturing(request: CaptureRequest, config: RunConfig, model: ModelConfig, fused: bool) -> int:
-    """What looking at one call takes beside what is kept of it; mean keys, which stay, are part of it.
+    """Bytes that looking at one call takes beside what is kept of it; mean keys, which stay, are part of it.
 
     fused: a kernel computes the mass and forms no matrix.
     """
@@ -106,7 +106,7 @@ def capturing(request: CaptureRequest, config: RunConfig, model: ModelConfig, fu
 def captured(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> int:
-    """What requests that fit keep of a rollout, in memory and in a cache alike."""
+    """Bytes that requests keep of a rollout, in memory and in a cache alike."""
     blocks, total = config.block_sizes, 0
     for request in requests:
         layers = model.num_layers if request.layers is None else len(request.layers)
@@ -161,7 +161,7 @@ def estimate_bytes(
 # --- A run against the memory that is there
 @dataclass(frozen=True)
 class Need:
-    """What one phase of a run holds at once in one memory: bytes by purpose."""
+    """Bytes by purpose that one phase of a run holds at once in one memory."""
 
     phase: str
     where: str  # GPU or host

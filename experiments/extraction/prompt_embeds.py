@@ -83,7 +83,7 @@ def encode_prompts(
 def needs_encoder(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether encode_prompts would load umT5."""
+    """Return True where encode_prompts would load umT5."""
     if config.prompt_embeds:
         return False
     paths = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
