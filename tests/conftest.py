@@ -19,33 +19,21 @@ pytest_plugins = ["helpers.page_fixtures"]
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, by wan/test_kernels.py
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds
 
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
 SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW_FILES = (
-    *("test_extraction", "test_extract_attention_wan", "test_extract_all_layers", "test_memory"),
-    *("test_figures", "test_layer_figures", "test_run_notebooks", "test_own_code", "test_benchmark_memory"),
-    *("test_mini", "test_tracking", "test_measure_checkpoints", "test_training", "test_evaluation"),
+    *("test_extract_attention_wan", "test_memory", "test_figures", "test_run_notebooks", "test_own_code"),
+    *("test_mini", "test_tracking", "test_training", "test_evaluation", "test_long_rollout", "test_prompts"),
     *("test_causal_atlas", "test_intervention_runs", "test_policy_atlas", "test_policy_comparison"),
-    *("test_hidden_shapes", "test_parallel", "test_folder", "test_lora_training", "test_long_rollout"),
-    *("test_policy_keys", "test_prompts", "test_golden_policies"),
-    *("test_first_frame_numbers", "test_sweeps", "test_policy_findings"),
+    *("test_hidden_shapes", "test_parallel", "test_policy_keys", "test_golden_policies"),
+    *("test_sweeps", "test_policy_findings"),
 )
 
-SIZES = (
-    "dim",
-    "ffn_dim",
-    "freq_dim",
-    "text_dim",
-    "text_len",
-    "in_dim",
-    "out_dim",
-    "num_heads",
-    "num_layers",
-    "patch_size",
-)
+SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
+SIZES += ("num_heads", "num_layers", "patch_size")
 
 
 def pytest_collection():

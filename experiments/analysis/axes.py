@@ -1,8 +1,7 @@
 """The axes of figures: keys along frames or temporal positions, and latent or video frames.
 
 Frame: global latent index. Position: temporal RoPE index of a slot's keys. An atlas without slot fields
-has frames in their places: there the two axes are one. Averages of gone frames are columns of their own,
-after the frames.
+has frames in their places. Averages of gone frames are columns of their own, after the frames.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +33,7 @@ def has_slots(atlas: dict[str, Any]) -> bool:
 
 
 def slots_of(atlas: dict[str, Any], layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return frame and temporal position of every slot that a block saw: [blocks, slots], -9 for none.
-
-    layer is an index into the atlas. Without slot fields the slots are the frames that were attended.
-    """
+    """Return frame and temporal position of every slot that a block saw: [blocks, slots], -9 for none."""
     if has_slots(atlas):
         return atlas["slot_frame"][layer].numpy(), atlas["slot_position"][layer].numpy()
     held = [atlas[name] for name in ("frame_logits", "frame_mass") if name in atlas]
@@ -61,10 +57,7 @@ def slot_mass(atlas: dict[str, Any], layer: int, step: int) -> np.ndarray:
 
 
 def survival(atlas: dict[str, Any]) -> np.ndarray:
-    """Return the share of each frame's tokens that the last block still sees, per layer: [layers, F].
-
-    Averages are of no frame. Where no tokens are chosen a frame is there or not.
-    """
+    """Return the share of each frame's tokens that the last block still sees, per layer: [layers, F]."""
     if "tokens_kept" in atlas:
         return np.minimum(atlas["tokens_kept"][:, -1].numpy() / atlas["frame_seq_length"], 1)
     kept = np.zeros((len(atlas["layers"]), atlas["num_frames"]))
@@ -97,8 +90,7 @@ def check_axis(axis: str) -> str:
 def key_columns(
     atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis: str = "frame"
 ) -> KeyColumns:
-    """Return what the last block's queries see in one layer and pass, along an axis. CacheError for
-    another axis."""
+    """Return what the last block's queries see in one layer and pass, along an axis."""
     check_axis(axis)
     i, block = atlas["layers"].index(layer), as_cache(atlas).done - 1
     queries = list(block_ranges(list(atlas["block_sizes"]))[block])
@@ -126,11 +118,10 @@ def key_columns(
 def key_matrix(
     atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis: str = "frame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return query frames × keys of one layer and pass along an axis: [H, F, columns] and the columns'
-    labels.
+    """Return query frames × keys of a layer and pass [H, F, columns] and the columns' labels.
 
-    Several slots at one position are added up, or averaged where values are logits. Along positions tokens
-    that stand at several ones are left out.
+    Masses of several slots at one position are added up, logits averaged. Tokens that stand at several
+    positions are left out.
     """
     check_axis(axis)
     i = atlas["layers"].index(layer)
@@ -199,11 +190,7 @@ def _stored(atlas: dict[str, Any], kind: str, i: int, step: int | None, quantity
 
 @dataclass(frozen=True)
 class FrameView:
-    """Which latent frame each shown frame is in.
-
-    The VAE encodes video frame 0 alone, then groups of stride: video frame i is in latent frame
-    (i + stride - 1) // stride, and shows its value.
-    """
+    """Which latent frame each shown frame is in; a video frame shows the value of its latent frame."""
 
     unit: str  # "latent" or "video", for axis labels
     latent: np.ndarray  # [n] latent frame of every shown frame
@@ -235,12 +222,9 @@ def choose_view(
     num_video_frames: int | None = None,
     stride: int | None = None,
 ) -> FrameView:
-    """Choose the frames of a layer cache to show: video frames if use_video, or None and orig_num_frames
-    is known.
+    """Choose the frames of a layer cache to show: video frames if use_video, or with orig_num_frames.
 
-    num_video_frames and stride are the cache's orig_num_frames and vae_stride_t, else as many as the
-    latents hold in groups of four. Raises CacheError for a count that is not that of the cache's latent
-    frames.
+    num_video_frames and stride replace the cache's. CacheError for a count that does not fit.
     """
     F = cache["num_frames"]
     stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
@@ -262,9 +246,8 @@ def query_profile(
 ) -> tuple[np.ndarray, Caption]:
     """Return the profile [H, F + averages] over latent key frames of a layer view, and its caption.
 
-    query_frames None takes the stored mean over the last block's queries; frames as the axes count them
-    take the mean of those rows, in which a key frame counts the queries that attend to it. CacheError for
-    a frame that is not there, or rows of a cache without a matrix.
+    query_frames None takes the stored mean over the last block's queries; else the mean of those rows, in
+    which a key frame counts the queries that attend to it. CacheError for rows that are not there.
     """
     (layer,) = view.layers
     noise: Sequence[int]
@@ -291,8 +274,7 @@ def query_profile(
 
 
 def select_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
-    """Return a layer cache as it is ("cond"), or of guidance's unconditional branch ("uncond"), queries
-    alike."""
+    """Return a layer cache of the "cond" or "uncond" branch of guidance. CacheError where it is not there."""
     if branch == "cond":
         return cache
     if branch != "uncond" or "full_frame_attention_uncond" not in cache:

@@ -1,7 +1,6 @@
-"""Which head is a published curve? Every head and pass of a cache against a digitised one.
+"""Rank every head and pass of a cache by its agreement with a digitised curve.
 
-Compared are context frames only, those of blocks before the queries': at a noisy pass the own block is
-noise, in the cache as in the figure. Points that the figure cut off are left out.
+Compared are context frames only: the own block is noise. Points that the figure cut off are left out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,8 +42,7 @@ def compared_frames(view: Profiles, curve: Curve) -> list[int]:
 
 
 def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[Candidate]:
-    """Rank all heads of all views (passes of a cache, with the curve's number of frames), the best r
-    first."""
+    """Rank all heads of all views (passes of a cache, with the curve's frames), the best r first."""
     found = []
     for view in views:
         frames = compared_frames(view, curve)
@@ -58,8 +56,7 @@ def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[Candidate]:
 def rank_of(
     ranking: Sequence[Candidate], step: int | None, layer: int, head: int
 ) -> tuple[int, Candidate] | None:
-    """Look up a head: its rank, 1 the best, ties alike, and its agreement; None where it is not in the
-    ranking."""
+    """Return a head's rank, 1 the best, ties alike, and its agreement; None where it is not there."""
     for candidate in ranking:
         if (candidate.step, candidate.layer, candidate.head) == (step, layer, head):
             better = sum(other.r > candidate.r for other in ranking)
@@ -70,8 +67,7 @@ def rank_of(
 def add_reference(
     panels: Iterable[HeadPanel], view: Profiles, curves: Mapping[str, Curve]
 ) -> list[HeadPanel]:
-    """Return panels with the published curve of their label, and how well the two agree over the context
-    frames."""
+    """Return panels with the published curve of their label, and how well the two agree."""
     compared = []
     for panel in panels:
         if (curve := curves.get(panel.label)) is not None:
@@ -91,8 +87,8 @@ def match_rows(
 ) -> list[dict[str, Any]]:
     """Rank all heads of all views for every curve: a row for the heads of its name, and for the first three.
 
-    heads are (layer, head, label). A third kind of row is a warning: the head that a name would be if it
-    counted from 1. r and rank are absent for a head that the views lack.
+    heads are (layer, head, label). A third kind of row is the head that a name would be if it counted from 1.
+    r and rank are absent for a head that the views lack.
     """
     rows = []
     for label, curve in curves.items():

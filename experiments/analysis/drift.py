@@ -1,8 +1,7 @@
 """How a video changes as it goes on, in numbers that need no network.
 
-Videos are uint8 [T, H, W, 3]. MEASURES has the formula, unit, direction and source of each number. A
-frozen first frame is perfect by every measure of stability: it is the control, and motion stands beside
-them.
+Videos are uint8 [T, H, W, 3]. A frozen first frame is perfect by every measure of stability: it is the
+control, and motion stands beside them.
 """
 
 from collections.abc import Callable
@@ -17,10 +16,9 @@ FLAT = 1e-6  # squared curvature, in grey levels of 0..1 per square pixel: what 
 
 
 def flow(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Estimate the displacement (x, y) in pixels from the first to the second of grey frames [..., H, W]
-    in 0..1.
+    """Estimate the displacement (x, y) in pixels between grey frames [..., H, W] in 0..1 -> [..., H, W, 2].
 
-    Each of a few steps takes the second frame's polynomials where the present shift says -> [..., H, W, 2].
+    Each of a few steps takes the second frame's polynomials where the present shift says.
     """
     before, after = _expansion(first), _expansion(second)
     height, width = first.shape[-2:]
@@ -141,10 +139,7 @@ SUMMARIES = {
 
 
 def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute every measure of MEASURES for each whole second -> [seconds] each.
-
-    Raises ValueError for what is no video of a second at least.
-    """
+    """Compute every measure of MEASURES for each whole second -> [seconds] each. ValueError for no video."""
     if video.dtype != np.uint8 or video.ndim != 4 or video.shape[3] != 3 or len(video) < FPS:
         raise ValueError(f"a video is uint8 [T, H, W, 3] of {FPS} frames or more, not {video.shape}")
     by_frame = {"sharpness": sharpness(video), "clipped": clipped(video), "distance": distance(video)}
@@ -200,18 +195,14 @@ def distance(video: np.ndarray) -> np.ndarray:
 
 
 def hue_kept(video: np.ndarray) -> np.ndarray:
-    """Intersection of each second's hue histogram with that of the first second -> [seconds].
-
-    A second without any colour keeps what a colourless first second had, and nothing of another.
-    """
+    """Intersection of each second's hue histogram with that of the first second -> [seconds]."""
     whole = len(video) // FPS
     histograms = [hue_histogram(second) for second in video[: whole * FPS].reshape(whole, -1, 3)]
     return np.array([1 - np.abs(histograms[0] - h).sum() / 2 for h in histograms])
 
 
 def hue_histogram(pixels: np.ndarray) -> np.ndarray:
-    """Hues of pixels [n, 3] in 180 bins, weighted by saturation; sum 1. Without colour the last of 181 is
-    1."""
+    """Hues of pixels [n, 3] in 180 bins, weighted by saturation; sum 1. Bin 181: no colour at all."""
     rgb = pixels.astype(np.float32)
     top, bottom = rgb.max(1), rgb.min(1)
     chroma = top - bottom
@@ -250,10 +241,7 @@ def largest_drop(distances: np.ndarray) -> float:
 
 
 def non_repetition(video: np.ndarray) -> float:
-    """Distance between the beginning and what follows the later frame most like the first one.
-
-    NaN for a video of less than two seconds.
-    """
+    """Distance between the beginning and what follows the later frame most like it; NaN below 2 seconds."""
     if len(video) < 2 * FPS:
         return float("nan")
     rows, columns = (max(1, side // 64) for side in video.shape[1:3])

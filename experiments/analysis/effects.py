@@ -1,7 +1,7 @@
 """What an intervention did, in numbers: changes of videos, correlations, knockout curves, a causal atlas.
 
-The unit is the prompt. Seeds of a prompt are averaged first, bootstraps resample prompts, and where a
-number is over heads they resample layers too, whose heads belong together. NaN is what was not measured.
+The unit is the prompt: seeds are averaged first, bootstraps resample prompts, and layers as wholes where a
+number is over heads. NaN was not measured.
 """
 
 import json
@@ -39,8 +39,7 @@ class Interval(NamedTuple):
 
 
 def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1; infinite where
-    equal."""
+    """Return the peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1."""
     squared = ((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean((-3, -2, -1))
     with np.errstate(divide="ignore"):
         return -10 * np.log10(squared)
@@ -49,7 +48,7 @@ def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
     """Return the structural similarity per frame (Wang et al. 2004) of videos [F, C, H, W] in 0..1.
 
-    Means, variances and covariance over square windows of equal weight, one per pixel that has a whole one.
+    Windows are square and of equal weight, one per pixel that has a whole one.
     """
     x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
     mean_x, mean_y = _windows(x, window), _windows(y, window)
@@ -86,7 +85,7 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> float:
     """Spearman's ρ of x and y [n] given others [n]: of what a linear fit on their ranks leaves of the ranks.
 
-    NaN where nothing is left of one of them. Places with a NaN are left out.
+    NaN where nothing is left of one of them. Entries with a NaN are left out.
     """
     columns = np.stack([np.asarray(values, np.float64) for values in (x, y, *given)])
     columns = columns[:, ~np.isnan(columns).any(0)]
@@ -115,11 +114,10 @@ def head_correlation(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Interval:
-    """Correlate effects [prompts, layers, H], averaged over prompts, with a predictor over heads
-    (Spearman's ρ).
+    """Spearman's ρ over heads of effects [prompts, layers, H], averaged over prompts, with a predictor.
 
-    predictor is [layers, H], or per prompt. given: other values [layers, H] that ρ is partial to. Each
-    draw resamples prompts, and layers as wholes.
+    predictor is [layers, H], or per prompt. given: other values [layers, H] that ρ is partial to. Each draw
+    resamples prompts, and layers as wholes.
     """
     effects, predictor = np.asarray(effects, np.float64), np.asarray(predictor, np.float64)
     per_prompt = predictor if predictor.ndim == 3 else np.broadcast_to(predictor, effects.shape)
@@ -190,7 +188,7 @@ def curve(answers: np.ndarray) -> list[list[float]]:
 def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> list[list[float]]:
     """Return share, interval, lowest and highest draw for each count, of draws [draws, counts, captions].
 
-    The interval resamples random orders and captions: both are samples of what might have been drawn.
+    The interval resamples random orders and captions.
     """
     generator = np.random.default_rng(seed)
     orders, _, captions = draws.shape
@@ -207,15 +205,13 @@ def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> li
 
 
 def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float, none: float) -> int | None:
-    """Return the fewest heads after which half of what the past gives is lost; None where no count does
-    that."""
+    """Return the fewest heads after which half of what the past gives is lost, or None."""
     half = (whole + none) / 2 + 1e-9  # shares are multiples of 1 / (captions x seeds): no rounding decides
     return next((count for count, share in zip(counts, shares, strict=True) if share <= half), None)
 
 
 def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute every order's curve and heads_for_half from the seeds that come back in each condition and
-    caption."""
+    """Compute every order's curve and heads_for_half from the seeds that come back in each condition."""
 
     def answers(name: str) -> np.ndarray:
         return np.array([int(digit) for digit in found["seeds_that_come_back"][name]]) / found["seeds"]
@@ -266,8 +262,7 @@ def read_knockouts(path: str | Path) -> Knockouts:
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:
-    """Report whether what a head attends to predicts what removing frame 0 does; found [prompts, layers,
-    H] each.
+    """Report whether attention predicts what removing frame 0 does; found [prompts, layers, H] each.
 
     ρ over heads, and partial ρ given layer and ‖z‖, of the effect and of the effect beyond the control.
     """
@@ -337,8 +332,7 @@ def change_rows(changes: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
 
 
 def tracker_rows(cache: Mapping[str, Any]) -> list[dict[str, str]]:
-    """List what the tracker says of both videos of an effects cache; nothing but for captions of the
-    miniature."""
+    """List what the tracker says of both videos of an effects cache; nothing but for the miniature."""
     answers = [cache.get(name) for name in ("answers_base", "answers_edited")]
     if any(answer is None for answer in answers) or "questions" not in cache:
         return []
@@ -407,10 +401,7 @@ class HeadStudy:
 
 
 def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> HeadStudy | None:
-    """Read a causal atlas, beside an unedited attention atlas of the same weights where one is there.
-
-    None where there is no causal atlas, or one that is not of every head.
-    """
+    """Read a causal atlas of every head, beside an unedited attention atlas of the same weights; or None."""
     if not Path(causal_atlas).is_file():
         return None
     cache = load_cache(causal_atlas, expect=("causal_atlas",))

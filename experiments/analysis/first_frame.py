@@ -79,7 +79,7 @@ def first_frame_effect(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstF
 def placebo_effects(matrix: np.ndarray, block_sizes: Sequence[int], frames: Sequence[int]) -> np.ndarray:
     """Fit s for other key frames, the cells of frame 0 left out: matrices [..., F, F] -> [..., frames].
 
-    Cells of a key frame share its content, so residuals do not say whether frame 0 is special; these do.
+    Cells of a key frame share its content: residuals do not say whether frame 0 is special, these do.
     """
     cells_of = context_cells(block_sizes)
     cells_of[:, 0] = False
@@ -101,8 +101,8 @@ def placebo_frames(block_sizes: Sequence[int], last: int | None = None) -> list[
 def key_frame_contrasts(matrix: np.ndarray, block_sizes: Sequence[int], first: int = 12) -> np.ndarray:
     """Measure how far each of the first key frames stands out: matrices [..., F, F] -> [..., first].
 
-    f(k) for every k < first takes the place of s · [k = 0]. Its level and its trend trade against rows and
-    distances; c(j) = f(j) − the least-squares line through f(3..11) does not depend on either.
+    f(k) for every k < first takes the place of s · [k = 0]; c(j) = f(j) − the least-squares line through
+    f(3..11) does not depend on its level and trend, which trade against rows and distances.
     """
 
     def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
@@ -154,27 +154,22 @@ def _of_heads(
 def excess_by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
     """A[d, 0] minus the mean over k >= 1 of A[k+d, k], by distance d: matrices A [..., F, F] -> [..., F].
 
-    Only cells whose key block is strictly earlier count; NaN where d cannot be compared. It still waves:
-    the two terms are of other query frames, whose row offsets do not cancel.
+    Context cells only. It still waves: the two terms are of other query frames.
     """
     first, others = _by_distance(matrix, block_sizes)
     return first - others
 
 
 def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """Mean over distances of excess_by_distance: matrices A [..., F, F] -> [...].
-
-    Whatever depends on distance alone, such as the wave of temporal RoPE or a decay, cancels.
-    """
+    """Mean over distances of excess_by_distance [...]: what depends on distance alone cancels."""
     return mean_without_nan(excess_by_distance(matrix, block_sizes))
 
 
 def distance_profile(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """Predict the last block's profile from distance alone: matrices A [..., F, F] -> [..., F], NaN beyond
-    context.
+    """Predict the last block's profile from distance alone: matrices A [..., F, F] -> [..., F].
 
-    P[f] = mean over queries q of the last block of g(q - f), with g(d) = mean over k >= 1 of A[k+d, k].
-    Frame 0 has no part in it, so first - middle of P is what a head owes to distance.
+    P[f] = mean over queries q of the last block of g(q - f), with g(d) = mean over k >= 1 of A[k+d, k]; NaN
+    beyond context.
     """
     F, last = np.shape(matrix)[-1], block_sizes[-1]
     _, g = _by_distance(matrix, block_sizes)
@@ -235,8 +230,7 @@ class FirstFrame(NamedTuple):
         return sum(frame <= LAST_PLACEBO for frame in self.frames)
 
     def summary(self, threshold: float = 2.0) -> dict[str, float | int]:
-        """Mean and median of s, heads above a threshold and above all placebos, contrasts of frames 0 to
-        2."""
+        """Mean and median of s, heads above a threshold and above all placebos, first contrasts."""
         s = self.fit.effect[np.isfinite(self.fit.effect)]
         c = mean_without_nan(self.contrasts.reshape(-1, self.contrasts.shape[-1]).T)
         return {

@@ -169,10 +169,7 @@ def _report(path: str | Path, what: str) -> Iterator[Any]:
 
 
 def rope_coherence(distances: np.ndarray, dims: int = WAN_TIME_DIMS) -> np.ndarray:
-    """Re C(Δ) = mean over the time frequencies ω of cos(ω Δ), in -1..1: how alike RoPE makes two positions.
-
-    distances [n] in latent frames; dims of a head's temporal share, 44 of Wan's 128.
-    """
+    """Re C(Δ), the mean over RoPE's time frequencies ω of cos(ω Δ), at distances [n] in latent frames."""
     frequencies = ROPE_THETA ** (-np.arange(0, dims, 2) / dims)
     return np.cos(np.outer(np.asarray(distances, np.float64), frequencies)).mean(1)
 

@@ -1,9 +1,8 @@
 """What a head does with its past, in numbers, and all of them as maps layers × heads.
 
 Profiles A[f] are [..., F], the mean over the last block's queries; matrices A[query, key] are [..., F, F];
-NaN was not attended. Frame 0 is the first frame of the video. Every number is in the unit of what it is
-given: logits for mean_logit, a share of 1 for mass. Context is what lies in blocks before the query's: the
-query's own block is noise at a noisy pass, and only the older scores of head_statistics mix it in.
+NaN was not attended. Context is what lies in blocks before the query's: the query's own block is noise at a
+noisy pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +41,7 @@ PERIOD_R2 = 0.5  # of the best-fitting sinusoid, below which its period is not t
 
 
 class HeadStatistics(NamedTuple):
-    """Per-head statistics, each of the profile's shape without the frame axis; NaN where there is no
-    answer."""
+    """Per-head statistics, each of the profile's shape without the frame axis; NaN without an answer."""
 
     first: np.ndarray  # A[0]
     middle: np.ndarray  # mean of A[1 .. F-2]
@@ -69,12 +67,9 @@ class HeadStatistics(NamedTuple):
 
 
 def head_statistics(profile: np.ndarray) -> HeadStatistics:
-    """Compute the older scores of frame profiles A [..., F].
+    """Compute the older scores of frame profiles A [..., F]; NaN frames are left out.
 
-    middle = 1/(F-2) * sum_{f=1}^{F-2} A[f]: all frames but the first and the last, the own block's others
-    among them, as in the older notebooks whose numbers this reproduces. Frames that were not attended
-    (NaN) are left out. delta and ratio compare frame 0 with frames at other distances, so a wave passes
-    for a sink.
+    middle is the mean of A[1 .. F-2], the own block's other frames among them, as in the older notebooks.
     """
     A = np.asarray(profile, np.float64)
     first, last, middle = A[..., 0], A[..., -1], mean_without_nan(A[..., 1:-1])
@@ -118,10 +113,7 @@ def layer_rows(view: Profiles) -> list[dict[str, Any]]:
 
 
 def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
-    """A[0] - mean of A[f] over the context frames f > 0 of profiles [..., F] -> [...], in the profile's unit.
-
-    The older first - middle without the noise of the own block; still at unequal distances.
-    """
+    """A[0] - mean of A[f] over the context frames f > 0 of profiles [..., F] -> [...]."""
     A = np.asarray(profile, np.float64)
     return A[..., 0] - mean_without_nan(A[..., [f for f in context if f > 0]])
 
@@ -129,8 +121,7 @@ def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarr
 def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Mass of frame 0 in profiles [..., F], as a share of all mass and of that on context frames, both [...].
 
-    The first counts the own block's mass, the second leaves it out. Softmax mass, as in StreamingLLM (arXiv
-    2309.17453), where the word sink comes from.
+    Softmax mass, as in StreamingLLM (arXiv 2309.17453), where the word sink comes from.
     """
     A = np.asarray(mass, np.float64)
     on_context = A[..., list(context)]
@@ -140,19 +131,15 @@ def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarr
 
 
 def sign_rate(values: np.ndarray) -> np.ndarray:
-    """Share of positive logits over the last axis of [..., cells], without NaN; NaN where nothing is left.
-
-    It is 1 where a head favours whatever it sees, 0 where it avoids it, about 1/2 where it waves.
-    """
+    """Share of positive logits over the last axis of [..., cells], without NaN."""
     values = np.asarray(values)
     return mean_without_nan(np.where(np.isnan(values), np.nan, values > 0))
 
 
 def context_sign_rate(view: Profiles) -> np.ndarray:
-    """Share of positive mean logits over context cells, per head [N, H].
+    """Share of positive mean logits over context cells, per head [N, H]; NaN without logits or context.
 
-    All cells of the frame matrix whose key block is strictly earlier than the query's, or where a cache
-    has no whole matrix the last block's context frames. NaN without logits or context.
+    Without whole matrices the cells are the last block's context frames.
     """
     if view.quantity != "mean_logit" or not view.context_frames:
         return np.full((len(view.layers), view.num_heads), np.nan)
@@ -162,10 +149,7 @@ def context_sign_rate(view: Profiles) -> np.ndarray:
 
 
 def log_mass_effect(view: Profiles) -> np.ndarray:
-    """First-frame effect on log mass [layers, heads], as a log ratio.
-
-    Unlike the effect on mean logits it depends on the spread of logits within a frame.
-    """
+    """First-frame effect on log mass [layers, heads]; unlike s it depends on the spread within a frame."""
     with np.errstate(divide="ignore"):
         return first_frame_effect(np.log(matrices(view)), view.block_sizes).effect
 
@@ -174,8 +158,7 @@ def log_mass_effect(view: Profiles) -> np.ndarray:
 
 
 class Wave(NamedTuple):
-    """A sinusoid in each profile, all without the frame axis; NaN where fewer than 6 context frames show
-    one."""
+    """A sinusoid in each profile; NaN where fewer than 6 context frames show one."""
 
     amplitude: np.ndarray  # in the profile's unit
     r2: np.ndarray  # share of the variance around the trend that the sinusoid explains
@@ -197,8 +180,8 @@ class Period(NamedTuple):
 def wave(profile: np.ndarray, context: Sequence[int], frequency: float = 1.0) -> Wave:
     """Least squares of a + b f + c cos(w f) + s sin(w f) to the context frames f of profiles [..., F].
 
-    amplitude = sqrt(c^2 + s^2); r2 = 1 - RSS / RSS of the line a + b f alone. The default w = 1 rad/frame
-    is the fastest frequency of Wan's temporal RoPE (RoFormer, arXiv 2104.09864: 10000^0).
+    amplitude = sqrt(c^2 + s^2); r2 = 1 - RSS / RSS of the line a + b f alone. The default w = 1 rad/frame is
+    the fastest of Wan's temporal RoPE.
     """
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
@@ -216,8 +199,7 @@ def wave(profile: np.ndarray, context: Sequence[int], frequency: float = 1.0) ->
 def best_period(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Period:
     """Find the period that maximises wave().r2 of profiles [..., F].
 
-    By default 2.5 frames to half the span of the context, so that a wave is seen twice, in 400 equal steps of
-    frequency.
+    By default 2.5 frames to half the span of the context, so that a wave is seen twice.
     """
     if periods is None:
         span = max(np.ptp(context), 6) if len(context) else 6
@@ -334,8 +316,7 @@ def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:
 def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, Any]]:
     """Waves and preferences of some heads, of the mean of all heads, and how many are above 2.
 
-    Empty where a view is not of logits or its queries see no earlier block. "by distance" is what first −
-    context would be if distance were all that matters.
+    "by distance" is what first − context would be if distance were all that matters.
     """
     if view.quantity != LOGIT or not view.context_frames:
         return []
@@ -374,8 +355,7 @@ def highest_in_noise(view: Profiles) -> int:
 def band_profile(
     cache: Mapping[str, Any], view: Profiles, layer: int, head: int
 ) -> tuple[np.ndarray, list[str]] | None:
-    """Return what each RoPE band adds to a head's mean logits [F, bands], and the bands' names; None if
-    absent."""
+    """Return what each RoPE band adds to a head's mean logits [F, bands], and their names; None if absent."""
     if "frame_logits_by_band" not in cache or layer not in view.layers or not 0 <= head < view.num_heads:
         return None
     passes = list(cache.get("pass_steps", range(len(cache["pass_timesteps"]))))

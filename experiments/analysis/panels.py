@@ -80,8 +80,7 @@ class HeadChoice(NamedTuple):
 
 
 def choose_heads(view: Profiles, heads: Iterable[tuple[int, int, str]]) -> HeadChoice:
-    """Return panels of (layer, head, label). Head 0 of the first layers replaces those that the view
-    lacks."""
+    """Return panels of (layer, head, label). Head 0 of the first layers replaces heads that are not there."""
     panels, missing, first_layers = [], [], iter(view.layers)
     for layer, head, label in heads:
         if layer in view.layers and 0 <= head < view.num_heads:

@@ -1,5 +1,4 @@
-"""Published facts about the real model, as files in cache/published/: curves read off figures, labels of
-heads."""
+"""Published facts about the real model, as files in cache/published/: curves of figures, labels of heads."""
 
 import csv
 import io
@@ -36,9 +35,8 @@ class Curve(NamedTuple):
 def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Curve]:
     """Read curves by name from a CSV with a column key_frame and a column per curve.
 
-    Any subset of the frames of 0..num_frames-1 will do: the others are NaN. Frames 0, 1, 2, ... without a
-    gap are all that there are. A column clipped names the curves that the edge of their figure cuts off
-    there. Raises CacheError for a file that is not there or not this.
+    Any subset of the frames of 0..num_frames-1 will do. A column clipped names the curves that their figure
+    cuts off there. CacheError for a file that is not there or not this.
     """
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(_existing(path), error=CacheError), newline="")))
@@ -69,8 +67,7 @@ def curves_for(
 ) -> tuple[dict[str, Curve], str]:
     """Return the curves of a CSV that a view can be compared with, or none and a line that says why.
 
-    path None asks for none. model is whose curves they are: other models' heads do not correspond; None
-    compares any.
+    model is whose curves they are: other models' heads do not correspond; None compares any.
     """
     if path is None or not Path(path).is_file():
         why_not = "none was asked for" if path is None else f"{path} not found"
@@ -93,11 +90,10 @@ def curves_for(
 def heads_of(
     view: Profiles, heads: Sequence[tuple[int, int, str]] | str, count: int = 2
 ) -> tuple[tuple[int, int, str], ...]:
-    """Return (layer, head, label) as asked for, or of "auto" the heads worth a look. CacheError for
-    another word.
+    """Return (layer, head, label) as asked for, or of "auto" the heads worth a look.
 
-    Those are the paper's where the model is the paper's or a cache has no whole matrices, else the heads
-    with the largest first-frame effect.
+    Those are the paper's where the model is the paper's or a cache has no whole matrices, else the heads with
+    the largest first-frame effect.
     """
     if not isinstance(heads, str):
         return tuple((layer, head, label) for layer, head, label in heads)
@@ -113,8 +109,7 @@ def heads_of(
 
 
 def cache_or_published(path: str | Path) -> tuple[Path, str]:
-    """Return a cache's path and a note: a notebook's default that was not made yet is replaced by the
-    eagle."""
+    """Return a cache's path; where a notebook's default was not made yet, the published eagle and a note."""
     path, published = Path(path), Path("..") / FOLDER / DEFAULT_ATLAS
     if path.is_file() or path != Path("..") / DEFAULT_CACHE or not published.is_file():
         return path, ""
@@ -123,8 +118,7 @@ def cache_or_published(path: str | Path) -> tuple[Path, str]:
 
 
 def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return published kinds and locality [layers, H] of a view's layers; None for another model or an
-    edit."""
+    """Return published kinds and locality [layers, H] for a view; None for another model or an edit."""
     if view.model != FIGURE4_MODEL or view.edits or not Path(folder).is_dir():
         return None
     kinds, locality = (read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV))

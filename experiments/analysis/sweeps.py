@@ -31,11 +31,9 @@ Measures = Mapping[str, np.ndarray]  # name -> [atlases, N, H], logits
 def open_sweep(
     folder: str | Path, published: str | Path, step: int | None = None
 ) -> tuple[dict[str, Profiles], str]:
-    """Open mean logits of every atlas of a folder by its name, and a note where published ones stand in
-    for it.
+    """Open mean logits of every atlas of a folder, and a note where published ones stand in for it.
 
-    Raises CacheError for fewer than two atlases, or where they differ in model, heads, blocks, pass or in
-    how many averages of gone frames their keys have.
+    Raises CacheError for fewer than two atlases, or where they differ in a field of SAME.
     """
     paths, note = sorted(Path(folder).glob("*.pt")), ""
     if not paths and not Path(folder).is_dir():
@@ -54,8 +52,7 @@ def open_sweep(
 
 
 def measures_of(views: Views) -> dict[str, np.ndarray]:
-    """First-frame effect s and first − middle of every atlas [atlases, N, H]; s is NaN without whole
-    matrices."""
+    """First-frame effect s (NaN without whole matrices) and first − middle of every atlas [atlases, N, H]."""
     effects, deltas = [], []
     for view in views.values():
         deltas.append(head_statistics(view.profiles()).delta)
@@ -65,11 +62,7 @@ def measures_of(views: Views) -> dict[str, np.ndarray]:
 
 
 def stability(values: np.ndarray) -> np.ndarray:
-    """|mean| / standard deviation (n − 1) over atlases of values [atlases, N, H] -> [N, H]; NaN without a
-    spread.
-
-    Above 1 a head differs from 0 by more than it varies.
-    """
+    """|mean| / standard deviation (n − 1) of values [atlases, N, H] -> [N, H]; NaN without a spread."""
     spread = np.std(values, 0, ddof=1)
     return np.abs(np.mean(values, 0)) / np.where(spread > 0, spread, np.nan)
 
@@ -121,11 +114,9 @@ def effects(views: Views) -> dict[str, np.ndarray]:
 
 
 def moved(one: Profiles, other: Profiles) -> np.ndarray:
-    """Measure how far each head moved, [layers, heads] in logits. CacheError where layers, heads or frames
-    differ.
+    """RMS difference of mean logits over the cells that are context in both, [layers, heads].
 
-    RMS difference of mean logits over the cells that are context in both, each row without its mean there,
-    which softmax ignores.
+    Rows are without their mean, which softmax ignores. CacheError where layers, heads or frames differ.
     """
     same = ("layers", "num_heads", "num_frames", "quantity")
     if differ := [name for name in same if getattr(one, name) != getattr(other, name)]:

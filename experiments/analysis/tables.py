@@ -19,9 +19,8 @@ SEEN = {"full": "all frames so far", "window": "a sliding window", "within block
 def table(rows: Sequence[Any] | Mapping[str, Any], empty: str = "nothing to show") -> str:
     """Format rows as aligned columns: text to the left, numbers to the right, NaN as N/A.
 
-    Rows are mappings or named tuples; a column that a row lacks stays blank. A single mapping is a list of
-    names and values. A column of floats has 4 significant digits of its largest value, and at least 3
-    decimals.
+    Rows are mappings or named tuples; a single mapping is a list of names and values. Columns of
+    floats have 4 significant digits of their largest value, and at least 3 decimals.
     """
     if isinstance(rows, Mapping):
         width = max(map(len, rows), default=0)
@@ -83,8 +82,7 @@ def describe(view: Profiles) -> dict[str, str]:
 
 
 def calls(cache: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List what was captured, a row per call: its number, layer, pass and frames. Of an atlas, a row per
-    pass."""
+    """List what was captured, a row per call; of an atlas, a row per pass."""
     if cache["format"] == "atlas":
         layers, rows = cache["layers"], []
         for p, at in enumerate(as_cache(cache).passes()):

@@ -1,8 +1,7 @@
-"""Kinds of heads, by two published rules: anchor, wave or veil from signs of logits; static or dynamic
-from mass.
+"""Kinds of heads by two published rules: anchor, wave or veil by signs, static or dynamic by mass.
 
-Labels are small integers in the coding of the published tables (Pyramid Forcing, Forcing-KV). ABSENT is
-where a cache does not hold what the rule needs. The thresholds come from configs/taxonomy.yaml.
+Labels are coded as in the published tables (Pyramid Forcing, Forcing-KV); ABSENT where a cache does not
+hold what the rule needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,7 @@ class Thresholds:
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
-    """Read thresholds from a YAML file. Raises ConfigError for a missing file, an unknown key or a wrong
-    value."""
+    """Read thresholds from a YAML file. ConfigError for a missing file, unknown key or wrong value."""
     if not Path(path).is_file():
         raise ConfigError(f"{path} not found; the repository has configs/taxonomy.yaml")
     try:
@@ -60,8 +58,7 @@ def load_thresholds(path: str | Path) -> Thresholds:
 
 
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """Label ANCHOR, WAVE or VEIL by rates of positive context logits; ABSENT for NaN. Names: Pyramid
-    Forcing."""
+    """Label ANCHOR, WAVE or VEIL by rates of positive context logits (Pyramid Forcing); ABSENT for NaN."""
     veil_or_wave = np.where(rate <= thresholds.veil_max, VEIL, WAVE)
     return np.where(np.isnan(rate), ABSENT, np.where(rate >= thresholds.anchor_min, ANCHOR, veil_or_wave))
 
@@ -74,12 +71,9 @@ def head_kinds(logits: Profiles | None, thresholds: Thresholds) -> np.ndarray | 
 
 
 def local_mass_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of profiles [..., F]
-    -> [...].
+    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of profiles [..., F].
 
-    Forcing-KV's rule. The last frames are the queries' own block and what is just before: at a noisy pass
-    that is mostly noise. NaN where the video is too short for the two to differ, or a frame was not
-    attended.
+    Forcing-KV's rule. NaN where the video is too short for the two to differ, or a frame was not attended.
     """
     skip, near = thresholds.skip_frames, thresholds.near_frames
     A = np.asarray(mass, np.float64)
@@ -113,8 +107,7 @@ def label_maps(
     thresholds: Thresholds,
     published: tuple[np.ndarray, np.ndarray] | None,
 ) -> list[LabelMap]:
-    """Our labels, each beside the published ones of the same model: kinds, then locality; differing heads
-    marked."""
+    """Return our labels, each beside the published ones of the same model; differing heads are marked."""
     whole = logits is not None and logits.context_frames and logits.frame_matrices() is not None
     by_mass = None if mass is None else locality(local_mass_share(mass.profiles(), thresholds), thresholds)
     if by_mass is not None and (by_mass == ABSENT).all():
@@ -201,8 +194,7 @@ def label_agreements(
 
 
 def threshold_transfer(views: Mapping[str, Profiles], labels: np.ndarray | None) -> list[dict[str, Any]]:
-    """A row per view: thresholds chosen on it, and the share of labels [N, H] that they give there and
-    elsewhere."""
+    """A row per view: thresholds chosen on it, and the share of labels [N, H] they give on every view."""
     rates, rows = _rates(views), []
     for name, rate in rates.items() if labels is not None else ():
         assert labels is not None
@@ -223,8 +215,7 @@ def _rates(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
 def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
     """Choose the pair of sign-rate thresholds that agrees best with labels of the same heads.
 
-    Report it on other data than it was chosen on. Of equally good pairs it is the one in the middle of
-    their order.
+    Of equally good pairs it is the one in the middle of their order.
     """
     rate, labels = np.ravel(rate), np.ravel(labels)
     levels = np.unique(np.concatenate([[0.0], rate, [1.0]]))

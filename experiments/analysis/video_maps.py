@@ -1,5 +1,4 @@
-"""Attention at the places of the video: maps of what a query sees of every patch, and mass per prompt
-word."""
+"""Attention at the places of the video: maps of what a query sees, and mass per prompt word."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Join sentencepiece tokens to words, with the word that each token belongs to.
 
-    ["▁cine", "matic", "▁light"] -> ["cinematic", "light"], [0, 0, 1]. "▁" begins a word; a control token
-    such as </s> is a word of its own.
+    ["▁cine", "matic", "▁light"] -> ["cinematic", "light"], [0, 0, 1]. A control token is a word of its own.
     """
     words: list[str] = []
     word_of_token = []
@@ -41,8 +39,7 @@ def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
 def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
     """Return words of the prompt and their mass [H, words] in a layer; None where the atlas has none.
 
-    Mean over the view's query frames in its pass. A row sums to the share of all mass that is on the
-    prompt: the rest is on the padding after it.
+    A row sums to the share of all mass that is on the prompt: the rest is on the padding after it.
     """
     if "cross_mass" not in cache:
         return None
@@ -121,7 +118,7 @@ def open_map(
     query: Sequence[int] | None = None,
     quantity: str = "mass",
 ) -> VideoMap:
-    """Open one map of a cache that load_cache returned; step and query None are the first that it holds.
+    """Open one map of a cache; step and query None are the first that it holds.
 
     Mass is times the number of keys that the query sees: 1 is even. Logits of a place that lies in several
     keys are their mean, masses their sum. Raises CacheError for what the cache does not hold.
@@ -166,11 +163,9 @@ def open_map(
 def word_maps(
     cache: Mapping[str, Any], layer: int, head: int, step: int | None = None
 ) -> tuple[list[int], dict[str, np.ndarray]] | None:
-    """Return query frames, and where in them each word of the prompt is read: mass [frames, rows, columns]
-    by word.
+    """Return query frames, and where in them each word is read: mass [frames, rows, columns] by word.
 
-    Tokens of a word are summed (DAAM, arXiv 2210.04885); what is missing from 1 is on other words and on
-    the padding. None where the cache has no words.
+    Tokens of a word are summed (DAAM, arXiv 2210.04885). None where the cache has no words.
     """
     typed = _typed(cache)
     blocks = [block for block in typed.blocks if block.word_map is not None]
@@ -234,9 +229,8 @@ def heads_to_show(
 ) -> tuple[list[tuple[int, int]], str]:
     """Choose heads (layer, head) of a maps cache, and say how they were chosen.
 
-    wanted names them, or is "effect": those of the causal atlas with the largest direct effect. Where
-    there is none, those that read a patch of an earlier block most. Raises CacheError for heads that the
-    cache lacks.
+    wanted names them, or is "effect": those of the causal atlas with the largest direct effect, or without
+    one those that read a patch of an earlier block most. CacheError for heads that the cache lacks.
     """
     if not isinstance(wanted, str):
         chosen = [(int(layer), int(head)) for layer, head in wanted]

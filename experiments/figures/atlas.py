@@ -12,23 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+import experiments.figures.style as st
 from experiments.analysis.panels import HeadMap, LabelMap
 from experiments.analysis.taxonomy import LabelAgreement
-from experiments.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    YELLOW,
-    color_bar,
-    extend_of,
-    handles,
-    label_figure,
-    missing_note,
-    styled,
-    ticks,
-)
+from experiments.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, YELLOW, styled
 
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
 SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
@@ -40,9 +27,8 @@ def head_maps(
 ) -> Figure:
     """Draw a panel per measure; what a cache does not hold is left out, and a note says so.
 
-    Those in logits around 0 share one scale, to be compared, as do effects; the others have their own.
-    Scales end at the 2nd and 98th percentile: a few heads of the real model's last layers would leave all
-    others in one colour.
+    Those in logits around 0 share one scale, as do effects. Scales end at the 2nd and 98th percentile: a few
+    heads of the real model's last layers would leave all others in one colour.
     """
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
     columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
@@ -54,23 +40,21 @@ def head_maps(
         alike = [v for m, v in shown if (m.scale, m.unit) == (panel.scale, panel.unit) and m.unit in SHARED]
         cmap, low, high = _range(panel.scale, np.stack(alike) if alike else values)
         mesh = axis.pcolormesh(np.ma.masked_invalid(values), cmap=cmap, vmin=low, vmax=high)
-        color_bar(figure, mesh, axis, panel.unit, extend=extend_of(values, low, high), aspect=25, pad=0.03)
+        st.color_bar(
+            figure, mesh, axis, panel.unit, extend=st.extend_of(values, low, high), aspect=25, pad=0.03
+        )
         _head_axes(axis, layers, values.shape[1])
     for axis in list(axes.flat)[len(shown) :]:
         axis.remove()
     drawn = [id(m) for m, _ in shown]
     missing = [(m.title, m.missing_reason or "no head has one") for m in maps if id(m) not in drawn]
-    label_figure(figure, [], f"{title}, {subtitle}; grey: N/A", note=missing_note(missing))
+    st.label_figure(figure, [], f"{title}, {subtitle}; grey: N/A", note=st.missing_note(missing))
     return figure
 
 
 @styled
 def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str) -> Figure:
-    """Draw a panel per map of labels; a dot marks a head whose label differs from the one it is compared
-    with.
-
-    What is absent is left out, with a note.
-    """
+    """Draw a panel per map of labels; a dot marks a head whose label differs from the one beside it."""
     shown = [(m, m.labels) for m in maps if m.labels is not None]
     size = (max(4.0, 2.7 * len(shown)), 1.1 + _height(len(layers)))
     figure, axes = plt.subplots(1, max(1, len(shown)), squeeze=False, figsize=size)
@@ -92,8 +76,8 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
             legend["differs"] = Line2D([], [], label="label differs", **dot)
     for axis in list(axes.flat)[len(shown) :]:
         axis.remove()
-    note = missing_note([(m.title, m.missing_reason) for m in maps if m.labels is None])
-    label_figure(figure, [], f"Kinds of heads, {subtitle}", legend=legend, note=note)
+    note = st.missing_note([(m.title, m.missing_reason) for m in maps if m.labels is None])
+    st.label_figure(figure, [], f"Kinds of heads, {subtitle}", legend=legend, note=note)
     return figure
 
 
@@ -115,7 +99,7 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
     axis.set_xticks(np.arange(n) + 0.5, [str(i + 1) for i in range(n)])
     axis.set_yticks(np.arange(n) + 0.5, [f"{i + 1}: {name}" for i, name in enumerate(names)])
     axis.set(ylim=(n, 0))
-    color_bar(figure, mesh, axis, "share of heads", pad=0.03)
+    st.color_bar(figure, mesh, axis, "share of heads", pad=0.03)
     axis.set_title(f"Same label: {what}")
     return figure
 
@@ -135,7 +119,7 @@ def label_agreement(found: Sequence[LabelAgreement]) -> Figure:
     axis.set_yticks(rows, [one.name for one in found])
     axis.set(xlabel="Share of heads with the published label", ylim=(len(found) - 0.5, -0.5), xlim=(None, 1))
     title = "Kinds of heads: agreement with published labels"
-    label_figure(figure, [], title, legend=handles(axis))
+    st.label_figure(figure, [], title, legend=st.handles(axis))
     return figure
 
 
@@ -153,7 +137,7 @@ def _head_axes(axis: Axes, layers: Sequence[int], heads: int) -> None:
     axis.grid(False)
     axis.set_facecolor(GREY)
     axis.set(xlabel="Head", ylabel="Layer", xlim=(0, heads), ylim=(len(layers), 0))
-    shown_heads, shown = ticks(heads, room=6), ticks(len(layers), room=10)
+    shown_heads, shown = st.ticks(heads, room=6), st.ticks(len(layers), room=10)
     axis.set_xticks(shown_heads + 0.5, [str(h) for h in shown_heads])
     axis.set_yticks(shown + 0.5, [str(layers[i]) for i in shown])
 

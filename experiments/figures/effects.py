@@ -1,5 +1,4 @@
-"""What interventions did: change per frame beside its floor, videos as strips, effects against measures,
-knockouts."""
+"""What interventions did: change per frame, videos as strips, effects against measures, knockouts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,18 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from experiments.figures.style import (
-    BLUE,
-    DARK,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    frame_axis,
-    label_figure,
-    styled,
-    ticks,
-)
+import experiments.figures.style as st
+from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, RED, styled
 
 LINES = {"direct": ("-", BLUE), "own block": ("-.", ORANGE), "total": ("--", GREEN), "floor": (":", DARK)}
 COLORS = (ORANGE, RED, BLUE, GREEN, PURPLE)
@@ -32,10 +21,7 @@ FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only 
 
 @styled
 def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Figure:
-    """Draw a line per effect [F], in units of the distance between two seeds; on a logarithmic scale.
-
-    A floor far below the effects would flatten them, and stands in the legend.
-    """
+    """Draw a line per effect [F], in units of the distance between two seeds; on a logarithmic scale."""
     figure, axis = plt.subplots(figsize=(7, 3.2))
     positive = {name: np.where(values > 0, values, np.nan) for name, values in changes.items()}
     of_effects = [v for name, v in positive.items() if name != "floor" and np.isfinite(v).any()]
@@ -54,9 +40,9 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter("{x:g}")
-    frame_axis(axis, max(len(values) for values in changes.values()), 25)
+    st.frame_axis(axis, max(len(values) for values in changes.values()), 25)
     x, y = "Latent frame; at 1 it is as far away as another seed", "/ distance between seeds"
-    label_figure(figure, [axis], f"Change of x0, {subtitle}", y, drawn, x)
+    st.label_figure(figure, [axis], f"Change of x0, {subtitle}", y, drawn, x)
     return figure
 
 
@@ -75,7 +61,7 @@ def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, sub
         row[0].set_ylabel(name, fontsize=8)
     for axis, frame in zip(axes[0], frames, strict=True):
         axis.set_title(str(frame), fontsize=8, pad=3)
-    label_figure(figure, [], f"Video frames, {subtitle}")
+    st.label_figure(figure, [], f"Video frames, {subtitle}")
     return figure
 
 
@@ -91,8 +77,7 @@ def effect_against(
 ) -> Figure:
     """Draw a panel per measure: a dot per head [N, H], coloured by layer; notes say how they correlate.
 
-    kinds [N, H], the name of each head's kind, are the shapes of the dots. Logarithmic: effects of heads
-    differ by orders of magnitude. floor is drawn where it is within their range.
+    kinds [N, H] are the shapes of the dots. floor is drawn where it is within the effects' range.
     """
     size = (3.0 * len(measures) + 0.7, 3.3)
     figure, axes = plt.subplots(1, len(measures), squeeze=False, figsize=size, sharey=True)
@@ -116,13 +101,13 @@ def effect_against(
         axis.set(xlabel=name, yscale="log")
         axis.set_title(notes.get(name, ""), fontsize=8)
     axes[0, 0].set_ylabel("Direct effect (/ seeds)")
-    bar = figure.colorbar(dots, ax=axes[0, -1], ticks=ticks(len(effect), 8))
+    bar = figure.colorbar(dots, ax=axes[0, -1], ticks=st.ticks(len(effect), 8))
     bar.set_label("layer")
     line: dict[str, Any] = {"color": "0.3", "linestyle": "", "markersize": 5}
     shapes = {
         kind: Line2D([], [], marker=marker, label=kind, **line) for kind, marker in markers.items() if kind
     }
-    label_figure(figure, [], f"Direct effect of every head, {subtitle}", legend=shapes)
+    st.label_figure(figure, [], f"Direct effect of every head, {subtitle}", legend=shapes)
     return figure
 
 
@@ -159,5 +144,5 @@ def knockout_curves(
     axis.set_xticks(x, ["none", *map(str, counts), "all"])
     axis.set(xlabel="Heads that do not see the past", ylabel=what, ylim=(-0.02, 1.02))
     axis.legend(fontsize=8, loc="upper right")
-    label_figure(figure, [], subtitle)
+    st.label_figure(figure, [], subtitle)
     return figure

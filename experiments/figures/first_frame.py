@@ -1,5 +1,4 @@
-"""The first-frame effect: beside placebos, by distance, contrasts by key frame, over passes, against older
-scores."""
+"""The first-frame effect: beside placebos, by distance, by key frame, over passes, against older scores."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,31 +9,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.figures.style import (
-    BLUE,
-    DARK,
-    GREEN,
-    GREY,
-    HATCH,
-    ORANGE,
-    PURPLE,
-    RED,
-    color_bar,
-    label_figure,
-    panel_grid,
-    styled,
-    ticks,
-)
+import experiments.figures.style as st
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, HATCH, ORANGE, PURPLE, RED, styled
 
 
 @styled
 def placebo_strips(
     effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, *, unit: str = "logits"
 ) -> Figure:
-    """Draw a strip a head, the strongest effect on top, and below the mean over heads by frame.
-
-    effect [heads] is of frame 0, placebos [heads, frames] of others.
-    """
+    """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below."""
     order = np.argsort(-effect, kind="stable")
     values = np.concatenate([effect[:, None], placebos], 1)
     columns = np.concatenate([[0], frames])
@@ -46,13 +29,13 @@ def placebo_strips(
     colors: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -top, "vmax": top, "rasterized": True}
     image = strips.pcolormesh(*edges, np.ma.masked_invalid(values[order]), **colors)
     strips.set(ylabel="Heads, by their effect of frame 0", ylim=(len(order), 0))
-    color_bar(figure, image, strips, unit, extend="both", aspect=25, pad=0.02)
+    st.color_bar(figure, image, strips, unit, extend="both", aspect=25, pad=0.02)
     mean = _quiet_mean(values)
     means.bar(columns[1:], mean[1:], color=BLUE, width=0.8, linewidth=0, label="placebo: another key frame")
     means.bar([0], mean[:1], color=ORANGE, width=0.8, linewidth=0, label="frame 0")
     means.axhline(0, color="0.4", linewidth=0.8)
     means.set(ylabel=f"Mean over heads\n({unit})", xlabel="Key frame (latent)")
-    means.set_xticks(ticks(int(columns[-1]) + 1, room=15))
+    means.set_xticks(st.ticks(int(columns[-1]) + 1, room=15))
     _mark_absent(means, columns, mean)
     means.legend(fontsize=8, loc="upper right")
     figure.suptitle(title)
@@ -63,10 +46,7 @@ def placebo_strips(
 def distances_and_contrasts(
     excess: np.ndarray, contrasts: np.ndarray, title: str, *, unit: str = "logits"
 ) -> Figure:
-    """Draw the excess of frame 0 by distance [heads, F], and contrasts by key frame [heads, first].
-
-    Mean over heads, and the quarter of heads above and below the median.
-    """
+    """Draw the mean and middle half over heads of excesses [heads, F] and contrasts [heads, first]."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.2))
     there = np.isfinite(excess).any(0)
     distances, values = np.arange(excess.shape[1])[there], excess[:, there]
@@ -85,16 +65,15 @@ def distances_and_contrasts(
     right.axhline(0, color="0.4", linewidth=0.8)
     if _mark_absent(right, frames, mean):
         right.legend(fontsize=8, loc="upper right")
-    right.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xticks=ticks(len(frames), 12))
+    right.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xticks=st.ticks(len(frames), 12))
     right.set_title("Key frames against the line through 3–11")
-    label_figure(figure, [], f"{title}; mean over heads, half of the heads within the band")
+    st.label_figure(figure, [], f"{title}; mean over heads, half of the heads within the band")
     return figure
 
 
 @styled
 def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, *, unit: str = "logits") -> Figure:
-    """Draw first-frame effects [heads] of every pass, by its name: a line a head, the mean over heads on
-    top."""
+    """Draw first-frame effects [heads] of every pass, by its name: a line a head, and their mean."""
     values = np.stack([one.ravel() for one in effects.values()])
     figure, axis = plt.subplots(figsize=(max(5.0, 1.1 * len(values) + 2.5), 3.4))
     axis.plot(values, color="0.6", linewidth=0.5)
@@ -111,9 +90,8 @@ def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, *, unit: str =
 def score_against_effect(
     panels: Mapping[str, tuple[np.ndarray, np.ndarray]], title: str, x: str, y: str
 ) -> Figure:
-    """Draw one number against another, a dot a head [heads] each, a panel for each name; the line is
-    equality."""
-    figure, axes = panel_grid(len(panels), columns=3, size=(3.0, 2.9))
+    """Draw one number against another, a dot a head, a panel for each name; the line is equality."""
+    figure, axes = st.panel_grid(len(panels), columns=3, size=(3.0, 2.9))
     every = np.concatenate([np.ravel(values) for pair in panels.values() for values in pair])
     low, high = np.nanmin(every), np.nanmax(every)
     for axis, (name, (across, up)) in zip(axes, panels.items(), strict=True):
@@ -123,7 +101,7 @@ def score_against_effect(
         axis.axvline(0, color="0.4", linewidth=0.6)
         axis.set(title=name, xlim=(low - 0.3, high + 0.3), ylim=(low - 0.3, high + 0.3))
     axes[0].set_ylabel(y)
-    label_figure(figure, axes, title, x=x)
+    st.label_figure(figure, axes, title, x=x)
     return figure
 
 
@@ -131,8 +109,7 @@ def score_against_effect(
 def contrasts_by_frame(
     contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit: str = "logits"
 ) -> Figure:
-    """Draw mean contrasts [first] by key frame, a line for each name; every other block of frames is
-    shaded."""
+    """Draw mean contrasts [first] by key frame, a line a name; every other block of frames is shaded."""
     figure, axis = plt.subplots(figsize=(7.4, 3.0))
     colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
     for (name, values), color, marker in zip(contrasts.items(), colors, markers, strict=False):

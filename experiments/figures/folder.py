@@ -21,10 +21,7 @@ FONT = 'font-family="Arial, DejaVu Sans, Helvetica, sans-serif"'
 
 
 def about(view: Any, cache_path: str | Path) -> dict[str, str]:
-    """Return a figure's metadata: model, weights, prompt and seed, the cache with its hash and its script.
-
-    view is a view of a cache: profiles, or a map over the video.
-    """
+    """Return a figure's metadata: model, pass, source, the cache with its hash and script."""
     path = Path(cache_path)
     mark = f"{path.stat().st_size} bytes"
     if path.stat().st_size <= HASHED_BYTES:
@@ -37,10 +34,9 @@ def about(view: Any, cache_path: str | Path) -> dict[str, str]:
 
 
 class FigureFolder:
-    """Saves figures to one folder and remembers which.
+    """Saves figures to one folder and remembers which; pdf saves each beside its SVG.
 
-    width "column" or "page" draws all figures from now on 3.25 or 6.75 inches wide with letters of 8
-    points; pdf saves each beside its SVG. Raises CacheError for another width.
+    width "column" or "page" draws all figures from now on 3.25 or 6.75 inches wide with letters of 8 points.
     """
 
     def __init__(
@@ -73,10 +69,7 @@ class FigureFolder:
 
 
 def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str) -> Path:
-    """Write figures (label -> SVG file) as a grid, in their order, whole or not at all.
-
-    Raises CacheError for a file that is no figure of this repository.
-    """
+    """Write figures (label -> SVG file) as a grid, in their order, whole or not at all."""
     bodies = {}
     for i, (label, file) in enumerate(figures.items()):
         text = Path(file).read_text(encoding="utf-8")

@@ -10,26 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+import experiments.figures.style as st
 from experiments.analysis.panels import HeadPanel
 from experiments.caches.view import Caption
-from experiments.figures.style import (
-    BLUE,
-    DARK,
-    LABELS,
-    NAMES,
-    RED,
-    TOKEN_LABELS,
-    average_bars,
-    capitalised,
-    frame_axis,
-    handles,
-    label_figure,
-    mark_averages,
-    mark_frames,
-    panel_grid,
-    picture_strip,
-    styled,
-)
+from experiments.figures.style import BLUE, DARK, LABELS, NAMES, RED, TOKEN_LABELS, styled
 
 ROOM = 12  # points between axes and a title over the strip of averages
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
@@ -39,14 +23,13 @@ BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 def head_curves(
     panels: Sequence[HeadPanel], caption: Caption, pictures: Sequence[np.ndarray] | None = None
 ) -> Figure:
-    """Draw Figure 4: one panel per head.
+    """Draw Figure 4: one panel per head, the highest frame annotated.
 
-    Filled per key token where the curve is known, as in the paper, and the mean of each key frame on it;
-    else a bar per key frame. The highest frame is annotated. A reference is drawn over it, with an arrow
-    where its own figure cut it off. Pictures of the video, one [h, w, 3] a frame, stand under the lowest
-    frame axes.
+    Filled per key token where the curve is known, as in the paper, with the mean of each key frame on it;
+    else a bar per key frame. A reference is drawn over it, with an arrow where its figure ends. Pictures
+    of the video, one [h, w, 3] a frame, stand under the lowest frame axes.
     """
-    figure, axes = panel_grid(len(panels), columns=2, size=(6.6, 3.5))
+    figure, axes = st.panel_grid(len(panels), columns=2, size=(6.6, 3.5))
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, panels, strict=True):
         _draw_profile(axis, panel, caption.quantity)
@@ -64,10 +47,10 @@ def head_curves(
             k = int(np.nanargmax(panel.profile))
             style: dict[str, Any] = {"textcoords": "offset points", "weight": "bold", "color": DARK}
             axis.annotate(f"max@{k}", (k, tops[k]), (0, 5), ha=_side(k, F), **style)
-        legend |= handles(axis) | mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
+        legend |= st.handles(axis) | st.mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
-            picture_strip(axis, pictures)
-    label_figure(figure, axes, "", legend=legend)
+            st.picture_strip(axis, pictures)
+    st.label_figure(figure, axes, "", legend=legend)
     return figure
 
 
@@ -97,9 +80,9 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
                 color=DARK,
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
             )
-    legend = handles(axis) | mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
+    legend = st.handles(axis) | st.mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
     title = f"Layer {panel.layer}, head {panel.head}: {NAMES[caption.quantity]}, {caption.subtitle}"
-    label_figure(figure, [axis], title, legend=legend)
+    st.label_figure(figure, [axis], title, legend=legend)
     return figure
 
 
@@ -113,42 +96,40 @@ def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") ->
 def head_grid(
     profiles: np.ndarray, titles: Sequence[str], caption: Caption, *, layer: int, note: str = ""
 ) -> Figure:
-    """Draw a small panel per row of profiles [n, F + averages], each on its own scale; note explains the
-    titles."""
+    """Draw a small panel per row of profiles [n, F + averages], each on its own scale."""
     n, F = profiles.shape[0], profiles.shape[1] - caption.averages
-    figure, axes = panel_grid(n, columns=4 if n <= 16 else 8, size=(2.9, 1.9) if n <= 16 else (2.2, 1.5))
+    figure, axes = st.panel_grid(n, columns=4 if n <= 16 else 8, size=(2.9, 1.9) if n <= 16 else (2.2, 1.5))
     legend: dict[str, Artist] = {}
     for axis, values, title in zip(axes, profiles, titles, strict=True):
         if F <= BARS_UP_TO:
             axis.bar(np.arange(F), values[:F], width=0.85, color=BLUE, linewidth=0)
         else:
             axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=BLUE, linewidth=0)
-        average_bars(axis, values[F:], F, width=0.85)
+        st.average_bars(axis, values[F:], F, width=0.85)
         axis.axhline(0, color="0.4", linewidth=0.6)
         axis.set_title(title, fontsize=9)
         axis.yaxis.set_major_locator(MaxNLocator(4))
-        frame_axis(axis, F, room=8)
-        legend |= mark_frames(axis, values, caption.highlighted_frames)
-        legend |= mark_averages(axis, F, caption.averages)
+        st.frame_axis(axis, F, room=8)
+        legend |= st.mark_frames(axis, values, caption.highlighted_frames)
+        legend |= st.mark_averages(axis, F, caption.averages)
     notes = "; ".join(filter(None, (note, "scales differ")))
     title = f"Layer {layer}, {n} heads: {NAMES[caption.quantity]}, {caption.subtitle}; {notes}"
-    label_figure(figure, axes, title, LABELS[caption.quantity], legend, x=f"Key frame ({caption.unit})")
+    st.label_figure(figure, axes, title, LABELS[caption.quantity], legend, x=f"Key frame ({caption.unit})")
     return figure
 
 
 @styled
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Sequence[str]) -> Figure:
-    """Draw a panel per head, of profiles [atlases, F + averages]: bars are the mean, error bars the
-    deviation.
+    """Draw a panel per head, of profiles [atlases, F + averages]: mean and standard deviation (n − 1).
 
-    The standard deviation is with n − 1; lines are the atlases, which names names.
+    Lines are the atlases, which names names.
     """
-    figure, axes = panel_grid(len(profiles), columns=2, size=(6.6, 3.5))
+    figure, axes = st.panel_grid(len(profiles), columns=2, size=(6.6, 3.5))
     legend: dict[str, Any] = {}
     for axis, (title, values) in zip(axes, profiles.items(), strict=True):
         mean, frames, F = values.mean(0), np.arange(values.shape[1]), values.shape[1] - caption.averages
         axis.bar(frames[:F], mean[:F], width=0.8, color=BLUE, alpha=0.6, linewidth=0)
-        average_bars(axis, mean[F:], F)
+        st.average_bars(axis, mean[F:], F)
         for row in values:
             axis.plot(frames[:F], row[:F], color="0.35", linewidth=0.5)
         style: dict[str, Any] = {"fmt": "o", "color": DARK, "markersize": 3, "capsize": 2}
@@ -156,11 +137,13 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
         legend["mean"].set_label(f"mean ± standard deviation over {len(names)} atlases")
         axis.axhline(0, color="0.4", linewidth=0.8)
         axis.set_title(title, pad=ROOM if caption.averages else None)
-        frame_axis(axis, F, room=25)
-        legend |= mark_frames(axis, mean, caption.highlighted_frames)
-        legend |= mark_averages(axis, F, caption.averages, large=True)
+        st.frame_axis(axis, F, room=25)
+        legend |= st.mark_frames(axis, mean, caption.highlighted_frames)
+        legend |= st.mark_averages(axis, F, caption.averages, large=True)
     note = f"grey lines: {', '.join(names)}" if len(names) <= 4 else "grey lines: each atlas"
-    label_figure(figure, axes, capitalised(caption.subtitle), LABELS[caption.quantity], legend, note=note)
+    st.label_figure(
+        figure, axes, st.capitalised(caption.subtitle), LABELS[caption.quantity], legend, note=note
+    )
     return figure
 
 
@@ -176,14 +159,14 @@ def _draw_profile(axis: Axes, panel: HeadPanel, quantity: str) -> None:
     axis.plot(np.arange(F), panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3, label=label)
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.set_ylabel((LABELS if panel.curve is None else TOKEN_LABELS)[quantity])
-    frame_axis(axis, F, room=25)
+    st.frame_axis(axis, F, room=25)
 
 
 def _draw_averages(axis: Axes, panel: HeadPanel) -> dict[str, Artist]:
     if panel.averages is None:
         return {}
-    average_bars(axis, panel.averages, len(panel.profile))
-    return mark_averages(axis, len(panel.profile), len(panel.averages), large=True)
+    st.average_bars(axis, panel.averages, len(panel.profile))
+    return st.mark_averages(axis, len(panel.profile), len(panel.averages), large=True)
 
 
 def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray, agreement: str) -> None:

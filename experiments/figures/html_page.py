@@ -55,10 +55,9 @@ def save_page(
 ) -> Path:
     """Write the page of a cache file, or of a folder of layerN.pt, whole or not at all.
 
-    layers None: all of them. max_mb bounds the file, in 10^6 bytes (see fit). video is an mp4 of the same
-    rollout; None takes the one beside the cache, unless it is older. maps is a maps cache of the rollout,
-    which takes at most half of the page. Raises CacheError where the profiles alone do not fit, for a
-    video that cannot be shown, and for maps of another rollout.
+    max_mb bounds the file, in 10^6 bytes. video is an mp4 of the same rollout, by default the one beside the
+    cache. maps is a maps cache of the rollout, which takes at most half of the page. CacheError where the
+    profiles alone do not fit, for a bad video and for maps of another rollout.
     """
     source = Path(source)
     passes, there = open_passes_of(source)
@@ -77,10 +76,7 @@ def save_page(
 
 
 def open_passes_of(path: Path) -> tuple[Passes, list[int]]:
-    """Open the passes and layers of a cache file, or of a folder of layerN.pt that belong together.
-
-    Raises CacheError where there are none, and where the files are not of one rollout.
-    """
+    """Open the passes and layers of a cache file, or of a folder of layerN.pt that belong together."""
     caches = list(open_layers(path).values()) if path.is_dir() else [load_cache(path)]
     passes: Passes = []
     for quantity in QUANTITIES:
@@ -101,9 +97,8 @@ def open_passes_of(path: Path) -> tuple[Passes, list[int]]:
 def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return what the page shows, in at most max_bytes of JSON.
 
-    Frame matrices take two bytes a cell, or one where two are too many. Where one is too many, they are
-    kept for as many passes as fit, evenly chosen, and a note says so; profiles and measures are kept for
-    all. Raises CacheError where those alone do not fit.
+    Frame matrices take two bytes a cell, or one where two are too many. Where one is too many, they are kept
+    for as many passes as fit, evenly chosen, and a note says so. CacheError where profiles alone do not fit.
     """
     view = next(iter(passes[0].values()))[layers[0]]
     averages = max(by_layer[layers[0]].num_averages for views in passes for by_layer in views.values())
@@ -150,10 +145,7 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
 def _pass_data(
     views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int], averages: int
 ) -> dict[str, Any]:
-    """One pass without its matrices: profiles and statistics by quantity, measures and kinds of heads.
-
-    Profiles are of all frames and, after them, of averages.
-    """
+    """One pass without its matrices: profiles and statistics by quantity, measures and kinds of heads."""
     view = next(iter(views.values()))[layers[0]]
     quantities = {}
     for name, by_layer in views.items():
@@ -203,10 +195,7 @@ def _measures(
 def _matrices(
     views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int], cell_bytes: int, averages: int
 ) -> dict[str, Any]:
-    """Frame matrices [N, H, F, F + averages] of each quantity, coded by head, or None where there are none.
-
-    Cells that no head has are left out; "cells" says which are there, by rows.
-    """
+    """Frame matrices [N, H, F, F + averages] of each quantity, coded, of cells that any head has; or None."""
     coded: dict[str, Any] = {}
     for name, by_layer in views.items():
         coded[name] = None
@@ -251,10 +240,9 @@ def words(text: object, longest: int) -> str:
 
 
 def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
-    """Code values [..., n] as base64 of little-endian unsigned integers c: low + (high - low) (c /
-    top)^power.
+    """Code values [..., n] as base64 of little-endian unsigned c: low + (high - low) (c / top)^power.
 
-    low and high [...] are the range of each row. The largest integer, top + 1, is NaN. Both are JSON lists.
+    low and high [...] are the range of each row. The largest integer, top + 1, is NaN.
     """
     there = np.isfinite(values)
     some = there.any(-1)
@@ -284,8 +272,7 @@ def numbers(values: np.ndarray, digits: int = 4) -> Any:
 
 
 def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any] | None:
-    """Return by axis the labels and marks of the columns of every layer, and their values [N, H, columns]
-    by pass.
+    """Return by axis the labels and marks of the columns of every layer, and values [N, H, columns] by pass.
 
     None where keys are frames in their places, as in every cache but an atlas under a cache policy.
     """
@@ -322,8 +309,7 @@ def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any]
 def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     """Return the maps of a cache, of at most max_bytes; patches are pooled where they would take more.
 
-    Mass, times the number of keys that a query sees: 1 is even. Raises CacheError for a cache of another
-    rollout than the view's, and for maps that do not fit.
+    Raises CacheError for a cache of another rollout than the view's, and for maps that do not fit.
     """
     cache = load_cache(path, expect=("maps",))
     typed = MapsCache.from_dict(cache)
@@ -394,8 +380,7 @@ def pooled(values: np.ndarray) -> np.ndarray:
 
 
 def _thumbnails(source: Path, video: str | Path | None, num_frames: int) -> tuple[list[str], list[str]]:
-    """JPEGs of the video as data URIs, one per latent frame, and notes: a bad video beside the cache is
-    left out."""
+    """JPEGs of the video as data URIs, one per latent frame, and notes on a bad video beside the cache."""
     beside = sorted(source.glob("*.mp4")) if source.is_dir() else [source.with_suffix(".mp4")]
     if video is None and (len(beside) != 1 or not beside[0].is_file()):
         return [], []

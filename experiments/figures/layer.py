@@ -1,5 +1,4 @@
-"""Layers as heat maps and curves: heads × key frames, query × key frames, layers compared, keys of a
-policy."""
+"""Layers as heat maps and curves: heads × key frames, query × key frames, layers, keys of a policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,38 +16,11 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
+import experiments.figures.style as st
 from experiments.analysis.axes import AVERAGE, CHOSEN, EMPTY, NO_SLOT, KeyColumns
 from experiments.analysis.panels import ProfileMap
 from experiments.caches.view import NOTHING, Caption
-from experiments.figures.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    LABELS,
-    NAMES,
-    ORANGE,
-    PERCENTILE,
-    PURPLE,
-    THIN_ABOVE,
-    average_bars,
-    capitalised,
-    color_bar,
-    color_scale,
-    extend_of,
-    frame_axis,
-    grey_legend,
-    handles,
-    heat_map,
-    in_style,
-    label_figure,
-    mark_averages,
-    mark_frames,
-    mark_missing,
-    missing_note,
-    panel_grid,
-    styled,
-    ticks,
-)
+from experiments.figures.style import BLUE, GREEN, GREY, LABELS, NAMES, ORANGE, PURPLE, styled
 
 MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
 SPECIAL = {AVERAGE: ("average", ORANGE), EMPTY: ("zeros", GREY), CHOSEN: ("chosen tokens", PURPLE)}
@@ -60,18 +32,15 @@ DASHED: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
 
 @styled
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
-    """Draw the mean over heads of profiles [N, H, F + averages] in a band, a panel per layer on its own
-    scale.
+    """Draw the mean over heads of profiles [N, H, F + averages] in a band, a panel and scale per layer.
 
-    The logits of the real model's last layers would flatten all others. The band is a standard deviation
-    either side of logits; of masses and probabilities, where it would reach below 0, it holds the middle
-    80 % of the heads.
+    The band is a standard deviation either side of logits; of masses, which are not below 0, the middle 80 %.
     """
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     columns, size = (2, (5.0, 3.2)) if N <= 4 else (4, (2.9, 1.9)) if N <= 12 else (6, (2.3, 1.7))
-    figure, axes = panel_grid(N, columns, size)
+    figure, axes = st.panel_grid(N, columns, size)
     legend: dict[str, Artist] = {}
-    frames, marker = np.arange(F), "o" if F <= THIN_ABOVE else ""
+    frames, marker = np.arange(F), "o" if F <= st.THIN_ABOVE else ""
     for axis, layer, everything in zip(axes, layers, profiles, strict=True):
         values = everything[:, :F]
         mean, std = values.mean(0), values.std(0)
@@ -84,36 +53,35 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
         axis.axhline(0, color="0.4", linewidth=0.6)
         axis.set_title(f"Layer {layer}")
         axis.yaxis.set_major_locator(MaxNLocator(6 if N <= 4 else 4))
-        frame_axis(axis, F, room=25 if N <= 4 else 8)
-        average_bars(axis, everything[:, F:].mean(0), F)
-        legend |= mark_frames(axis, mean, caption.highlighted_frames)
-        legend |= mark_averages(axis, F, caption.averages)
+        st.frame_axis(axis, F, room=25 if N <= 4 else 8)
+        st.average_bars(axis, everything[:, F:].mean(0), F)
+        legend |= st.mark_frames(axis, mean, caption.highlighted_frames)
+        legend |= st.mark_averages(axis, F, caption.averages)
     scales = "; scales differ" if N > 1 else ""
     band = "mean ± std over" if caption.quantity == "mean_logit" else "mean and middle 80 % of"
-    title = f"{capitalised(NAMES[caption.quantity])}, {band} {H} heads, {caption.subtitle}{scales}"
-    label_figure(figure, axes, title, LABELS[caption.quantity], legend)
+    title = f"{st.capitalised(NAMES[caption.quantity])}, {band} {H} heads, {caption.subtitle}{scales}"
+    st.label_figure(figure, axes, title, LABELS[caption.quantity], legend)
     return figure
 
 
 @styled
 def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
-    """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes, from dark to
-    bright."""
+    """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, axis = plt.subplots(figsize=(8.4, 4.0))
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.92, N))
-    mean, marker = profiles.mean(1), "o" if F <= THIN_ABOVE else ""
+    mean, marker = profiles.mean(1), "o" if F <= st.THIN_ABOVE else ""
     for layer, values, color in zip(layers, mean, colors, strict=True):
         axis.plot(values[:F], marker=marker, markersize=2.5, linewidth=1.3, color=color, label=str(layer))
         axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=color)
     axis.axhline(0, color="0.4", linewidth=0.6)
-    frame_axis(axis, F, room=25)
-    legend = mark_frames(axis, mean[0], caption.highlighted_frames)
-    legend |= mark_averages(axis, F, caption.averages, large=True)
+    st.frame_axis(axis, F, room=25)
+    legend = st.mark_frames(axis, mean[0], caption.highlighted_frames)
+    legend |= st.mark_averages(axis, F, caption.averages, large=True)
     columns = 1 if N <= 12 else 2 if N <= 24 else 3
     axis.legend(title="Layer", loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize=8)
-    title = f"{capitalised(NAMES[caption.quantity])}, mean over {H} heads, {N} layers, {caption.subtitle}"
-    label_figure(figure, [axis], title, LABELS[caption.quantity], legend)
+    title = f"{st.capitalised(NAMES[caption.quantity])}, mean over {H} heads, {N} layers, {caption.subtitle}"
+    st.label_figure(figure, [axis], title, LABELS[caption.quantity], legend)
     return figure
 
 
@@ -121,8 +89,7 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
 def layer_statistics(
     first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: Caption
 ) -> Figure:
-    """Draw bars of the first, middle and last frame per layer: mean over heads of [N, H], whisker one
-    deviation."""
+    """Draw bars of the first, middle and last frame per layer: mean and deviation over heads of [N, H]."""
     N, H = first.shape
     figure, axis = plt.subplots(figsize=(max(7.0, min(13.0, 2.5 + 0.45 * N)), 3.8))
     names = ("first key frame", "middle (all between)", "last key frame")
@@ -134,8 +101,8 @@ def layer_statistics(
     axis.set_xticks(np.arange(N), [str(layer) for layer in layers])
     axis.set(ylabel=LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
     axis.grid(False, axis="x")
-    title = f"{capitalised(NAMES[caption.quantity])}, mean ± std over {H} heads, {caption.subtitle}"
-    label_figure(figure, [axis], title, legend=handles(axis), x="Layer")
+    title = f"{st.capitalised(NAMES[caption.quantity])}, mean ± std over {H} heads, {caption.subtitle}"
+    st.label_figure(figure, [axis], title, legend=st.handles(axis), x="Layer")
     return figure
 
 
@@ -155,9 +122,8 @@ def frame_maps(
 ) -> Figure:
     """Draw query × key frames of every head on one colour scale: matrices [H, rows, F + averages].
 
-    A row per entry of query_frames. heads are their numbers, 0, 1, ... by default. Logits are coloured
-    symmetrically around 0, grey was not attended. keys are labels of the columns where they are not the
-    frames 0, 1, ...; key_axis says whether they are frames or positions.
+    A row per entry of query_frames. heads are their numbers, 0, 1, ... by default. keys are labels of columns
+    that are not the frames 0, 1, ...; key_axis says whether they are frames or positions.
     """
     gone = caption.averages if keys is None else sum(label.startswith("μ") for label in keys)
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - gone
@@ -165,28 +131,28 @@ def frame_maps(
     which = f"{H} heads" if H > 1 else f"head {heads[0]}"
     title = f"Layer {layer}, {which}: {NAMES[caption.quantity]}, query × key frames, {caption.subtitle}"
     if not np.isfinite(matrices).any():
-        figure, (axis,) = panel_grid(1, columns=1, size=(7.0, 1.0))
-        mark_missing(axis, "no frame matrix in this cache", width=40)
-        label_figure(figure, [], title)
+        figure, (axis,) = st.panel_grid(1, columns=1, size=(7.0, 1.0))
+        st.mark_missing(axis, "no frame matrix in this cache", width=40)
+        st.label_figure(figure, [], title)
         return figure
     square = rows > F / 2
-    figure, axes = panel_grid(H, columns=4, size=(2.6, 2.3 if square else 1.8))
-    colors, legend = color_scale(matrices, caption.quantity), grey_legend(matrices)
+    figure, axes = st.panel_grid(H, columns=4, size=(2.6, 2.3 if square else 1.8))
+    colors, legend = st.color_scale(matrices, caption.quantity), st.grey_legend(matrices)
     for head, axis, values in zip(heads, axes, matrices, strict=True):
-        image = heat_map(axis, values, equal=square, **colors)
+        image = st.heat_map(axis, values, equal=square, **colors)
         axis.set_title(f"H{head}" if H > 1 else "", fontsize=9)
         if keys is None:
             _frame_ticks(axis.xaxis, range(F))
         else:
             _label_keys(axis, keys)
-        legend |= mark_averages(axis, F, gone)
+        legend |= st.mark_averages(axis, F, gone)
         _frame_ticks(axis.yaxis, query_frames)
     for axis in axes[:: min(4, H)]:
         axis.set_ylabel(f"Query frame ({caption.unit})")
     shrink = min(1, 4 / figure.get_figheight())
     x = f"Key frame ({caption.unit})" if keys is None else _keys_label(key_axis, keys)
-    color_bar(figure, image, axes, LABELS[caption.quantity], aspect=30, pad=0.02, shrink=shrink)
-    label_figure(figure, axes, title, legend=legend, x=x)
+    st.color_bar(figure, image, axes, LABELS[caption.quantity], aspect=30, pad=0.02, shrink=shrink)
+    st.label_figure(figure, axes, title, legend=legend, x=x)
     return figure
 
 
@@ -194,31 +160,27 @@ def frame_maps(
 def compared_maps(
     matrices: Mapping[str, np.ndarray], heads: Sequence[int], quantity: str, *, title: str
 ) -> Figure:
-    """Draw query × key frames of several runs: a row for each run, a column for each of heads.
-
-    matrices are run -> [H, F, F]. Axes are aligned and shared, so that a cell is at the same place in
-    every panel; grey was not attended.
-    """
+    """Draw query × key frames, a row for each run (run -> [H, F, F]), a column for each of heads."""
     chosen = {name: values[list(heads)] for name, values in matrices.items()}
     every = np.stack(list(chosen.values()))  # [runs, heads, F, F]
-    colors, size = color_scale(every, quantity), (1.2 + 1.8 * len(heads), 1.0 + 1.8 * len(chosen))
+    colors, size = st.color_scale(every, quantity), (1.2 + 1.8 * len(heads), 1.0 + 1.8 * len(chosen))
     grid: dict[str, Any] = {"squeeze": False, "sharex": True, "sharey": True, "figsize": size}
     figure, axes = plt.subplots(len(chosen), len(heads), **grid)
-    shown = ticks(every.shape[-1], room=6)
+    shown = st.ticks(every.shape[-1], room=6)
     for row, (name, values) in zip(axes, chosen.items(), strict=True):
         for axis, matrix in zip(row, values, strict=True):
-            image = heat_map(axis, matrix, equal=True, **colors)
+            image = st.heat_map(axis, matrix, equal=True, **colors)
             axis.set(xticks=shown, yticks=shown)
         row[0].set_ylabel(f"{name}\nQuery frame (latent)")
     for axis, head in zip(axes[0], heads, strict=True):
         axis.set_title(f"head {head}", fontsize=9)
-    color_bar(figure, image, list(axes.flat), LABELS[quantity], aspect=30, pad=0.02)
-    label_figure(figure, list(axes[-1]), title, legend=grey_legend(every))
+    st.color_bar(figure, image, list(axes.flat), LABELS[quantity], aspect=30, pad=0.02)
+    st.label_figure(figure, list(axes[-1]), title, legend=st.grey_legend(every))
     return figure
 
 
 def _frame_ticks(axis: Axis, frames: Sequence[int]) -> None:
-    shown = ticks(len(frames), room=8)
+    shown = st.ticks(len(frames), room=8)
     axis.set_ticks(list(shown), [str(frames[i]) for i in shown])
 
 
@@ -234,12 +196,12 @@ def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
     axis.grid(False)
     axis.set_facecolor(GREY)
     edges = np.arange(columns + 1) - 0.5, np.arange(H + 1) - 0.5
-    colors = color_scale(profiles, caption.quantity) | {"edgecolors": "face", "linewidth": 0.2}
+    colors = st.color_scale(profiles, caption.quantity) | {"edgecolors": "face", "linewidth": 0.2}
     mesh = axis.pcolormesh(*edges, np.ma.masked_invalid(profiles), **colors)
-    frame_axis(axis, F, room=25)
-    axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=ticks(H, room=20))
-    color_bar(figure, mesh, axis, LABELS[caption.quantity], pad=0.02, aspect=30)
-    legend = grey_legend(profiles) | mark_averages(axis, F, caption.averages, large=True)
+    st.frame_axis(axis, F, room=25)
+    axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=st.ticks(H, room=20))
+    st.color_bar(figure, mesh, axis, LABELS[caption.quantity], pad=0.02, aspect=30)
+    legend = st.grey_legend(profiles) | st.mark_averages(axis, F, caption.averages, large=True)
     edge = offset_copy(
         axis.get_xaxis_transform(), figure, y=4, units="points"
     )  # shading would change colours
@@ -249,7 +211,7 @@ def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
         style: dict[str, Any] = {"color": ORANGE, "linewidth": 4, "solid_capstyle": "butt", "clip_on": False}
         (legend[text],) = axis.plot(span, [1, 1], transform=edge, label=text, **style)
     title = f"Layer {layer}, {H} heads: {NAMES[caption.quantity]}, {caption.subtitle}"
-    label_figure(figure, [axis], title, legend=legend)
+    st.label_figure(figure, [axis], title, legend=legend)
     return figure
 
 
@@ -261,10 +223,7 @@ def profile_heat_maps(
     columns: int | None = None,
     highlighted_frames: Mapping[str, Sequence[int]] = NOTHING,
 ) -> Figure:
-    """Draw a panel per map, a row per head; panels of one quantity share one colour scale.
-
-    What is absent is left out, with a note.
-    """
+    """Draw a panel per map, a row per head; panels of one quantity share one colour scale."""
     shown = [(p, p.values) for p in panels if p.values is not None]
     H, F = shown[0][1].shape if shown else (1, 1)
     figure, axes, columns = _heat_panels(len(shown), H, F, columns, lowest=0.9, base=0.55)
@@ -273,30 +232,27 @@ def profile_heat_maps(
         axis.set_title(panel.title, fontsize=9)
         if i % columns == 0:
             axis.set_ylabel("Head")
-        legend |= grey_legend(values)
+        legend |= st.grey_legend(values)
         for text, frames in highlighted_frames.items():
             axis.axvline(min(frames) - 0.5, linewidth=1, **DASHED)
             legend[text] = Line2D([], [], label=f"from here: {text}", linewidth=1, **DASHED)
-        axis.set_yticks(ticks(H, room=5))
-        axis.set_xticks(ticks(values.shape[1] - panel.averages, room=8))
+        axis.set_yticks(st.ticks(H, room=5))
+        axis.set_xticks(st.ticks(values.shape[1] - panel.averages, room=8))
     for quantity in dict.fromkeys(panel.quantity for panel, _ in shown):
         alike = [
             (axis, v) for axis, (panel, v) in zip(axes, shown, strict=False) if panel.quantity == quantity
         ]
         _color(figure, alike, quantity)
     for axis, (panel, values) in zip(axes, shown, strict=False):
-        legend |= mark_averages(axis, values.shape[1] - panel.averages, panel.averages)
-    note = missing_note([(p.title, p.missing_reason) for p in panels if p.values is None])
-    label_figure(figure, axes, title, legend=legend, note=note)
+        legend |= st.mark_averages(axis, values.shape[1] - panel.averages, panel.averages)
+    note = st.missing_note([(p.title, p.missing_reason) for p in panels if p.values is None])
+    st.label_figure(figure, axes, title, legend=legend, note=note)
     return figure
 
 
 @styled
 def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str) -> Figure:
-    """Draw a panel per layer, a row per head, on one colour scale; the strip above says what is special.
-
-    Keys are along frames or temporal positions; sinks, memories and choices are marked.
-    """
+    """Draw a panel per layer, a row per head; the strip above marks sinks, memories and choices."""
     every = list(panels.values())
     H, n = every[0].values.shape
     figure, axes, columns = _heat_panels(len(every), H, n, None, lowest=1.0, base=0.65)
@@ -311,14 +267,14 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str) -> Fig
                 (column - 0.5, -0.6 - tall), 1, tall, facecolor=MARKS.get(mark, "white"), linewidth=0
             )
             axis.add_patch(strip)
-        legend |= grey_legend(one.values)
+        legend |= st.grey_legend(one.values)
         legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in one.marks}
     _color(figure, [(axis, one.values) for axis, one in zip(axes, every, strict=False)], quantity)
     for axis, one in zip(axes, every, strict=False):
         axis.set_ylim(H - 0.5, -0.7 - tall)
-        axis.set_yticks(ticks(H, room=5))
+        axis.set_yticks(st.ticks(H, room=5))
         _label_keys(axis, one.labels)
-    label_figure(figure, axes, title, legend=legend, x=_keys_label(every[0].axis, every[0].labels))
+    st.label_figure(figure, axes, title, legend=legend, x=_keys_label(every[0].axis, every[0].labels))
     return figure
 
 
@@ -329,27 +285,27 @@ def _heat_panels(
     columns = max(1, min(columns or (4 if n <= 12 else 6), n))
     width = max(2.0, min(3.4, 0.9 + 0.1 * F), 7.2 / columns)
     height = max(lowest if n > columns else 1.9, base + 0.065 * H)
-    return *panel_grid(max(1, n), columns, (width, height)), columns
+    return *st.panel_grid(max(1, n), columns, (width, height)), columns
 
 
 def _color(figure: Figure, panels: Sequence[tuple[Axes, np.ndarray]], quantity: str) -> None:
     """Draw panels of one quantity in one colour scale, with its bar."""
     everything = np.concatenate([values.ravel() for _, values in panels])
-    colors = color_scale(everything, quantity, PERCENTILE)
+    colors = st.color_scale(everything, quantity, st.PERCENTILE)
     for axis, values in panels:
-        image = heat_map(axis, values, **colors)
+        image = st.heat_map(axis, values, **colors)
     shrink, extend = (
         min(1.0, 3.5 / figure.get_figheight()),
-        extend_of(everything, colors["vmin"], colors["vmax"]),
+        st.extend_of(everything, colors["vmin"], colors["vmax"]),
     )
     bar: dict[str, Any] = {"pad": 0.02, "aspect": 30, "shrink": shrink, "extend": extend}
-    color_bar(figure, image, [axis for axis, _ in panels], LABELS[quantity], **bar)
+    st.color_bar(figure, image, [axis for axis, _ in panels], LABELS[quantity], **bar)
 
 
 def _label_keys(axis: Axes, labels: Sequence[str], room: int = 8) -> None:
     """Show some of the labels; averages, which stand together, have one."""
     averages = [n for n, label in enumerate(labels) if label.startswith("μ")]
-    shown = {int(n): labels[int(n)] for n in ticks(len(labels) - len(averages), room)}
+    shown = {int(n): labels[int(n)] for n in st.ticks(len(labels) - len(averages), room)}
     if averages:
         shown[averages[len(averages) // 2]] = "μ"
     axis.set_xticks(list(shown), list(shown.values()))
@@ -367,22 +323,19 @@ def _keys_label(key_axis: str, labels: Sequence[str]) -> str:
 
 @styled
 def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle: str) -> Figure:
-    """Draw the cross-attention mass [H, words] of every head on each word, and beside it on the whole prompt.
-
-    The rest lies on the padding after the prompt.
-    """
+    """Draw the cross-attention mass [H, words] of every head on each word, and on the whole prompt."""
     H, n = mass.shape
     width = max(4, min(9, 0.42 * n))
     size: dict[str, Any] = {"width_ratios": [width, 1.6], "figsize": (3.6 + width, max(2.8, 1.6 + 0.2 * H))}
     figure, (left, right) = plt.subplots(1, 2, sharey=True, **size)
-    colors = color_scale(mass, "mass", PERCENTILE)
-    image = heat_map(left, mass, **colors)
+    colors = st.color_scale(mass, "mass", st.PERCENTILE)
+    image = st.heat_map(left, mass, **colors)
     turned: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     left.set_xticks(np.arange(n), words, fontsize=9 if n <= 24 else 6, **turned)
     left.set(xlabel="Word of the prompt", ylabel="Head")
-    left.set_yticks(ticks(H, room=20))
-    extend = extend_of(mass, colors["vmin"], colors["vmax"])
-    color_bar(figure, image, left, LABELS["mass"], pad=0.02, aspect=25, extend=extend)
+    left.set_yticks(st.ticks(H, room=20))
+    extend = st.extend_of(mass, colors["vmin"], colors["vmax"])
+    st.color_bar(figure, image, left, LABELS["mass"], pad=0.02, aspect=25, extend=extend)
     right.barh(np.arange(H), mass.sum(1), color=BLUE, height=0.8, linewidth=0)
     right.set(xlabel="on the whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5))
     right.xaxis.set_major_locator(MaxNLocator(3))
@@ -395,8 +348,7 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
 def rope_bands(
     values: np.ndarray, names: Sequence[str], caption: Caption, *, layer: int, head: int
 ) -> Figure:
-    """Draw what each RoPE band adds to the mean logit of every key frame: values [F, bands], their sum on
-    top."""
+    """Draw what each RoPE band adds to a head's mean logits: values [F, bands]; and their sum."""
     F, bands = values.shape
     size = (max(7.0, min(12.0, 2.5 + 0.32 * F)), 3.0 + 0.2 * bands)
     ratios = [1, max(1.2, bands / 9)]
@@ -412,15 +364,15 @@ def rope_bands(
     mesh = below.pcolormesh(*edges, np.ma.masked_invalid(values).T, cmap="RdBu_r", vmin=-top, vmax=top)
     below.set_yticks(np.arange(bands), names, fontsize=8)
     below.set_ylim(bands - 0.5, -0.5)
-    color_bar(figure, mesh, below, LABELS["mean_logit"], pad=0.02)
-    legend = mark_frames(above, total, caption.highlighted_frames)
+    st.color_bar(figure, mesh, below, LABELS["mean_logit"], pad=0.02)
+    legend = st.mark_frames(above, total, caption.highlighted_frames)
     for marked in caption.highlighted_frames.values():
         below.axvline(min(marked) - 0.5, linewidth=1.2, **DASHED)
-    frame_axis(below, F, room=25)
+    st.frame_axis(below, F, room=25)
     below.set_xlim(-0.5, F - 0.5)
     above.tick_params(labelbottom=False)
     title = f"Layer {layer}, head {head}: mean logit by RoPE band, {caption.subtitle}"
-    label_figure(figure, [below], title, legend=legend)
+    st.label_figure(figure, [below], title, legend=legend)
     return figure
 
 
@@ -428,13 +380,10 @@ def rope_bands(
 
 
 def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: str) -> Figure:
-    """Draw frames and positions [blocks, slots]: a cell a slot, coloured by frame, its position written in.
-
-    Averages, zeros and chosen tokens, which are of no single frame, have colours of their own.
-    """
+    """Draw frames and positions [blocks, slots]: a cell a slot, coloured by frame, with its position."""
     blocks, slots = frames.shape
     cmap, shade = plt.get_cmap("viridis"), Normalize(0, max(1, num_frames - 1))
-    with in_style():
+    with st.in_style():
         figure, ax = plt.subplots(figsize=(1.6 + 0.3 * slots, 1.1 + 0.26 * blocks))
         for (block, slot), value in np.ndenumerate(frames):
             frame, position = int(value), int(positions[block, slot])
@@ -465,7 +414,7 @@ def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.nda
         codes.get(int(f), f"f{f}") + ("" if p in (MIXED, NO_SLOT) else f"\n@{p}")
         for f, p in zip(frames, positions, strict=True)
     ]
-    with in_style():
+    with st.in_style():
         figure, ax = plt.subplots(figsize=(1.8 + 0.34 * mass.shape[1], 1.3 + 0.18 * mass.shape[0]))
         image = ax.imshow(mass, aspect="auto", cmap="magma", vmin=0)
         ax.set(xlabel="Slot: frame @ temporal position", ylabel="Head", title=title)
@@ -478,7 +427,7 @@ def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.nda
 
 def survival_map(kept: np.ndarray, title: str) -> Figure:
     """Draw kept [layers, F]: how much of each frame the last block still sees, layer by layer."""
-    with in_style():
+    with st.in_style():
         figure, ax = plt.subplots(figsize=(1.8 + 0.2 * kept.shape[1], 1.2 + 0.2 * kept.shape[0]))
         image = ax.imshow(kept, aspect="auto", cmap="viridis", vmin=0, vmax=1)
         ax.set(xlabel="Latent frame", ylabel="Layer", title=title)

@@ -18,8 +18,7 @@ FPS = 16
 
 @styled
 def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtitle: str = "") -> Figure:
-    """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it second, latent
-    frame."""
+    """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
     figure, axes = plt.subplots(len(strips), 1, squeeze=False, figsize=(7.6, 0.3 + 0.82 * len(strips)))
     for ax, (name, strip) in zip(axes[:, 0], strips.items(), strict=True):
         side = strip.shape[0]
@@ -99,8 +98,7 @@ def against_motion(
 def sink_maps(
     maps: Mapping[str, tuple[Sequence[int], Sequence[int], np.ndarray]], label: str, subtitle: str = ""
 ) -> Figure:
-    """Draw a heat map a policy: windows x sinks in frames -> values; what leaves no room for a block is
-    empty."""
+    """Draw a heat map a policy: windows x sinks in frames -> values; NaN is empty."""
     low = min(np.nanmin(values) for _, _, values in maps.values())
     high = max(np.nanmax(values) for _, _, values in maps.values())
     figure, axes = plt.subplots(1, len(maps), figsize=(3.9 * len(maps), 2.8), squeeze=False)
@@ -161,10 +159,7 @@ def rope_against_distance(
 def effect_by_length(
     effects: Mapping[str, Mapping[int, Interval]], placebos: Mapping[int, float], subtitle: str = ""
 ) -> Figure:
-    """Draw the first-frame effect s by the length of the rollout; a line a policy, with intervals.
-
-    placebos: the largest of other early frames under the whole past.
-    """
+    """Draw s by the length of the rollout, a line a policy with intervals; placebos under the whole past."""
     figure, ax = plt.subplots(figsize=(6.4, 3.2))
     for (name, of), color in zip(effects.items(), LINES, strict=False):
         estimate, low, high = zip(*of.values(), strict=True)

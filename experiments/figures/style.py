@@ -1,8 +1,7 @@
 """One style for all figures: rcParams, colours, labels, axes, and save_svg.
 
-Drawing functions take arrays and a Caption (quantity, pass and queries, frames to point out) and return a
-Figure. They read no file and print nothing. NaN was not attended. Titles are single lines: an SVG's own
-font is centred right only then.
+Drawing functions take arrays and a Caption and return a Figure. They read no file and print nothing. NaN
+was not attended. Titles are single lines: an SVG's own font is centred right only then.
 """
 
 import re
@@ -73,16 +72,14 @@ _width: float | None = None  # inches, where figures are drawn for a journal
 
 
 def use_width(width: str | None) -> None:
-    """Draw figures from now on as wide as a journal's "column" or "page"; None as wide as their panels
-    need."""
+    """Draw figures from now on as wide as a journal's "column" or "page"; None: as their panels need."""
     global _width
     _width = WIDTHS[width] if width else None
 
 
 @cache
 def _load_backend() -> None:
-    """Load pyplot's backend before rc_context: a notebook's switches the display on, and leaving would
-    undo it."""
+    """Load pyplot's backend before rc_context, which would undo that a notebook's turns the display on."""
     plt.switch_backend(matplotlib.get_backend())
 
 
@@ -260,8 +257,7 @@ def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:
 def mark_frames(
     axis: Axes, profile: np.ndarray, highlighted: Mapping[str, Sequence[int]]
 ) -> dict[str, Artist]:
-    """Shade highlighted frames (legend text -> frames), hatch those that a profile [F] has as NaN -> the
-    legend."""
+    """Shade highlighted frames (text -> frames) and hatch NaN frames of a profile [F] -> the legend."""
     legend: dict[str, Artist] = {}
     for text, frames in highlighted.items():
         axis.axvspan(min(frames) - 0.5, max(frames) + 0.5, zorder=0, **SHADE)
@@ -279,10 +275,7 @@ def average_bars(axis: Axes, values: np.ndarray, first: int, width: float = 0.8)
 
 
 def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> dict[str, Artist]:
-    """Name and mark the columns first .. first + count - 1 as averages of gone frames -> the legend.
-
-    They stand behind a line, under a hatched strip. Call it when the frames have their ticks.
-    """
+    """Name and mark columns as averages of gone frames, when frames have their ticks -> the legend."""
     if not count:
         return {}
     left, right = axis.get_xlim()
@@ -304,11 +297,7 @@ def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> di
 
 
 def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
-    """Colour values of a quantity: red and blue around 0 for logits, viridis from 0 for masses and
-    probabilities.
-
-    percentile of their size is where the colours end.
-    """
+    """Colour by quantity: red and blue around 0 for logits, else viridis from 0; ends at a percentile."""
     top = max(float(np.nanpercentile(np.abs(values), percentile)), 1e-12)
     if quantity == "mean_logit":
         return {"cmap": "RdBu_r", "vmin": -top, "vmax": top}

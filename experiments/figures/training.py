@@ -70,11 +70,10 @@ def training_checkpoints(
     subtitle: str,
     few_step: int | None = None,
 ) -> Figure:
-    """Draw measures [checkpoints, layers, heads] in training: every head over the steps, and maps of some
-    steps.
+    """Draw measures [checkpoints, layers, heads] in training: every head over the steps, and maps of some.
 
-    measures: title -> (unit, value without a preference, values). The three heads that end highest are
-    named, each in one colour over all rows. few_step is the step from which on few-step stages follow.
+    measures: title -> (unit, value without a preference, values). The three heads that end highest are named.
+    few_step is the step from which on few-step stages follow.
     """
     named: dict[int, str] = {}  # head -> colour
     size, ratios = (4.0 + 2.1 * len(shown), 0.5 + 2.5 * len(measures)), [1.7, *[1] * len(shown)]
@@ -113,10 +112,7 @@ def training_checkpoints(
 def effect_by_step(
     panels: Mapping[str, Mapping[str, Lines]], subtitle: str = "", few_step: int | None = None
 ) -> Figure:
-    """Draw numbers over the steps of training: a panel a title, a colour a pass, a line a seed.
-
-    few_step is the step from which on few-step stages follow.
-    """
+    """Draw numbers over the steps of training: a panel a title, a colour a pass, a line a seed."""
     figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.0), squeeze=False)
     handles: dict[str, Line2D] = {}
     for axis, (title, passes) in zip(axes.flat, panels.items(), strict=True):
@@ -135,8 +131,7 @@ def effect_by_step(
 
 
 def _steps_along(axis: Axes, last: int, few_step: int | None = None) -> None:
-    """Show steps from 0 to the last: even up to 100, then by their size; a line where few-step stages
-    begin."""
+    """Show steps from 0 to the last: even up to 100, then by size; a line where few-step stages begin."""
     several = few_step is not None and few_step < last
     axis.set_xlabel("Training step" + (f" (few-step stages from {few_step} on)" if several else ""))
     if few_step is not None and several:
@@ -148,8 +143,7 @@ def _steps_along(axis: Axes, last: int, few_step: int | None = None) -> None:
 
 @styled
 def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
-    """Draw under each caption a strip of frames for each source: rows are source -> videos [F, H, W, 3] in
-    0..1."""
+    """Draw under each caption a strip of frames a source: source -> videos [F, H, W, 3] in 0..1."""
     chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
     lines = -(-len(captions) // 2)
     size = (1.2 * STRIP_FRAMES + 1.2, lines * (0.57 * len(rows) + 0.4))

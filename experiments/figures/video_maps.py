@@ -1,5 +1,4 @@
-"""What a query sees, laid over the frames of the video: all frames of one head, strips of several, words,
-an mp4."""
+"""What a query sees, laid over the frames of the video: all frames of one head, strips, words, an mp4."""
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -34,8 +33,7 @@ COPIED = 1.0  # seconds by which a video that was copied with its cache may be t
 def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha: float = ALPHA) -> np.ndarray:
     """Lay values [rows, columns], bilinear between their centres, over a picture [h, w, 3] uint8 -> uint8.
 
-    The colours cover the picture more where a value is far from the scale's neutral end (0 for masses).
-    Where values are NaN the picture is pale and has no map.
+    The colours cover the picture more where a value is far from neutral (0 for masses). NaN leaves it pale.
     """
     there = np.isfinite(values)
     cover = bilinear(there.astype(float), picture.shape[:2])
@@ -71,8 +69,8 @@ def scale_of(
 ) -> ScalarMappable:
     """Make one scale for maps: from 0 for masses, in steps of their square root; around 0 for logits.
 
-    It ends at the largest value of earlier blocks in the frames (None: all) that are shown: a query's own
-    token would leave the past in one colour.
+    It ends at the largest value of earlier blocks in the frames (None: all): a query's own token would leave
+    the past in one colour.
     """
     past = [
         seen.values[[f for f in frames or range(len(seen.values)) if f < seen.query_frames[0]]]
@@ -101,8 +99,7 @@ def video_map(
     columns: int = 7,
     top: float | None = None,
 ) -> Figure:
-    """Draw one map over every frame that the query sees, and its own; one scale for all, which ends at
-    top."""
+    """Draw one map over every frame that the query sees, and its own; one scale for all."""
     shown = sorted({*seen_frames(seen), *seen.query_frames})
     scale = scale_of([seen], top)
     rows = -(-len(shown) // columns)
@@ -128,8 +125,7 @@ def map_strip(
     title: str = "",
     top: float | None = None,
 ) -> Figure:
-    """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale for
-    all."""
+    """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale."""
     first = maps[0]
     own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
     columns = [own, *(frame for frame in frames if frame != own)]
@@ -156,8 +152,7 @@ def word_strip(
     title: str,
     alpha: float = ALPHA,
 ) -> Figure:
-    """Draw a row for each word: where in the query frames it is read, mass [frames, rows, columns]; one
-    scale."""
+    """Draw a row for each word: where in the query frames it is read, mass [frames, rows, columns]."""
     scale = _scale(np.stack(list(words.values())), "mass")
     size = (1.05 * len(frames) + 1.2, 0.75 + 1.12 * len(words))
     figure, grid = plt.subplots(len(words), len(frames), squeeze=False, figsize=size)
@@ -230,8 +225,7 @@ def save_map_movie(
 ) -> Path:
     """Write an mp4 of video frames [h, w, 3] uint8 with a map over them, whole or not at all.
 
-    Every video frame has the map of its latent frame. Frames that the query does not see are pale; its own
-    block is striped while it is noise, and the query has a frame.
+    Frames that the query does not see are pale; its own block is striped while it is noise.
     """
     scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
     shown = []
@@ -259,10 +253,9 @@ def save_map_movie(
 
 
 def pictures(path: str | Path, num_frames: int, height: int = HEIGHT, which: int = 2) -> list[np.ndarray]:
-    """Return one picture [height, W, 3] uint8 per latent frame.
+    """Return one picture [height, W, 3] uint8 per latent frame, its video frame number which of four.
 
-    The VAE encodes video frame 0 alone and then groups of four; which of a group, 0..3, stands for it.
-    Raises CacheError for a file that is no video, or that has another number of frames than the latents.
+    CacheError for a file that is no video, or that has another number of frames than the latents.
     """
     stride = VIDEO_FRAMES_PER_LATENT
     if not 0 <= which < stride:
@@ -294,10 +287,7 @@ def video_frames(
 
 
 def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
-    """Return the video given, or the mp4 of the same name beside a cache.
-
-    CacheError where there is none, or where the one beside the cache is of an earlier run.
-    """
+    """Return the video given, or the mp4 beside a cache. CacheError where there is none or an older one."""
     path = Path(video) if video is not None else Path(cache_path).with_suffix(".mp4")
     if not path.is_file():
         raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
@@ -318,11 +308,9 @@ def require_as_new(video: Path, cache_path: str | Path) -> None:
 def pictures_for(
     cache_path: str | Path, video: str | Path | None, num_frames: int
 ) -> tuple[list[np.ndarray] | None, str]:
-    """Return pictures of the video given, or of the mp4 beside a cache, and a note; None where there is no
-    video.
+    """Return pictures of the video given, or of the mp4 beside a cache, and a note; None without a video.
 
-    One beside the cache that does not fit is left out, as the note says; one that was given and does not
-    fit raises CacheError.
+    A bad one beside the cache is left out with a note; a bad one that was given raises CacheError.
     """
     if video is not None:
         return pictures(video, num_frames), ""

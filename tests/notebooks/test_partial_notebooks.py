@@ -13,12 +13,7 @@ from conftest import ROOT
 from helpers import executed
 from helpers.smaller import smaller_atlas
 
-from experiments import (
-    extract_attention_wan,
-    run_extraction,
-    run_extraction_all,
-    run_extraction_each,
-)
+from experiments import extract_attention_wan, run_extraction, run_extraction_all, run_extraction_each
 from experiments.caches import load_cache, save_cache
 from experiments.running import cli
 from experiments.running.progress import Progress
