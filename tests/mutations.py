@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs/benchmarks/mutations.json"
-SEED, COUNT, SECONDS = 13, 50, 300  # seconds after which a run counts as noticed: the mistake hangs
+SEED, COUNT, SECONDS = 13, 50, 900  # seconds after which a run counts as noticed: the mistake hangs
 SOURCES = {"wan": "wan/**/*.py", "caches": "experiments/caches/*.py"}
 TESTS = {"wan": "tests/wan", "caches": "tests/caches"}
 NOTICED = ("failed", "error", "hung")
