@@ -29,6 +29,7 @@ StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound=WanModel)
 
 DOWNLOAD_HINT = "bash experiments/download_weights.sh"
+VAE_FILE = "Wan2.1_VAE.pth"  # of the original release
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 SHOWN = 5  # names that a message shows
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from wan.checkpoint import (
+    VAE_FILE,
     CheckpointError,
     assign,
     is_native,
@@ -21,7 +22,6 @@ from wan.errors import library_reads
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
     from diffusers import AutoencoderKLWan
 
-VAE_FILE = "Wan2.1_VAE.pth"  # of the original release
 POSITIONS_AT_ONCE = 1024  # of latents, in one call of the decoder: 16 latent frames of 8 x 8, one of 60 x 104
 
 

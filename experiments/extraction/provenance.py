@@ -17,9 +17,9 @@ import torch
 from experiments.extraction.edits import check_sources, edits_of, sources_of
 from wan import checkpoint
 from wan.backends import kernel_name
+from wan.checkpoint import VAE_FILE
 from wan.config import RunConfig
 from wan.text_encoder import encoder_files
-from wan.vae import VAE_FILE
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 
