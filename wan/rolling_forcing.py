@@ -8,104 +8,89 @@ that is not clean yet are left out, since the next one overwrites what they writ
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import rolling_attention_size
+from wan.cache import Capacity, KVCache
 from wan.capture import Pass
 from wan.errors import ConfigError
 from wan.interventions import ACTIVE_EDITS
 from wan.keys import KeyLayout, Slot
-from wan.model import CausalWanModel
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
-from wan.policies import PromptSwitch
-from wan.rope import RotaryTable, rotate
+from wan.policies import PromptSwitch, WindowedPolicy
+from wan.rope import rotate
+
+
+@dataclass
+class CleanFrames(WindowedPolicy):
+    """Keep the first block, with its keys without RoPE as well, and the newest frames."""
+
+    name = "rolling_forcing"
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        slots = min(self.window, num_frames)
+        return Capacity(slots, min(self.sink, slots))
 
 
 class RollingCache:
-    """Keys and values of clean frames per layer, [B, capacity·S, H, D]: the first block, then newest frames.
+    """A KVCache of clean frames with the keys of a window behind them.
 
     The first block is the anchor, whose keys are rotated to stand right before the other clean frames. The
     model writes a forward's keys and gets those that it sees, as from a KVCache.
     """
 
-    def __init__(self, model: CausalWanModel, shape: Sequence[int], anchor: int, attention_size: int):
-        """shape is that of the noise, (B, F, C, h, w); sizes count frames."""
-        config, (batch, _, _, height, width) = model.config, shape
-        self.tokens_per_frame, num_layers = config.tokens_per_frame(height, width), config.num_layers
-        self.anchor, self.attention_size, self.capacity = anchor, attention_size, anchor + attention_size
-        rotary, (_, patch_h, patch_w) = RotaryTable(config.head_dim), config.patch_size
-        self.rope = lambda at: rotary(at, height // patch_h, width // patch_w, model.device)
-        size = (batch, self.capacity * self.tokens_per_frame, config.num_heads, config.head_dim)
-        self.keys, self.values = (
-            [torch.empty(size, dtype=model.dtype, device=model.device) for _ in range(num_layers)]
-            for _ in range(2)
-        )
-        self.raw_anchor: list[Tensor] = [torch.empty(0)] * num_layers
-        self.anchor_rope: tuple[Tensor, Tensor] | None = None
-        self.frames: list[int] = []  # of the clean frames in the buffers
-        self.newest = self.query_positions = self.key_positions = range(0)
+    def __init__(self, clean: KVCache, attention_size: int):
+        """attention_size: frames that a forward sees at most."""
+        self.clean, self.anchor, self.attention_size = clean, clean.sink, attention_size
         self.is_clean = self.stores_raw = False
-        self.seen = range(0)  # slots of the buffers that a forward sees beside its own keys
-        self.layouts: list[KeyLayout] = [KeyLayout((), self.tokens_per_frame)] * num_layers
+        self.seen = range(0)  # slots that a window sees beside its own keys and the anchor
 
     def begin_window(self, frames: range) -> None:
         """Announce a forward that denoises frames; it writes nothing."""
         self.is_clean = self.stores_raw = False
-        clean, room = len(self.frames), self.attention_size - len(frames) - self.anchor
+        clean, room = len(self.clean.slots), self.attention_size - len(frames) - self.anchor
         self.seen = range(max(self.anchor, clean - max(room, 0)), max(self.anchor, clean))
         first = frames.start - len(self.seen) - self.anchor  # where the anchor stands
-        past = [Slot(frame, first + frame) for frame in self.frames[: self.anchor]]
-        past += [Slot(self.frames[slot], self.frames[slot]) for slot in self.seen]
-        self.anchor_rope = self.rope(range(first, first + self.anchor)) if past else None
+        past = [Slot(slot.frame, first + slot.frame) for slot in self.clean.slots[: self.anchor]]
+        self.anchor_rope = self.clean.rope(range(first, first + self.anchor)) if past else None
+        past += self.clean.slots[self.seen.start : self.seen.stop]
         self._publish(past, frames, sink=min(self.anchor, len(past)))
 
     def begin_clean(self, frames: range) -> None:
-        """Announce a forward that writes the clean keys and values of frames."""
-        self.is_clean, self.stores_raw = True, not self.frames
-        excess = len(self.frames) + len(frames) - self.capacity
-        if excess > 0:  # the oldest frames after the anchor leave
-            S, start = self.tokens_per_frame, self.anchor
-            for buffer in (*self.keys, *self.values):
-                kept = buffer[:, (start + excess) * S :].clone()
-                buffer[:, start * S : start * S + kept.shape[1]] = kept
-            del self.frames[start : start + excess]
-        self.frames += frames
-        self.seen = range(max(0, len(self.frames) - self.attention_size), len(self.frames) - len(frames))
-        self._publish([Slot(self.frames[slot], self.frames[slot]) for slot in self.seen], frames, sink=0)
+        """Announce a forward that writes the clean keys and values of frames, and sees the newest ones."""
+        self.clean.advance(frames)
+        self.is_clean, self.stores_raw = True, self.clean.stores_raw
+        self._publish(self.clean.slots[-self.attention_size :][: -len(frames)], frames, sink=0)
 
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, Lk, H, D] that a forward with its own k and v [B, L, H, D] sees."""
-        S, keys, values = self.tokens_per_frame, self.keys[layer], self.values[layer]
         if self.is_clean:
-            now = slice(len(self.frames) * S - k.shape[1], len(self.frames) * S)
-            keys[:, now], values[:, now] = k, v
-            if raw_k is not None:
-                self.raw_anchor[layer] = raw_k.clone()
-            seen = slice(self.seen.start * S, now.stop)
-            return keys[:, seen], values[:, seen]
+            self.clean.write(layer, q, k, v, raw_k)
+            keys, values = self.clean.view(layer)
+            newest = -self.attention_size * self.clean.tokens_per_frame
+            return keys[:, newest:], values[:, newest:]
         if self.anchor_rope is None:  # the window begins the video
             return k, v
-        seen = slice(self.seen.start * S, self.seen.stop * S)
-        anchor = rotate(self.raw_anchor[layer], *self.anchor_rope)
-        return (
-            torch.cat([anchor, keys[:, seen], k], 1),
-            torch.cat([values[:, : self.anchor * S], values[:, seen], v], 1),
-        )
+        keys, values, seen = self.clean.keys[layer], self.clean.values[layer], self.clean.tokens(self.seen)
+        anchor = rotate(self.clean.raw_keys[layer], *self.anchor_rope)
+        values_of_anchor = values[:, self.clean.tokens(range(self.anchor))]
+        return torch.cat([anchor, keys[:, seen], k], 1), torch.cat([values_of_anchor, values[:, seen], v], 1)
 
     def _publish(self, past: Sequence[Slot], frames: range, sink: int) -> None:
         """Make the layout of the forward to come."""
         self.newest = self.query_positions = self.key_positions = frames
         slots = (*past, *(Slot(frame, frame) for frame in frames))
-        own = range(len(past), len(slots))
-        layout = KeyLayout(slots, self.tokens_per_frame, own, tuple(frames), sink=range(sink))
-        self.layouts = [layout] * len(self.layouts)
+        own, S = range(len(past), len(slots)), self.clean.tokens_per_frame
+        layout = KeyLayout(slots, S, own, tuple(frames), sink=range(sink))
+        self.layouts = [layout] * self.clean.num_layers
 
 
 class RollingForcingPipeline(CausalInferencePipeline):
@@ -150,10 +135,11 @@ class RollingForcingPipeline(CausalInferencePipeline):
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
         ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), levels + 1)
-        text, cache = (
-            self.model.text_keys_values(prompt_embeds),
-            RollingCache(self.model, noise.shape, self.num_frame_per_block, self.attention_size),
-        )
+        batch, _, _, height, width = noise.shape
+        n, size = self.num_frame_per_block, self.attention_size
+        policy, text = CleanFrames(window=n + size, sink=n), self.model.text_keys_values(prompt_embeds)
+        kv_cache = self.model.new_kv_cache(batch, num_frames, height, width, policy, n)
+        cache = RollingCache(cast(KVCache, kv_cache), size)
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
 
         def forward(x: Tensor, t: Tensor, at: Pass) -> Tensor:

@@ -1,16 +1,12 @@
-"""The KV cache against a plain list of frames, and keys and values that are computed inside it."""
+"""The KV cache against a plain list of frames, and places for keys and values that are computed inside it."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.rollouts import rollout, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan import model as layers
 from wan.cache import KVCache
 from wan.policies import make_policy, of_window
-from wan.rope import rotate
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -59,50 +55,6 @@ def test_a_rollout_longer_than_announced_is_refused():
     cache.advance(range(3))
     with pytest.raises(ValueError, match="frame 5 is beyond the frames"):
         cache.advance(range(3, 6))
-
-
-class Formulas:
-    """What the Triton kernels compute, as wan/model.py says it."""
-
-    @staticmethod
-    def norm_rotate(x, weight, rope, num_heads, eps, place=None):
-        normed = F.rms_norm(x, x.shape[-1:], weight, eps).unflatten(-1, (num_heads, -1))
-        turned = normed if rope is None else rotate(normed, *rope)
-        return turned if place is None else place.copy_(turned)
-
-    @staticmethod
-    def modulated_norm(x, scale, shift, eps, place=None):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layers, "fused_kernels", lambda _: None)
-            return layers.ModulatedNorm(x.shape[-1], eps)(x, scale, shift, place)
-
-    @staticmethod
-    def gated_add(x, y, gate, place=None):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layers, "fused_kernels", lambda _: None)
-            return layers.GatedAdd()(x, y, gate, place)
-
-    @classmethod
-    def add_norm(cls, x, y, gate, scale, shift, eps, affine=False):
-        total = x + y if gate is None else cls.gated_add(x, y, gate)
-        if affine:
-            return total, F.layer_norm(total, scale.shape, scale, shift, eps)
-        return total, cls.modulated_norm(total, scale, shift, eps)
-
-
-@pytest.mark.parametrize("name", ["window", "ema_sink", "participative", "rolling_sink"])
-def test_keys_and_values_that_are_computed_in_the_cache(name, monkeypatch):
-    """As kernels do it on a GPU: where they stay, though some policies move them afterwards."""
-    sizes = {"window": {"window": 6}, "rolling_sink": {"window": 6}, "ema_sink": {}}
-    of_choice = {"window": 6, "sink": 1, "budget": 5, "recent": 3}
-    pipeline = tiny_pipeline(local_attn_size=6)
-    pipeline.cache_policy = make_policy(name=name, **sizes.get(name, of_choice))
-    expected = rollout(pipeline, 12)
-    monkeypatch.setattr(layers, "fused_kernels", lambda _: Formulas)
-    found, places = [], KVCache.places
-    monkeypatch.setattr(KVCache, "places", lambda *call: found.append(places(*call)) or found[-1])
-    assert rollout(pipeline, 12).sub(expected).abs().max() <= 2e-5 * expected.abs().max()
-    assert found and all(place is not None for place in found)
 
 
 @pytest.mark.parametrize("shape, fits", [((1, 4), True), ((1, 2), False), ((2, 4), False)])

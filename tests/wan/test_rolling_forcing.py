@@ -13,7 +13,7 @@ from wan.config import load_config
 from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
 from wan.pipeline import add_noise, flow_to_x0
-from wan.rolling_forcing import RollingCache, RollingForcingPipeline
+from wan.rolling_forcing import CleanFrames, RollingCache, RollingForcingPipeline
 from wan.rope import rotate
 
 STEPS = [1000, 800, 600, 400, 200]
@@ -111,11 +111,12 @@ def test_what_a_pass_sees(calls, at, frames, positions):
 
 def test_the_anchor_is_rotated_from_its_own_keys():
     generator, S = torch.Generator().manual_seed(0), 2
-    cache = RollingCache(tiny_pipeline().model, (1, 6, 16, 2, 4), anchor=1, attention_size=4)
+    clean = tiny_pipeline().model.new_kv_cache(1, 6, 2, 4, CleanFrames(window=5, sink=1), 1)
+    cache = RollingCache(clean, attention_size=4)
     raw, values = torch.randn(2, 6, 1, S, 3, 16, generator=generator)
 
     def turned(frame: int, position: int) -> torch.Tensor:
-        return rotate(raw[frame], *cache.rope(range(position, position + 1)))
+        return rotate(raw[frame], *clean.rope(range(position, position + 1)))
 
     for frame in range(5):
         cache.begin_clean(range(frame, frame + 1))
