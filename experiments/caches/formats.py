@@ -439,10 +439,11 @@ class MapsCache(Cache):
             )
         for i, entry in enumerate(self.blocks):
             _check_any_of(entry, ("map_mass", "word_map"), f"blocks[{i}].")
-            needed = [entry.queries, entry.key_frame, entry.map_logits] if entry.map_mass is not None else []
-            needed += [self.words] if entry.word_map is not None else []
-            if any(values is None for values in needed):
-                raise CacheError(f"blocks[{i}] has maps without their queries, keys, logits or words")
+            of_keys = [entry.queries, entry.key_frame, entry.map_logits]
+            if entry.map_mass is not None and any(values is None for values in of_keys):
+                raise CacheError(f"blocks[{i}] has maps without their queries, keys or logits")
+            if entry.word_map is not None and self.words is None:
+                raise CacheError(f"blocks[{i}] has maps of words, and words is missing")
 
 
 # --- What interventions did: one edited run, and the same edit on every head, layer or frame

@@ -14,7 +14,15 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.formats import AVERAGE
 from experiments.caches.store import layer_from_atlas, one_layer
-from experiments.caches.view import edits_in_words, noise_label, open_call, open_passes, open_profiles, ranges
+from experiments.caches.view import (
+    averages_of_tokens,
+    edits_in_words,
+    noise_label,
+    open_call,
+    open_passes,
+    open_profiles,
+    ranges,
+)
 
 
 def reference(entry, S, keys, F, mass=False):
@@ -188,6 +196,19 @@ def test_atlas_of_published_profiles_alone(tmp_path):
     cache["frame_logits"] = coarse  # not used for profiles
     np.testing.assert_array_equal(open_profiles(cache).frame_profile(1), exact[1, 0])
     np.testing.assert_array_equal(open_profiles(cache).frame_matrix(1), coarse[1, 0])
+
+
+@given(slots=st.lists(st.integers(-1, 3), min_size=1, max_size=6), S=st.integers(1, 4), mean=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_averages_among_tokens(slots, S, mean):
+    """A slot of S tokens for each average, in their order."""
+    curves = torch.randn(2, 3, len(slots) * S, generator=torch.Generator().manual_seed(0))
+    expected = [x.double() for x, frame in zip(curves.split(S, -1), slots, strict=True) if frame == AVERAGE]
+    if expected:
+        frame, token = torch.tensor(slots).repeat_interleave(S), torch.arange(S).repeat(len(slots))
+        found = averages_of_tokens(curves, frame, token, mean)
+        values = torch.stack([x.mean(-1) if mean else x.sum(-1) for x in expected], -1)
+        np.testing.assert_allclose(found, values, atol=1e-6)
 
 
 def test_averages_are_columns_after_the_frames():
