@@ -10,16 +10,8 @@ controls stand beside the policies. docs/long_rollouts.md says what the numbers 
 from dataclasses import replace
 
 from experiments.caches.files import require_ffmpeg
-from experiments.running.cli import (
-    add_sweep_flags,
-    config_from,
-    count,
-    main,
-    plan,
-    refuse,
-    run_parser,
-    whole_number,
-)
+from experiments.running import cli
+from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
 from experiments.running.ranks import Rank, workers_of
 from wan.config import DTYPES
 from wan.errors import ConfigError
@@ -39,7 +31,7 @@ def run(argv=None):
     flag("--videos", type=whole_number, default=2, help="prompts whose first seed is kept as an mp4")
     flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
-    add_sweep_flags(parser)
+    cli.add_sweep_flags(parser)
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240)
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
@@ -48,7 +40,12 @@ def run(argv=None):
         raise ConfigError(f"--videos {args.videos} is below 0")
     if args.videos or args.vbench_dir:
         require_ffmpeg("write none by --videos 0, without --vbench_dir")
-    require_use(args)
+    if args.prompts or args.prompt:
+        refuse(args, "scenes and their controls stand in place of prompts", "held_out", "controls")
+    refuse(args, "the table is comparison.json of --output_dir", "output_path")
+    refuse(args, "--videos and --vbench_dir write the videos", "save_video")
+    refuse(args, "videos that are done are kept; make them anew in another --output_dir", "overwrite")
+    refuse(args, "the policies are named by --policies", "cache_policy")
     args.controls = list(CONTROLS) if args.controls is None else args.controls
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
@@ -57,23 +54,10 @@ def run(argv=None):
 
     if not args.prompts and not args.prompt:
         scenes = held_out(args.held_out or 16)
-    runs = list(plan(args, config).values())
+    runs = list(cli.plan(args, config).values())
     if scenes:
         runs = [replace(run, prompt=prompt) for prompt in scenes for run in runs]
     compare(args, runs, scenes)
-
-
-def require_use(args):
-    """Raise ConfigError for flags that a comparison would ignore."""
-    if args.prompts or args.prompt:
-        refuse(
-            args, "scenes and their controls stand in place of --prompts and --prompt", "held_out", "controls"
-        )
-    refuse(args, "the table is comparison.json of --output_dir", "output_path")
-    refuse(args, "--videos and --vbench_dir write the videos", "save_video")
-    refuse(args, "videos that are done are kept; make them anew in another --output_dir", "overwrite")
-    if args.cache_policy:
-        raise ConfigError("the policies are named by --policies; leave --cache_policy out")
 
 
 if __name__ == "__main__":

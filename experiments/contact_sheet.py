@@ -1,7 +1,6 @@
 """Many SVG figures on one labelled page, as one SVG whose text stays text.
 
-python experiments/contact_sheet.py sheet.svg --title "Two layers" "Layer 1=layer1/a.svg" "Layer
-2=layer2/a.svg"
+python experiments/contact_sheet.py sheet.svg --title "Two layers" "1=layer1/a.svg" "2=layer2/a.svg"
 """
 
 from functools import partial

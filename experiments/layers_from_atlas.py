@@ -1,5 +1,4 @@
-"""Take layers out of an atlas as layer caches, one file each: no second rollout, and the published data as
-well.
+"""Take layers out of an atlas as layer caches, one file each.
 
 python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt --layers 20
 """

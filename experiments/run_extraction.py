@@ -14,12 +14,8 @@ def run(argv=None):
     add_config_flags(parser, "layer_indices")
     parser.add_argument("--blocks", type=int, nargs="+", default=[-1], help="from 0; -1 is the last")
     parser.add_argument("--steps", type=int, nargs="+", help="several passes, in place of one --step")
-    parser.add_argument(
-        "--capture",
-        choices=("probabilities", "logits"),
-        default="probabilities",
-        help="probabilities in float32, or logits in float16",
-    )
+    what, kept = ("probabilities", "logits"), "probabilities in float32, or logits in float16"
+    parser.add_argument("--capture", choices=what, default=what[0], help=kept)
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
 

@@ -29,20 +29,15 @@ def run(argv=None):
     from experiments.running.run import make_caches
 
     config = config_from(args)
-    shares = bool(args.prompts or args.seeds or args.checkpoints or args.output_dir)
     requests = cache_builders.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
-    if not shares:
+    if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
     config, rank = ranks.assign_device(args, config)
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
-    quantities = {
-        "frame_mass": args.mass,
-        "key_curve": args.key_curve,
-        "cross_mass": args.cross,
-        "frame_logits_by_band": args.rope_bands,
-    }
+    quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}
+    quantities["frame_logits_by_band"] = args.rope_bands
     sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities, rank)
 
 

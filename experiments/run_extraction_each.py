@@ -1,8 +1,7 @@
 """Capture the full frame x frame matrix of mean logits of one layer, each block at the chosen pass.
 
 python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --layer_index 3
-python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --output_dir cache/layers    #
-every layer
+python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml --output_dir cache/layers
 """
 
 from dataclasses import replace
@@ -17,12 +16,8 @@ def run(argv=None):
     parser = run_parser(__doc__, None)
     add_config_flags(parser, "layer_index")
     parser.add_argument("--output_dir", help="folder for layerN.pt of every layer, from one rollout")
-    parser.add_argument(
-        "--granularity",
-        choices=("token", "frame"),
-        default="frame",
-        help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check",
-    )
+    how = "frame: exact means, no matrix; token: the same from whole matrices, slower, as a check"
+    parser.add_argument("--granularity", choices=("token", "frame"), default="frame", help=how)
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
 

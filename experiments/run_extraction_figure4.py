@@ -1,5 +1,4 @@
-"""Capture the last block's attention of chosen layers: the cache of Figure 4 of Deep Forcing (arXiv
-2512.05081).
+"""Capture the last block's attention of chosen layers: the cache of Figure 4 of Deep Forcing.
 
 python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml --layer_indices 1 5
 """
@@ -12,15 +11,12 @@ from experiments.running.cli import add_config_flags, config_from, main, run_par
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache_figure4.pt")
     add_config_flags(parser, "layer_indices")
-    parser.add_argument(
-        "--granularity",
-        choices=("token", "key", "frame"),
-        default="token",
-        help="token: the whole matrix; key: query-averaged curve; frame: mean logits and mass of frame pairs",
+    flag, sizes = (
+        parser.add_argument,
+        "token: the whole matrix; key: the mean over queries; frame: frame pairs",
     )
-    parser.add_argument(
-        "--capture", choices=("logits", "probabilities"), default="logits", help="what a token matrix holds"
-    )
+    flag("--granularity", choices=("token", "key", "frame"), default="token", help=sizes)
+    flag("--capture", choices=("logits", "probabilities"), default="logits", help="of a token matrix")
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
 
@@ -29,9 +25,8 @@ def run(argv=None):
 
     config, is_logits = config_from(args), args.capture == "logits"
     requests = cache_builders.figure4_requests(config, args.granularity, is_logits)
-    make_caches(
-        args, config, requests, {args.output_path: partial(cache_builders.figure4_cache, is_logits=is_logits)}
-    )
+    build = partial(cache_builders.figure4_cache, is_logits=is_logits)
+    make_caches(args, config, requests, {args.output_path: build})
 
 
 command = partial(main, run)

@@ -6,14 +6,15 @@ python experiments/run_extraction_maps.py --config_path configs/wan_mini.yaml --
 
 import argparse
 from functools import partial
+from typing import Any
 
 from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from experiments.running.ranks import this_rank
 from wan.errors import ConfigError, short_repr
 
 
-def numbers(what: str):
-    """Return a reader of whole numbers from 0, separated by commas, as many as `what` names."""
+def numbers(what: str) -> dict[str, Any]:
+    """Return the options of a flag for whole numbers from 0, separated by commas, as many as `what` names."""
 
     def read(text: str) -> tuple[int, ...]:
         words = text.split(",")
@@ -21,42 +22,27 @@ def numbers(what: str):
             raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}, whole numbers from 0")
         return tuple(map(int, words))
 
-    return read
+    return {"type": read, "metavar": what}
 
 
-def add_map_flags(parser: argparse.ArgumentParser) -> None:
-    flag = parser.add_argument
+def run(argv=None):
+    parser = run_parser(__doc__, "cache/maps.pt")
+    add_config_flags(parser, "layer_indices", "gpus")
+    flag, some = parser.add_argument, {"nargs": "+", "default": []}
+    patch, frame, grid = numbers("FRAME,ROW,COLUMN"), numbers("FRAME"), numbers("FRAME,ROWS,COLUMNS")
     flag(
-        "--query_patch",
-        type=numbers("frame,row,column"),
-        nargs="+",
-        default=[],
-        metavar="FRAME,ROW,COLUMN",
-        help="tokens that look, each on its own: latent frame, row and column of the token, from 0",
+        "--query_patch", **some, **patch, help="tokens that look, each on its own: latent frame, row, column"
     )
-    flag(
-        "--query_frame",
-        type=numbers("frame"),
-        nargs="+",
-        default=[],
-        help="frames that look, a mean over each one's tokens",
-    )
+    flag("--query_frame", **some, **frame, help="frames that look, a mean over each one's tokens")
     flag(
         "--query_grid",
-        type=numbers("frame,rows,columns"),
-        metavar="FRAME,ROWS,COLUMNS",
+        **grid,
         help="evenly spaced tokens of a frame: those that the HTML page lets one click",
     )
     flag("--heads", type=int, nargs="+", help="heads, counted from 0; all where not given")
     flag("--blocks", type=int, nargs="+", help="whose queries look; those of the patches, else the last")
     flag("--steps", type=int, nargs="+", help="passes, in place of one --step")
     flag("--words", action="store_true", help="also where each word of the prompt is read")
-
-
-def run(argv=None):
-    parser = run_parser(__doc__, "cache/maps.pt")
-    add_config_flags(parser, "layer_indices", "gpus")
-    add_map_flags(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import maps  # after the flags: a --help needs no torch
@@ -70,9 +56,7 @@ def run(argv=None):
     grid = maps.token_grid(config, read_model_config(config.ckpt_dir))
     places = [*args.query_patch, *((frame, -1, -1) for (frame,) in args.query_frame)]  # -1: the whole frame
     if args.query_grid:
-        places += [
-            place for place in maps.patches_of_grid(*args.query_grid, grid=grid) if place not in places
-        ]
+        places += [p for p in maps.patches_of_grid(*args.query_grid, grid=grid) if p not in places]
     blocks = maps.counted_blocks(args.blocks, len(config.block_sizes))
     requests = maps.map_requests(
         config, grid, places, config.layer_indices, args.heads, blocks, args.steps, args.words

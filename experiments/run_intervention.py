@@ -13,16 +13,13 @@ from wan.errors import ConfigError
 
 def run(argv=None):
     parser = run_parser(__doc__, "cache/effects.pt")
-    parser.add_argument(
-        "--save_base", metavar="FILE.pt", help="keep the unedited run, and use it where it is there"
-    )
-    parser.add_argument("--dry_run", action="store_true", help="say what would be edited, and stop")
+    flag = parser.add_argument
+    flag("--save_base", metavar="FILE.pt", help="keep the unedited run, and use it where it is there")
+    flag("--dry_run", action="store_true", help="say what would be edited, and stop")
     args = parser.parse_args(argv)
     config = config_from(args)
     if not config.interventions:
-        raise ConfigError(
-            "nothing to edit: name a YAML by --interventions, or --ablate_heads and --ablate_passes"
-        )
+        raise ConfigError("nothing to edit: give --interventions, or --ablate_heads and --ablate_passes")
 
     from experiments.studies.intervention_job import make_effects  # after the flags: a --help needs no torch
 

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -37,14 +37,8 @@ from wan.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AXES = {
-    "N": "layers",
-    "P": "passes",
-    "H": "heads",
-    "F": "frames",
-    "L": "key tokens",
-}  # others name themselves
-
+# others name themselves
+AXES = {"N": "layers", "P": "passes", "H": "heads", "F": "frames", "L": "key tokens"}
 UNITS = {
     "frame_logits": "mean q·k/√D over the token pairs of a query and a key frame",
     "frame_mass": "softmax summed over a key frame's tokens, mean over the query frame's; rows sum to 1",
@@ -71,7 +65,11 @@ def load(
     further fields of RunConfig, such as num_frames. Weights are read by the first video, after its prompt is
     encoded. Raises ConfigError for what is not there or does not fit.
     """
-    _check_names(settings)
+    known = [field.name for field in fields(RunConfig)]
+    if unknown := next((name for name in settings if name not in known), None):
+        nearest = get_close_matches(unknown, known, 1)
+        said = f"did you mean {nearest[0]}?" if nearest else f"known ones: {', '.join(sorted(known))}"
+        raise ConfigError(f"{unknown} is no setting of a run; {said}")
     given = {"device": device, "dtype": dtype, "offload": offload, **settings}
     if cache_policy is not None:
         if isinstance(cache_policy, str | Path):
@@ -79,16 +77,6 @@ def load(
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
     config = project_files.find_config(source, {k: v for k, v in given.items() if v is not None})
     return Pipe(config)
-
-
-def _check_names(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first name that is no field of RunConfig."""
-    known = [field.name for field in fields(RunConfig)]
-    for name in settings:
-        if name not in known:
-            nearest = get_close_matches(name, known, 1)
-            said = f"did you mean {nearest[0]}?" if nearest else f"known ones: {', '.join(sorted(known))}"
-            raise ConfigError(f"{name} is no setting of a run; {said}")
 
 
 class Pipe:
@@ -106,8 +94,8 @@ class Pipe:
         """
         if self.config.prompt_embeds:
             prompt = with_given_prompt(self.config, prompt)
-        given: dict[str, Any] = {"prompt": prompt, "seed": seed}
-        config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        prompt = self.config.prompt if prompt is None else prompt
+        config = replace(self.config, prompt=prompt, seed=self.config.seed if seed is None else seed)
         requests = self._seen.requests if self._seen else []
         with Progress(quiet) as observer:
             if self._session is None:
@@ -221,12 +209,15 @@ class Seen:
         return f"Seen: {runs}, {calls} captured calls in the last"
 
 
-class Atlas(Mapping[str, Any]):
+class Atlas(dict[str, Any]):
     """Attention of one rollout at frame level: atlas["frame_logits"] is a tensor, and so on."""
 
     def __init__(self, cache: Mapping[str, Any]):
+        super().__init__(cache)
         self.cache = AtlasCache.from_dict(cache)
-        self._values = dict(cache)
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise CacheError(f"{name} is not in this atlas; it has {', '.join(self.units)}")
 
     @classmethod
     def open(cls, path: str | Path) -> "Atlas":
@@ -248,7 +239,7 @@ class Atlas(Mapping[str, Any]):
 
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
         """One pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
-        return open_profiles(self._values, step, quantity)
+        return open_profiles(self, step, quantity)
 
     def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
         """The profile of every head of a layer over the key frames, seen by the last block's queries."""
@@ -265,23 +256,6 @@ class Atlas(Mapping[str, Any]):
         """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
         save_cache(path, self.cache)
         return Path(path)
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._values:
-            raise CacheError(f"{name} is not in this atlas; it has {', '.join(self.units)}")
-        return self._values[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._values.get(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def __repr__(self) -> str:
         lines = [f"Atlas: {self.view().source}"]

@@ -33,8 +33,7 @@ from experiments.caches.files import require_writable
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
 from experiments.running.cli import config_from, main
-from experiments.running.ranks import on_own_device, this_rank
-from experiments.running.run import end_at_once
+from experiments.running.ranks import end_at_once, on_own_device, this_rank
 from wan import parallel
 from wan.backends import kernel_name
 from wan.checkpoint import read_model_config

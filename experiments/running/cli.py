@@ -38,7 +38,8 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
             run(argv)
         except (KeyboardInterrupt, Exception) as error:
             message, code = explained(error)
-            if code == LOST or not _is_first_to_fail(message):
+            group = sys.modules.get("wan.parallel")
+            if code == LOST or (group and not group.is_first_to_fail(message)):  # another process says it
                 raise SystemExit(code) from None
             if "--debug" in (sys.argv if argv is None else argv):
                 traceback.print_exc()
@@ -64,12 +65,6 @@ def explained(error: BaseException) -> tuple[str, int]:
         return f"{error.filename or 'a file'}: {error.strerror or error}", 2
     how = "please report it with the traceback, which --debug prints"
     return f"unexpected {type(error).__name__}: {reason_of(error)}: {how}", 1
-
-
-def _is_first_to_fail(message: str) -> bool:
-    """Check that no other process of the same rollout has printed what went wrong."""
-    group = sys.modules.get("wan.parallel")
-    return group is None or group.is_first_to_fail(message)
 
 
 def fail(message: object, code: int) -> NoReturn:
@@ -152,13 +147,10 @@ def whole_number(text: str) -> int:
 
 def finite_number(text: str) -> float:
     """Read a number that is neither infinite nor nan."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a finite number")
-    return number
+    with suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a finite number")
 
 
 def count(text: str) -> int:
@@ -320,13 +312,13 @@ def refuse(args: argparse.Namespace, remedy: str, *names: str) -> None:
 
 
 def config_from(args: argparse.Namespace) -> RunConfig:
-    """Return the run's settings: the YAML, overridden by the flags that were given."""
+    """Return the settings of a run_parser's flags: the YAML, overridden by the flags that were given."""
     names = [field.name for field in fields(RunConfig) if field.name not in FILE_FIELDS]
     given: dict[str, Any] = {name: getattr(args, name, None) for name in names}
-    if name := getattr(args, "cache_policy", None):
-        given |= {"cache_policy": policy_settings(name), "local_attn_size": -1, "sink_size": 0}
-    if path := getattr(args, "prompt_schedule", None):
-        given["prompt_schedule"] = schedule_settings(path)
+    if args.cache_policy:
+        given |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
+    if args.prompt_schedule:
+        given["prompt_schedule"] = schedule_settings(args.prompt_schedule)
     config = load_config(args.config_path, given)
     if args.no_checkpoint:
         if args.checkpoint_path:
@@ -338,24 +330,15 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         from experiments.extraction.prompt_embeds import with_given_prompt
 
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
-    for seed in getattr(args, "seeds", None) or ():
-        check_seed(seed)
-    return _with_edits(args, config)
 
-
-def _with_edits(args: argparse.Namespace, config: RunConfig) -> RunConfig:
-    """Return the config with the interventions that flags name; its own are checked."""
     from experiments.extraction import edits as edit_files
     from wan.checkpoint import read_model_config
 
-    path, heads, passes = (
-        getattr(args, name, None) for name in ("interventions", "ablate_heads", "ablate_passes")
-    )
+    path, heads, passes = args.interventions, args.ablate_heads, args.ablate_passes
     if (heads is None) != (passes is None):
         raise ConfigError("--ablate_heads and --ablate_passes (denoise, clean or all) go together")
-    edits = (
-        edit_files.read_edits(path) if path else edit_files.edits_of(config.interventions, args.config_path)
-    )
+    own = edit_files.edits_of(config.interventions, args.config_path)
+    edits = edit_files.read_edits(path) if path else own
     if heads and passes:
         sizes = read_model_config(config.ckpt_dir)
         edits += edit_files.read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
@@ -400,7 +383,14 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     folder = Path(args.output_dir)
     prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
     slugs = slugs_of(prompts)
-    weights = _folders_of(checkpoints, folder) if checkpoints else {config.checkpoint_path: folder}
+    weights: dict[str | None, Path] = {config.checkpoint_path: folder}
+    if checkpoints:  # a folder each, named as its file; None is the base weights
+        weights = {None if c == BASE else c: folder / (c if c == BASE else Path(c).stem) for c in checkpoints}
+    for path in weights if checkpoints else ():
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
+        if twin := next((p for p in weights if p != path and weights[p] == weights[path]), None):
+            raise ConfigError(f"--checkpoints {path} and {twin} would share {weights[twin]}; rename one")
     return {
         str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
             config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
@@ -409,18 +399,6 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
         for prompt in prompts
         for seed in dict.fromkeys(args.seeds or [config.seed])
     }
-
-
-def _folders_of(checkpoints: Sequence[str], folder: Path) -> dict[str | None, Path]:
-    """Return the folder of each checkpoint, named as its file; the key None is the base weights."""
-    paths = {None if name == BASE else name: name for name in checkpoints}
-    names = {path: name if path is None else Path(name).stem for path, name in paths.items()}
-    for path, name in names.items():
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
-        if twin := next((p for p, n in names.items() if n == name and p != path), None):
-            raise ConfigError(f"--checkpoints {path} and {twin} would share the folder {name}; rename one")
-    return {path: folder / name for path, name in names.items()}
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -478,14 +456,15 @@ def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
 
 def schedule_settings(path: str) -> list[Any]:
     """Read the list under `prompts` in a YAML file: frame, prompt and how of every switch."""
-    if not isfile(path):
-        raise ConfigError(f"prompt schedule {short_repr(path)} not found; it is a YAML with a list `prompts`")
-    settings = read_yaml(path)
-    if unknown := [name for name in settings if name != "prompts"]:
-        raise ConfigError(
-            f"{path} has no {short_repr(unknown[0])}; it has a list `prompts` of frame, prompt and how"
-        )
+    settings = read_yaml(path) if isfile(path) else {}
     prompts = settings.get("prompts")
-    if not isinstance(prompts, list) or not all(isinstance(entry, dict) for entry in prompts):
-        raise ConfigError(f"{path}: needs a list `prompts`, each with frame, prompt and perhaps how")
+    if (
+        set(settings) != {"prompts"}
+        or not isinstance(prompts, list)
+        or not all(isinstance(p, dict) for p in prompts)
+    ):
+        raise ConfigError(
+            f"prompt schedule {short_repr(path)} is no YAML file of one list `prompts`, each with frame, "
+            "prompt and perhaps how"
+        )
     return prompts

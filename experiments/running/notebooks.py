@@ -37,27 +37,19 @@ class Notebook:
     sheet: str  # SVG shown on the contact sheet
 
 
-def _heads_of(cache: Cache, layer: int) -> list[list]:
-    return [[layer, head, f"L{layer}H{head}"] for head in range(cache["num_heads"])]
-
-
-def _first_call_of(cache: Cache, layer: int) -> int:
-    return [call["layer_idx"] for call in cache["attention_weights"]].index(layer)
-
-
 NOTEBOOKS = {
     "extract_all_attention.ipynb": Notebook(
         "DATA_PATH", ("layer",), "", lambda cache, layer: None, "layer{}_perhead_grid.svg"
     ),
     "plt_fig4.ipynb": Notebook(
-        "CACHE_PATH",
-        ("figure4", "inference", "atlas"),
-        "HEADS",
-        _heads_of,
+        *("CACHE_PATH", ("figure4", "inference", "atlas"), "HEADS"),
+        lambda cache, layer: [[layer, head, f"L{layer}H{head}"] for head in range(cache["num_heads"])],
         "figure4_layer{}_per_head_grid.svg",
     ),
     "plot_figure4.ipynb": Notebook(
-        "CACHE_PATH", ("inference", "figure4"), "WEIGHT_INDEX", _first_call_of, "figure4_multihead.svg"
+        *("CACHE_PATH", ("inference", "figure4"), "WEIGHT_INDEX"),
+        lambda cache, layer: [call["layer_idx"] for call in cache["attention_weights"]].index(layer),
+        "figure4_multihead.svg",
     ),
     "layer_atlas.ipynb": Notebook(
         "CACHE_PATH", ("atlas",), "LAYER", lambda cache, layer: layer, "measures.svg"

@@ -56,14 +56,10 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     rank, world, local = names
     for name, other in ((rank, world), (world, rank)):
         if other not in values:
-            raise ConfigError(
-                f"{name} is set and {other} is not: start ranks by torchrun, or unset {name} for one process"
-            )
+            raise ConfigError(f"{name} is set and {other} is not: start ranks by torchrun, or unset {name}")
     number, count = int(values[rank]), int(values[world])
     if number >= count:
-        raise ConfigError(
-            f"{rank} {number} is not one of {world} {count}: start ranks by torchrun, or unset both"
-        )
+        raise ConfigError(f"{rank} {number} is not one of {world} {count}: start ranks by torchrun")
     if count > 1 and local not in values:
         raise ConfigError(f"{local} is not set beside {rank} and {world}: start ranks by torchrun")
     return Rank(number, count, int(values.get(local, 0)), has_own_view=is_srun)

@@ -31,12 +31,10 @@ from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.parallel import check_size
 
 BuildCache = Callable[[Extraction], Cache | dict[str, Any]]
 
 
-# --- One rollout -> caches and a video
 def make_caches(
     args: argparse.Namespace,
     config: RunConfig,
@@ -48,21 +46,21 @@ def make_caches(
     Where several GPUs make the rollout, the first process writes.
     """
     config = join_processes(args, config)
-    each = estimate_bytes(config, requests) // len(outputs)
+    nbytes = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
-    make_outputs(args, config, outputs, each, lambda watch: causal.extract(config, requests, watch), what)
+    make_outputs(args, config, outputs, nbytes, lambda watch: causal.extract(config, requests, watch), what)
 
 
 def make_outputs(
     args: argparse.Namespace,
     config: RunConfig,
     outputs: Mapping[str, BuildCache],
-    each: int,
+    nbytes: int,
     make: Callable[[RunObserver], Extraction],
     what: str,
     unit: str = "block",
 ) -> None:
-    """Call make() and write a cache of at most `each` bytes for every path, built by its function.
+    """Call make() and write a cache of at most nbytes for every path, built by its function.
 
     Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for
     what goes wrong later, and StoppedError after Ctrl-C. what and unit are for the lines that are printed.
@@ -70,7 +68,7 @@ def make_outputs(
     videos = videos_of(args, outputs)
     check_outputs(args, config, [*outputs, *videos])
     writes = config.gpus == 1 or this_rank().is_first
-    sizes = dict.fromkeys(outputs, each) | dict.fromkeys(videos, 0)
+    sizes = dict.fromkeys(outputs, nbytes) | dict.fromkeys(videos, 0)
     locks = claimed(sizes, args.overwrite is not False) if writes else nullcontext()
     with locks, observed(args, unit) as watch:
         if videos:
@@ -86,19 +84,33 @@ def make_outputs(
         end_at_once()
 
 
-# --- What a rollout leaves on disk, whole or as far as a stopped run came
 def save(
     args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], watch: RunObserver
 ) -> None:
-    """Write a rollout's caches, each built by its function, and the video.
+    """Write a rollout's caches, each built by its function, and the video of a rollout that was not stopped.
 
-    Raises RunError where that fails, and StoppedError after what a stopped rollout has is saved.
+    Of a stopped rollout what it completed is written, and partial caches replace no whole one. Raises
+    RunError where writing fails, and StoppedError after what a stopped rollout has is saved.
     """
+    caches, lines = dict[str, dict[str, Any]](), list[str]()
     try:
-        if result.stopped:
-            written = _save_partial(result, outputs)
-        else:
-            lines = _save_whole(args, result, outputs)
+        for path, build in outputs.items():
+            try:
+                cache = as_dict(build(result))
+            except (RunError, IndexError):  # the blocks that it needs were not reached
+                if not result.stopped:
+                    raise
+                continue
+            caches[partial_name(path) if cache.get("partial") and _is_whole(path) else path] = cache
+        for path, cache in caches.items():
+            save_cache(path, cache)
+            lines.append(
+                f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
+                f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
+            )
+        for video in () if result.stopped else videos_of(args, outputs):
+            save_video(result, video)
+            lines.append(f"{video}: the generated video")
     except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
     if not result.stopped:
@@ -107,41 +119,12 @@ def save(
             print("\n".join(lines))
         return
     partial = "partial" in result.common
-    watch.log("saved", paths=written, partial=partial)
+    watch.log("saved", paths=list(caches), partial=partial)
     how = "as partial" if partial else "whole"
-    kept = f"saved {how}: {', '.join(written)}" if written else "none of what was asked for was captured yet"
+    kept = f"saved {how}: {', '.join(caches)}" if caches else "none of what was asked for was captured yet"
     raise StoppedError(
         f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again"
     )
-
-
-def _save_whole(args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache]) -> list[str]:
-    """Write all caches, and the video where it was asked for; return a line about each."""
-    lines = []
-    for path, cache in {path: as_dict(build(result)) for path, build in outputs.items()}.items():
-        save_cache(path, cache)
-        lines.append(
-            f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
-            f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
-        )
-    for video in videos_of(args, outputs):
-        save_video(result, video)
-        lines.append(f"{video}: the generated video")
-    return lines
-
-
-def _save_partial(result: Extraction, outputs: Mapping[str, BuildCache]) -> list[str]:
-    """Write what a stopped rollout completed; return the paths. Partial caches replace no whole one."""
-    written = []
-    for path, build in outputs.items():
-        try:
-            cache = as_dict(build(result))
-        except (RunError, IndexError):  # the blocks that it needs were not reached
-            continue
-        target = partial_name(path) if cache.get("partial") and _is_whole(path) else path
-        save_cache(target, cache)
-        written.append(target)
-    return written
 
 
 def _is_whole(path: str) -> bool:
@@ -174,11 +157,11 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     config = replace(config, gpus=max(config.gpus, rank.count))
     there = torch.cuda.device_count()
     if config.device != "cpu" and there < config.gpus and not os.environ.get("LOCAL_RANK"):
-        are = f"{there} GPU{'s are' if there != 1 else ' is'} here"
-        raise ConfigError(f"--gpus {config.gpus}, and {are}; --device cpu takes as many processes instead")
+        raise ConfigError(f"--gpus {config.gpus}, and the number of GPUs here is {there}; try --device cpu")
     sizes = read_model_config(config.ckpt_dir)
     per_frame = sizes.tokens_per_frame(config.height, config.width)
-    check_size(config.gpus, config.model, sizes.num_heads, [n * per_frame for n in config.block_sizes])
+    tokens = [frames * per_frame for frames in config.block_sizes]
+    parallel.check_size(config.gpus, config.model, sizes.num_heads, tokens)
     if rank.count == 1:
         _start_processes(args, config.gpus)
     config = on_own_device(config, rank)
@@ -197,16 +180,8 @@ def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
     logging.disable(logging.CRITICAL)  # the agent's own report of what the processes printed already
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a process whose partner is gone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    launch = LaunchConfig(1, 1, count, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1)
+    launch.rdzv_backend, launch.rdzv_endpoint = "c10d", "localhost:0"
     try:
         elastic_launch(launch, sys.executable)(sys.argv[0], *args.words)
     except ChildFailedError as error:

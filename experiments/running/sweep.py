@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ MANIFEST_SECONDS = 5.0  # between two manifests: one of ten thousand runs takes 
 REMEDY = "choose another --output_dir, or make everything again with --overwrite"
 
 
-# --- What all caches of a sweep share
 def settings_of(config: RunConfig, quantities: Mapping[str, bool]) -> dict[str, Any]:
     """Return all that the caches of a sweep share: settings, captured quantities, the contents of files."""
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
@@ -57,7 +56,6 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 
-# --- Making the runs
 def run_sweep(
     args: argparse.Namespace,
     config: RunConfig,
@@ -71,22 +69,23 @@ def run_sweep(
     quantities says which optional fields each must (not) have. Raises CacheError where the folder holds
     caches of other settings, RunError at the end where runs failed, and StoppedError after Ctrl-C.
     """
-    runs, rank = plan(args, config), rank or Rank()
-    folder = Path(args.output_dir)
-    manifest = folder / "manifest.json"
-    checkpoints = list(dict.fromkeys(run.checkpoint_path for run in runs.values()))
+    runs, rank, folder = plan(args, config), rank or Rank(), Path(args.output_dir)
     videos = [video for path in runs for video in videos_of(args, [path])]
-    for one in checkpoints:
-        check_outputs(args, replace(config, checkpoint_path=one), [manifest, *runs, *videos])
+    models = {
+        run.checkpoint_path: replace(config, checkpoint_path=run.checkpoint_path) for run in runs.values()
+    }
+    for model in models.values():
+        check_outputs(args, model, [folder / "manifest.json", *runs, *videos])
     with observed(args) as watch, WorkItems(folder / "items", rank) as items:
         watch.prints_blocks = rank.count == 1
-        require_writable(manifest)
-        settings = {one: settings_of(replace(config, checkpoint_path=one), quantities) for one in checkpoints}
+        require_writable(folder / "manifest.json")
+        settings = {path: settings_of(model, quantities) for path, model in models.items()}
         runner = SweepRunner(args, runs, settings, requests, build, items, watch)
         waiting = runner.scan()
         if waiting and videos:
             check_video(config)
-        require_space(folder, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0})
+        sizes = dict.fromkeys(waiting, estimate_bytes(config, requests))
+        require_space(folder, sizes or {str(runner.manifest): 0})
         runner.write_manifest()
         if len(waiting) < len(runs):
             watch.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
@@ -95,68 +94,86 @@ def run_sweep(
         raise RunError(f"{len(failures)} of {len(runs)} runs failed; first {failures[0]}")
 
 
-@dataclass
 class SweepRunner:
     """The runs of a sweep by their paths, the state of each, and the model that is loaded for them."""
 
-    args: argparse.Namespace
-    runs: dict[str, RunConfig]
-    settings: dict[str | None, dict[str, Any]]  # by checkpoint
-    requests: Sequence[CaptureRequest]
-    build: BuildCache
-    items: WorkItems
-    watch: Progress
-    states: dict[str, str] = field(default_factory=dict)  # waiting, partial, done or failed
-    failures: list[str] = field(default_factory=list)
-    session: causal.LoadedModel | None = None
-    loaded: str | None = None
-    manifest_time: float = -MANIFEST_SECONDS
-
-    def __post_init__(self) -> None:
-        prints = {checkpoint: fingerprint(settings) for checkpoint, settings in self.settings.items()}
-        self.folder = Path(self.args.output_dir)
-        self.fingerprints = {path: prints[run.checkpoint_path] for path, run in self.runs.items()}
-        self.names = {
-            path: item_name(self.fingerprints[path], run.prompt, run.seed) for path, run in self.runs.items()
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        runs: Mapping[str, RunConfig],
+        settings: Mapping[str | None, dict[str, Any]],
+        requests: Sequence[CaptureRequest],
+        build: BuildCache,
+        items: WorkItems,
+        watch: Progress,
+    ):
+        """settings are those of each checkpoint."""
+        self.args, self.runs, self.requests, self.build = args, runs, requests, build
+        self.items, self.watch, self.folder = items, watch, Path(args.output_dir)
+        self.manifest, self.manifest_time = self.folder / "manifest.json", 0.0
+        self.states = dict[str, str]()  # path -> waiting, partial, done or failed
+        self.failures = list[str]()
+        self.session: causal.LoadedModel | None = None
+        self.loaded: str | None = None  # the checkpoint of the session
+        self.has_folders = len(settings) > 1  # one for each checkpoint
+        prints = {checkpoint: fingerprint(of_one) for checkpoint, of_one in settings.items()}
+        self.fingerprints = {path: prints[run.checkpoint_path] for path, run in runs.items()}
+        self.names = {p: item_name(self.fingerprints[p], run.prompt, run.seed) for p, run in runs.items()}
+        self.settings: dict[str, dict[str, Any]] = {  # by the folder of a checkpoint, "" where there is one
+            Path(path).parent.name if self.has_folders else "": {
+                "fingerprint": self.fingerprints[path],
+                "settings": settings[run.checkpoint_path],
+            }
+            for path, run in runs.items()
         }
 
     def scan(self) -> list[str]:
         """Find the state of each run, return the paths to be made. CacheError for other settings."""
-        if not self.args.overwrite:
+        if not self.args.overwrite and self.manifest.exists():
             self._require_same_settings()
         for path in self.runs:
             lacks_video = self.args.save_video is not None and not Path(path).with_suffix(".mp4").is_file()
             if self.args.overwrite or lacks_video:
                 self.items.path(self.names[path]).unlink(missing_ok=True)
-            if self.args.overwrite:
-                self.states[path] = "waiting"
-            elif self.is_done(path):
+            if self.is_done(path):
                 self.states[path] = "done"
-            else:
-                self.states[path] = self._state_of_cache(path)
-                if self.states[path] == "done" and lacks_video:
-                    self.states[path] = "waiting"
-                elif self.states[path] == "done":
-                    self._finish(path)
+                continue
+            self.states[path] = "waiting" if self.args.overwrite else self._state_of_cache(path)
+            if self.states[path] == "done" and lacks_video:
+                self.states[path] = "waiting"
+            elif self.states[path] == "done":
+                self._finish(path)
         return [path for path, state in self.states.items() if state != "done"]
+
+    def _require_same_settings(self) -> None:
+        """Raise CacheError where the folder's manifest is of a sweep with other settings."""
+        found = read_json(self.manifest, CacheError)
+        if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+            raise CacheError(f"{self.manifest} is of no sweep, and this one would replace it; {REMEDY}")
+        theirs = {"": found, **found.get("checkpoints", {})}
+        for name, ours in self.settings.items():
+            before, settings = theirs.get(name, {}).get("settings"), ours["settings"]
+            if before is not None and theirs[name].get("fingerprint") != ours["fingerprint"]:
+                which = next((n for n in settings if before.get(n) != settings[n]), "a setting")
+                raise CacheError(
+                    f"{self.manifest} is of a sweep with {which} {short_repr(before.get(which))}, this one "
+                    f"has {short_repr(settings.get(which))}; {REMEDY}"
+                )
 
     def is_done(self, path: str) -> bool:
         """Check that an item says that the cache at path is whole, and the cache did not change since."""
         name = self.names[path]
         try:
             cache, made = Path(path).stat(), self.items.path(name).stat().st_mtime_ns
-            item = self.items.read(name) or {}
-            return item.get("bytes") == cache.st_size and made >= cache.st_mtime_ns
         except OSError:
             return False
+        return (self.items.read(name) or {}).get("bytes") == cache.st_size and made >= cache.st_mtime_ns
 
     def _state_of_cache(self, path: str) -> str:
         """Return done, partial or waiting. CacheError for a cache that was made with other settings."""
-        if not Path(path).exists():
-            return "waiting"
         try:
             cache = load_cache(path, expect=("atlas",))
-        except CacheError:  # damaged: to be made again
+        except CacheError:  # not there, or damaged: to be made
             return "waiting"
         run = self.runs[path]
         wanted = {"prompt": run.prompt, "seed": run.seed, "fingerprint": self.fingerprints[path]}
@@ -181,17 +198,19 @@ class SweepRunner:
                     break
         finally:
             self.write_manifest()
-        done = sum(state == "done" for state in self.states.values())
-        if self.watch.stopping and done + len(self.failures) < len(self.runs):
+        if self.watch.stopping and self._num_done() + len(self.failures) < len(self.runs):
             raise StoppedError(
                 f"stopped after {tried} of {len(waiting)} runs; to continue, run the same command again"
             )
+
+    def _num_done(self) -> int:
+        return sum(state == "done" for state in self.states.values())
 
     def _make_one(self, path: str, waiting: Sequence[str]) -> None:
         """Make one cache, and its video where it was asked for."""
         run = self.runs[path]
 
-        def build_marked(made: Extraction) -> dict[str, Any]:
+        def build(made: Extraction) -> dict[str, Any]:
             return as_dict(self.build(made)) | {"fingerprint": self.fingerprints[path]}
 
         try:
@@ -200,18 +219,16 @@ class SweepRunner:
                     self.session = None  # frees its weights first
                     mine = [self.runs[p] for p in waiting]
                     same = [r.prompt for r in mine if r.checkpoint_path == run.checkpoint_path]
-                    self.session = causal.prepare(
-                        run, self.requests, list(dict.fromkeys(same)), self.watch, replays=True
-                    )
+                    prompts = list(dict.fromkeys(same))
+                    self.session = causal.prepare(run, self.requests, prompts, self.watch, replays=True)
                     self.loaded = run.checkpoint_path
                 made = causal.extract_next(self.session, run, self.requests, self.watch)
-                save(self.args, made, {path: build_marked}, self.watch)
+                save(self.args, made, {path: build}, self.watch)
             self._finish(path)
         except StoppedError as error:
             self.states[path] = "partial" if Path(path).exists() else "waiting"
-            done = sum(state == "done" for state in self.states.values())
             raise StoppedError(
-                f"{error}; {done} of {len(self.runs)} runs are done and will not be made again"
+                f"{error}; {self._num_done()} of {len(self.runs)} runs are done and will not be made again"
             ) from None
         except RunError as error:
             self.states[path] = "failed"
@@ -221,57 +238,22 @@ class SweepRunner:
     def _finish(self, path: str) -> None:
         """Record that the cache at path is whole."""
         self.states[path] = "done"
-        size = Path(path).stat().st_size
-        item = self._row(path) | {"bytes": size, "fingerprint": self.fingerprints[path]}
-        self.items.write(self.names[path], item)
-
-    # -- the manifest: settings, and a row for each run ------------------------------------------------------
-    @property
-    def manifest(self) -> Path:
-        return self.folder / "manifest.json"
-
-    def write_manifest(self) -> None:
-        """Write the manifest, with what other processes have finished."""
-        self.manifest_time = time.monotonic()
-        recorded = {file.stem for file in self.items.folder.glob("*.json")}
-        self.states |= {path: "done" for path, name in self.names.items() if name in recorded}
-        settings = self._settings_of_folders()
-        rows = [self._row(path) for path in self.runs]
-        content = {**settings.get("", {"checkpoints": settings}), "runs": rows}
-        with replacing(self.manifest) as file:
-            file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+        whole = {"bytes": Path(path).stat().st_size, "fingerprint": self.fingerprints[path]}
+        self.items.write(self.names[path], self._row(path) | whole)
 
     def _row(self, path: str) -> dict[str, Any]:
+        """Return the row of a run in the manifest."""
         run, file = self.runs[path], Path(path).relative_to(self.folder)
-        weights = {"checkpoint": file.parent.name} if len(self.settings) > 1 else {}
+        weights = {"checkpoint": file.parent.name} if self.has_folders else {}
         row = {"file": str(file), "prompt": run.prompt, "seed": run.seed}
         return row | weights | {"state": self.states[path]}
 
-    def _settings_of_folders(self) -> dict[str, dict[str, Any]]:
-        """Return the fingerprint and settings by the folder of a checkpoint, "" where there is one."""
-        return {
-            Path(path).parent.name if len(self.settings) > 1 else "": {
-                "fingerprint": self.fingerprints[path],
-                "settings": self.settings[run.checkpoint_path],
-            }
-            for path, run in self.runs.items()
-        }
-
-    def _require_same_settings(self) -> None:
-        """Raise CacheError where the folder's manifest is of a sweep with other settings."""
-        if not self.manifest.exists():
-            return
-        found = read_json(self.manifest, CacheError)
-        if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
-            raise CacheError(f"{self.manifest} is of no sweep, and this one would replace it; {REMEDY}")
-        theirs = {"": found, **found.get("checkpoints", {})}
-        for name, ours in self._settings_of_folders().items():
-            before = theirs.get(name, {}).get("settings")
-            if before is None or theirs[name].get("fingerprint") == ours["fingerprint"]:
-                continue
-            settings = ours["settings"]
-            which = next((n for n in settings if before.get(n) != settings[n]), "a setting")
-            raise CacheError(
-                f"{self.manifest} is of a sweep with {which} {short_repr(before.get(which))}, this one has "
-                f"{short_repr(settings.get(which))}; {REMEDY}"
-            )
+    def write_manifest(self) -> None:
+        """Write the settings and a row for each run, with what other processes have finished."""
+        self.manifest_time = time.monotonic()
+        recorded = {file.stem for file in self.items.folder.glob("*.json")}
+        self.states |= {path: "done" for path, name in self.names.items() if name in recorded}
+        rows = [self._row(path) for path in self.runs]
+        content = {**self.settings.get("", {"checkpoints": self.settings}), "runs": rows}
+        with replacing(self.manifest) as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
