@@ -21,7 +21,7 @@ from experiments.caches.files import replacing
 from experiments.caches.formats import READ_BY
 from experiments.extraction import checks
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
-from experiments.extraction.devices import choose_device, choose_dtype, threads_for
+from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
 from experiments.extraction.edits import check_sources, edits_of, record_of, require_means, source_of
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.observer import RunObserver
@@ -29,7 +29,6 @@ from experiments.extraction.prompt_embeds import (
     PromptStates,
     PromptTexts,
     encode_prompts,
-    encoding_device,
     needs_encoder,
 )
 from experiments.extraction.provenance import provenance

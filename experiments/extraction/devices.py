@@ -8,7 +8,7 @@ from torch import Tensor
 
 from experiments.caches import frames
 from wan import backends as attention_backend
-from wan.config import DTYPES, ModelConfig, check_device
+from wan.config import DTYPES, ModelConfig, RunConfig, check_device
 from wan.errors import ConfigError
 
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -44,6 +44,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES[1:]:
         raise ConfigError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     return getattr(torch, name)
+
+
+def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
+    """Return where umT5 runs: on the host where the GPU is to be spared."""
+    return torch.device("cpu") if config.t5_cpu or config.offload else device
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from experiments.extraction import prompt_embeds
+from experiments.extraction.devices import encoding_device
 from wan import checkpoint
 from wan.blocks import block_frames, rolling_attention_size
 from wan.capture import ALL, CaptureRequest, check_indices, queries_of
@@ -199,7 +199,7 @@ class Memory:
         c, m, dtype, size = self.config, self.model_config, self.dtype, self.dtype.itemsize
         found = []
         if self.encodes and not c.prompt_embeds:
-            where = "GPU" if prompt_embeds.encoding_device(c, self.device).type == "cuda" else "host"
+            where = "GPU" if encoding_device(c, self.device).type == "cuda" else "host"
             found.append(Need("encoding the prompt", where, text_encoder(c, m.text_len, dtype)))
         if c.lora_path:  # leaves every linear layer of the blocks in float32
             merged = m.num_layers * (8 * m.dim**2 + 2 * m.dim * m.ffn_dim) * FLOAT

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
+from experiments.extraction.devices import encoding_device
 from experiments.extraction.provenance import device_name, versions
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
@@ -88,11 +89,6 @@ def needs_encoder(
         return False
     paths = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
     return any(path is None or not path.is_file() for path in paths)
-
-
-def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
-    """Return where umT5 runs: on the host where the GPU is to be spared."""
-    return torch.device("cpu") if config.t5_cpu or config.offload else device
 
 
 def states_files(
