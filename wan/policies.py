@@ -747,8 +747,8 @@ class PromptSwitch:
     prompt_embeds: Tensor | None = None
 
     def __post_init__(self) -> None:
-        known = ", ".join(get_args(How))
         if self.how not in get_args(How):
+            known = ", ".join(get_args(How))
             raise ConfigError(f"prompt_schedule: {short_repr(self.how)} is not one of {known}")
 
 

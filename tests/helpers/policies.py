@@ -110,7 +110,7 @@ class Simulation:
         )
         cos, sin = (table[rows] for table in self.rope([position]))
         assert (keys[item, at] - rotate(raw[None], cos, sin)[0]).abs().max() < 1e-6
-        assert torch.equal(values[item, at], v)
+        assert (values[item, at] - v).abs().max() < 1e-6  # a mean of frames is kept in float32
 
 
 TOKENS = ("frames", "indices", "positions")

@@ -57,8 +57,6 @@ class LayerOracle:
         self.queries: dict[int, Tensor] = {}
         self.blocks = 0
 
-    # -- what the rollout does -------------------------------------------------------------------------------
-
     def begin(self, block: range, text: Tensor, how: str) -> None:
         """The block before is finished; a switch may come before the next. text [B, n, H, D] are its keys."""
         if self.name == "rolling_sink" and self.own:
@@ -111,8 +109,6 @@ class LayerOracle:
         logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
         return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), values)
 
-    # -- where keys stand ------------------------------------------------------------------------------------
-
     def placed(self) -> tuple[list[Frame], list[Frame]]:
         past, own, sink = self.past, self.own, self.sink
         if self.name in ("relative", "ema_sink", "two_memories"):
@@ -125,8 +121,6 @@ class LayerOracle:
             everything = [*moved, *tail]
             return everything[: len(past)], everything[len(past) :]
         return past, own
-
-    # -- what leaves -----------------------------------------------------------------------------------------
 
     def roll(self, excess: int) -> None:
         if excess <= 0:
@@ -180,16 +174,9 @@ class LayerOracle:
         order = torch.stack(scores, 1).argsort(dim=1, descending=True, stable=True)[
             :, : size - 1
         ]  # [B, bank - 1]
-        best = [
-            Frame(
-                *(
-                    torch.stack([x[order[b, i]][b] for b in range(len(order))])
-                    for x in self.columns(self.bank)
-                )
-            )
-            for i in range(size - 1)
-        ]
-        self.bank = [*best, candidate]
+        columns, batch = self.columns(self.bank), range(len(order))
+        best = [[torch.stack([x[order[b, i]][b] for b in batch]) for x in columns] for i in range(size - 1)]
+        self.bank = [*(Frame(*fields) for fields in best), candidate]
 
     @staticmethod
     def columns(frames: list[Frame]) -> list[list[Tensor]]:

@@ -49,12 +49,6 @@ def test_text_encoder_and_vae_are_used_and_everybody_is_called():
     assert run.inference(NOISE[:, :3], text_prompts=["a prompt"], return_latents=False) == "video"
 
 
-def test_the_given_beginning_is_returned_unchanged():
-    given = ARRAYS["extend/initial_latent"]
-    _, latents = pipeline().inference(NOISE[:, :6], prompt_embeds=EMBEDS, initial_latent=given)
-    assert latents.shape[1] == 9 and torch.equal(latents[:, :3], given)
-
-
 def test_a_batch_is_its_videos_one_by_one():
     noise, renoise = NOISE.repeat(2, 1, 1, 1, 1), torch.randn(3, 2, *NOISE.shape[1:])
     noise[1] = noise[1].flip(0)
