@@ -17,11 +17,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges, video_to_latent_fr
 
 NO_SLOT, CHOSEN, EMPTY, AVERAGE = -9, -3, -2, -1  # codes of slot_frame beside frames
 AXES = ("frame", "position")
-SPECIAL = {
-    AVERAGE: "average",
-    CHOSEN: "chosen tokens",
-    EMPTY: "zeros",
-}  # marks of keys, beside sink and memory
+SPECIAL = {AVERAGE: "average", CHOSEN: "chosen tokens", EMPTY: "zeros"}  # marks beside sink and memory
 STORED = {"mean_logit": "logits", "mass": "mass", "mean_prob": "mass"}
 
 # --- What lay in the slots of a rollout's cache, block by block
@@ -88,7 +84,7 @@ def check_axis(axis: str) -> str:
 
 
 def key_columns(
-    atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis: str = "frame"
+    atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis="frame"
 ) -> KeyColumns:
     """Return what the last block's queries see in one layer and pass, along an axis."""
     check_axis(axis)
@@ -116,7 +112,7 @@ def key_columns(
 
 
 def key_matrix(
-    atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis: str = "frame"
+    atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis="frame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return query frames × keys of a layer and pass [H, F, columns] and the columns' labels.
 
@@ -157,10 +153,8 @@ def slot_marks(atlas: dict[str, Any], i: int, block: int) -> list[str]:
     sinks = atlas.get("sink_slots")
     sink = recent if sinks is None else sinks[block]  # a window lets nothing stand between the two
     recent = max(recent, sink + atlas["memory_slots"][block] if "memory_slots" in atlas else 0)
-    return [
-        SPECIAL.get(frame, "sink" if n < sink else "memory" if n < recent else "")
-        for n, frame in enumerate(frames)
-    ]
+    by_place = ["sink" if n < sink else "memory" if n < recent else "" for n in range(len(frames))]
+    return [SPECIAL.get(frame, mark) for frame, mark in zip(frames, by_place, strict=True)]
 
 
 def _slot_values(atlas: dict[str, Any], i: int, step: int | None, quantity: str) -> np.ndarray:
@@ -234,10 +228,8 @@ def choose_view(
     needed = video_to_latent_frame(n - 1, stride) + 1
     if needed != F:
         fits = f"{1 + stride * (F - 2) + 1}..{1 + stride * (F - 1)}" if F > 1 else "1"
-        raise CacheError(
-            f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}; "
-            f"ORIG_NUM_FRAMES may be {fits}"
-        )
+        said = f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}"
+        raise CacheError(f"{said}; ORIG_NUM_FRAMES may be {fits}")
     return FrameView("video", np.array([video_to_latent_frame(i, stride) for i in range(n)]))
 
 

@@ -155,12 +155,8 @@ def summaries(video: np.ndarray) -> dict[str, float]:
     with np.errstate(divide="ignore", invalid="ignore"):
         sharper = float(np.log2(last_sharp / first_sharp)) if last_sharp != first_sharp else 0.0
     ends = {"clipped_change": _ends(clipped(video)), "flicker_change": _ends(flicker(video))}
-    return {
-        "sharpness_change": sharper,
-        **{name: last - first for name, (first, last) in ends.items()},
-        "largest_drop": largest_drop(distance(video)),
-        "non_repetition": non_repetition(video),
-    }
+    changes = {"sharpness_change": sharper} | {name: last - first for name, (first, last) in ends.items()}
+    return changes | {"largest_drop": largest_drop(distance(video)), "non_repetition": non_repetition(video)}
 
 
 def sharpness(video: np.ndarray) -> np.ndarray:
@@ -181,11 +177,8 @@ def clipped(video: np.ndarray) -> np.ndarray:
 
 def flicker(video: np.ndarray) -> np.ndarray:
     """Mean absolute difference to the next frame, in shares of full scale -> [T − 1]."""
-    parts = [
-        np.abs(np.diff(video[start : start + FPS + 1].astype(np.float32), axis=0)).mean((1, 2, 3)) / 255
-        for start in range(0, len(video) - 1, FPS)
-    ]
-    return np.concatenate(parts)
+    parts = [video[start : start + FPS + 1].astype(np.float32) for start in range(0, len(video) - 1, FPS)]
+    return np.concatenate([np.abs(np.diff(part, axis=0)).mean((1, 2, 3)) / 255 for part in parts])
 
 
 def distance(video: np.ndarray) -> np.ndarray:

@@ -108,11 +108,7 @@ def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Interval
 
 
 def head_correlation(
-    effects: np.ndarray,
-    predictor: np.ndarray,
-    given: Sequence[np.ndarray] = (),
-    draws: int = DRAWS,
-    seed: int = 0,
+    effects: np.ndarray, predictor: np.ndarray, given: Sequence[np.ndarray] = (), draws=DRAWS, seed=0
 ) -> Interval:
     """Spearman's ρ over heads of effects [prompts, layers, H], averaged over prompts, with a predictor.
 
@@ -129,13 +125,9 @@ def head_correlation(
 
     num_prompts, num_layers = effects.shape[:2]
     generator = np.random.default_rng(seed)
-    drawn = [
-        rho(
-            generator.integers(num_prompts, size=(num_prompts,)),
-            generator.integers(num_layers, size=(num_layers,)),
-        )
-        for _ in range(draws)
-    ]
+    sizes, drawn = (num_prompts, num_layers), []
+    for _ in range(draws):
+        drawn.append(rho(*(generator.integers(size, size=(size,)) for size in sizes)))
     return _interval(rho(np.arange(num_prompts), np.arange(num_layers)), drawn)
 
 
@@ -167,12 +159,8 @@ def _interval(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
 # --- Knockout curves: how much of something is left when more and more heads lose their past
 
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
-ORDERS = {  # of heads -> in words
-    "effect": "by single effect",
-    "change": "by change of x0",
-    "s": "by s",
-    "mass on the past": "by mass on the past",
-}
+ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
+ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
 
 
 def rounded(interval: Interval, digits: int = 3) -> list[float]:
@@ -191,13 +179,10 @@ def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> li
     The interval resamples random orders and captions.
     """
     generator = np.random.default_rng(seed)
-    orders, _, captions = draws.shape
-    drawn = [
-        draws[generator.integers(orders, size=orders)]
-        .mean(0)[:, generator.integers(captions, size=captions)]
-        .mean(1)
-        for _ in range(resamples)
-    ]
+    (orders, _, captions), drawn = draws.shape, []
+    for _ in range(resamples):
+        of_orders = draws[generator.integers(orders, size=orders)].mean(0)
+        drawn.append(of_orders[:, generator.integers(captions, size=captions)].mean(1))
     low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     of_draws = draws.mean(2)  # [draws, counts]
     columns = (of_draws.mean(0), low, high, of_draws.min(0), of_draws.max(0))
@@ -224,13 +209,9 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
     means = {name: values.mean(1) for name, values in orders.items()} | {"random": random.mean((0, 2))}
     ends = float(answers("base").mean()), float(answers("all").mean())
     beyond = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
-    return {
-        "curves": {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)},
-        "more_than_by_effect": beyond,  # paired by caption
-        "heads_for_half": {
-            name: heads_for_half(shares.tolist(), found["counts"], *ends) for name, shares in means.items()
-        },
-    }
+    curves = {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)}
+    halves = {name: heads_for_half(each.tolist(), found["counts"], *ends) for name, each in means.items()}
+    return {"curves": curves, "more_than_by_effect": beyond, "heads_for_half": halves}  # paired by caption
 
 
 class Knockouts(NamedTuple):
@@ -250,8 +231,8 @@ def knockouts_of(report: Mapping[str, Any]) -> Knockouts:
     orders = {label: curves[name] for name, label in ORDERS.items()}
     ends = np.array(found["base"][BACK]), np.array(found["all"][BACK])
     about = f"{report['model']}, {found['captions']} captions × {found['seeds']} seeds"
-    subtitle = f"Which heads bring a hidden shape back: {about}"
-    return Knockouts(found["counts"], orders, curves["random"], ends, subtitle)
+    title = f"Which heads bring a hidden shape back: {about}"
+    return Knockouts(found["counts"], orders, curves["random"], ends, title)
 
 
 def read_knockouts(path: str | Path) -> Knockouts:
@@ -272,14 +253,11 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
     measured = [name for name in found if name.endswith(("pass", "passes"))]
     above = [bootstrap(beyond[:, layer, head]).low > 0 for layer, head in np.ndindex(shape)]
     labels = kinds(found["share of positive logits, first pass"].mean(0), Thresholds())
-    by_kind = {
-        name: {
-            "heads": int((labels == kind).sum()),
-            "effect": rounded(bootstrap(effect[:, labels == kind].mean(1)), 4),
-        }
-        for kind, name in KINDS.items()
-        if (labels == kind).any()
-    }
+    by_kind = {}
+    for kind, name in KINDS.items():
+        if count := int((labels == kind).sum()):
+            mean = rounded(bootstrap(effect[:, labels == kind].mean(1)), 4)
+            by_kind[name] = {"heads": count, "effect": mean}
     return {
         "prompts": len(effect),
         "layers": list(layers),
@@ -306,17 +284,14 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
 
 # --- An effects cache
 
-QUESTIONS = {  # of the miniature's tracker, in words
-    "background": "background",
+QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
+QUESTIONS |= {
     "color": "colour",
-    "shape": "shape",
-    "direction": "direction",
-    "landmark": "landmark",
     "crossing": "paths cross",
     "hides": "it hides",
     "comes_back": "it comes back",
-    "same": "back in colour and shape",
 }
+QUESTIONS |= {"same": "back in colour and shape"}
 
 
 def changes_of(cache: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -333,16 +308,12 @@ def change_rows(changes: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
 
 def tracker_rows(cache: Mapping[str, Any]) -> list[dict[str, str]]:
     """List what the tracker says of both videos of an effects cache; nothing but for the miniature."""
-    answers = [cache.get(name) for name in ("answers_base", "answers_edited")]
-    if any(answer is None for answer in answers) or "questions" not in cache:
+    if "answers_base" not in cache or "questions" not in cache:
         return []
-    said = zip(
-        cache["questions"], *(answer.tolist() for answer in answers if answer is not None), strict=True
-    )
-    words = {True: "right", False: "wrong"}
+    words, answers = ("wrong", "right"), (cache["answers_base"].tolist(), cache["answers_edited"].tolist())
     return [
         {"question": QUESTIONS[name], "unedited": words[bool(base)], "edited": words[bool(edited)]}
-        for name, base, edited in said
+        for name, base, edited in zip(cache["questions"], *answers, strict=True)
         if name in QUESTIONS
     ]
 
@@ -391,13 +362,8 @@ class HeadStudy:
 
     def summary(self) -> dict[str, float | int]:
         """Prompts, mean and largest effect, floor. Below ENOUGH_PROMPTS prompts intervals say little."""
-        effect = self.effect
-        return {
-            "prompts": len(self.effects),
-            "mean effect": effect.mean(),
-            "largest": effect.max(),
-            "floor": self.floor,
-        }
+        mean, largest = self.effect.mean(), self.effect.max()
+        return {"prompts": len(self.effects), "mean effect": mean, "largest": largest, "floor": self.floor}
 
 
 def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> HeadStudy | None:

@@ -30,9 +30,7 @@ class FirstFrameEffect(NamedTuple):
     """The fit with s, each [...] per head."""
 
     effect: np.ndarray  # s; in logits, e^s is a ratio of geometric-mean weights at equal distance
-    residual_error: (
-        np.ndarray
-    )  # standard error of s from the residuals: of this video alone, see placebo_effects
+    residual_error: np.ndarray  # standard error of s from the residuals: of this video alone
     r_squared_within_rows: np.ndarray  # of the whole fit, around each query frame's own mean
     partial_r_squared: np.ndarray  # share of what rows and distances leave over that s explains
 
@@ -43,9 +41,8 @@ class Cells:
     def __init__(self, mask: np.ndarray):
         self.q, self.k = np.nonzero(mask)
         rows, distances = (values[:, None] == np.unique(values) for values in (self.q, self.q - self.k))
-        u, sizes, _ = np.linalg.svd(
-            np.concatenate([rows, distances], 1).astype(np.float64), full_matrices=False
-        )
+        columns = np.concatenate([rows, distances], 1).astype(np.float64)
+        u, sizes, _ = np.linalg.svd(columns, full_matrices=False)
         self.basis = u[:, sizes > 1e-9 * sizes.max(initial=1)]  # [cells, rank]
         self.rows = rows.astype(np.float64)
 
@@ -270,12 +267,8 @@ def why_no_first_frame(view: Profiles | None) -> str:
 
 def effects_by_pass(passes: Sequence[Profiles]) -> dict[str, np.ndarray]:
     """First-frame effects [layers, heads] of every pass with whole matrices, by the pass's name."""
-    found = [(view, view.frame_matrices()) for view in passes]
-    return {
-        view.pass_label: first_frame_effect(matrix, view.block_sizes).effect
-        for view, matrix in found
-        if matrix is not None
-    }
+    whole = [view for view in passes if view.frame_matrices() is not None]
+    return {view.pass_label: first_frame_effect(matrices(view), view.block_sizes).effect for view in whole}
 
 
 def pass_rows(effects: dict[str, np.ndarray]) -> list[dict[str, str | float]]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -103,46 +103,26 @@ class LongRollouts:
 
     def answers(self) -> list[dict[str, Any]]:
         """A row a question: the paired differences and their intervals."""
-        return [
-            {
-                "question": question,
-                "right": str(_interval(of[PRIMARY]["difference"])),
-                "p": of[PRIMARY]["p"],
-                "motion": str(_interval(of["motion"]["difference"])),
-            }
-            for question, of in self.findings["questions"].items()
-        ]
+        rows = []
+        for question, of in self.findings["questions"].items():
+            right, motion = (str(_interval(of[measure]["difference"])) for measure in (PRIMARY, "motion"))
+            rows.append({"question": question, "right": right, "p": of[PRIMARY]["p"], "motion": motion})
+        return rows
 
 
-class Strips(NamedTuple):
-    """Frames of videos side by side, uint8 [side, n · side, 3] by the policy's name."""
-
-    rows: dict[str, np.ndarray]
-    seconds: list[int]
-    subtitle: str
-
-
-def read_strips(path: str | Path) -> Strips:
-    """Read frames of videos. Raises CacheError for another file."""
+def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str]:
+    """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, and a subtitle."""
     from PIL import Image
 
     with _report(path, "strips") as kept:
         pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
         rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
         about = f"“{kept['prompt']}”\nwan-mini, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
-        return Strips(rows, [int(second) for second in kept["seconds"]], about)
+        return rows, [int(second) for second in kept["seconds"]], about
 
 
-class EffectsByLength(NamedTuple):
-    """The first-frame effect of rollouts of several lengths."""
-
-    effects: dict[str, dict[int, Interval]]  # by policy and length
-    placebos: dict[int, float]  # the size of the largest under the whole past, by length
-    subtitle: str
-
-
-def read_effects(path: str | Path) -> EffectsByLength:
-    """Read first-frame effects and placebos by length. Raises CacheError for another file."""
+def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict[int, float], str]:
+    """Read s by policy and length, the largest placebos under the whole past by length, and a subtitle."""
     with _report(path, "effects") as report:
         rows, prompts, weights = report["rows"], report["prompts"], report["weights_sha256"]
         effects: dict[str, dict[int, Interval]] = {}
@@ -153,7 +133,7 @@ def read_effects(path: str | Path) -> EffectsByLength:
         if prompts < ENOUGH_PROMPTS:
             subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {ENOUGH_PROMPTS}"
         known = {length: value for length, value in placebos.items() if value is not None}
-        return EffectsByLength(effects, known, subtitle)
+        return effects, known, subtitle
 
 
 @contextmanager

@@ -222,9 +222,7 @@ class Measure(NamedTuple):
     unit: str
     scale: str  # see HeadMap
     quantity: str  # of the view: mean_logit or mass
-    needs: (
-        str  # any profile; context; cells: all context cells where there are; a whole matrix; effect: s in it
-    )
+    needs: str  # profile; context; cells: all context cells where there are; matrix; effect: s in a matrix
     of: Callable[[Profiles], np.ndarray]  # -> [N, H]
 
 
@@ -254,7 +252,7 @@ MEASURES = (
     ROW("first_mass", "mass on first, of all", "share of all", "sequential", "mass", "profile",
         lambda view: first_frame_mass(view.profiles(), view.context_frames)[0]),
     ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass",
-        "context",         lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
+        "context", lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
     ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "effect", log_mass_effect),
 )  # fmt: skip
 FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")
@@ -334,14 +332,11 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
         at = view.layers.index(panel.layer), panel.head
         name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
         rows.append({"heads": name} | {column: values[at] for column, values in of_head.items()})
-    columns = {name: values.ravel() for name, values in of_head.items()}
     all_heads = f"all {waves.r2.size}"
-    rows.append(
-        {"heads": f"mean of {all_heads}"} | {k: float(mean_without_nan(v)) for k, v in columns.items()}
-    )
+    means = {name: float(mean_without_nan(values.ravel())) for name, values in of_head.items()}
     above = {name: int((values > DELTA_THRESHOLD).sum()) for name, values in numbers.items()}
-    rows.append({"heads": f"above {DELTA_THRESHOLD:g}, of {all_heads}"} | above)
-    return rows
+    rows.append({"heads": f"mean of {all_heads}"} | means)
+    return [*rows, {"heads": f"above {DELTA_THRESHOLD:g}, of {all_heads}"} | above]
 
 
 def highest_in_noise(view: Profiles) -> int:

@@ -88,7 +88,7 @@ def curves_for(
 
 
 def heads_of(
-    view: Profiles, heads: Sequence[tuple[int, int, str]] | str, count: int = 2
+    view: Profiles, heads: Sequence[tuple[int, int, str]] | str, count=2
 ) -> tuple[tuple[int, int, str], ...]:
     """Return (layer, head, label) as asked for, or of "auto" the heads worth a look.
 

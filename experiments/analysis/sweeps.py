@@ -99,9 +99,8 @@ def sweep_rows(measures: Measures) -> list[dict[str, Any]]:
         pairs = rank_correlations(values)[np.triu_indices(len(values), 1)]
         row = {"measure": MEASURES[name], "mean rank correlation": np.mean(pairs), "least": np.min(pairs)}
         row |= {"largest": np.max(pairs), "pairs": len(pairs)}
-        rows.append(
-            row | {"|mean| above spread": int((stability(values) > 1).sum()), "heads": values[0].size}
-        )
+        row["|mean| above spread"] = int((stability(values) > 1).sum())
+        rows.append(row | {"heads": values[0].size})
     return rows
 
 
@@ -137,19 +136,15 @@ def effect_maps(values: Mapping[str, np.ndarray]) -> list[HeadMap]:
 
 def moved_maps(reference: Profiles, others: Views, name: str) -> list[HeadMap]:
     """A panel for each model: how far its heads are from the reference's."""
-    return [
-        HeadMap(other, f"{other} against {name}", "logits", "sequential", moved(reference, view))
-        for other, view in others.items()
-    ]
+    found = {other: moved(reference, view) for other, view in others.items()}
+    return [HeadMap(o, f"{o} against {name}", "logits", "sequential", far) for o, far in found.items()]
 
 
 def kind_maps(views: Views, thresholds: Thresholds, reference: str) -> list[LabelMap]:
     """A panel for each model's kinds of heads; marked are those that are another kind in the reference."""
     labels = {name: kinds(context_sign_rate(view), thresholds) for name, view in views.items()}
-    return [
-        LabelMap(name, KINDS, found, differs=None if name == reference else found != labels[reference])
-        for name, found in labels.items()
-    ]
+    differs = {name: None if name == reference else one != labels[reference] for name, one in labels.items()}
+    return [LabelMap(name, KINDS, found, differs=differs[name]) for name, found in labels.items()]
 
 
 def model_rows(
@@ -159,12 +154,8 @@ def model_rows(
     labels, moves = {one.title: one.labels for one in of_kinds}, {one.name: one.values for one in distances}
     rows = []
     for name, effect in values.items():
-        row = {
-            "model": name,
-            "mean of s": np.nanmean(effect),
-            "above 1": (effect > 1).sum(),
-            "heads": effect.size,
-        }
+        row = {"model": name, "mean of s": np.nanmean(effect)}
+        row |= {"above 1": (effect > 1).sum(), "heads": effect.size}
         if (found := labels.get(name)) is not None:
             row |= {word: (found == kind).sum() for kind, word in KINDS.items()}
         if (distance := moves.get(name)) is not None:

@@ -37,9 +37,8 @@ class Thresholds:
 
     def __post_init__(self):
         if not 0 <= self.veil_max < self.anchor_min <= 1:
-            raise ConfigError(
-                f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}, both shares of 1"
-            )
+            said = f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}"
+            raise ConfigError(f"{said}, both shares of 1")
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
@@ -96,11 +95,6 @@ def agreement(a: np.ndarray, b: np.ndarray) -> float:
     return float((a == b)[both].mean()) if both.any() else float("nan")
 
 
-def confusion(ours: np.ndarray, theirs: np.ndarray, classes: Sequence[int]) -> np.ndarray:
-    """Count heads [ours, theirs] in the order of classes."""
-    return np.array([[int(((ours == a) & (theirs == b)).sum()) for b in classes] for a in classes])
-
-
 def label_maps(
     logits: Profiles | None,
     mass: Profiles | None,
@@ -135,15 +129,10 @@ def label_rows(maps: Sequence[LabelMap]) -> list[dict[str, Any]]:
     rows = []
     for ours, theirs in zip(maps[::2], maps[1::2], strict=True):
         for label, name in ours.names.items():
-            row: dict[str, Any] = {
-                "label": name,
-                "heads": None if ours.labels is None else (ours.labels == label).sum(),
-            }
-            if ours.labels is not None and theirs.labels is not None:
-                counts = confusion(ours.labels, theirs.labels, list(ours.names))[
-                    list(ours.names).index(label)
-                ]
-                row |= {f"published {n}": count for n, count in zip(ours.names.values(), counts, strict=True)}
+            mine = None if ours.labels is None else ours.labels == label
+            row: dict[str, Any] = {"label": name, "heads": None if mine is None else mine.sum()}
+            if mine is not None and theirs.labels is not None:
+                row |= {f"published {n}": (mine & (theirs.labels == k)).sum() for k, n in ours.names.items()}
             row["absent"] = "; ".join(filter(None, (ours.missing_reason, theirs.missing_reason)))
             rows.append(row)
     return rows
@@ -153,9 +142,8 @@ def kinds_by_name(
     views: Mapping[str, Profiles], thresholds: Thresholds, published: np.ndarray | None
 ) -> dict[str, np.ndarray]:
     """Kinds of heads [N, H] of every view that shows them, and the published ones, by name."""
-    found = {name: head_kinds(view, thresholds) for name, view in views.items()} | {
-        "published labels": published
-    }
+    found = {name: head_kinds(view, thresholds) for name, view in views.items()}
+    found |= {"published labels": published}
     return {name: labels for name, labels in found.items() if labels is not None}
 
 
@@ -205,11 +193,8 @@ def threshold_transfer(views: Mapping[str, Profiles], labels: np.ndarray | None)
 
 
 def _rates(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
-    return {
-        name: context_sign_rate(view)
-        for name, view in views.items()
-        if view.context_frames and view.quantity == "mean_logit"
-    }
+    usable = {n: view for n, view in views.items() if view.context_frames and view.quantity == "mean_logit"}
+    return {name: context_sign_rate(view) for name, view in usable.items()}
 
 
 def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
@@ -223,9 +208,8 @@ def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
     above, below = rate[None] >= cuts[:, None], rate[None] <= cuts[:, None]  # [cuts, heads]
     anchors = (above & (labels == ANCHOR)).sum(1) - (above & (labels == WAVE)).sum(1)
     veils = (below & (labels == VEIL)).sum(1) - (below & (labels == WAVE)).sum(1)
-    score = (
-        anchors[:, None] + veils[None] + np.where(cuts[:, None] > cuts[None], 0, -np.inf)
-    )  # beyond all waves
+    allowed = np.where(cuts[:, None] > cuts[None], 0, -np.inf)
+    score = anchors[:, None] + veils[None] + allowed  # beyond all waves
     best = np.argwhere(score == score.max())
     anchor, veil = best[len(best) // 2]
     return Thresholds(anchor_min=float(cuts[anchor]), veil_max=float(cuts[veil]))

@@ -116,7 +116,7 @@ def open_map(
     head: int,
     step: int | None = None,
     query: Sequence[int] | None = None,
-    quantity: str = "mass",
+    quantity="mass",
 ) -> VideoMap:
     """Open one map of a cache; step and query None are the first that it holds.
 
@@ -225,7 +225,7 @@ def heads_to_show(
     causal_atlas: str | Path = "",
     step: int | None = None,
     query: Sequence[int] | None = None,
-    count: int = 4,
+    count=4,
 ) -> tuple[list[tuple[int, int]], str]:
     """Choose heads (layer, head) of a maps cache, and say how they were chosen.
 

@@ -23,7 +23,7 @@ SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
 
 @styled
 def head_maps(
-    maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title: str = "Measures of every head"
+    maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title="Measures of every head"
 ) -> Figure:
     """Draw a panel per measure; what a cache does not hold is left out, and a note says so.
 
@@ -91,10 +91,8 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
     low = min(0.5, float(np.nanmin(values)) if np.isfinite(values).any() else 0.5)
     mesh = axis.pcolormesh(np.ma.masked_invalid(values), cmap="viridis", vmin=low, vmax=1)
     for (i, j), value in np.ndenumerate(values):
-        text, color = (
-            f"{value:.0%}" if np.isfinite(value) else "N/A",
-            "white" if value < (low + 1) / 2 else "black",
-        )
+        text = f"{value:.0%}" if np.isfinite(value) else "N/A"
+        color = "white" if value < (low + 1) / 2 else "black"
         axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=8, color=color)
     axis.set_xticks(np.arange(n) + 0.5, [str(i + 1) for i in range(n)])
     axis.set_yticks(np.arange(n) + 0.5, [f"{i + 1}: {name}" for i, name in enumerate(names)])

@@ -73,7 +73,7 @@ def effect_against(
     *,
     subtitle: str,
     kinds: np.ndarray | None = None,
-    floor: float = float("nan"),
+    floor=float("nan"),
 ) -> Figure:
     """Draw a panel per measure: a dot per head [N, H], coloured by layer; notes say how they correlate.
 
@@ -85,17 +85,12 @@ def effect_against(
     shown = np.where(effect > 0, effect, np.nan)
     labels = np.full(effect.shape, "", object) if kinds is None else kinds
     markers = dict(zip(sorted(set(labels.ravel())), MARKERS, strict=False))
-    style: dict[str, Any] = {
-        "cmap": plt.get_cmap("viridis", len(effect)),
-        "vmin": -0.5,
-        "vmax": len(effect) - 0.5,
-    }
+    style: dict[str, Any] = {"cmap": plt.get_cmap("viridis", len(effect))}
+    style |= {"vmin": -0.5, "vmax": len(effect) - 0.5, "s": 16, "linewidth": 0}
     for axis, (name, values) in zip(axes[0], measures.items(), strict=True):
         for kind, marker in markers.items():
             at = labels == kind
-            dots = axis.scatter(
-                values[at], shown[at], c=layers[at], marker=marker, s=16, linewidth=0, **style
-            )
+            dots = axis.scatter(values[at], shown[at], c=layers[at], marker=marker, **style)
         if np.nanmin(shown) / 10 < floor < np.nanmax(shown):
             axis.axhline(floor, color="0.4", linewidth=0.8, linestyle=":")
         axis.set(xlabel=name, yscale="log")
@@ -104,9 +99,8 @@ def effect_against(
     bar = figure.colorbar(dots, ax=axes[0, -1], ticks=st.ticks(len(effect), 8))
     bar.set_label("layer")
     line: dict[str, Any] = {"color": "0.3", "linestyle": "", "markersize": 5}
-    shapes = {
-        kind: Line2D([], [], marker=marker, label=kind, **line) for kind, marker in markers.items() if kind
-    }
+    named = {kind: marker for kind, marker in markers.items() if kind}
+    shapes = {kind: Line2D([], [], marker=marker, label=kind, **line) for kind, marker in named.items()}
     st.label_figure(figure, [], f"Direct effect of every head, {subtitle}", legend=shapes)
     return figure
 
@@ -118,7 +112,7 @@ def knockout_curves(
     random: np.ndarray,
     ends: tuple[np.ndarray, np.ndarray],
     subtitle: str,
-    what: str = "Share back in colour and shape",
+    what="Share back in colour and shape",
 ) -> Figure:
     """Draw a line an order [counts, 3] (share, low, high) over the number of heads that lose their past.
 
@@ -130,13 +124,8 @@ def knockout_curves(
     axis.fill_between(x[1:-1], random[:, 3], random[:, 4], **band)
     lines = {"random order, mean": (random, DARK)}
     lines |= {name: (values, color) for (name, values), color in zip(orders.items(), COLORS, strict=False)}
-    style: dict[str, Any] = {
-        "fmt": "o-",
-        "markersize": 3.5,
-        "linewidth": 1.4,
-        "elinewidth": 0.8,
-        "capsize": 1.5,
-    }
+    style: dict[str, Any] = {"fmt": "o-", "markersize": 3.5, "linewidth": 1.4, "elinewidth": 0.8}
+    style["capsize"] = 1.5
     for n, (name, (values, color)) in enumerate(lines.items()):
         share, low, high = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]]).T
         shifted = x + 0.06 * (n - (len(lines) - 1) / 2) * ((x > 0) & (x < x[-1]))

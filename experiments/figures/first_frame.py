@@ -15,7 +15,7 @@ from experiments.figures.style import BLUE, DARK, GREEN, GREY, HATCH, ORANGE, PU
 
 @styled
 def placebo_strips(
-    effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, *, unit: str = "logits"
+    effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, *, unit="logits"
 ) -> Figure:
     """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below."""
     order = np.argsort(-effect, kind="stable")
@@ -44,7 +44,7 @@ def placebo_strips(
 
 @styled
 def distances_and_contrasts(
-    excess: np.ndarray, contrasts: np.ndarray, title: str, *, unit: str = "logits"
+    excess: np.ndarray, contrasts: np.ndarray, title: str, *, unit="logits"
 ) -> Figure:
     """Draw the mean and middle half over heads of excesses [heads, F] and contrasts [heads, first]."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.2))
@@ -107,7 +107,7 @@ def score_against_effect(
 
 @styled
 def contrasts_by_frame(
-    contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit: str = "logits"
+    contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit="logits"
 ) -> Figure:
     """Draw mean contrasts [first] by key frame, a line a name; every other block of frames is shaded."""
     figure, axis = plt.subplots(figsize=(7.4, 3.0))

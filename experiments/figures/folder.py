@@ -39,9 +39,7 @@ class FigureFolder:
     width "column" or "page" draws all figures from now on 3.25 or 6.75 inches wide with letters of 8 points.
     """
 
-    def __init__(
-        self, folder: str | Path, metadata: Mapping[str, str], width: str | None = None, pdf: bool = False
-    ):
+    def __init__(self, folder: str | Path, metadata: Mapping[str, str], width: str | None = None, pdf=False):
         if width is not None and width not in WIDTHS:
             raise CacheError(f"FIGURE_WIDTH must be None, {' or '.join(WIDTHS)}, not {width!r}")
         use_width(width)

@@ -94,7 +94,7 @@ def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") ->
 
 @styled
 def head_grid(
-    profiles: np.ndarray, titles: Sequence[str], caption: Caption, *, layer: int, note: str = ""
+    profiles: np.ndarray, titles: Sequence[str], caption: Caption, *, layer: int, note=""
 ) -> Figure:
     """Draw a small panel per row of profiles [n, F + averages], each on its own scale."""
     n, F = profiles.shape[0], profiles.shape[1] - caption.averages
@@ -171,15 +171,9 @@ def _draw_averages(axis: Axes, panel: HeadPanel) -> dict[str, Artist]:
 
 def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray, agreement: str) -> None:
     frames = np.arange(len(reference))
-    style: dict[str, Any] = {
-        "color": RED,
-        "linewidth": 1.2,
-        "linestyle": "--",
-        "marker": "D",
-        "markersize": 3,
-    }
     drawn = list(np.flatnonzero(~clipped))
-    axis.plot(frames, reference, markevery=drawn, label="read off the paper", **style)
+    style: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "marker": "D", "markersize": 3}
+    axis.plot(frames, reference, color=RED, markevery=drawn, label="read off the paper", **style)
     if clipped.any():
         arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
         axis.plot(frames[clipped], reference[clipped], label="cut off by the paper's plot", **arrows)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,15 @@ PARTS = Path(__file__).with_name("page")
 STYLES = ("theme", "page", "drawing")
 SCRIPTS = ("data", "draw", "heads", "detail", "keys", "compare", "on_video", "export", "controls")
 
-Passes = list[dict[str, dict[int, Profiles]]]  # per pass, by quantity, by layer
+Views = dict[str, dict[int, Profiles]]  # by quantity, by layer
+Passes = list[Views]
 
 
 def save_page(
     path: str | Path,
     source: str | Path,
     layers: Sequence[int] | None = None,
-    max_mb: float = MAX_MB,
+    max_mb=MAX_MB,
     video: str | Path | None = None,
     maps: str | Path | None = None,
 ) -> Path:
@@ -118,10 +119,8 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
     more = [words(note, LONGEST["note"]) for note in notes]
     base = size_of(data) + size_of(more) + 300  # for one more note
     if base > max_bytes:
-        raise CacheError(
-            f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB, "
-            f"more than the page has; allow more with --max_mb"
-        )
+        said = f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB"
+        raise CacheError(f"{said}, more than the page has; allow more with --max_mb")
     for cell_bytes in (2, 1):
         matrices = [_matrices(views, layers, cell_bytes, averages) for views in passes]
         sizes = [size_of(one) for one in matrices]
@@ -142,9 +141,7 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
     return data
 
 
-def _pass_data(
-    views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int], averages: int
-) -> dict[str, Any]:
+def _pass_data(views: Views, layers: Sequence[int], averages: int) -> dict[str, Any]:
     """One pass without its matrices: profiles and statistics by quantity, measures and kinds of heads."""
     view = next(iter(views.values()))[layers[0]]
     quantities = {}
@@ -152,23 +149,15 @@ def _pass_data(
         keys = np.stack([by_layer[layer].key_profile(layer) for layer in layers])  # [N, H, F + averages]
         s = head_statistics(keys[..., : view.num_frames])
         statistics = {each: numbers(getattr(s, each)) for each in STATISTICS}
-        quantities[name] = {
-            "profiles": code(_filled(keys, view.num_frames + averages).astype(np.float64), 2),
-            "statistics": statistics | {"max_frame": s.max_frame.tolist()},
-        }
+        profiles = code(_filled(keys, view.num_frames + averages).astype(np.float64), 2)
+        statistics["max_frame"] = s.max_frame.tolist()
+        quantities[name] = {"profiles": profiles, "statistics": statistics}
     measures, kinds = _measures(views, layers)
-    return {
-        "label": words(view.pass_label, LONGEST["label"]),
-        "noise": list(view.noise_frames),
-        "quantities": quantities,
-        "measures": measures,
-        "kinds": kinds,
-    }
+    about = {"label": words(view.pass_label, LONGEST["label"]), "noise": list(view.noise_frames)}
+    return about | {"quantities": quantities, "measures": measures, "kinds": kinds}
 
 
-def _measures(
-    views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int]
-) -> tuple[list[dict], list[list[str]] | None]:
+def _measures(views: Views, layers: Sequence[int]) -> tuple[list[dict], list[list[str]] | None]:
     """Every measure that all layers have, as values [N, H], and the kind of each head."""
     logits, mass = (views.get(quantity, {}) for quantity in QUANTITIES)
     found: dict[str, dict[str, Any]] = {}
@@ -192,9 +181,7 @@ def _measures(
     return whole, kinds if len(kinds) == len(layers) else None
 
 
-def _matrices(
-    views: Mapping[str, Mapping[int, Profiles]], layers: Sequence[int], cell_bytes: int, averages: int
-) -> dict[str, Any]:
+def _matrices(views: Views, layers: Sequence[int], cell_bytes: int, averages: int) -> dict[str, Any]:
     """Frame matrices [N, H, F, F + averages] of each quantity, coded, of cells that any head has; or None."""
     coded: dict[str, Any] = {}
     for name, by_layer in views.items():
@@ -252,13 +239,9 @@ def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
     span = np.where(high > low, high - low, 1.0)[..., None]
     share = np.where(there, (np.where(there, values, 0.0) - low[..., None]) / span, 0.0)
     codes = np.where(there, np.rint(np.clip(share, 0, 1) ** (1 / power) * top), top + 1)
-    return {
-        "bytes": cell_bytes,
-        "power": power,
-        "low": numbers(low, 6),
-        "high": numbers(high, 6),
-        "codes": base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode(),
-    }
+    coded = base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode()
+    about = {"bytes": cell_bytes, "power": power, "low": numbers(low, 6), "high": numbers(high, 6)}
+    return about | {"codes": coded}
 
 
 def numbers(values: np.ndarray, digits: int = 4) -> Any:
@@ -281,25 +264,14 @@ def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any]
         return None
     along: dict[str, Any] = {}
     for axis in AXES:
-        found = [
-            {
-                q: [key_columns(cache, layer, views[layers[0]].step, q, axis) for layer in layers]
-                for q, views in by_quantity.items()
-            }
-            for by_quantity in passes
-        ]
-        first = next(iter(found[0].values()))
-        along[axis] = {
-            "labels": [list(columns.labels) for columns in first],
-            "marks": [list(columns.marks) for columns in first],
-            "passes": [
-                {
-                    q: code(np.stack([one.values for one in c]).astype(np.float64), 2)
-                    for q, c in of_pass.items()
-                }
-                for of_pass in found
-            ],
-        }
+        coded: list[dict[str, Any]] = []
+        for by_quantity in passes:
+            coded.append({})
+            for q, views in by_quantity.items():
+                columns = [key_columns(cache, layer, views[layers[0]].step, q, axis) for layer in layers]
+                coded[-1][q] = code(np.stack([one.values for one in columns]).astype(np.float64), 2)
+        labels, marks = [list(one.labels) for one in columns], [list(one.marks) for one in columns]
+        along[axis] = {"labels": labels, "marks": marks, "passes": coded}
     return along
 
 
@@ -319,19 +291,14 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     differing = [n for n in sorted({*ours, *theirs}) if ours and theirs and ours.get(n) != theirs.get(n)]
     differing += ["interventions"] * (edits_in_words(typed.interventions) != view.edits)
     if differing:
-        raise CacheError(
-            f"{path} is of another rollout than the page, by its {', '.join(differing)}; make both with the "
-            "same settings"
-        )
+        said = f"{path} is of another rollout than the page, by its {', '.join(differing)}"
+        raise CacheError(f"{said}; make both with the same settings")
     places = places_of(cache)
     if not places:
         make = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
         raise CacheError(f"{path} holds no maps of queries, only words; run: {make}")
     found = [
-        [
-            [[open_map(cache, layer, head, at.step, place) for place in places] for head in typed.heads]
-            for layer in typed.layers
-        ]
+        [[[open_map(cache, n, h, at.step, p) for p in places] for h in typed.heads] for n in typed.layers]
         for at in typed.passes()
     ]
     first = found[0][0][0]
@@ -350,15 +317,12 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     while True:  # [P, N, h, n, F, rows, columns]
         rows, columns = values.shape[-2:]
         flat = values.reshape(*values.shape[:4], -1)
-        if (
-            flat.size * 4 // 3 + flat[..., 0].size * 16 <= room
-        ):  # base64 of a byte each, and two numbers a row
+        size = flat.size * 4 // 3 + flat[..., 0].size * 16  # base64 of a byte each, and two numbers a row
+        if size <= room:
             return data | {"rows": rows, "columns": columns, "coded": code(flat.astype(np.float64), 1, 2)}
         if rows == columns == 1:
-            raise CacheError(
-                f"the maps of {path} do not fit in the page: keep fewer heads or queries, "
-                "or allow more with --max_mb"
-            )
+            remedy = "keep fewer heads or queries, or allow more with --max_mb"
+            raise CacheError(f"the maps of {path} do not fit in the page: {remedy}")
         values = pooled(values)
 
 

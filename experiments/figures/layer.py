@@ -118,7 +118,7 @@ def frame_maps(
     layer: int,
     heads: Sequence[int] | None = None,
     keys: Sequence[str] | None = None,
-    key_axis: str = "frame",
+    key_axis="frame",
 ) -> Figure:
     """Draw query × key frames of every head on one colour scale: matrices [H, rows, F + averages].
 
@@ -202,9 +202,8 @@ def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
     axis.set(ylabel="Head", xlim=(-0.5, F - 0.5), ylim=(H - 0.5, -0.5), yticks=st.ticks(H, room=20))
     st.color_bar(figure, mesh, axis, LABELS[caption.quantity], pad=0.02, aspect=30)
     legend = st.grey_legend(profiles) | st.mark_averages(axis, F, caption.averages, large=True)
-    edge = offset_copy(
-        axis.get_xaxis_transform(), figure, y=4, units="points"
-    )  # shading would change colours
+    # A line above the axes: shading would change colours
+    edge = offset_copy(axis.get_xaxis_transform(), figure, y=4, units="points")
     for text, frames in caption.highlighted_frames.items():
         span = [min(frames) - 0.5, max(frames) + 0.5]
         axis.axvline(span[0], linewidth=1.2, **DASHED)
@@ -239,10 +238,8 @@ def profile_heat_maps(
         axis.set_yticks(st.ticks(H, room=5))
         axis.set_xticks(st.ticks(values.shape[1] - panel.averages, room=8))
     for quantity in dict.fromkeys(panel.quantity for panel, _ in shown):
-        alike = [
-            (axis, v) for axis, (panel, v) in zip(axes, shown, strict=False) if panel.quantity == quantity
-        ]
-        _color(figure, alike, quantity)
+        drawn = zip(axes, shown, strict=False)
+        _color(figure, [(axis, v) for axis, (panel, v) in drawn if panel.quantity == quantity], quantity)
     for axis, (panel, values) in zip(axes, shown, strict=False):
         legend |= st.mark_averages(axis, values.shape[1] - panel.averages, panel.averages)
     note = st.missing_note([(p.title, p.missing_reason) for p in panels if p.values is None])
@@ -263,10 +260,8 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str) -> Fig
         if i % columns == 0:
             axis.set_ylabel("Head")
         for column, mark in enumerate(one.marks):
-            strip = Rectangle(
-                (column - 0.5, -0.6 - tall), 1, tall, facecolor=MARKS.get(mark, "white"), linewidth=0
-            )
-            axis.add_patch(strip)
+            corner, color = (column - 0.5, -0.6 - tall), MARKS.get(mark, "white")
+            axis.add_patch(Rectangle(corner, 1, tall, facecolor=color, linewidth=0))
         legend |= st.grey_legend(one.values)
         legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in one.marks}
     _color(figure, [(axis, one.values) for axis, one in zip(axes, every, strict=False)], quantity)
@@ -294,11 +289,8 @@ def _color(figure: Figure, panels: Sequence[tuple[Axes, np.ndarray]], quantity: 
     colors = st.color_scale(everything, quantity, st.PERCENTILE)
     for axis, values in panels:
         image = st.heat_map(axis, values, **colors)
-    shrink, extend = (
-        min(1.0, 3.5 / figure.get_figheight()),
-        st.extend_of(everything, colors["vmin"], colors["vmax"]),
-    )
-    bar: dict[str, Any] = {"pad": 0.02, "aspect": 30, "shrink": shrink, "extend": extend}
+    bar: dict[str, Any] = {"pad": 0.02, "aspect": 30, "shrink": min(1.0, 3.5 / figure.get_figheight())}
+    bar["extend"] = st.extend_of(everything, colors["vmin"], colors["vmax"])
     st.color_bar(figure, image, [axis for axis, _ in panels], LABELS[quantity], **bar)
 
 

@@ -36,9 +36,7 @@ def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtit
 
 
 @styled
-def policy_dots(
-    values: Mapping[str, Interval], controls: Sequence[str], label: str, subtitle: str = ""
-) -> Figure:
+def policy_dots(values: Mapping[str, Interval], controls: Sequence[str], label: str, subtitle="") -> Figure:
     """Draw a dot and its 95 % interval for every policy; controls are grey."""
     figure, ax = plt.subplots(figsize=(6.4, 1.1 + 0.26 * len(values)))
     for row, (name, value) in enumerate(values.items()):
@@ -53,9 +51,7 @@ def policy_dots(
 
 @styled
 def drift_over_time(
-    measures: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]],
-    controls: Sequence[str],
-    subtitle: str = "",
+    measures: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]], controls: Sequence[str], subtitle=""
 ) -> Figure:
     """Draw a panel a measure: mean over prompts at every second of video, with its 95 % band.
 
@@ -82,7 +78,7 @@ def drift_over_time(
 
 @styled
 def against_motion(
-    motion: Mapping[str, float], measures: Mapping[str, Mapping[str, float]], subtitle: str = ""
+    motion: Mapping[str, float], measures: Mapping[str, Mapping[str, float]], subtitle=""
 ) -> Figure:
     """Draw a panel a measure of stability over motion: what stands still is stable for nothing."""
     size = (3.1 * len(measures), 3.0)
@@ -96,7 +92,7 @@ def against_motion(
 
 @styled
 def sink_maps(
-    maps: Mapping[str, tuple[Sequence[int], Sequence[int], np.ndarray]], label: str, subtitle: str = ""
+    maps: Mapping[str, tuple[Sequence[int], Sequence[int], np.ndarray]], label: str, subtitle=""
 ) -> Figure:
     """Draw a heat map a policy: windows x sinks in frames -> values; NaN is empty."""
     low = min(np.nanmin(values) for _, _, values in maps.values())
@@ -118,9 +114,7 @@ def sink_maps(
 
 
 @styled
-def cost_and_quality(
-    costs: Mapping[str, tuple[float, float, float]], label: str, subtitle: str = ""
-) -> Figure:
+def cost_and_quality(costs: Mapping[str, tuple[float, float, float]], label: str, subtitle="") -> Figure:
     """Draw megabytes of keys and values, and milliseconds of a late block, each against quality."""
     figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.2), sharey=True)
     names = ("Keys and values of a video (MB)", "A block at the end (ms a video)")
@@ -138,7 +132,7 @@ def rope_against_distance(
     coherence: np.ndarray,
     reach: Mapping[str, tuple[int, int]],
     marks: Sequence[tuple[int, float]] = (),
-    subtitle: str = "",
+    subtitle="",
 ) -> Figure:
     """Draw Re C(Δ) over Δ in latent frames; below it how far each policy's sink stands from the queries."""
     figure, ax = plt.subplots(figsize=(7.6, 3.2))
@@ -157,7 +151,7 @@ def rope_against_distance(
 
 @styled
 def effect_by_length(
-    effects: Mapping[str, Mapping[int, Interval]], placebos: Mapping[int, float], subtitle: str = ""
+    effects: Mapping[str, Mapping[int, Interval]], placebos: Mapping[int, float], subtitle=""
 ) -> Figure:
     """Draw s by the length of the rollout, a line a policy with intervals; placebos under the whole past."""
     figure, ax = plt.subplots(figsize=(6.4, 3.2))

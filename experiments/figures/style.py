@@ -172,10 +172,10 @@ def label_figure(
     figure: Figure,
     axes: Sequence[Axes],
     title: str,
-    y: str = "",
+    y="",
     legend: Mapping[str, Artist] = NO_LEGEND,
-    x: str = "Key frame (latent)",
-    note: str = "",
+    x="Key frame (latent)",
+    note="",
 ) -> None:
     """Set a title, an x label under the lowest axes, one y label for all, and below a legend and a note."""
     figure.suptitle(title)

@@ -24,7 +24,7 @@ def training_curves(
     losses: Mapping[str, Sequence[Sequence]],
     psnr: Sequence[Sequence[float]],
     resumed: int | None,
-    subtitle: str = "",
+    subtitle="",
 ) -> Figure:
     """Draw the losses of each stage, and the PSNR of the VAE on held-out clips.
 
@@ -110,7 +110,7 @@ def training_checkpoints(
 
 @styled
 def effect_by_step(
-    panels: Mapping[str, Mapping[str, Lines]], subtitle: str = "", few_step: int | None = None
+    panels: Mapping[str, Mapping[str, Lines]], subtitle="", few_step: int | None = None
 ) -> Figure:
     """Draw numbers over the steps of training: a panel a title, a colour a pass, a line a seed."""
     figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.0), squeeze=False)

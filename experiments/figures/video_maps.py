@@ -59,11 +59,6 @@ def bilinear(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return values
 
 
-def seen_frames(seen: VideoMap) -> list[int]:
-    """List the frames of which the query sees any token."""
-    return [int(frame) for frame in np.flatnonzero(np.isfinite(seen.values).any((1, 2)))]
-
-
 def scale_of(
     maps: Sequence[VideoMap], top: float | None = None, frames: Sequence[int] | None = None
 ) -> ScalarMappable:
@@ -72,10 +67,8 @@ def scale_of(
     It ends at the largest value of earlier blocks in the frames (None: all): a query's own token would leave
     the past in one colour.
     """
-    past = [
-        seen.values[[f for f in frames or range(len(seen.values)) if f < seen.query_frames[0]]]
-        for seen in maps
-    ]
+    chosen = frames or range(len(maps[0].values))
+    past = [seen.values[[f for f in chosen if f < seen.query_frames[0]]] for seen in maps]
     some = past if any(np.isfinite(values).any() for values in past) else [seen.values for seen in maps]
     return _scale(np.concatenate([values.ravel() for values in some]), maps[0].quantity, top)
 
@@ -92,15 +85,11 @@ def _scale(values: np.ndarray, quantity: str, top: float | None = None) -> Scala
 
 @styled
 def video_map(
-    seen: VideoMap,
-    pictures: Sequence[np.ndarray],
-    *,
-    alpha: float = ALPHA,
-    columns: int = 7,
-    top: float | None = None,
+    seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA, columns=7, top: float | None = None
 ) -> Figure:
     """Draw one map over every frame that the query sees, and its own; one scale for all."""
-    shown = sorted({*seen_frames(seen), *seen.query_frames})
+    there = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
+    shown = sorted({*there, *seen.query_frames})
     scale = scale_of([seen], top)
     rows = -(-len(shown) // columns)
     figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(1.35 * columns, 1.0 + 1.55 * rows))
@@ -121,8 +110,8 @@ def map_strip(
     pictures: Sequence[np.ndarray],
     frames: Sequence[int],
     *,
-    alpha: float = ALPHA,
-    title: str = "",
+    alpha=ALPHA,
+    title="",
     top: float | None = None,
 ) -> Figure:
     """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale."""
@@ -150,7 +139,7 @@ def word_strip(
     pictures: Sequence[np.ndarray],
     *,
     title: str,
-    alpha: float = ALPHA,
+    alpha=ALPHA,
 ) -> Figure:
     """Draw a row for each word: where in the query frames it is read, mass [frames, rows, columns]."""
     scale = _scale(np.stack(list(words.values())), "mass")
@@ -220,9 +209,7 @@ def _finish(
     label_figure(figure, [], title, legend=legend, note=note)
 
 
-def save_map_movie(
-    path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha: float = ALPHA
-) -> Path:
+def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA) -> Path:
     """Write an mp4 of video frames [h, w, 3] uint8 with a map over them, whole or not at all.
 
     Frames that the query does not see are pale; its own block is striped while it is noise.
@@ -299,10 +286,8 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
 def require_as_new(video: Path, cache_path: str | Path) -> None:
     """Raise CacheError for a video that an earlier run left beside a cache: a run writes it last."""
     if video.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:
-        raise CacheError(
-            f"{video} is older than {cache_path}, so of an earlier run; make the cache again with "
-            "--save_video, or name the video where it is of the same rollout"
-        )
+        remedy = "make the cache again with --save_video, or name the video where it is of the same rollout"
+        raise CacheError(f"{video} is older than {cache_path}, so of an earlier run; {remedy}")
 
 
 def pictures_for(

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from helpers import synthetic_caches
 
 from experiments.analysis import axes, video_maps
@@ -58,13 +57,3 @@ def test_queries_of_several_blocks_count_where_they_attend():
 def test_words_of_tokens(tokens, expected):
     found, place = video_maps.words_of(tokens)
     assert found == expected and len(place) == len(tokens)
-
-
-def test_mass_of_a_word_is_that_of_its_tokens():
-    cache = synthetic_caches.atlas()
-    cache |= {"cross_mass": torch.rand(3, 2, 3, 9, 3) / 9, "cross_tokens": ["▁cine", "matic", "▁sky"]}
-    found, mass = video_maps.word_mass(cache, open_profiles(cache, step=4), 5)
-    tokens = cache["cross_mass"][2, 1][:, 6:].mean(1)
-    assert found == ["cinematic", "sky"]
-    np.testing.assert_allclose(mass, torch.stack([tokens[:, :2].sum(1), tokens[:, 2]], 1), rtol=1e-6)
-    assert video_maps.word_mass(synthetic_caches.atlas(), open_profiles(synthetic_caches.atlas()), 5) is None

@@ -7,16 +7,7 @@ from conftest import ROOT
 from helpers import synthetic_caches
 
 from experiments.analysis import published
-from experiments.analysis.curve_matching import (
-    add_reference,
-    compared_frames,
-    match_rows,
-    pearson,
-    rank_heads,
-    rank_of,
-    rms_difference,
-)
-from experiments.analysis.panels import choose_heads
+from experiments.analysis.curve_matching import compared_frames, pearson, rank_heads, rank_of, rms_difference
 from experiments.analysis.published import Curve
 from experiments.caches import load_cache
 from experiments.caches.view import open_passes, open_profiles
@@ -77,37 +68,6 @@ def test_noise_and_clipped_points_do_not_count():
     assert rank_heads([view], Curve(spoiled, clipped & False))[0].r < 0.99
     holed = np.where(np.arange(9) == 4, np.nan, values)
     assert compared_frames(view, Curve(holed, clipped & False)) == [0, 1, 2, 3, 5]
-
-
-@pytest.mark.parametrize("name", ["eagle", "castle"])
-@pytest.mark.parametrize(("label", "layer", "head"), [("L1H1", 1, 1), ("L5H10", 5, 10)])
-def test_the_papers_heads_are_first_of_360(name, label, layer, head):
-    """Counted from 0; the one-based reading is nowhere near. Oracle: numpy's corrcoef over the 18 context
-    frames."""
-    cache = real(name)
-    ranking = rank_heads([open_profiles(cache)], CURVES[label])
-    rank, found = rank_of(ranking, 0, layer, head)
-    profile = cache["last_block_frame_logits"][layer, 0, head, :18].double().numpy()
-    assert (rank, len(ranking)) == (1, 360)
-    assert found.r == pytest.approx(np.corrcoef(profile, CURVES[label].values[:18])[0, 1]) and found.r >= 0.98
-    assert found.rms < 0.6 and ranking[1].r < 0.97
-    rank, wrong = rank_of(ranking, 0, layer - 1, head - 1)
-    assert rank > 180 and wrong.r < 0.15
-
-
-def test_rows_of_a_match_and_what_a_figure_says():
-    cache = real()
-    view = open_profiles(cache)
-    passes, heads = open_passes(cache, view), [*published.FIGURE4_HEADS, (40, 0, "L1H1")]
-    shown, absent, wrong, best, *_ = match_rows(passes, heads, CURVES, view.step)
-    assert (shown["head"], shown["rank"], shown["of heads"], shown["context frames"]) == ("shown", 1, 360, 18)
-    assert (round(shown["r"], 3), round(shown["RMS"], 2)) == (0.993, 0.42) and best["r"] == shown["r"]
-    assert absent["layer"] == 40 and "r" not in absent
-    assert (wrong["head"], wrong["layer"], wrong["number"]) == ("if counted from 1", 0, 0)
-    assert wrong["r"] < 0.1
-    panels = add_reference(choose_heads(view, published.FIGURE4_HEADS).panels, view, CURVES)
-    assert str(panels[0].agreement) == "r = 0.993, RMS 0.42 over context frames 0–17"
-    assert panels[0].reference[19] == 6.94 and panels[0].clipped[19]
 
 
 @pytest.mark.parametrize(("cache", "quantity", "path", "reason"), [

@@ -52,17 +52,6 @@ def test_hue_that_turns_is_lost_and_nothing_else():
     assert both[[0, 60]] == pytest.approx([0.8, 0.2])  # saturations 1 and 1/4
 
 
-def test_blur_is_less_sharp():
-    video = FROZEN.astype(float)
-    soft = (video + np.roll(video, 1, 1) + np.roll(video, 1, 2) + np.roll(video, -1, 2)) / 4
-    video[T // 2 :] = soft[T // 2 :]
-    whole = drift.summaries(video.astype(np.uint8))
-    assert (
-        whole["sharpness_change"] < -1
-        and drift.summaries(video[::-1].astype(np.uint8))["sharpness_change"] > 1
-    )
-
-
 def test_a_checkerboard_has_the_laplacian_of_a_checkerboard():
     board = np.indices((8, 8)).sum(0) % 2 * 255
     video = np.repeat(board[None, :, :, None], 3, 3).astype(np.uint8)
@@ -76,32 +65,10 @@ def test_the_ends_are_15_percent():
     assert drift.summaries(of_grey([255] * 10 + [100] * 54))["clipped_change"] == pytest.approx(-1)
 
 
-def test_clipping_and_flicker():
-    video = FROZEN.copy()
-    video[T // 2 :] = 255
-    assert drift.summaries(video)["clipped_change"] == pytest.approx(1)
-    shaky = FROZEN.astype(int)
-    shaky[T // 2 :: 2] += 10
-    shaky = shaky.clip(0, 255).astype(np.uint8)
-    assert drift.flicker(shaky)[-5:] == pytest.approx(10 / 255, rel=0.02)
-    assert drift.summaries(shaky)["flicker_change"] == pytest.approx(10 / 255, rel=0.02)
-    assert drift.per_second(shaky)["flicker"][0] == 0
-
-
 @pytest.mark.parametrize("speed", [0.25, 1.0, 1.5])
 def test_motion_is_the_speed_of_what_moves(speed):
     expected = speed * drift.FPS / SIDE
     assert drift.motion(moving(speed)[: drift.FPS + 1]) == pytest.approx(expected, rel=0.25)
-
-
-def test_motion_is_that_of_the_fastest_twentieth(monkeypatch):
-    """Of 400 pixels that move by 0 to 399 the fastest 20 do by 389.5 on average."""
-    lengths = np.random.default_rng(0).permutation(400).reshape(20, 20)
-    monkeypatch.setattr(
-        drift, "flow", lambda one, _: np.tile((lengths[..., None] * [0.6, -0.8]), (len(one), 1, 1, 1))
-    )
-    found = drift.motion(np.zeros((drift.FPS + 1, 20, 20, 3), np.uint8))
-    assert found == pytest.approx(389.5 * drift.FPS / 20)
 
 
 def test_flow_of_a_shifted_texture_in_both_directions():
@@ -114,16 +81,6 @@ def test_flow_of_a_shifted_texture_in_both_directions():
         found = flow(texture, np.roll(texture, (dy, dx), (0, 1)))[12:-12, 12:-12]
         assert np.median(found, (0, 1)) == pytest.approx([dx, dy], abs=0.15)
     assert (flow(np.zeros((9, 9)), np.zeros((9, 9))) == 0).all()
-
-
-def test_distance_grows_with_what_changes_and_falls_when_the_first_frames_return():
-    video = FROZEN.copy()
-    video[20:40] = moving(color=(230, 230, 40))[20:40]
-    apart = drift.distance(video)
-    assert (apart[:20] == 0).all() and apart[20:40].min() > 0.05 and (apart[40:] == 0).all()
-    assert drift.largest_drop(apart) == pytest.approx(apart[30])
-    rising = np.linspace(0, 1, T)
-    assert drift.largest_drop(rising) == 0
 
 
 def test_distance_is_the_mean_of_those_to_the_first_nine_frames():

@@ -4,42 +4,11 @@ sums."""
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, ROOT
 from helpers import synthetic_caches
 
 from experiments.analysis import measures
 from experiments.analysis.measures import head_statistics
-from experiments.analysis.panels import (
-    NO_CONTEXT,
-    NO_LOGITS,
-    NO_MASS,
-    NO_MATRIX,
-    NOT_IDENTIFIED,
-    choose_heads,
-    layers_to_draw,
-    no_preference,
-)
-from experiments.caches import load_cache
-from experiments.caches.store import layer_from_atlas
-from experiments.caches.view import open_profiles
-
-# first, middle, last, first - middle of the heads of layer 20, 21 frames, first published prompt
-OLDER_NOTEBOOK = """
-1.787 1.454 2.680 +0.333; 1.240 0.186 5.461 +1.055; 4.270 0.990 7.281 +3.279; 3.805 0.452 7.125 +3.352;
-3.789 3.106 2.883 +0.683; 2.662 0.583 6.707 +2.079; 4.168 3.730 5.309 +0.438; 6.180 1.992 10.375 +4.188;
-0.476 -0.379 4.203 +0.855; 1.579 0.468 3.674 +1.111; 2.215 1.685 3.797 +0.530; 1.619 0.062 5.547 +1.557
-"""
-
-
-def test_older_notebook_to_the_last_digit():
-    profile = np.load(GOLDEN / "published_21f_layer20.npy")  # [12, 21] float16
-    s = head_statistics(profile)
-    rows = zip(s.first, s.middle, s.last, s.delta, strict=True)
-    printed = [f"{a:.3f} {b:.3f} {c:.3f} {d:+.3f}" for a, b, c, d in rows]
-    assert printed == OLDER_NOTEBOOK.replace("\n", " ").strip().split("; ")
-    assert s.max_frame[7] == 18 + np.argmax(profile[7, 18:])
-    assert np.isnan(s.ratio[8])  # the middle is below 0
-    assert s.called_sinks[[2, 3, 8]].tolist() == [True, True, False]
+from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, NO_MATRIX, NOT_IDENTIFIED
 
 
 def test_by_hand():
@@ -110,14 +79,6 @@ def test_small_measures():
     np.testing.assert_allclose(measures.sign_rate(signs), [2 / 3, nan, 0.25])
 
 
-def test_the_means_of_a_layer_are_the_older_notebooks():
-    """It printed 7.0851 and 1.2892 for the castle's layer 20; the published matrix is within vmax / 256 =
-    0.06."""
-    cache = layer_from_atlas(load_cache(ROOT / "cache/published/self_forcing_dmd_castle_21f.pt"), 20)
-    means = measures.matrix_means(cache["full_frame_attention"].numpy())
-    assert list(means.values()) == [pytest.approx(7.0851, abs=0.01), pytest.approx(1.2892, abs=0.01)]
-
-
 # Every measure of every head
 
 
@@ -159,46 +120,3 @@ def test_what_a_cache_does_not_hold_is_absent_with_the_reason():
     assert maps_of(blind, "mean_logit")["first_frame_effect"].missing_reason == NOT_IDENTIFIED
     rows = measures.measure_rows(list(base.values()))
     assert rows[0]["heads"] == 9 and rows[1]["absent"] == NO_CONTEXT
-
-
-def test_what_a_figure_4_is_made_of():
-    view = open_profiles(load_cache(ROOT / "cache/published/self_forcing_dmd_eagle_21f.pt"))
-    chosen = choose_heads(view, [(1, 1, "L1H1"), (40, 0, "L40H0")])
-    assert [p.label for p in chosen.panels] == ["L1H1", "L0H0"] and chosen.missing == [(40, 0, "L40H0")]
-    assert layers_to_draw(view, chosen.panels) == (0, 1)
-    head, _, mean, above = measures.finding_rows(view, chosen.panels)
-    delta = view.profiles()[..., 0].astype(float) - view.profiles()[..., 1:-1].astype(float).mean(-1)
-    assert head["first − middle"] == pytest.approx(delta[1, 1])
-    assert (
-        mean["first − middle"] == pytest.approx(delta.mean()) and above["first − middle"] == (delta > 2).sum()
-    )
-    assert abs(head["excess at equal distance"]) < 0.5 and head["wave R²"] > 0.9
-    assert (above["first-frame effect s"], round(mean["first-frame effect s"], 2)) == (23, 0.64)
-    assert measures.highest_in_noise(view) == (view.profiles().argmax(-1) >= 18).sum()
-    assert measures.finding_rows(open_profiles(synthetic_caches.atlas(), quantity="mass"), []) == []
-
-
-def test_no_preference_is_an_even_share():
-    cache = synthetic_caches.inference(window=[0, 4, 5, 6, 7, 8], S=5, H=3)
-    mass, mean = (open_profiles(cache, quantity=quantity) for quantity in ("mass", "mean_prob"))
-    assert (no_preference(mass), no_preference(mean)) == (pytest.approx(1 / 6), pytest.approx(1 / 30))
-    assert no_preference(open_profiles(synthetic_caches.atlas())) is None
-
-
-def test_bands_of_a_head():
-    cache, shares = synthetic_caches.atlas(curve=False), torch.tensor([0.5, 0.3, 0.2])
-    cache |= {
-        "frame_logits_by_band": cache["frame_logits"][..., None] * shares,
-        "rope_bands": ["t", "h", "w"],
-    }
-    view = open_profiles(cache, step=4)
-    values, names = measures.band_profile(cache, view, 1, 2)
-    np.testing.assert_allclose(values[:, 1], 0.3 * view.frame_profile(1)[2], atol=1e-6)
-    assert (
-        measures.band_profile(cache, view, 1, 3) is None and measures.band_profile(cache, view, 4, 0) is None
-    )
-    row, *_ = measures.band_rows(values, names, view.context_frames)
-    profile = view.frame_profile(1)[2, :6]  # half of it is in the first band
-    assert row["band"] == "t" and row["mean"] == pytest.approx(profile.mean() / 2, abs=1e-6)
-    assert row["std over context frames"] == pytest.approx(profile.std() / 2, abs=1e-6)
-    assert measures.band_rows(values, names, ()) == []

@@ -15,62 +15,9 @@ from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.running import cli
-from wan.blocks import later_block
 
 FOLDER = ROOT / published.FOLDER
 FILES = {f"self_forcing_dmd_{name}_{F}f.pt": (name, F) for name in ("eagle", "castle") for F in (21, 72)}
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_what_the_atlases_say(file):
-    name, F = FILES[file]
-    cache = load_cache(FOLDER / file, expect=("atlas",))
-    assert name in cache["prompt"] and cache["num_frames"] == F and cache["block_sizes"] == [3] * (F // 3)
-    assert (cache["weights"], cache["model"], cache["seed"]) == ("published", "Wan2.1-T2V-1.3B", 42)
-    assert (cache["pass_timesteps"], cache["pass_is_clean"], cache["layers"]) == (
-        [1000.0],
-        [False],
-        list(range(30)),
-    )
-    assert cache["last_block_frame_logits"].shape == (30, 1, 12, F)
-    assert cache["last_block_frame_logits"].dtype == torch.float16
-    assert (
-        ("frame_logits" in cache)
-        == ("frame_logits_error" in cache)
-        == (file != "self_forcing_dmd_castle_72f.pt")
-    )
-    assert not {"frame_mass", "key_curve", "cross_mass", "frame_logits_by_band"} & set(cache)
-    assert any("not there: " in note and "mass" in note for note in cache["notes"])
-    assert open_profiles(cache).noise_frames == (F - 3, F - 2, F - 1)
-
-
-@pytest.mark.parametrize("file", [file for file in FILES if file != "self_forcing_dmd_castle_72f.pt"])
-def test_a_matrix_is_its_own_prompts_within_its_error(file):
-    """The last block's rows average to the exact values, and to those of no other prompt."""
-    cache, F = load_cache(FOLDER / file), FILES[file][1]
-    matrix = cache["frame_logits"][:, 0].double()
-    assert torch.equal(matrix.isnan(), later_block(cache["block_sizes"]).expand_as(matrix))
-    rounding = 2.0**-11 * cache["last_block_frame_logits"].double().abs()[:, 0]
-    room = cache["frame_logits_error"].double()[:, None, None] + rounding
-    mean = matrix[:, :, F - 3 :].mean(2)
-    assert ((mean - cache["last_block_frame_logits"][:, 0].double()).abs() <= room).all()
-    other = load_cache(FOLDER / file.replace("eagle", "*").replace("castle", "eagle").replace("*", "castle"))
-    assert ((mean - other["last_block_frame_logits"][:, 0].double()).abs() > room).float().mean() > 0.5
-    steps = matrix[~matrix.isnan()].abs().min()
-    assert steps > 0  # zero lies between two colours: signs are exact
-
-
-def test_head_labels():
-    labels = published.read_labels(FOLDER / published.HEAD_LABELS_CSV)
-    static = published.read_labels(FOLDER / published.STATIC_HEADS_CSV)
-    assert labels.shape == static.shape == (30, 12)
-    assert set(np.unique(labels)) == {-1, 1, 2} and set(np.unique(static)) == {0, 1}
-    assert (labels[0, :5].tolist(), labels[2, 6], static[13, 11], static[13].sum()) == (
-        [-1, 1, 1, 1, -1],
-        2,
-        1,
-        1,
-    )
 
 
 def test_other_curves(tmp_path):
@@ -133,17 +80,6 @@ def test_building_from_a_folder(tmp_path):
     assert (
         tmp_path / "out" / published.FIGURE4_CSV
     ).read_text() == "key_frame,L1H1,L5H10,clipped\n18,1,2,\n19,3,4,L1H1\n"
-
-
-def test_a_matrix_without_its_prompt(tmp_path):
-    made_up(tmp_path)
-    arrays = dict(np.load(tmp_path / build.MATRICES))
-    arrays["index_72"] = arrays["index_72"][..., ::-1]
-    np.savez(tmp_path / build.MATRICES, **arrays)
-    with pytest.raises(CacheError, match="not every matrix of 72 frames"):
-        build.run([str(tmp_path), "--output_dir", str(tmp_path / "out")])
-    with pytest.raises(CacheError, match=r"last_block_logits\.npz not found"):
-        build.run([str(tmp_path / "nowhere")])
 
 
 def test_the_matching_script(monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 
@@ -57,11 +56,6 @@ def view(change=None, blocks=None, **more):
     return open_profiles(cache, 0, "mean_logit")
 
 
-def test_what_softmax_ignores_is_no_move():
-    row = torch.randn(9, 1, generator=torch.Generator().manual_seed(5))
-    assert np.allclose(sweeps.moved(view(), view(lambda logits: logits + row)), 0, atol=1e-6)
-
-
 def test_a_move_is_its_root_mean_square():
     """One context cell of a row of three moves by 3: without the row's mean it is 2, −1, −1."""
 
@@ -73,24 +67,6 @@ def test_a_move_is_its_root_mean_square():
     expected = np.zeros((3, 3))
     expected[0, 1] = np.sqrt(3 * (4 + 1 + 1) / (3 * 3 + 3 * 6))  # over the 27 context cells
     np.testing.assert_allclose(moved, expected, atol=1e-6)
-
-
-def test_noise_of_the_own_block_is_left_out():
-    def change(logits):
-        logits[:, :, :, 6:, 6:] += torch.randn(3, 3)
-        return logits
-
-    assert np.allclose(sweeps.moved(view(), view(change)), 0, atol=1e-6)
-
-
-def test_frame_by_frame_shares_the_cells_that_are_context_in_both():
-    framewise = view(blocks=[1] * 9)
-    assert np.isfinite(sweeps.moved(view(), framewise)).all()
-
-
-def test_models_that_do_not_match_are_refused():
-    with pytest.raises(CacheError, match="differ in num_heads: their heads cannot be matched"):
-        sweeps.moved(view(), view(H=4))
 
 
 def test_a_row_per_model_and_marks_of_other_kinds():

@@ -6,7 +6,7 @@ from helpers import synthetic_caches
 from helpers.older_caches import older_figure4, older_inference
 
 from experiments.analysis.measures import head_statistics, layer_rows
-from experiments.analysis.tables import calls, describe, table
+from experiments.analysis.tables import calls, table
 from experiments.caches import load_cache
 from experiments.caches.view import open_call, open_profiles
 
@@ -38,14 +38,6 @@ def test_statistics_of_heads_and_layers_as_rows():
     mean = view.profiles()[2].mean(0)
     assert row["layer"] == 5 and row["max at"] == mean.argmax() and row["min"] == mean.min()
     assert row["largest"] == view.profiles()[2].std(0).max()
-
-
-def test_facts_of_a_view():
-    facts = describe(open_profiles(synthetic_caches.inference(window=[0, 4, 5, 6, 7, 8], steps=(0, 4))))
-    assert facts["Keys"] == "frames 0, 4–8: a sliding window" and facts["Queries"] == "frames 6–8"
-    assert facts["Noise"].startswith("frames 6–8 are noise") and facts["Quantity"].startswith("mass: ")
-    clean = describe(open_profiles(synthetic_caches.atlas(), 4))
-    assert "Noise" not in clean and "Window" not in clean and clean["Pass"] == "clean pass (t = 0)"
 
 
 def test_calls_of_an_atlas_and_of_older_files(tmp_path):

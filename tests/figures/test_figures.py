@@ -14,7 +14,6 @@ from conftest import ROOT
 from helpers import executed, synthetic_caches
 
 from experiments import figures
-from experiments.analysis.first_frame import FirstFrame
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import (
     Agreement,
@@ -170,38 +169,21 @@ def test_extremes_titles_labels_and_colours(tmp_path):
     assert "absent: no frame matrix in this cache" in words(nothing, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("F", "room", "step"), [(21, 25, 1), (72, 25, 5), (72, 8, 10), (26, 25, 2), (1, 8, 1)]
-)
-def test_ticks_thin_out(F, room, step):
-    axis = plt.figure().add_subplot()
-    style.frame_axis(axis, F, room)
-    assert axis.get_xticks().tolist() == list(range(0, F, step))
-    plt.close("all")
-
-
 def test_a_notebooks_display_stays_on_after_the_first_figure():
     code = """
 from IPython.core.interactiveshell import InteractiveShell
 InteractiveShell.instance()
 import numpy as np
-from experiments.figures import layer, style
+from experiments.figures import layer
 import matplotlib.pyplot as plt
-(FIGURE)
+layer.survival_map(np.ones((2, 3)), "x")
 print(plt.isinteractive())
 """
-    bare, styled = 'layer.survival_map(np.ones((2, 3)), "x")', "style.styled(plt.figure)()"
-    for backend, figure, shown in (("inline", bare, True), ("inline", styled, True), ("agg", bare, False)):
-        command = [sys.executable, "-c", code.replace("(FIGURE)", figure)]
+    for backend, shown in (("inline", True), ("agg", False)):
+        command = [sys.executable, "-c", code]
         env = os.environ | {"MPLBACKEND": backend}
         said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
         assert said.stdout.split() == [str(shown)], said.stderr
-
-
-def test_places_are_hundredths_of_a_point_and_words_stay_as_they_are():
-    kept = b'style="stroke-width: 0.8125"/>\n<text>0.12345</text></g>'
-    drawn = b'<g>\n  <path d="M 1.23456 -0.5004 L 2 3.1" ' + kept.replace(b"<text", b"  <text")
-    assert style.lean(drawn) == b'<g>\n<path d="M 1.23 -0.5 L 2 3.1" ' + kept == style.lean(style.lean(drawn))
 
 
 # Averages of gone frames, as columns of their own
@@ -259,15 +241,6 @@ def test_averages_are_marked_in_every_figure(with_averages):
     assert heights == pytest.approx([profile[0, 9], profile[0, 10]])
     plain = figures.head_grid(profile[:, 6:9], ["a"] * 3, Caption("mass", "s"), layer=5)
     assert not plain.legends
-
-
-def test_a_head_without_an_effect_has_no_rank():
-    effect, placebos = np.array([[1.0, 0.2, NAN]]), np.array([[[0.1, -0.3]] * 3])
-    found = FirstFrame(None, (1, 2), placebos, placebos, placebos, placebos)
-    found = found._replace(fit=type("Fit", (), {"effect": effect}))
-    np.testing.assert_array_equal(found.rank, [[1, 2, NAN]])
-    drawn = figures.placebo_strips(effect[0], placebos[0], (1, 2), "t")
-    assert drawn.axes[0].collections[0].get_array().reshape(3, 3)[0].tolist() == [1.0, 0.1, -0.3]
 
 
 # Where a notebook's figures go

@@ -10,7 +10,6 @@ from conftest import ROOT
 from helpers import synthetic_caches
 from helpers.pages import SHOWN, box, set_value, text_of
 
-from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction.causal import policy_atlas
@@ -92,53 +91,6 @@ def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
     assert browser.js("state.head") == 1
 
 
-def test_captions_and_table_follow_the_quantity(page, atlas_page):
-    browser = page("layer=5")
-    cache = load_cache(atlas_page.with_name("a.pt"))
-    for quantity, name, unit in (
-        ("mass", "attention mass", "share of 1"),
-        ("mean_logit", "mean logit", "logits"),
-    ):
-        set_value(browser, "quantity", quantity)
-        assert f"{name} ({unit})" in text_of(browser, "table-note") and unit in text_of(browser, "heads-note")
-        labels = browser.js(
-            "[...document.querySelectorAll('#profile text, #matrix text')].map(t => t.textContent)"
-        )
-        assert labels.count(browser.js("about().label")) == 2
-        s = head_statistics(open_profiles(cache, 0, quantity).frame_profile(5))
-        row = browser.js("[...document.querySelectorAll('tr[data-head=\"2\"] td')].map(t => t.textContent)")
-        shown = [float(cell.replace("−", "-")) for cell in row[2:6]]
-        np.testing.assert_allclose(shown, [s.first[2], s.middle[2], s.last[2], s.delta[2]], atol=6e-4)
-    for name in browser.js("data.passes[0].measures.map(m => m.name)"):
-        browser.js(f"choose({{ measure: {name!r} }})")
-        assert browser.js("document.querySelector('#map-note').textContent.includes(measure().title)")
-        assert browser.js("document.querySelectorAll('#map .cells path').length") >= 2
-        assert "NaN" not in browser.js("document.querySelector('main').innerHTML")
-
-
-def test_sorting_and_filtering(page):
-    browser = page("list=all")
-    deltas = browser.js("data.passes[0].quantities.mean_logit.statistics.delta.flat()")
-    shown = "listed().map(([i, j]) => shown().statistics.delta[i][j])"
-    for order in (sorted(deltas, reverse=True), sorted(deltas), deltas):
-        browser.js("document.querySelector('[data-sort=delta]').click()")
-        assert browser.js(shown) == order
-    set_value(browser, "measure", "sign_rate")
-    rates = browser.js("measure().values.flat()")
-    middle = sorted(rates)[len(rates) // 2]
-    set_value(browser, "min", str(middle), "input")
-    kept = [x for x in rates if x >= middle]
-    assert browser.js("listed().length") == len(kept) < len(rates)
-    assert browser.js("document.querySelectorAll('#table tbody tr').length") == len(kept)
-    assert text_of(browser, "table-note").startswith(f"{len(kept)} of 9 heads.")
-    assert browser.js("document.querySelectorAll('#map .dim path').length") > 0
-    for kind in set(browser.js("pass().kinds.flat()")):
-        set_value(browser, "kind", kind)
-        assert browser.js(f"listed().every(([i, j]) => pass().kinds[i][j] === {kind!r})")
-    browser.js("document.getElementById('reset').click()")
-    assert browser.js("listed().length") == 3 and browser.js("document.getElementById('min').value") == ""
-
-
 def test_downloads(page, atlas_page, tmp_path):
     browser = page("layer=5&head=2&pins=0.1_1.1&theme=dark&list=all")
     cache = load_cache(atlas_page.with_name("a.pt"))
@@ -218,36 +170,3 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
 
 
 # How it looks, and what a cache lacks
-
-
-@pytest.mark.parametrize("width", [360, 600, 700, 860, 1280, 1900, 2560])
-def test_it_fits_the_window(page, width):
-    browser = page("layer=1&head=1&pins=0.1_5.2&list=all", width, 800)
-    assert browser.js("document.documentElement.scrollWidth") <= width
-    outside = browser.js(
-        "[...document.querySelectorAll('svg, select, button, input')].filter(e => !e.closest('.scroll') && "
-        "e.getBoundingClientRect().right > innerWidth).map(e => e.id)"
-    )
-    assert outside == []
-    x = browser.js(
-        "['left', 'middle', 'right'].map(id => document.getElementById(id).getBoundingClientRect().x)"
-    )
-    assert len(set(x)) == (1 if width <= 860 else 2 if width < 1800 else 3)
-    sections = "[...document.querySelectorAll('#left > section')].map(s => s.getBoundingClientRect().x)"
-    beside = len(set(browser.js(sections))) == 2
-    assert beside == (600 <= width <= 860)
-
-
-def test_a_cache_without_matrix_passes_or_measures_of_context(page, tmp_path):
-    save_page(tmp_path / "c.html", ROOT / "cache/published" / "self_forcing_dmd_castle_72f.pt")
-    browser = page(path=tmp_path / "c.html")
-    assert "no whole frame matrix" in text_of(browser, "matrix")
-    assert browser.js("['pass-box', 'quantity-box'].every(id => document.getElementById(id).hidden)")
-    assert browser.js("document.getElementById('save-matrix').disabled")
-    browser.key("p")
-    assert browser.js("document.querySelectorAll('#compare .strong').length") == 3
-    base = synthetic_caches.atlas(layers=(0,), steps=(0,), F=6, blocks=[6], H=3)
-    save_cache(tmp_path / "b.pt", base)
-    save_page(tmp_path / "b.html", tmp_path / "b.pt")
-    browser = page(path=tmp_path / "b.html")
-    assert "Every frame is noise" in text_of(browser, "profile-note")

@@ -62,19 +62,6 @@ def test_the_published_data():
     assert one["kinds"][1][1] in ("anchor", "wave", "veil")
 
 
-def test_every_pass_and_both_quantities(tmp_path):
-    save_cache(tmp_path / "a.pt", synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4)))
-    data = data_of(tmp_path / "a.pt", [1, 5])
-    assert [p["label"] for p in data["passes"]] == ["pass 0 (t = 1000)", "clean pass (t = 0)"]
-    assert [p["noise"] for p in data["passes"]] == [[6, 7, 8], []] and data["layers"] == [1, 5]
-    cache = load_cache(tmp_path / "a.pt")
-    for p, one in enumerate(data["passes"]):
-        assert list(one["quantities"]) == ["mean_logit", "mass"]
-        for quantity, name in (("mean_logit", "frame_logits"), ("mass", "frame_mass")):
-            found = decode_matrices(one["matrices"][quantity], 2, 3, 9)
-            np.testing.assert_allclose(found, cache[name][[1, 2], p], atol=2e-4)
-
-
 def test_a_folder_of_layers_and_its_mistakes(tmp_path):
     for N in (10, 2):
         save_cache(tmp_path / f"layer{N}.pt", synthetic_caches.layer(N))

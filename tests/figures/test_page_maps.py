@@ -6,7 +6,6 @@ import torch
 from helpers import synthetic_caches
 from helpers.pages import box, set_value, text_of
 
-from experiments import layer_page
 from experiments.analysis.video_maps import open_map
 from experiments.caches import save_cache
 from experiments.caches.files import CacheError
@@ -117,10 +116,3 @@ def test_maps_are_pooled_until_they_fit(files, tmp_path):
     values[0, 2] = np.nan
     assert np.array_equal(pooled(values), [[2.0, 5.0]])
     assert np.isnan(pooled(np.full((2, 2), np.nan))).all()
-
-
-def test_the_script_takes_maps(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    layer_page.run([str(files / "a.pt"), "--maps", str(files / "maps.pt"), "--output_path", "p.html"])
-    assert '"maps":{"layers":[0,5]' in (tmp_path / "p.html").read_text()
-    assert "open it in a browser" in capsys.readouterr().out

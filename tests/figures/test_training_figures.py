@@ -3,8 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_hex
 
-from experiments.benchmarks.reproduce.first_frame import few_step_from
-from experiments.figures.training import effect_by_step, training_checkpoints, training_curves
+from experiments.figures.training import effect_by_step, training_checkpoints
 
 STEPS = [0, 100, 1000, 20000]
 
@@ -37,17 +36,3 @@ def test_seeds_are_told_apart_in_the_legend():
     assert axis.get_legend().handlelength >= 3 and "few-step stages from 1000" in axis.get_xlabel()
     short = effect_by_step({"s": {"first pass": lines[1:]}}, few_step=1000)  # ends where they begin
     assert short.axes[0].get_xlabel() == "Training step"
-
-
-def test_thin_and_dashed_losses_are_in_the_legend():
-    curve = [[step, step + 1.0, 1 / (step + 1)] for step in range(20)]
-    psnr = [[0, 10, 10, 10], [5, 20, 20, 20]]
-    twice = training_curves({"causal": [list(curve), curve]}, psnr, None, "wan-mini")
-    said = [text.get_text() for text in twice.axes[0].get_legend().get_texts()]
-    assert said == ["causal", "mean of 7", "each value", "first of two runs"]
-    once = training_curves({"causal": [curve]}, psnr, None, "wan-mini")
-    assert len(once.axes[0].get_legend().get_texts()) == 3
-
-
-def test_few_step_stages_follow_the_first_causal_one():
-    assert few_step_from() == 30260

@@ -370,9 +370,7 @@ def test_on_the_video(maps, tmp_path):
         ("on_the_video", {"CACHE_PATH": "none.pt"}, "run: python experiments/run_extraction_maps.py"),
         ("on_the_video", {"HEADS": [[1, 1]]}, "layer 1 is not in this cache; it has 2, 5"),
         ("on_the_video", {"VIDEO": "none.mp4"}, "none.mp4 not found"),
-        ("on_the_video", {"PICTURE": 4}, "picture 4 of a latent frame is not in 0..3"),
         ("plt_fig4", {"CACHE_PATH": "none.pt"}, "run: python experiments/run_extraction_figure4.py"),
-        ("plt_fig4", {}, "is a cache of format maps"),
         ("plot_figure4", {}, "is a cache of format maps"),
     ],
 )
@@ -394,8 +392,3 @@ def test_how_notebooks_are_stored(path):
     for cell in code:
         assert len(cell["source"]) <= 12
         assert not re.search(r"^\s*(def|class) ", "".join(cell["source"]), re.MULTILINE)
-    text = "".join(
-        line for c in notebook["cells"] if c["cell_type"] == "markdown" for line in [*c["source"], "\n"]
-    )
-    headings = re.findall(r"^#+ .*", text, re.MULTILINE)
-    assert headings and all(re.search(r"[\u4e00-\u9fff].* · .*[A-Za-z]", heading) for heading in headings)
