@@ -168,11 +168,6 @@ def rounded(interval: Interval, digits: int = 3) -> list[float]:
     return [round(float(value), digits) for value in interval]
 
 
-def curve(answers: np.ndarray) -> list[list[float]]:
-    """Return share and interval for each count of heads, of answers [counts, captions]."""
-    return [rounded(bootstrap(row)) for row in answers]
-
-
 def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> list[list[float]]:
     """Return share, interval, lowest and highest draw for each count, of draws [draws, counts, captions].
 
@@ -203,6 +198,9 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
 
     def by_count(name: str) -> np.ndarray:
         return np.stack([answers(f"{name}: {count}") for count in found["counts"]])
+
+    def curve(shares: np.ndarray) -> list[list[float]]:
+        return [rounded(bootstrap(row)) for row in shares]
 
     orders = {name: by_count(name) for name in ORDERS}
     random = np.stack([by_count(f"random {draw}") for draw in range(found["draws"])])
@@ -285,13 +283,8 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
 # --- An effects cache
 
 QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
-QUESTIONS |= {
-    "color": "colour",
-    "crossing": "paths cross",
-    "hides": "it hides",
-    "comes_back": "it comes back",
-}
-QUESTIONS |= {"same": "back in colour and shape"}
+QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}
+QUESTIONS |= {"comes_back": "it comes back", "same": "back in colour and shape"}
 
 
 def changes_of(cache: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -379,17 +372,11 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
     controls = {
         label: np.nanmean(cache[name].numpy(), (0, -1)) for name, label in names.items() if name in cache
     }
-    measures, labels = _attention(atlas, cache)
-    return HeadStudy(
-        edits_in_words(cache["interventions"]),
-        cache["layers"],
-        np.stack([per_run[prompts == one].mean(0) for one in dict.fromkeys(cache["prompts"])]),  # seeds first
-        float(np.nanmean(cache["floor"].numpy())),
-        controls,
-        cache["head_norms"].numpy().mean(0) if "head_norms" in cache else None,
-        measures,
-        labels,
-    )
+    seeds_first = [per_run[prompts == one].mean(0) for one in dict.fromkeys(cache["prompts"])]
+    floor, words = float(np.nanmean(cache["floor"].numpy())), edits_in_words(cache["interventions"])
+    norms = cache["head_norms"].numpy().mean(0) if "head_norms" in cache else None
+    attention = _attention(atlas, cache)
+    return HeadStudy(words, cache["layers"], np.stack(seeds_first), floor, controls, norms, *attention)
 
 
 def _attention(

@@ -141,23 +141,12 @@ def open_map(
     np.add.at(count, (frames[placed], tokens[placed]), 1)
     np.add.at(total, (frames[placed], tokens[placed]), stored[placed])
     values = total * seen.sum() if quantity == "mass" else total / np.maximum(count, 1)
-    frame, grid_row, column = block.queries[row].tolist()
-    at = typed.passes()[p]
-    return VideoMap(
-        np.where(count > 0, values, np.nan).astype(np.float32).reshape(-1, typed.rows, typed.columns),
-        quantity,
-        layer,
-        head,
-        pass_name(*at),
-        (frame, grid_row, column),
-        tuple(block.query_frames),
-        bool(at.is_clean_pass),
-        int(seen.sum()),
-        float(1 - mass[placed].sum()),
-        typed.model,
-        source_of(typed),
-        edits_in_words(typed.interventions),
-    )
+    at, (frame, grid_row, column) = typed.passes()[p], block.queries[row].tolist()
+    whose = (quantity, layer, head, pass_name(*at), (frame, grid_row, column), tuple(block.query_frames))
+    sums = (int(seen.sum()), float(1 - mass[placed].sum()))
+    about = (typed.model, source_of(typed), edits_in_words(typed.interventions))
+    grid = np.where(count > 0, values, np.nan).astype(np.float32).reshape(-1, typed.rows, typed.columns)
+    return VideoMap(grid, *whose, bool(at.is_clean_pass), *sums, *about)
 
 
 def word_maps(

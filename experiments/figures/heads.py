@@ -68,18 +68,12 @@ def one_head(panel: HeadPanel, caption: Caption) -> Figure:
     if np.isfinite(panel.profile).any():
         for name, find, up in (("max", np.nanargmax, 18), ("min", np.nanargmin, 30)):
             k = int(find(panel.profile))
-            axis.annotate(
-                f"{name}@{k}: {panel.profile[k]:.3g}",
-                (k, panel.profile[k]),  # the frame's own value, not its highest token
-                (0, up),
-                textcoords="offset points",
-                arrowprops={"arrowstyle": "-", "color": DARK, "linewidth": 0.8},
-                va="bottom",
-                ha=_side(k, F),
-                weight="bold",
-                color=DARK,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
-            )
+            value = panel.profile[k]  # the frame's own value, not its highest token
+            said: dict[str, Any] = {"va": "bottom", "ha": _side(k, F), "weight": "bold", "color": DARK}
+            said["arrowprops"] = {"arrowstyle": "-", "color": DARK, "linewidth": 0.8}
+            said["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+            said["textcoords"] = "offset points"
+            axis.annotate(f"{name}@{k}: {value:.3g}", (k, value), (0, up), **said)
     legend = st.handles(axis) | st.mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
     title = f"Layer {panel.layer}, head {panel.head}: {NAMES[caption.quantity]}, {caption.subtitle}"
     st.label_figure(figure, [axis], title, legend=legend)

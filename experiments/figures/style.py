@@ -185,14 +185,9 @@ def label_figure(
     if y:
         figure.supylabel(y, fontsize=9)
     if legend or note:
-        figure.legend(
-            handles=list(legend.values()),
-            loc="outside lower center",
-            ncols=max(1, min(len(legend), int(_width / 2.2) if _width else len(legend))),
-            frameon=False,
-            title=note or None,
-            title_fontsize=8,
-        )
+        columns = max(1, min(len(legend), int(_width / 2.2) if _width else len(legend)))
+        below: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+        figure.legend(handles=list(legend.values()), title=note or None, title_fontsize=8, **below)
 
 
 def handles(axis: Axes) -> dict[str, Artist]:
