@@ -159,7 +159,7 @@ class CachePolicy:
         del cache.slots[kept:]
         cache.append(frames, own=len(frames) - kept)
 
-    def new_cache(self, build: "BuildCache", num_layers: int, shard: HeadShard) -> "AnyCache":
+    def new_cache(self, build: "Callable[..., KVCache]", num_layers: int, shard: HeadShard) -> "AnyCache":
         """Return an empty cache; build makes one from its number of heads in every layer and its policy."""
         return build([len(shard.heads)] * num_layers, self)
 
@@ -351,13 +351,8 @@ class KVCache:
             self.key_positions = range(first, first + len(self.own))
         self.query_positions = self.policy.query_positions(self)
         self.begin_pass(is_clean=True)
-        shared = KeyLayout(
-            tuple(self.slots),
-            self.tokens_per_frame,
-            own=self.own,
-            query_positions=tuple(self.query_positions),
-            sink=range(min(self.sink, self.own.start)),
-        )
+        asks, sink = tuple(self.query_positions), range(min(self.sink, self.own.start))
+        shared = KeyLayout(tuple(self.slots), self.tokens_per_frame, self.own, asks, sink=sink)
         self.layouts = [shared] * self.num_layers
         if self.policy.chooses_by_layer:
             own = [self.policy.of_layer(self, layer) for layer in range(self.num_layers)]
@@ -391,9 +386,6 @@ class PerHeadCache:
         for one in self._classes:
             rows = zip(text, one.here, strict=False)
             one.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
-        positions = {tuple(cache.query_positions) for cache in self.caches}
-        if len(positions) > 1:
-            raise ConfigError(f"cache_policy per_head: classes put the queries at {sorted(positions)}")
         first, self.newest = self.caches[0], block
         self.query_positions, self.key_positions = first.query_positions, first.key_positions
         self.begin_pass(is_clean=True)
@@ -424,5 +416,4 @@ class PerHeadCache:
         return groups
 
 
-BuildCache = Callable[[Sequence[int], CachePolicy], KVCache]
 AnyCache = KVCache | PerHeadCache

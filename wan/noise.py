@@ -66,10 +66,8 @@ class SeededNoise:
         self.device, self.dtype, self.start = device, dtype, start
         self._values = frame_shape[0] * frame_shape[1] * frame_shape[2]
         if self._values % DRAWN_TOGETHER:
-            raise ConfigError(
-                f"a latent frame of {self._values} values is not drawn by itself; they must be a multiple of "
-                f"{DRAWN_TOGETHER}"
-            )
+            problem = f"a latent frame of {self._values} values is not drawn by itself"
+            raise ConfigError(f"{problem}; they must be a multiple of {DRAWN_TOGETHER}")
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._states: list[list[Tensor]] = []  # per segment and video, at its beginning
         for segment in range(num_steps):
@@ -116,7 +114,5 @@ def check_frames(noise: Noise, frames: range) -> None:
     """Raise ConfigError where a noise is not of all these frames."""
     there = range(noise.start, noise.start + noise.shape[1])
     if frames.start < there.start or frames.stop > there.stop:
-        raise ConfigError(
-            f"noise of frames {there.start}..{there.stop - 1} is not that of frames {frames.start}.."
-            f"{frames.stop - 1}; draw more frames, or begin it at another start"
-        )
+        has, asks = (f"frames {one.start}..{one.stop - 1}" for one in (there, frames))
+        raise ConfigError(f"noise of {has} is not that of {asks}; draw more frames")

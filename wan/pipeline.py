@@ -89,10 +89,7 @@ class CausalInferencePipeline:
         schedule = FlowSchedule(timestep_shift)
         timesteps = schedule.warp(steps) if warp_denoising_step else torch.as_tensor(steps).float()
         self.timesteps, self.sigmas = timesteps.tolist(), schedule.sigma(timesteps).tolist()
-        self.pass_timesteps = [
-            *self.timesteps,
-            float(context_noise),
-        ]  # of a block's passes, the clean one last
+        self.pass_timesteps = [*self.timesteps, float(context_noise)]  # the clean pass last
         self.recompute_context = recompute_context
         check_window(model.local_attn_size, model.sink_size, num_frame_per_block)
         self.cache_policy = cache_policy or of_window(model.local_attn_size, model.sink_size)
@@ -133,10 +130,8 @@ class CausalInferencePipeline:
             raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
         given = noise[:, :0] if initial_latent is None else initial_latent
         if given.shape[1] and given[:, 0].shape != noise[:, 0].shape:
-            raise ConfigError(
-                f"initial_latent {tuple(given.shape)} and noise {tuple(noise.shape)} "
-                "differ in more than their frames"
-            )
+            shapes = f"initial_latent {tuple(given.shape)} and noise {tuple(noise.shape)}"
+            raise ConfigError(f"{shapes} differ in more than their frames")
         if prompt_embeds is None:
             prompt_embeds = self.encode(text_prompts, noise.shape[0])
         rollout = self.blocks(
@@ -337,14 +332,12 @@ class Rollout:
 
     def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
         """Run the model once, announced to those who observe it."""
-        timestep = self.pipeline.pass_timesteps[step]  # step -1 has that of the clean pass
+        t = self.pipeline.pass_timesteps[step]  # step -1 has that of the clean pass
         is_clean = step in (len(self.pipeline.timesteps), RECACHE)
         self.kv_cache.begin_pass(is_clean)
-        at = Pass(
-            query_frames=tuple(frames), block=block, step=step, timestep=timestep, is_clean_pass=is_clean
-        )
+        at = Pass(query_frames=tuple(frames), block=block, step=step, timestep=t, is_clean_pass=is_clean)
         with ATTENTION_WEIGHT_CAPTURE.during(at):
-            flow = self.model(x, x.new_full((), timestep, dtype=torch.float32), self.text, self.kv_cache)
+            flow = self.model(x, x.new_full((), t, dtype=torch.float32), self.text, self.kv_cache)
         if self.on_pass:
             self.on_pass()
         return flow

@@ -4,7 +4,7 @@ Each class is a policy of a publication. The face that they share is CachePolicy
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from os.path import isfile
 from typing import Any, ClassVar, Literal, get_args, get_origin
@@ -12,17 +12,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
-from wan.cache import (
-    FLUSH_KEEPS,
-    NEEDS_ROTATION,
-    AnyCache,
-    BuildCache,
-    CachePolicy,
-    Capacity,
-    HeadClass,
-    KVCache,
-    PerHeadCache,
-)
+from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, HeadClass, KVCache, PerHeadCache
 from wan.errors import ConfigError, require_text, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, MAX_TEXT, read_text
 from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadShard, Slot, send
@@ -424,10 +414,9 @@ class MemoryBank(WindowedPolicy):
         where = cache.tokens(bank)
         found = []
         for (text, _), keys in zip(cache.text, cache.keys, strict=True):
-            frames = (
-                keys[:, where].unflatten(1, (len(bank), -1)).mean(2, dtype=torch.float32)
-            )  # [B, bank, H, D]
-            found.append(torch.einsum("bhd,bfhd->bf", text.float().mean(1), frames))
+            frames = keys[:, where].unflatten(1, (len(bank), -1))  # [B, bank, S, H, D]
+            means = text.float().mean(1), frames.mean(2, dtype=torch.float32)
+            found.append(torch.einsum("bhd,bfhd->bf", *means))
         scores = cache.shard.sum(torch.stack(found))  # [layers, B, bank]
         best = scores.argsort(dim=2, descending=True, stable=True)  # ties: lower index
         for buffers in (cache.keys, cache.values):
@@ -551,10 +540,8 @@ class Participative(WindowedPolicy):
         chosen = known.take(order, range(self.sink, self.sink + self.num_chosen))
         # 3. Close up.
         recent = torch.arange(between.stop, len(self._wide) * S, device=keys.device).expand(len(keys), -1)
-        rows, place = (
-            torch.cat([order + between.start, recent], 1),
-            cache.tokens(range(self.sink, self.budget)),
-        )
+        rows = torch.cat([order + between.start, recent], 1)
+        place = cache.tokens(range(self.sink, self.budget))
         for buffers in (cache.keys, cache.values, *(() if self.source else (cache.raw_keys,))):
             buffers[layer][:, place] = buffers[layer].take_along_dim(rows[:, :, None, None], 1)
         # 4. Rotate the chosen keys to the positions of their slots; each keeps its row and column.
@@ -634,7 +621,7 @@ class PerHead(CachePolicy):
         has_raw = any(size.raw_slots for size in sizes)
         return Capacity(slots, slots if has_raw else 0, max(size.state_frames for size in sizes))
 
-    def new_cache(self, build: BuildCache, num_layers: int, shard: HeadShard) -> PerHeadCache:
+    def new_cache(self, build: Callable[..., KVCache], num_layers: int, shard: HeadShard) -> PerHeadCache:
         here, model = (len(self.labels), len(self.labels[0])), (num_layers, shard.total)
         sizes = f"{here[0]} layers x {here[1]} heads, the model {model[0]} x {model[1]}"
         self.require(here == model, f"{self.file} has {sizes}")
@@ -780,15 +767,16 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
         policy.check_switch(switch.how, switch.frame)
 
 
-def apply_switch(cache: AnyCache, how: How, past: int, recompute_context: int) -> tuple[int, int]:
+def apply_switch(cache: KVCache | PerHeadCache, how: How, past: int, context: int) -> tuple[int, int]:
     """Let a cache forget what a switch wants before a block, of past frames whose latents are remembered.
 
-    Returns how many of them are remembered still, and how many, the newest, are now to be computed again.
+    context is recompute_context. Returns how many of them are remembered still, and how many, the newest, are
+    now to be computed again.
     """
     if how in ("flush", "cut"):
         cache.flush()
         past = min(past, cache.policy.lasting_sink + FLUSH_KEEPS)  # what is forgotten is not computed again
-    return past, past if how == "recache" else min(past, recompute_context)
+    return past, past if how == "recache" else min(past, context)
 
 
 def check_recompute(context: int, policy: CachePolicy, block_size: int) -> None:
