@@ -390,7 +390,9 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
         if twin := next((p for p in weights if p != path and weights[p] == weights[path]), None):
-            raise ConfigError(f"--checkpoints {path} and {twin} would share {weights[twin]}; rename one")
+            raise ConfigError(
+                f"--checkpoints {path} and {twin} would share the folder {weights[twin].name}; rename one"
+            )
     return {
         str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
             config, checkpoint_path=checkpoint, prompt=prompt, seed=seed

@@ -13,26 +13,22 @@ from experiments.caches.files import CacheError, require_writable, target_of
 
 def require_distinct(outputs: Iterable[str | Path], inputs: Iterable[str | Path | None]) -> None:
     """Raise CacheError where an output is an input or a file of an input folder, or is named twice."""
+
+    def identity(path: Path) -> Any:
+        """Return the device and inode of a file, which links share, or the place of one not there yet."""
+        real = os.path.realpath(path)
+        return (os.stat(real).st_dev, os.stat(real).st_ino) if os.path.exists(real) else real
+
     read = [Path(path) for path in inputs if path]
     folders = [path.resolve() for path in read if os.path.isdir(path)]
-    used = {_identity(path): "which this run reads" for path in read}
+    used = {identity(path): "which this run reads" for path in read}
     for path in map(Path, outputs):
         if os.path.isdir(path):
             raise CacheError(f"{path} cannot be written: it is a folder; name a file")
         in_folder = os.path.isfile(path) and any(path.resolve().is_relative_to(folder) for folder in folders)
-        if use := used.get(_identity(path), "which this run reads" if in_folder else None):
+        if use := used.get(identity(path), "which this run reads" if in_folder else None):
             raise CacheError(f"{path} is the same file as one {use}; give it another name")
-        used[_identity(path)] = "which this run writes too"
-
-
-def _identity(path: Path) -> Any:
-    """Return the device and inode of a file, which links share, or the place of one that is not there yet."""
-    real = os.path.realpath(path)
-    try:
-        state = os.stat(real)
-        return state.st_dev, state.st_ino
-    except OSError:
-        return real
+        used[identity(path)] = "which this run writes too"
 
 
 @contextmanager
@@ -65,9 +61,8 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise CacheError(
-            f"{path} is being made by another run; wait for it, or choose another --output_path"
-        ) from None
+        message = f"{path} is being made by another run; wait for it, or choose another --output_path"
+        raise CacheError(message) from None
     except OSError as error:
         raise CacheError(f"{lock.lock_file} cannot be locked: {error.strerror or error}") from error
     try:

@@ -141,10 +141,9 @@ def memory_bytes() -> dict[str, int]:
 
 
 def memory() -> str:
-    """Return the peak memory in words."""
-    used = memory_bytes()
-    name, number = ("GPU", used["gpu_bytes"]) if "gpu_bytes" in used else ("memory", used["host_bytes"])
-    return f"{number / 2**30:.1f} GiB {name}"
+    """Return the peak memory in words, of the GPU where one is in use."""
+    name, nbytes = list(memory_bytes().items())[-1]
+    return f"{nbytes / 2**30:.1f} GiB {'GPU' if name == 'gpu_bytes' else 'memory'}"
 
 
 def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:

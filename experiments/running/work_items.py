@@ -7,9 +7,8 @@
 FOLDER/NAME.json holds the result of a finished item; it appears whole or not at all, so a killed run goes on
 where it was. FOLDER/NAME.claim belongs to the process that works on an item: a filelock.SoftFileLease, whose
 owner touches the file every few seconds. Another process takes the claim once the file has not changed for
-LEASE_SECONDS of its own clock. That needs no synchronised clocks, no process ids of other hosts and no lock
-daemon, which many shared disks lack. An owner that was only asleep may finish the item as well: files are
-replaced whole, and the bytes are the same.
+LEASE_SECONDS of its own clock: no synchronised clocks and no lock daemon are needed. An owner that was only
+asleep may finish the item as well: files are replaced whole, and the bytes are the same.
 """
 
 import hashlib
@@ -140,17 +139,15 @@ class WorkItems:
         from filelock import SoftFileLease, Timeout  # slow to import, and --help needs no locks
 
         if name not in self._leases:
-            self._leases[name] = SoftFileLease(
-                self.folder / f"{name}.claim", lease_duration=self.lease_seconds, thread_local=False
-            )
+            path, seconds = self.folder / f"{name}.claim", self.lease_seconds
+            self._leases[name] = SoftFileLease(path, lease_duration=seconds, thread_local=False)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._leases[name].acquire(timeout=0)
         except Timeout:
             return False
         except OSError as error:
-            reason = error.strerror or error
-            raise CacheError(f"{self.folder} cannot hold the claims of a sweep: {reason}") from error
+            raise CacheError(f"{self.folder} cannot hold the claims: {error.strerror or error}") from error
         return True
 
     def _release(self, name: str) -> None:

@@ -265,15 +265,6 @@ def test_streams_that_take_nothing_lose_no_file(stream, tmp_path):
     assert all(load_cache(path)["format"] == "layer" for path in (tmp_path / "x").glob("*.pt"))
 
 
-def test_an_alphabet_that_has_not_what_is_printed(tmp_path):
-    prompt = "\N{CLAPPER BOARD} 一只猫"
-    argv = [*SHORT, "--prompt", prompt, "--output_path", tmp_path / "a.pt"]
-    with open(tmp_path / "said", "wb") as file:
-        done = with_streams(run_extraction_each, argv, lambda: os.dup(file.fileno()), encoding="ascii")
-    assert done.value == 0 and load_cache(tmp_path / "a.pt")["prompt"] == prompt
-    assert b"\\U0001f3ac" in (tmp_path / "said").read_bytes()
-
-
 def hung_up(path, *numbers, ignored=False):
     """A run of three blocks to which signals come during the first block."""
 

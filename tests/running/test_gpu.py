@@ -1,6 +1,4 @@
-"""On a GPU: memory that does not suffice at each stage of a run,
-and equal bits run after run with --deterministic.
-"""
+"""On a GPU: too little memory at each stage of a run, and equal bits with --deterministic."""
 
 import os
 import subprocess
@@ -31,16 +29,13 @@ def at_the_root(monkeypatch):
 
 @pytest.fixture
 def no_more_memory(monkeypatch):
-    """A function that lets a stage of a run begin with every byte taken that this process may have:
-    CUDA itself refuses.
-    """
+    """A function that lets a stage of a run begin with every byte of this process taken."""
     taken = []
 
     def take_all() -> None:
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(
-            torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
-        )
+        share = torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(share)
         for size in (1 << 20, 1 << 14, 1 << 9):
             try:
                 while True:
@@ -69,10 +64,8 @@ def said_by(script, flags, capfd) -> str:
     with pytest.raises(SystemExit) as ended:
         cli.main(script.run, flags)
     said = capfd.readouterr().err
-    assert (
-        ended.value.code == 1 and said.startswith("error: out of GPU memory while ") and said.count("\n") == 1
-    ), said
-    assert "CUDA out of memory" in said
+    assert ended.value.code == 1 and said.startswith("error: out of GPU memory while "), said
+    assert said.count("\n") == 1 and "CUDA out of memory" in said
     return said
 
 
@@ -81,20 +74,8 @@ def said_by(script, flags, capfd) -> str:
     [
         (causal, "encode_prompts", [], "encoding the prompt", "--device cpu"),
         (causal, "load_pipeline", [], "loading the model", "--device cpu"),
-        (
-            causal,
-            "roll_out",
-            ["--granularity", "frame"],
-            "rolling out block 0 of 3",
-            "fewer --num_frames",
-        ),
-        (
-            reductions,
-            "token_matrix",
-            [],
-            "rolling out block 2 of 3",
-            "--granularity frame keeps no token matrices",
-        ),
+        (causal, "roll_out", ["--granularity", "frame"], "rolling out block 0 of 3", "fewer --num_frames"),
+        (reductions, "token_matrix", [], "rolling out block 2 of 3", "--granularity frame keeps no token"),
     ],
 )
 def test_out_of_memory_says_what_was_being_done_and_what_helps(
@@ -134,17 +115,12 @@ extract_attention_wan.run([*rollout, *short, "--all_layers", "--output_dir", fol
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_deterministic_runs_are_equal_to_the_byte(dtype, tmp_path):
-    """In processes of their own: what one has warmed up,
-    tuned or left in memory is not there for the other.
-    """
+    """In processes of their own: what one has warmed up or tuned is not there for the other."""
     made = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", EVERYTHING, str(tmp_path / name), *MINI, "--dtype", dtype],
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-c", EVERYTHING, str(tmp_path / name), *MINI, "--dtype", dtype]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         made.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
     assert len(made[0]) == 5 and made[0].keys() == made[1].keys()

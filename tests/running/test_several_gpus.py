@@ -122,8 +122,8 @@ def test_one_process_does_not_answer(tmp_path):
 def test_all_fail_alike_and_say_it_once(tmp_path, late):
     def after_the_other(rank):
         if rank == late:
-            _is_first_to_fail = cli._is_first_to_fail
-            cli._is_first_to_fail = lambda message: time.sleep(0.3) or _is_first_to_fail(message)
+            first = parallel.is_first_to_fail
+            parallel.is_first_to_fail = lambda message: time.sleep(0.3) or first(message)
 
     run = extracting(tmp_path / "out.pt", "--checkpoint_path", "none.pt")
     codes, said = ranks(2, run, tmp_path, after_the_other)
@@ -131,19 +131,10 @@ def test_all_fail_alike_and_say_it_once(tmp_path, late):
 
 
 def start(path, *flags):
-    command = [
-        sys.executable,
-        "experiments/run_extraction_each.py",
-        *MINI[:2],
-        "--device",
-        "cpu",
-        "--gpus",
-        "2",
-    ]
-    return subprocess.Popen(
-        [*command, "--output_path", str(path), *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    command = [sys.executable, "experiments/run_extraction_each.py", *MINI[:2], "--device", "cpu"]
+    command += ["--gpus", "2", "--output_path", str(path), *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def children_of(process: int) -> list[int]:
@@ -175,22 +166,24 @@ def test_a_killed_process_ends_the_others(tmp_path):
     assert not (tmp_path / "out.pt").exists()
 
 
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [
         (
             ["--gpus", "5"],
             {},
-            "--gpus 5 does not split wan-mini: its 12 heads and blocks of 48 tokens go on 1, 2",
+            "does not split wan-mini: its 12 heads and blocks of 48 tokens",
         ),
         (
             ["--gpus", "2", "--seeds", "1", "--output_dir", "x"],
             {},
             "a sweep is shared by ranks of one GPU each",
         ),
-        (["--gpus", "3"], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "--gpus 3 under 2 ranks"),
-        ([], {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0"}, "--gpus 5 does not split wan-mini"),
-        ([], {"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        (["--gpus", "3"], TWO, "--gpus 3 under 2 ranks"),
+        ([], TWO | {"WORLD_SIZE": "5"}, "--gpus 5 does not split wan-mini"),
     ],
 )
 def test_what_does_not_split(flags, environment, message, monkeypatch):
