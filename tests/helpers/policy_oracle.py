@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 THETA = 10000.0
+BY_SLOT = ("relative", "ema_sink", "two_memories")  # whose keys stand at 0..n-1
+NAMES = ("full", "window", "deep_sink", "rolling_sink", "memory_bank", "participative", *BY_SLOT)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class LayerOracle:
         kept = [*self.past, *self.own][: self.sink] if self.fields.get("global_sink") else []
         self.forget()
         first = int(frames[0].frame[0, 0])
-        by_slot = self.name in ("relative", "ema_sink", "two_memories")
+        by_slot = self.name in BY_SLOT
         frames = [f.at(i if by_slot else first + i) for i, f in enumerate(frames)]
         self.past, self.own = [*kept, *frames[len(kept) :]], []
         return self.softmax(q, frames, self.past)
@@ -111,7 +113,7 @@ class LayerOracle:
 
     def placed(self) -> tuple[list[Frame], list[Frame]]:
         past, own, sink = self.past, self.own, self.sink
-        if self.name in ("relative", "ema_sink", "two_memories"):
+        if self.name in BY_SLOT:
             first = 45 if self.is_cut else len(past)
             return [f.at(i) for i, f in enumerate(past)], [f.at(first + i) for i, f in enumerate(own)]
         if self.name == "deep_sink":
