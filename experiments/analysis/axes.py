@@ -63,9 +63,6 @@ def survival(atlas: dict[str, Any]) -> np.ndarray:
     return kept
 
 
-# --- What queries see along an axis
-
-
 @dataclass(frozen=True)
 class KeyColumns:
     """Values of the last block's queries per column of keys; what each column is, and how it is marked."""

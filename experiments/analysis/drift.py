@@ -76,7 +76,6 @@ def _along(x: np.ndarray, kernel: np.ndarray, axis: int) -> np.ndarray:
     return matrix @ x if axis == -2 else x @ matrix.T
 
 
-# --- The measures
 FPS = 16
 HUE_BINS = 180
 FIRST_FRAMES = 9  # of the video: its first block of three latent frames

@@ -280,8 +280,6 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
     }
 
 
-# --- An effects cache
-
 QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
 QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}
 QUESTIONS |= {"comes_back": "it comes back", "same": "back in colour and shape"}

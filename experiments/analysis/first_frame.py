@@ -189,9 +189,6 @@ def mean_without_nan(values: np.ndarray) -> np.ndarray:
         return np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
 
 
-# --- All of it for a view
-
-
 def matrices(view: Profiles) -> np.ndarray:
     """Return the matrices [layers, heads, F, F] of a view. CacheError for a cache of profiles alone."""
     found = view.frame_matrices()
@@ -213,18 +210,14 @@ class FirstFrame(NamedTuple):
     @property
     def above_placebos(self) -> np.ndarray:
         """Mark heads whose effect exceeds the size of every placebo of frames 1..24 [layers, heads]."""
-        return self.fit.effect > np.abs(self.placebos[..., : self.num_placebos]).max(-1, initial=0)
+        first = self.placebos[..., [frame <= LAST_PLACEBO for frame in self.frames]]
+        return self.fit.effect > np.abs(first).max(-1, initial=0)
 
     @property
     def rank(self) -> np.ndarray:
         """Rank of an effect among its placebos' sizes, 1 the highest; NaN without one [layers, heads]."""
         rank = 1 + (np.abs(self.placebos) >= self.fit.effect[..., None]).sum(-1)
         return np.where(np.isnan(self.fit.effect), np.nan, rank)
-
-    @property
-    def num_placebos(self) -> int:
-        """Number of frames, the first of frames, that above_placebos compares with."""
-        return sum(frame <= LAST_PLACEBO for frame in self.frames)
 
     def summary(self, threshold: float = 2.0) -> dict[str, float | int]:
         """Mean and median of s, heads above a threshold and above all placebos, first contrasts."""
@@ -235,7 +228,7 @@ class FirstFrame(NamedTuple):
             "median of s": float(np.median(s)),
             f"heads above {threshold:g}": int((s > threshold).sum()),
             "heads above all placebos": int(self.above_placebos.sum()),
-            "placebo frames": self.num_placebos,
+            "placebo frames": sum(frame <= LAST_PLACEBO for frame in self.frames),
             "heads": s.size,
             **{f"contrast of frame {frame}": float(c[frame]) for frame in range(3)},
         }

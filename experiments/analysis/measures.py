@@ -154,9 +154,6 @@ def log_mass_effect(view: Profiles) -> np.ndarray:
         return first_frame_effect(np.log(matrices(view)), view.block_sizes).effect
 
 
-# --- Waves
-
-
 class Wave(NamedTuple):
     """A sinusoid in each profile; NaN where fewer than 6 context frames show one."""
 
@@ -308,9 +305,6 @@ def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:
     return rows
 
 
-# --- What a Figure 4 is made of
-
-
 def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, Any]]:
     """Waves and preferences of some heads, of the mean of all heads, and how many are above 2.
 
@@ -342,9 +336,6 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
 def highest_in_noise(view: Profiles) -> int:
     """Count the heads whose highest key frame is noise in this pass."""
     return int(np.isin(head_statistics(view.profiles()).max_frame, view.noise_frames).sum())
-
-
-# --- RoPE bands of one head
 
 
 def band_profile(

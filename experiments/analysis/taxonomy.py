@@ -53,9 +53,6 @@ def load_thresholds(path: str | Path) -> Thresholds:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; known keys: {known}") from error
 
 
-# --- The rules
-
-
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     """Label ANCHOR, WAVE or VEIL by rates of positive context logits (Pyramid Forcing); ABSENT for NaN."""
     veil_or_wave = np.where(rate <= thresholds.veil_max, VEIL, WAVE)
@@ -174,7 +171,9 @@ def label_agreements(
     for name, rate in _rates(views).items() if labels is not None else ():
         assert labels is not None
         ours = kinds(rate, thresholds)
-        low, high = bootstrap_by_layer(ours == labels)
+        by_layer = (ours == labels).mean(1)
+        layers = np.random.default_rng(0).integers(len(by_layer), size=(RESAMPLES, len(by_layer)))
+        low, high = np.percentile(by_layer[layers].mean(1), [2.5, 97.5]).tolist()
         majority = float(np.unique(labels, return_counts=True)[1].max() / labels.size)
         single = best_single_threshold(rate, labels)
         found.append(LabelAgreement(name, agreement(ours, labels), low, high, majority, single))
@@ -224,11 +223,3 @@ def best_single_threshold(rate: np.ndarray, labels: np.ndarray) -> float:
     distinct = np.concatenate([[True], np.diff(rate[order]) > 0, [True]])  # equal rates stay together
     below, above = counts[:, distinct], (counts[:, -1:] - counts)[:, distinct]
     return float((below.max(0) + above.max(0)).max() / len(rate))
-
-
-def bootstrap_by_layer(correct: np.ndarray, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
-    """2.5 and 97.5 percentiles of the mean of correct [layers, H] when layers are drawn with replacement."""
-    by_layer = np.asarray(correct, np.float64).mean(1)
-    drawn = np.random.default_rng(seed).integers(len(by_layer), size=(resamples, len(by_layer)))
-    low, high = np.percentile(by_layer[drawn].mean(1), [2.5, 97.5])
-    return float(low), float(high)

@@ -61,9 +61,6 @@ def word_rows(words: Sequence[str], mass: np.ndarray, count: int = 5) -> list[di
     return rows
 
 
-# --- Maps over the frames of the video
-
-
 @dataclass(frozen=True)
 class VideoMap:
     """One map over the frames of a video, as plain arrays."""

@@ -251,9 +251,6 @@ def numbers(values: np.ndarray, digits: int = 4) -> Any:
     return float(f"{values:.{digits}g}") if np.isfinite(values) else None
 
 
-# --- Keys of the last block, along frames and along temporal positions
-
-
 def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any] | None:
     """Return by axis the labels and marks of the columns of every layer, and values [N, H, columns] by pass.
 
@@ -273,9 +270,6 @@ def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any]
         labels, marks = [list(one.labels) for one in columns], [list(one.marks) for one in columns]
         along[axis] = {"labels": labels, "marks": marks, "passes": coded}
     return along
-
-
-# --- Maps over the video
 
 
 def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
@@ -338,9 +332,6 @@ def pooled(values: np.ndarray) -> np.ndarray:
             with np.errstate(invalid="ignore"):
                 values = np.moveaxis(np.where(there, pairs, 0).sum(-1) / there.sum(-1), -1, axis)
     return values
-
-
-# --- The page around the data
 
 
 def _thumbnails(source: Path, video: str | Path | None, num_frames: int) -> tuple[list[str], list[str]]:

@@ -106,9 +106,6 @@ def layer_statistics(
     return figure
 
 
-# --- Query × key frames
-
-
 @styled
 def frame_maps(
     matrices: np.ndarray,
@@ -182,9 +179,6 @@ def compared_maps(
 def _frame_ticks(axis: Axis, frames: Sequence[int]) -> None:
     shown = st.ticks(len(frames), room=8)
     axis.set_ticks(list(shown), [str(frames[i]) for i in shown])
-
-
-# --- Heads × key frames
 
 
 @styled
@@ -308,9 +302,6 @@ def _keys_label(key_axis: str, labels: Sequence[str]) -> str:
     if key_axis == "position":
         return "Temporal position"
     return "Key frame, μ averages" if labels and labels[-1].startswith("μ") else "Key frame (latent)"
-
-
-# --- Heads × words of the prompt, and key frames × RoPE bands
 
 
 @styled

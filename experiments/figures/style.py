@@ -288,9 +288,6 @@ def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> di
     return {AVERAGES: Patch(**AVERAGE, label=AVERAGES)}
 
 
-# --- Values as colours. All maps are safe for colour-blind readers
-
-
 def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
     """Colour by quantity: red and blue around 0 for logits, else viridis from 0; ends at a percentile."""
     top = max(float(np.nanpercentile(np.abs(values), percentile)), 1e-12)

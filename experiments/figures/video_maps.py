@@ -27,9 +27,6 @@ HEIGHT = 60  # pixels of a thumbnail
 COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
 
 
-# --- Colours over pictures
-
-
 def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha: float = ALPHA) -> np.ndarray:
     """Lay values [rows, columns], bilinear between their centres, over a picture [h, w, 3] uint8 -> uint8.
 
@@ -78,9 +75,6 @@ def _scale(values: np.ndarray, quantity: str, top: float | None = None) -> Scala
     top = colors["vmax"] if top is None else top
     norm = Normalize(-top, top) if quantity == "mean_logit" else PowerNorm(0.5, 0, top)
     return ScalarMappable(norm, colors["cmap"])
-
-
-# --- Figures
 
 
 @styled

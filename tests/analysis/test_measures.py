@@ -11,16 +11,6 @@ from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, NO_MATRIX, NOT_IDENTIFIED
 
 
-def test_by_hand():
-    s = head_statistics(np.array([[6, 1, 2, 3, 4.0], [1, 2, 0, -2, 5]]))
-    np.testing.assert_allclose([s.first, s.middle, s.last], [[6, 1], [2, 0], [4, 5]])
-    np.testing.assert_allclose(s.first_minus_last, [2, -4])
-    np.testing.assert_allclose(s.ratio, [3, np.nan])  # a middle of 0 has no ratio
-    np.testing.assert_allclose(s.spread, [5 / 3.2, 7 / 1.2])
-    assert s.max_frame.tolist() == [0, 4]
-    assert s.called_sinks.tolist() == [True, False]
-
-
 def test_absent_frames_are_left_out():
     nan = np.nan
     s = head_statistics(np.array([[nan, nan, 1, 3, 8], [2, nan, nan, 4, 6], [nan] * 5]))

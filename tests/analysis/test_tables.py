@@ -5,10 +5,9 @@ import torch
 from helpers import synthetic_caches
 from helpers.older_caches import older_figure4, older_inference
 
-from experiments.analysis.measures import head_statistics, layer_rows
 from experiments.analysis.tables import calls, table
 from experiments.caches import load_cache
-from experiments.caches.view import open_call, open_profiles
+from experiments.caches.view import open_call
 
 
 def test_a_table_is_aligned_and_numbers_keep_four_digits():
@@ -26,18 +25,6 @@ def test_a_table_is_aligned_and_numbers_keep_four_digits():
     assert table([]) == "nothing to show" and table([], "absent") == "absent"
     assert table({"a": 1.5, "long": "words"}) == "a     1.500\nlong  words"
     assert table([np.float32(2)] and [{"x": np.float32(2), "i": np.int64(7)}]) == "    x  i\n2.000  7"
-
-
-def test_statistics_of_heads_and_layers_as_rows():
-    values = np.array([[6, 1, 2, 3, 4.0], [1, 2, 0, -2, 5]])
-    first, second = head_statistics(values).rows()
-    assert (first["first"], first["middle"], first["first / middle"], first["sink"]) == (6, 2, 3, "×")
-    assert (second["max at"], second["sink"]) == (4, "")
-    view = open_profiles(synthetic_caches.atlas())
-    row = layer_rows(view)[2]
-    mean = view.profiles()[2].mean(0)
-    assert row["layer"] == 5 and row["max at"] == mean.argmax() and row["min"] == mean.min()
-    assert row["largest"] == view.profiles()[2].std(0).max()
 
 
 def test_calls_of_an_atlas_and_of_older_files(tmp_path):

@@ -145,30 +145,6 @@ def test_bars_curve_maximum_and_reference():
     assert "r = 0.500, RMS 1.00 over context frames 0–1" in [text.get_text() for text in axis.texts]
 
 
-def test_extremes_titles_labels_and_colours(tmp_path):
-    profile = np.full(21, 0.5)
-    profile[[4, 9]] = 0.75, 0.125
-    said = words(figures.one_head(HeadPanel("x", 7, 0, profile, None), CAPTION), tmp_path)
-    assert "max@4: 0.75" in said and "min@9: 0.125" in said
-    assert figures.head_titles(np.array([1.234, -5, NAN])) == [
-        "H0, Δ = +1.23",
-        "H1, Δ = −5.00",
-        "H2, Δ = N/A",
-    ]
-    assert figures.head_titles(np.array([NAN]), "H{head} (sink={value:.2f})") == ["H0 (sink=N/A)"]
-    values = np.array([-3.0, NAN, 1.0])
-    assert style.color_scale(values, "mean_logit") == {"cmap": "RdBu_r", "vmin": -3, "vmax": 3}
-    assert style.color_scale(-values, "mass") == {"cmap": "viridis", "vmin": 0, "vmax": 3}
-    labels = np.random.default_rng(0).choice([1, -1, 2], (8, 12))
-    axis = figures.label_maps([LabelMap("a", KINDS, labels, "", labels == 1)], range(8), subtitle="x").axes[0]
-    (dots,) = [line for line in axis.lines if line.get_marker() == "o"]
-    assert len(dots.get_xdata()) == (labels == 1).sum()
-    drawn = axis.collections[0].get_array().reshape(8, 12).astype(int)
-    np.testing.assert_array_equal(np.array(list(KINDS))[drawn], labels)
-    nothing = figures.frame_maps(np.full((3, 21, 21), NAN), range(21), CAPTION, layer=7)
-    assert "absent: no frame matrix in this cache" in words(nothing, tmp_path)
-
-
 def test_a_notebooks_display_stays_on_after_the_first_figure():
     code = """
 from IPython.core.interactiveshell import InteractiveShell

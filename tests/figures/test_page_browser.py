@@ -18,31 +18,6 @@ from experiments.figures.html_page import save_page
 pytestmark = pytest.mark.beside
 
 
-def test_keys_and_pickers(page):
-    browser = page()
-    assert browser.js(SHOWN) == "Layer 0, head 0"
-    for key, shown in (
-        ("ArrowRight", "Layer 0, head 1"),
-        ("j", "Layer 1, head 1"),
-        ("j", "Layer 5, head 1"),
-        ("j", "Layer 0, head 1"),
-        ("ArrowLeft", "Layer 0, head 0"),
-        ("ArrowLeft", "Layer 0, head 2"),
-        ("k", "Layer 5, head 2"),
-    ):
-        browser.key(key)
-        assert browser.js(SHOWN) == shown
-    assert browser.js("document.getElementById('layer').selectedOptions[0].text") == "5"
-    browser.key("]")
-    assert text_of(browser, "pass-label") == "clean pass (t = 0)"
-    browser.key("[")
-    assert browser.js("document.getElementById('pass').value") == "0"
-    set_value(browser, "head", "1", "input")
-    assert browser.js(SHOWN) == "Layer 5, head 1"
-    browser.js("document.getElementById('layer-up').click()")
-    assert browser.js(SHOWN) == "Layer 0, head 1"
-
-
 def test_the_link_keeps_the_whole_state(page):
     link = (
         "layer=5&head=2&pass=1&quantity=mass&measure=first_mass&scale=all&list=all&kind=wave&min=0.01&max=0.9"

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import to_hex
 
-from experiments.figures.training import effect_by_step, training_checkpoints
+from experiments.figures.training import training_checkpoints
 
 STEPS = [0, 100, 1000, 20000]
 
@@ -24,15 +24,3 @@ def test_a_head_has_one_colour_in_every_row():
     assert first["L0H0"] == second["L0H0"] and first["L0H1"] == second["L0H1"]
     assert len({*first.values(), *second.values()}) == 4
     assert figure.axes[0].get_xlabel() == "Training step (few-step stages from 1000 on)"
-
-
-def test_seeds_are_told_apart_in_the_legend():
-    lines = [(STEPS, [1, 2, 3, 4]), (STEPS[:3], [1, 2, 3])]
-    figure = effect_by_step({"s": {"first pass": lines}}, "wan-mini", few_step=1000)
-    (axis,) = figure.axes
-    handles = axis.get_legend().get_lines()
-    assert [line.get_linestyle() for line in handles] == ["-", "--"]
-    assert not any(line.get_marker() not in ("None", "") for line in handles)
-    assert axis.get_legend().handlelength >= 3 and "few-step stages from 1000" in axis.get_xlabel()
-    short = effect_by_step({"s": {"first pass": lines[1:]}}, few_step=1000)  # ends where they begin
-    assert short.axes[0].get_xlabel() == "Training step"
