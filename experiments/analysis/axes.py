@@ -23,12 +23,12 @@ STORED = {"mean_logit": "logits", "mass": "mass", "mean_prob": "mass"}
 # --- What lay in the slots of a rollout's cache, block by block
 
 
-def has_slots(atlas: dict[str, Any]) -> bool:
+def has_slots(atlas: dict) -> bool:
     """Tell whether slots are something else than the frames of a window."""
     return "slot_frame" in atlas
 
 
-def slots_of(atlas: dict[str, Any], layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def slots_of(atlas: dict, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return frame and temporal position of every slot that a block saw: [blocks, slots], -9 for none."""
     if has_slots(atlas):
         return atlas["slot_frame"][layer].numpy(), atlas["slot_position"][layer].numpy()
@@ -43,7 +43,7 @@ def slots_of(atlas: dict[str, Any], layer: int = 0) -> tuple[np.ndarray, np.ndar
     return frames, frames.copy()
 
 
-def slot_mass(atlas: dict[str, Any], layer: int, step: int) -> np.ndarray:
+def slot_mass(atlas: dict, layer: int, step: int) -> np.ndarray:
     """Return the attention mass of every slot of the last block, mean over its queries: [H, slots]."""
     frames, _ = slots_of(atlas, layer)
     there, size = frames[-1][frames[-1] != NO_SLOT], atlas["block_sizes"][-1]
@@ -52,7 +52,7 @@ def slot_mass(atlas: dict[str, Any], layer: int, step: int) -> np.ndarray:
     return atlas["frame_mass"][layer, step, :, -size:].mean(1).numpy()[:, there]
 
 
-def survival(atlas: dict[str, Any]) -> np.ndarray:
+def survival(atlas: dict) -> np.ndarray:
     """Return the share of each frame's tokens that the last block still sees, per layer: [layers, F]."""
     if "tokens_kept" in atlas:
         return np.minimum(atlas["tokens_kept"][:, -1].numpy() / atlas["frame_seq_length"], 1)
@@ -80,9 +80,7 @@ def check_axis(axis: str) -> str:
     return axis
 
 
-def key_columns(
-    atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis="frame"
-) -> KeyColumns:
+def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="frame") -> KeyColumns:
     """Return what the last block's queries see in one layer and pass, along an axis."""
     check_axis(axis)
     i, block = atlas["layers"].index(layer), as_cache(atlas).done - 1
@@ -109,7 +107,7 @@ def key_columns(
 
 
 def key_matrix(
-    atlas: dict[str, Any], layer: int, step: int | None, quantity: str, axis="frame"
+    atlas: dict, layer: int, step: int | None, quantity: str, axis="frame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return query frames × keys of a layer and pass [H, F, columns] and the columns' labels.
 
@@ -137,7 +135,7 @@ def key_matrix(
     return matrix, names
 
 
-def slot_marks(atlas: dict[str, Any], i: int, block: int) -> list[str]:
+def slot_marks(atlas: dict, i: int, block: int) -> list[str]:
     """Say what is special about each slot that a block sees; i is the index of a layer.
 
     Slots of frames between the sink and the unbroken run of the newest frames are memories.
@@ -154,7 +152,7 @@ def slot_marks(atlas: dict[str, Any], i: int, block: int) -> list[str]:
     return [SPECIAL.get(frame, mark) for frame, mark in zip(frames, by_place, strict=True)]
 
 
-def _slot_values(atlas: dict[str, Any], i: int, step: int | None, quantity: str) -> np.ndarray:
+def _slot_values(atlas: dict, i: int, step: int | None, quantity: str) -> np.ndarray:
     """Values of slots [H, F, slots]; where slots are frames, those of the frames."""
     if f"slot_{STORED[quantity]}" in atlas:
         return _stored(atlas, "slot", i, step, quantity)
@@ -166,7 +164,7 @@ def _slot_values(atlas: dict[str, Any], i: int, step: int | None, quantity: str)
     return found
 
 
-def _stored(atlas: dict[str, Any], kind: str, i: int, step: int | None, quantity: str) -> np.ndarray:
+def _stored(atlas: dict, kind: str, i: int, step: int | None, quantity: str) -> np.ndarray:
     """Values [H, F, F] of frames or [H, F, slots] of slots, of the layer at index i."""
     name = f"{kind}_{STORED[quantity]}"
     if name not in atlas:
@@ -208,7 +206,7 @@ class FrameView:
 
 
 def choose_view(
-    cache: Mapping[str, Any],
+    cache: Mapping,
     use_video: bool | None = None,
     num_video_frames: int | None = None,
     stride: int | None = None,
@@ -262,7 +260,7 @@ def query_profile(
     return profile, Caption(view.quantity, said, highlighted, axes.unit, view.num_averages)
 
 
-def select_branch(cache: Mapping[str, Any], branch: str) -> Mapping[str, Any]:
+def select_branch(cache: Mapping, branch: str) -> Mapping[str, Any]:
     """Return a layer cache of the "cond" or "uncond" branch of guidance. CacheError where it is not there."""
     if branch == "cond":
         return cache

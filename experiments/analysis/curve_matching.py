@@ -80,10 +80,7 @@ def add_reference(
 
 
 def match_rows(
-    views: Sequence[Profiles],
-    heads: Iterable[tuple[int, int, str]],
-    curves: Mapping[str, Curve],
-    step: int | None,
+    views: Sequence[Profiles], heads: Iterable[tuple], curves: Mapping[str, Curve], step: int | None
 ) -> list[dict[str, Any]]:
     """Rank all heads of all views for every curve: a row for the heads of its name, and for the first three.
 
@@ -95,9 +92,8 @@ def match_rows(
         ranking = rank_heads(views, curve)
         looked_up = [("shown", step, layer, head) for layer, head, name in heads if name == label]
         looked_up += [("if counted from 1", step, n - 1, h - 1) for _, _, n, h in looked_up if min(n, h) > 0]
-        looked_up += [
-            (f"best {i}", best.step, best.layer, best.head) for i, best in enumerate(ranking[:3], 1)
-        ]
+        best = enumerate(ranking[:3], 1)
+        looked_up += [(f"best {i}", one.step, one.layer, one.head) for i, one in best]
         for what, at, layer, head in looked_up:
             row = {"curve": label, "head": what, "layer": layer, "number": head, "pass": at}
             if (found := rank_of(ranking, at, layer, head)) is not None:

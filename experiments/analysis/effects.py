@@ -285,7 +285,7 @@ QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}
 QUESTIONS |= {"comes_back": "it comes back", "same": "back in colour and shape"}
 
 
-def changes_of(cache: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def changes_of(cache: Mapping) -> dict[str, np.ndarray]:
     """Return the effects of an effects cache [F] each, in units of the distance between seeds."""
     names = {"direct": "direct", "own_block": "own block", "total": "total", "floor": "floor"}
     unit = cache["between_seeds"].numpy()
@@ -297,7 +297,7 @@ def change_rows(changes: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     return [{"effect": name, "mean": np.nanmean(values)} for name, values in changes.items()]
 
 
-def tracker_rows(cache: Mapping[str, Any]) -> list[dict[str, str]]:
+def tracker_rows(cache: Mapping) -> list[dict[str, str]]:
     """List what the tracker says of both videos of an effects cache; nothing but for the miniature."""
     if "answers_base" not in cache or "questions" not in cache:
         return []
@@ -377,9 +377,7 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
     return HeadStudy(words, cache["layers"], np.stack(seeds_first), floor, controls, norms, *attention)
 
 
-def _attention(
-    atlas: str | Path | None, causal: Mapping[str, Any]
-) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
     """s, the mass on frame 0 and on the past of every head [N, H], and the names of their kinds."""
     if atlas is None or not Path(atlas).is_file():
         return {}, None

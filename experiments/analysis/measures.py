@@ -256,7 +256,7 @@ FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effec
 ALL_QUERIES = "all query frames"
 
 
-def open_quantity(cache: Mapping[str, Any], step: int | None, quantity: str) -> Profiles | None:
+def open_quantity(cache: Mapping, step: int | None, quantity: str) -> Profiles | None:
     """Open a view, or None where the cache does not hold the quantity."""
     try:
         view = open_profiles(cache, step, quantity)
@@ -339,7 +339,7 @@ def highest_in_noise(view: Profiles) -> int:
 
 
 def band_profile(
-    cache: Mapping[str, Any], view: Profiles, layer: int, head: int
+    cache: Mapping, view: Profiles, layer: int, head: int
 ) -> tuple[np.ndarray, list[str]] | None:
     """Return what each RoPE band adds to a head's mean logits [F, bands], and their names; None if absent."""
     if "frame_logits_by_band" not in cache or layer not in view.layers or not 0 <= head < view.num_heads:

@@ -121,10 +121,8 @@ def no_preference(view: Profiles) -> float | None:
 def profile_maps(view: Profiles, titles: Mapping[int, str] | None = None) -> list[ProfileMap]:
     """A panel for every layer of a view, or for those that titles names."""
     titles = {layer: f"Layer {layer}" for layer in view.layers} if titles is None else titles
-    return [
-        ProfileMap(title, view.quantity, view.key_profile(layer), averages=view.num_averages)
-        for layer, title in titles.items()
-    ]
+    gone = view.num_averages
+    return [ProfileMap(t, view.quantity, view.key_profile(n), averages=gone) for n, t in titles.items()]
 
 
 def rows_of(columns: Mapping[str, Sequence]) -> list[dict]:

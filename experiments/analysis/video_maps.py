@@ -36,7 +36,7 @@ def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
     return words, np.array(word_of_token)
 
 
-def word_mass(cache: Mapping[str, Any], view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
+def word_mass(cache: Mapping, view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
     """Return words of the prompt and their mass [H, words] in a layer; None where the atlas has none.
 
     A row sums to the share of all mass that is on the prompt: the rest is on the padding after it.
@@ -102,13 +102,13 @@ class VideoMap:
         return f"Layer {self.layer}, head {self.head}, {self.pass_label}; query: {self.query_label}{edited}"
 
 
-def places_of(cache: Mapping[str, Any]) -> list[Place]:
+def places_of(cache: Mapping) -> list[Place]:
     """List every query of a cache, in its order; one that several blocks have is named once."""
     return list(dict.fromkeys(place for place, _, _ in _entries(_typed(cache))))
 
 
 def open_map(
-    cache: Mapping[str, Any],
+    cache: Mapping,
     layer: int,
     head: int,
     step: int | None = None,
@@ -147,7 +147,7 @@ def open_map(
 
 
 def word_maps(
-    cache: Mapping[str, Any], layer: int, head: int, step: int | None = None
+    cache: Mapping, layer: int, head: int, step: int | None = None
 ) -> tuple[list[int], dict[str, np.ndarray]] | None:
     """Return query frames, and where in them each word is read: mass [frames, rows, columns] by word.
 
@@ -166,7 +166,7 @@ def word_maps(
     return frames, {name: grids[..., word_of_token == i].sum(-1) for i, name in enumerate(names)}
 
 
-def _typed(cache: Mapping[str, Any]) -> MapsCache:
+def _typed(cache: Mapping) -> MapsCache:
     if cache.get("format") != "maps":
         raise CacheError(f"a cache of format {cache.get('format')} has no maps; run: {MAKE}")
     return MapsCache.from_dict(cache)
@@ -206,7 +206,7 @@ def _indices(cache: MapsCache, layer: int, step: int | None, head: int) -> list[
 
 
 def heads_to_show(
-    cache: Mapping[str, Any],
+    cache: Mapping,
     wanted: Sequence[Sequence[int]] | str,
     causal_atlas: str | Path = "",
     step: int | None = None,

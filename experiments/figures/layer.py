@@ -393,10 +393,9 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
 def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.ndarray, title: str) -> Figure:
     """Draw mass [H, slots] of the last block: heads over slots, named by frame and position."""
     codes = {AVERAGE: "avg", EMPTY: "0", CHOSEN: "tok"}
-    labels = [
-        codes.get(int(f), f"f{f}") + ("" if p in (MIXED, NO_SLOT) else f"\n@{p}")
-        for f, p in zip(frames, positions, strict=True)
-    ]
+    said = {MIXED: "", NO_SLOT: ""}
+    pairs = zip(frames.tolist(), positions.tolist(), strict=True)
+    labels = [codes.get(f, f"f{f}") + said.get(p, f"\n@{p}") for f, p in pairs]
     with st.in_style():
         figure, ax = plt.subplots(figsize=(1.8 + 0.34 * mass.shape[1], 1.3 + 0.18 * mass.shape[0]))
         image = ax.imshow(mass, aspect="auto", cmap="magma", vmin=0)
