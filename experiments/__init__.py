@@ -15,20 +15,15 @@ if TYPE_CHECKING:
 __all__ = ["Atlas", "capture", "load"]
 
 
-def _require_own_wan() -> None:
-    """Raise ImportError where `wan` is another project's package, such as Wan's or Self-Forcing's own."""
-    home = Path(__file__).resolve().parents[1]
-    found = importlib.util.find_spec("wan")
-    places = [] if found is None else [Path(p).resolve() for p in found.submodule_search_locations or ()]
-    if home / "wan" not in places:
-        there = f"is {places[0]}" if places else "is not there"
-        raise ImportError(
-            f"the package `wan` {there}, and this project needs its own, {home / 'wan'}: put {home} first on "
-            "PYTHONPATH, or work with the other one in a process of its own (docs/own_code.md)"
-        )
-
-
-_require_own_wan()
+# `wan` may be another project's package, such as Wan's or Self-Forcing's own.
+_home, _found = Path(__file__).resolve().parents[1], importlib.util.find_spec("wan")
+_places = [Path(place).resolve() for place in (_found and _found.submodule_search_locations) or ()]
+if _home / "wan" not in _places:
+    raise ImportError(
+        f"the package `wan` is {_places[0] if _places else 'not there'}, and this project needs its own, "
+        f"{_home / 'wan'}: put {_home} first on PYTHONPATH, or work with the other one in a process of its "
+        "own (docs/own_code.md)"
+    )
 
 
 def __getattr__(name: str) -> Any:

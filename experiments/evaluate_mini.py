@@ -21,9 +21,9 @@ from wan.errors import ConfigError
 MOST = 10_000  # of anything that is counted
 
 
-def parser() -> Parser:
-    flags = Parser(description=__doc__.splitlines()[0])
-    add = flags.add_argument
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
     add("--config_path", default="configs/wan_mini.yaml")
     add("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     help_of = {
@@ -39,11 +39,7 @@ def parser() -> Parser:
     add("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
     add("--device", default="auto")
     add("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
-    return flags
-
-
-def run(argv=None):
-    args = parser().parse_args(argv)
+    args = parser.parse_args(argv)
     counts = Counts(**{field.name: getattr(args, field.name) for field in fields(Counts)})
     for name, value in vars(counts).items():
         if not 1 <= value <= MOST and name != "base":
@@ -62,17 +58,12 @@ def run(argv=None):
         paths = {"ckpt_dir": args.ckpt_dir, "checkpoint_path": checkpoint}
     config = load_config(args.config_path, paths | {"device": args.device})
     partial = args.output_path.with_name(f"{args.output_path.name}.partial")
-    for path in (args.output_path, partial):
-        require_writable(path)
+    require_writable(args.output_path)
+    require_writable(partial)
     found = evaluate(config, counts, partial, workers)  # forks: nothing has touched a GPU yet
     report = {"environment": environment(choose_device(args.device))} | found
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
-    say(report)
-
-
-def say(report: dict) -> None:
-    """A line for each source of each set, and for each past."""
     print("VAE:", report["vae"])
     for name, part in report["captions"].items():
         for source, result in part["shares"].items():

@@ -3,14 +3,13 @@
 python experiments/extract_attention_wan.py --ckpt_dir checkpoints/wan-mini --layer_index 7
 """
 
-import argparse
 import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from experiments.running.cli import Parser, add_config_flags, add_run_flags, main
-from wan.config import RunConfig, load_config
+from wan.config import load_config
 from wan.errors import ConfigError
 
 RUN_FLAGS = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
@@ -23,10 +22,10 @@ SAMPLING_FLAGS = {  # flag -> field of BaseSampling
 }
 
 
-def parser() -> Parser:
-    p = Parser(description=__doc__.splitlines()[0])
-    flag = p.add_argument
-    add_config_flags(p, "ckpt_dir", "prompt", "seed", "device")
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    flag = parser.add_argument
+    add_config_flags(parser, "ckpt_dir", "prompt", "seed", "device")
     flag("--config_path", help="YAML with the settings; where not given the model's sizes choose them")
     flag("--layer_index", type=int, help="layer, counted from 0; 20, or the last one where there are fewer")
     flag("--all_layers", action="store_true", help="every layer at once, as an atlas per branch of guidance")
@@ -39,13 +38,14 @@ def parser() -> Parser:
     flag("--shift", type=float, help="of the noise levels; the model's own where not given")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also decode the video and write an mp4")
-    add_run_flags(p)
-    return p
+    add_run_flags(parser)
+    args = parser.parse_args(argv)
 
-
-def config_from(args: argparse.Namespace) -> RunConfig:
-    """Return the settings of the directory's model, overridden by the flags that were given."""
-    from experiments.extraction import project_files
+    from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
+    from experiments.extraction import base, project_files
+    from experiments.extraction.memory import estimate_bytes
+    from experiments.running.run import make_outputs
+    from wan.capture import CaptureRequest
 
     chosen = project_files.config_for(args.ckpt_dir) if args.ckpt_dir else project_files.CONFIGS[0]
     path = args.config_path or chosen
@@ -59,19 +59,9 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         )
     given = {field: getattr(args, flag) for flag, field in SAMPLING_FLAGS.items()}
     given = {field: value for field, value in given.items() if value is not None}
-    return replace(config, base=replace(config.base, **given))
-
-
-def run(argv=None):
-    args = parser().parse_args(argv)
-
-    from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
-    from experiments.extraction import base
-    from experiments.extraction.memory import estimate_bytes
-    from experiments.running.run import make_outputs
-    from wan.capture import CaptureRequest
-
-    config = base.as_one_block(config_from(args))  # refuses what does not fit
+    config = base.as_one_block(
+        replace(config, base=replace(config.base, **given))
+    )  # refuses what does not fit
     steps = base.choose_steps(config, args.step)
     if args.all_layers and args.layer_index is not None:
         raise ConfigError("--all_layers and --layer_index exclude each other")

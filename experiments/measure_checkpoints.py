@@ -23,7 +23,7 @@ NOTABLE = 0.25  # logits, of a preference at equal distance that is counted in w
 MOST_CAPTIONS = 1000
 
 
-def parser() -> Parser:
+def run(argv=None):
     flags = Parser(description=__doc__.splitlines()[0])
     flags.add_argument("folder", type=Path, help="step_*.pt of train_mini.py --training_checkpoints")
     flags.add_argument("--config_path", default="configs/wan_mini.yaml")
@@ -33,18 +33,14 @@ def parser() -> Parser:
     flags.add_argument("--device", default="auto")
     flags.add_argument("--extend", action="store_true", help="keep what OUTPUT_PATH has of other steps")
     flags.add_argument("--output_path", type=Path, default=CHECKPOINT_REPORT)
-    return flags
-
-
-def run(argv=None):
-    args = parser().parse_args(argv)
+    args = flags.parse_args(argv)
 
     from experiments.caches import save_cache  # after the flags: a --help needs no torch
-    from experiments.caches.files import replacing, require_writable
+    from experiments.caches.files import CacheError, replacing, require_writable
     from experiments.caches.store import select_passes
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
-    from experiments.miniature.checkpoint_analysis import kept_weights, measure
+    from experiments.miniature.checkpoint_analysis import kept_weights, measure, read_report
     from experiments.miniature.frozen import held_out_scenes
     from experiments.miniature.moving_shapes import KINDS
     from wan.config import load_config
@@ -62,7 +58,13 @@ def run(argv=None):
     config = load_config(args.config_path, overrides | {"device": args.device, "dtype": "float32"})
     captions = [scene.caption for scene in held_out_scenes(KINDS, args.captions)]
     about = {"environment": environment(choose_device(args.device)), "captions": captions}
-    measured = earlier_rows(args.output_path, captions) if args.extend else {}
+    measured: dict[int, dict] = {}
+    if args.extend and args.output_path.exists():
+        report = read_report(args.output_path)
+        if report.get("captions") != captions:
+            raise CacheError(f"{args.output_path} is of other captions; leave --extend out to replace it")
+        before = {"environment": report.get("environment")}
+        measured = {row["step"]: before | row for row in report["training_checkpoints"]}
     for numbers, atlas in measure(config, files, captions):
         measured[numbers["step"]] = numbers | {"environment": about["environment"]}
         say(numbers)
@@ -73,20 +75,6 @@ def run(argv=None):
     with replacing(args.output_path) as file:
         file.write(json.dumps(about | {"training_checkpoints": rows}).encode() + b"\n")
     print(args.output_path)
-
-
-def earlier_rows(path: Path, captions: list[str]) -> dict[int, dict]:
-    """What a report has measured, by step; nothing where there is none. CacheError for other captions."""
-    from experiments.caches.files import CacheError
-    from experiments.miniature.checkpoint_analysis import read_report
-
-    if not path.exists():
-        return {}
-    report = read_report(path)
-    if report.get("captions") != captions:
-        raise CacheError(f"{path} is of other captions; leave --extend out to replace it")
-    of_all = {"environment": report.get("environment")}
-    return {row["step"]: of_all | row for row in report["training_checkpoints"]}
 
 
 def say(numbers: dict) -> None:

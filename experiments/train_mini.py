@@ -35,9 +35,9 @@ STARTS = {  # what --start_from goes on from
 LIMITS = {"steps": 10**7, "batch": 4096, "clips": 10**6, "minutes": 10**5, "lr": 1.0}
 
 
-def parser() -> Parser:
-    flags = Parser(description=__doc__.splitlines()[0])
-    add = flags.add_argument
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
     add("--stage", required=True, choices=RECIPES)
     add("--steps", type=int, help="of the stage; the recipe's where left out")
     add("--minutes", type=float, help="at most, of all runs of the stage together; the data is not counted")
@@ -55,32 +55,21 @@ def parser() -> Parser:
     add("--start_from", type=Path, metavar="DIR", help="vae, base, causal: go on from the weights in DIR")
     add("--resume", action="store_true", help="go on where this stage was stopped")
     add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")
-    return flags
-
-
-def stage_run(args: argparse.Namespace) -> StageRun:
-    """The stage that was asked for. Raises ConfigError for numbers out of range and for missing files."""
+    args = parser.parse_args(argv)
     for name, most in LIMITS.items():
         value = getattr(args, name)
         if value is not None and not (0 < value <= most and math.isfinite(value)):
             raise ConfigError(f"--{name} must be above 0 and at most {most:g}, not {value:g}")
     if not 0 <= args.seed < 2**31:
         raise ConfigError(f"--seed must be in 0..{2**31 - 1}, not {args.seed}")
-    given = {
-        name: v
-        for name in ("steps", "lr", "batch", "clips", "optimizer")
-        if (v := getattr(args, name)) is not None
-    }
-    if args.kinds:
-        given["kinds"] = tuple(args.kinds)
-    recipe = replace(RECIPES[args.stage], **given)
-    began = STARTS.get(args.stage)
-    if args.start_from and not (began and (args.start_from / began).is_file()):
-        raise ConfigError(
-            f"--start_from is of the stages {', '.join(STARTS)}, and names a folder of earlier weights"
-        )
-    missing = [path for path in recipe.needs if not (args.output_dir / path).exists()]
-    if missing:
+    given = {name: getattr(args, name) for name in ("steps", "lr", "batch", "clips", "optimizer")}
+    given["kinds"] = tuple(args.kinds) if args.kinds else None
+    recipe = replace(RECIPES[args.stage], **{name: v for name, v in given.items() if v is not None})
+    start = args.start_from and args.start_from / STARTS.get(args.stage, "none")
+    if start and not start.is_file():
+        stages = ", ".join(STARTS)
+        raise ConfigError(f"--start_from is of the stages {stages}, and names a folder of earlier weights")
+    if missing := [path for path in recipe.needs if not (args.output_dir / path).exists()]:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
     rank = this_rank()
     if args.resume and rank.count > 1:
@@ -88,68 +77,52 @@ def stage_run(args: argparse.Namespace) -> StageRun:
     for name in ("batch", "clips"):
         if (clips := getattr(recipe, name)) % rank.count:
             raise ConfigError(f"--{name}: {clips} clips cannot be shared evenly by {rank.count} processes")
-    from experiments.extraction.devices import choose_device, choose_dtype  # a --help needs no torch
 
-    device = choose_device(args.device)
-    return StageRun(
-        args.stage,
-        recipe,
-        args.output_dir,
-        device,
-        choose_dtype(args.dtype, device),
-        args.seed,
-        args.minutes,
-        args.resume,
-        device.type == "cuda" if args.compile is None else args.compile,
-        args.training_checkpoints,
-        args.start_from,
-        rank,
-    )
-
-
-def run(argv=None):
-    args = parser().parse_args(argv)
-    stage = stage_run(args)
-
-    import torch
+    import torch  # after the flags: a --help needs no torch
     import torch.distributed as dist
     from diffusers.utils import logging as diffusers_logging
 
     from experiments.caches.files import require_writable
+    from experiments.extraction.devices import choose_device, choose_dtype
     from experiments.extraction.provenance import device_name
     from experiments.miniature.frozen import hashes
     from experiments.miniature.stages import STAGES
     from experiments.miniature.training import log_stage
     from wan.checkpoint import file_sha256
 
+    device = choose_device(args.device)
+    on_gpu, dtype = device.type == "cuda", choose_dtype(args.dtype, device)
+    compiles = on_gpu if args.compile is None else args.compile
+    places = args.training_checkpoints, args.start_from
+    about_run = args.seed, args.minutes, args.resume, compiles, *places, rank
+    stage = StageRun(args.stage, recipe, args.output_dir, device, dtype, *about_run)
     log = args.log or args.output_dir / LOG
     for path in (stage.state_file, log):
         require_writable(path)
     if args.training_checkpoints:
         require_writable(args.training_checkpoints / "step_00000.pt")
-    start = stage.start_from and stage.start_from / STARTS[args.stage]
-    if stage.rank.count > 1:
-        if stage.device.type == "cuda":
-            torch.cuda.set_device(stage.rank.local)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if stage.device.type == "cuda" else "gloo")
+    if rank.count > 1:
+        if on_gpu:
+            torch.cuda.set_device(rank.local)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
     diffusers_logging.set_verbosity_error()
     numbers = STAGES[args.stage](stage)
-    if stage.rank.count > 1:
+    if rank.count > 1:
         dist.destroy_process_group()
-    if not stage.rank.is_first:
+    if not rank.is_first:
         return
     about = {
-        "device": device_name(stage.device),
+        "device": device_name(device),
         "torch": torch.__version__,
         "seed": args.seed,
-        "dtype": str(stage.dtype),
-        "processes": stage.rank.count,
+        "dtype": str(dtype),
+        "processes": rank.count,
         "frozen": hashes(),
         "start_from": start and file_sha256(start),
-        **asdict(stage.recipe),
+        **asdict(recipe),
     }
     log_stage(log, args.stage, about | numbers)
     print(f"{args.stage}: " + ", ".join(f"{k} {v}" for k, v in numbers.items() if not isinstance(v, list)))
