@@ -53,7 +53,7 @@ def undisturbed(tmp_path_factory):
     for stage, more in {
         "vae": [],
         "base": [],
-        "causal": ["--training_checkpoints", str(folder / "kept")],  # the older name of --training_checkpoints
+        "causal": ["--training_checkpoints", str(folder / "kept")],
         "few_step": ["--training_checkpoints", str(folder / "kept")],
     }.items():
         train(folder, stage, *more)
