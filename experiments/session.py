@@ -108,9 +108,7 @@ class Pipe:
     @contextmanager
     def _capturing(self, seen: "Seen") -> Iterator["Seen"]:
         if self._seen:
-            raise ConfigError(
-                "this pipe is captured already; ask one capture for all layers: capture(pipe, layers=[0, 1])"
-            )
+            raise ConfigError("this pipe is captured already; ask one capture for all layers: layers=[0, 1]")
         self._seen = seen
         try:
             yield seen
@@ -198,9 +196,7 @@ class Seen:
 
     def _last(self) -> Run:
         if not self.runs:
-            raise RunError(
-                "nothing was generated while capturing; call pipe.generate(...) inside the context"
-            )
+            raise RunError("nothing was generated while capturing; call pipe.generate(...) inside")
         return self.runs[-1]
 
     def __repr__(self) -> str:

@@ -27,7 +27,13 @@ SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW_FILES = (
     *("test_extract_attention_wan", "test_memory", "test_figures", "test_run_notebooks", "test_own_code"),
     *("test_mini", "test_tracking", "test_training", "test_evaluation", "test_long_rollout", "test_prompts"),
-    *("test_causal_atlas", "test_intervention_runs", "test_policy_atlas", "test_policy_comparison"),
+    *(
+        "test_causal_atlas",
+        "test_intervention_runs",
+        "test_policy_atlas",
+        "test_policy_rollouts",
+        "test_policy_comparison",
+    ),
     *("test_hidden_shapes", "test_parallel", "test_policy_keys", "test_golden_policies"),
     *("test_sweeps", "test_policy_findings"),
 )

@@ -31,22 +31,6 @@ MAY_IMPORT = {
 NO_MODELS = ("experiments.analysis", "experiments.figures")  # of wan they know these modules alone
 WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.files"}
 
-TYPED_BY_USERS = {
-    *(
-        "run_extraction_maps.py",
-        "run_extraction.py",
-        "run_extraction_all.py",
-        "run_extraction_each.py",
-        "run_extraction_figure4.py",
-    ),
-    *("extract_attention.sh", "extract_attention_wan.py", "extract_all_layers.sh", "base_and_causal.sh"),
-    *("run_notebooks.py", "run_notebooks.sh", "quickstart.sh", "published_figure.sh", "download_weights.sh"),
-    *("match_curve.py", "layers_from_atlas.py", "layer_page.py", "contact_sheet.py"),
-    *("train_mini.py", "evaluate_mini.py", "measure_checkpoints.py"),
-    *("run_intervention.py", "run_causal_atlas.py", "compare_policies.py", "run_rollout.py"),
-    *("session.py", "__init__.py", "README.md", "py.typed"),
-}
-
 
 def tracked(*folders: str) -> list[str]:
     """Files that git knows or would add, as paths below the root."""
@@ -146,11 +130,6 @@ def test_nobody_imports_the_workshop():
     ]
     sources = {name: (ROOT / name).read_text() for name in outside if name.endswith((".py", ".ipynb", ".sh"))}
     assert not [name for name, text in sources.items() if "experiments.benchmarks" in text]
-
-
-def test_the_root_of_experiments_holds_what_users_type():
-    root = {Path(name).name for name in tracked("experiments") if Path(name).parent == Path("experiments")}
-    assert root <= TYPED_BY_USERS, f"move into a package: {sorted(root - TYPED_BY_USERS)}"
 
 
 def test_no_two_test_files_have_one_name():

@@ -375,9 +375,7 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
         if getattr(args, one) is not None and getattr(args, many):
             raise ConfigError(f"--{one} and --{many} exclude each other")
     if args.prompts and config.prompt_embeds:
-        raise ConfigError(
-            "--prompts and --prompt_embeds exclude each other: a file holds the states of one prompt"
-        )
+        raise ConfigError("--prompts and --prompt_embeds exclude each other: a file holds one prompt")
     if args.save_video:
         raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
     folder = Path(args.output_dir)

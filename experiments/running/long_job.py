@@ -28,10 +28,7 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
     if place.path.suffix != ".mp4":
         raise ConfigError(f"--output_path {place.path} does not end in .mp4")
     if config.sampler == "rolling_forcing" and capture.kind != "none":
-        raise ConfigError(
-            "--capture knows no rolling_forcing, which denoises several blocks at a time; "
-            "run_extraction_all.py captures it"
-        )
+        raise ConfigError("--capture knows no rolling_forcing; run_extraction_all.py captures it")
     attention = [path_of(place.attention, block) for block in capture.blocks(len(config.block_sizes))]
     check_outputs(args, config, [place.path, place.latents, *attention])
     require_writable(place.latents)
@@ -42,15 +39,11 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         dtype = choose_dtype(config.dtype, choose_device(config.device, config.offload))
         shape = (config.num_frames, model.in_dim, config.height, config.width)
         latent_bytes = config.num_frames * model.in_dim * config.height * config.width * dtype.itemsize
-        sizes = {
-            str(place.latents): latent_bytes,
-            str(place.attention): capture.bytes(config, model),
-        }
+        sizes = {str(place.latents): latent_bytes, str(place.attention): capture.bytes(config, model)}
         require_space(place.path.parent, sizes)
         session = causal.prepare(config, [], observer=watch, replays=True)
-        watch.print(
-            "writes " + ", ".join(f"{amount(size)} to {path}" for path, size in sizes.items() if size)
-        )
+        written = [f"{amount(size)} to {path}" for path, size in sizes.items() if size]
+        watch.print(f"writes {', '.join(written)}")
         # 2. What an earlier run left
         for path in attention:
             remove_leftovers(path)
@@ -66,9 +59,8 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         with causal.edited(session, config, edits_of(config.interventions, "config")):
             make_long_video(session, config, place, latents, capture, vae, watch)
         made, seconds = config.num_frames - before, time.monotonic() - start
-        watch.print(
-            f"{place.path}: {made} of {config.num_frames} frames made now, {seconds:.1f} s, {memory()}"
-        )
+        frames = f"{made} of {config.num_frames} frames made now"
+        watch.print(f"{place.path}: {frames}, {seconds:.1f} s, {memory()}")
 
 
 def _run_name(config: RunConfig, session: causal.LoadedModel) -> str:

@@ -162,9 +162,8 @@ class NotebookRuns:
         Raises RunError.
         """
         waiting = [layer for layer in layers if not self.is_done(layer)]
-        bar = tqdm(
-            total=len(layers), initial=len(layers) - len(waiting), unit="layer", desc=self.notebook.stem
-        )
+        done = {"initial": len(layers) - len(waiting), "total": len(layers)}
+        bar = tqdm(desc=self.notebook.stem, unit="layer", **done)
         with bar as progress, ThreadPoolExecutor(max(1, min(jobs, len(waiting)))) as threads:
             runs = [threads.submit(self._run_layer, layer) for layer in waiting]
             try:
@@ -184,10 +183,8 @@ class NotebookRuns:
         for cell in notebook.cells:
             if cell.cell_type == "code":  # those behind a cell that fails would keep stored outputs
                 cell.outputs, cell.execution_count = [], None
-        place = {"metadata": {"path": str(self.notebook.parent)}}
-        client = NotebookClient(
-            notebook, kernel_name="python3", timeout=None, record_timing=False, resources=place
-        )
+        client = NotebookClient(notebook, kernel_name="python3", timeout=None, record_timing=False)
+        client.resources = {"metadata": {"path": str(self.notebook.parent)}}
         try:
             client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})
         except CellExecutionError as error:

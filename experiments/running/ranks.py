@@ -50,9 +50,7 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     values = {name: environment[name] for name in names if environment.get(name)}
     for name, text in values.items():
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise ConfigError(
-                f"{name} is {short_repr(text, 40)}, not a number: start ranks by torchrun, or unset it"
-            )
+            raise ConfigError(f"{name} is {short_repr(text, 40)}, not a number: start ranks by torchrun")
     rank, world, local = names
     for name, other in ((rank, world), (world, rank)):
         if other not in values:
@@ -78,9 +76,7 @@ def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
     if config.device == "auto" and not gpus:
         return replace(config, device="cpu")
     if config.device not in ("auto", "cuda"):
-        raise ConfigError(
-            f"device {config.device} was asked for {rank.count} ranks, and each has its own: leave it out"
-        )
+        raise ConfigError(f"device {config.device} was asked for {rank.count} ranks; leave it out")
     index = 0 if rank.has_own_view and gpus == 1 else rank.local
     if index >= gpus:
         raise ConfigError(

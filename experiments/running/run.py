@@ -151,9 +151,7 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     if rank.count == config.gpus == 1:
         return config
     if rank.count > 1 and config.gpus not in (1, rank.count):
-        raise ConfigError(
-            f"--gpus {config.gpus} under {rank.count} ranks: start as many, or leave --gpus out"
-        )
+        raise ConfigError(f"--gpus {config.gpus} under {rank.count} ranks: start as many, or leave it out")
     config = replace(config, gpus=max(config.gpus, rank.count))
     there = torch.cuda.device_count()
     if config.device != "cpu" and there < config.gpus and not os.environ.get("LOCAL_RANK"):

@@ -108,15 +108,10 @@ def test_an_atlas_opens_again_and_is_drawn(elsewhere, pipe):
         opened.plot(layer=3)
 
 
-def test_models_are_found_by_directory_and_path(elsewhere):
-    by_name, by_path, by_folder = (
-        load(source, num_frames=6)
-        for source in ("wan_mini", ROOT / "configs/wan_mini.yaml", ROOT / "checkpoints/wan-mini")
-    )
+def test_models_and_policies_are_given_by_name_file_or_settings(elsewhere):
+    sources = "wan_mini", ROOT / "configs/wan_mini.yaml", ROOT / "checkpoints/wan-mini"
+    by_name, by_path, by_folder = (load(source, num_frames=6) for source in sources)
     assert by_name.config == by_path.config == by_folder.config
-
-
-def test_policies_are_given_by_name_file_or_settings(elsewhere):
     published = ROOT / "configs/policies/deep_sink.yaml"
     relative = "configs/policies/deep_sink.yaml"  # below the project, as a config's paths are
     by_name, *others = (load("wan_mini", cache_policy=p) for p in ("deep_sink", relative, published))
@@ -133,7 +128,6 @@ def test_policies_are_given_by_name_file_or_settings(elsewhere):
     ("source", "settings", "message"),
     [
         ("wan_maxi", {}, "wan_maxi is no config, its path, or a directory of weights; configs: .*wan_mini"),
-        ("wan_mini", {"frames": 6}, r"^frames is no setting of a run; did you mean num_frames\?"),
         ("wan_mini", {"num_frame": 6}, r"^num_frame is no setting of a run; did you mean num_frames\?"),
         ("wan_mini", {"xyz": 6}, "^xyz is no setting of a run; known ones: base, cache_policy, "),
         ("wan_mini", {"cache_policy": "deep"}, r"^cache_policy 'deep' is no file, none of .*deep_sink"),
