@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from experiments.analysis import published
 from experiments.analysis.effects import spearman
@@ -31,6 +32,9 @@ from experiments.caches import load_cache
 from experiments.caches.files import replacing
 from experiments.caches.view import open_profiles
 from experiments.extraction.provenance import environment
+from experiments.figures.rope_waves import curves_in_parts
+from experiments.figures.rope_waves import first_by_block as draw_by_block
+from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, main
 
 PROMPTS, LENGTHS, HEAD_DIM = ("eagle", "castle"), (21, 72), 128
@@ -45,6 +49,7 @@ def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_path", type=Path, default=Path("docs/rope_waves.json"))
     parser.add_argument("--heads_path", type=Path, default=Path("docs/rope_waves_heads.csv"))
+    parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     args = parser.parse_args(argv)
 
     views = {
@@ -75,6 +80,30 @@ def run(argv=None):
     with replacing(args.heads_path) as file:
         file.write(heads_table(curves, fits).encode())
     print(args.heads_path)
+    for file_name, figure in figures(*matrices["eagle", 72], fits["eagle", 72]).items():
+        print(save_svg(figure, args.figures / file_name))
+
+
+def figures(matrix: np.ndarray, block_sizes, fit: MatrixFit) -> dict[str, Figure]:
+    """Draw frame 0 by block of queries, and curves of three blocks in parts, of Figure 4's heads."""
+    found, about = first_by_block(matrix, block_sizes), "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
+    starts = np.array([block.start for block in found.queries])[1:]  # the first block has one context block
+    splits = [split_first(matrix, block_sizes, fit, block) for block in range(2, len(block_sizes))]
+    predicted = np.stack([split.waves + split.s for split in splits], -1)
+    panels = {label: (starts, found.excess[head][1:], predicted[head]) for label, head in PAPER_HEADS.items()}
+    parts = {}
+    for label, head in PAPER_HEADS.items():
+        for queries in found.queries[4:7]:
+            row = matrix[head][queries.start : queries.stop, : queries.start].mean(0)
+            distances = np.asarray(queries)[:, None] - np.arange(queries.start)
+            waves = fit.waves.at(distances.ravel())[head].reshape(distances.shape).mean(0)
+            constant = (row - waves - fit.s[head] * (np.arange(len(row)) == 0)).mean()
+            shown = f"{label}, queries {queries.start}–{queries.stop - 1}"
+            parts[shown] = (row, waves + constant, float(fit.s[head]))
+    return {
+        "first_frame_by_block.svg": draw_by_block(panels, f"Frame 0 by block of queries: {about}", shown=18),
+        "curves_in_parts.svg": curves_in_parts(parts, f"Context curves in parts: {about}"),
+    }
 
 
 def name(key: tuple[str, int]) -> str:
