@@ -162,11 +162,7 @@ def test_selection_captions_are_others():
 
 def test_curves_come_back_from_planted_answers():
     captions = np.arange(64) % 4 / 4  # shares of 0, 1/4, 1/2, 3/4
-    orders = {"good": np.stack([captions, captions * 0]), "same": np.stack([captions, captions])}
     draws = np.stack([np.stack([captions, captions]), np.stack([captions + 0.25, captions])])
-    assert knockout_curves.curve(orders["good"])[1] == [0, 0, 0]
-    share, low, high = knockout_curves.curve(orders["good"])[0]
-    assert share == 0.375 and low < 0.375 < high
     rows = knockout_curves.random_curve(draws)
     assert [row[0] for row in rows] == [0.5, 0.375]
     assert [row[3:] for row in rows] == [[0.375, 0.625], [0.375, 0.375]]

@@ -174,5 +174,5 @@ def test_every_one_runs_plain_and_captured(tmp_path):
         ["--what", "models", "--tiny", "--device", "cpu", "--repeats", "1", "--output_path", str(output)]
     )
     rows = json.loads(output.read_text())["rows"]
-    assert list(rows) == [name for model in RELEASED for name in (model, f"{model}, captured")]
+    assert list(rows) == [name for model in RELEASED for name in (model, f"{model}, mass")]
     assert all(row["same_bits"] for row in rows.values())
