@@ -727,14 +727,15 @@ def fingerprint(edits: Iterable[Edit]) -> str:
 
 
 # --- Interventions at work: attention() asks here for every call while any is active
-class CallHook:
-    """Whoever edits or records attention calls while it is installed."""
+class CallHook(ABC):
+    """Anything that edits or records attention calls while it is installed."""
 
-    def check(self, plan: RolloutPlan) -> None:
+    def check(self, plan: RolloutPlan) -> None:  # noqa: B027  most hooks check nothing
         """Raise InterventionError where it does not fit the rollout that is about to run."""
 
+    @abstractmethod
     def apply(self, call: Call) -> None:
-        raise NotImplementedError
+        """Edit or record a call, before its softmax."""
 
 
 class ActiveEdits:
