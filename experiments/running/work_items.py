@@ -112,7 +112,6 @@ class WorkItems:
                 if done(name):  # another process finished it just before the claim
                     self._release(name)
                     continue
-                remove_leftovers(self.path(name))
                 self._yielded.append(name)
                 yield name
                 if len(self._yielded) > behind:
@@ -148,6 +147,7 @@ class WorkItems:
             return False
         except OSError as error:
             raise CacheError(f"{self.folder} cannot hold the claims: {error.strerror or error}") from error
+        remove_leftovers(self.path(name))  # of an owner that was killed while it wrote
         return True
 
     def _release(self, name: str) -> None:

@@ -100,6 +100,15 @@ def test_what_a_killed_process_had_half_written_is_removed(tmp_path):
     assert not half.exists() and of_another.exists()
 
 
+def test_it_is_removed_too_where_another_process_finished_the_item(tmp_path):
+    half = tmp_path / ".item3.json.9-0a.part"
+    half.write_bytes(b"{")
+    answers = iter([False, True, True])
+    with WorkItems(tmp_path) as items:
+        assert not list(items.claim(["item3"], lambda name: next(answers)))
+    assert not half.exists()
+
+
 def test_a_claim_of_another_host_is_taken_when_its_time_stands_still(tmp_path):
     """Its process ids mean nothing here: only the lease decides."""
     with WorkItems(tmp_path / "items", lease=LEASE) as claims:
