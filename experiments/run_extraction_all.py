@@ -20,6 +20,7 @@ def run(argv=None):
     flag("--key_curve", action="store_true", help="also the last block's curve over key tokens")
     flag("--cross", action="store_true", help="also the mass on every prompt token")
     flag("--rope_bands", action="store_true", help="also the mean logits by RoPE band: time, height, width")
+    flag("--query_key_means", action="store_true", help="also the means of q and k before RoPE, per frame")
     add_config_flags(parser, "gpus")
     add_sweep_flags(parser, checkpoints=True)
     args = parser.parse_args(argv)
@@ -29,7 +30,9 @@ def run(argv=None):
     from experiments.running.run import make_caches
 
     config = config_from(args)
-    requests = cache_builders.atlas_requests(config, args.mass, args.key_curve, args.cross, args.rope_bands)
+    requests = cache_builders.atlas_requests(
+        config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
+    )
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
@@ -37,7 +40,7 @@ def run(argv=None):
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}
-    quantities["frame_logits_by_band"] = args.rope_bands
+    quantities |= {"frame_logits_by_band": args.rope_bands, "query_means": args.query_key_means}
     sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities, rank)
 
 

@@ -162,17 +162,19 @@ def capture(
     key_curve: bool = False,
     cross: bool = False,
     rope_bands: bool = False,
+    query_key_means: bool = False,
 ) -> Iterator["Seen"]:
     """Capture the attention of every video that a pipe generates in the context; None is every layer.
 
     mass keeps the softmax mass beside the mean logits, key_curve the last block's curve over key tokens,
-    cross the mass on every prompt token, rope_bands the mean logits by RoPE band. Raises ConfigError for a
+    cross the mass on every prompt token, rope_bands the mean logits by RoPE band,
+    query_key_means the means of q and k before RoPE. Raises ConfigError for a
     layer that the model does not have, and inside another capture of the same pipe.
     """
     chosen = None if layers is None else sorted({layers} if isinstance(layers, int) else set(layers))
     if chosen == []:
         raise ConfigError("layers is empty; name the layers to capture, or leave it out for every layer")
-    requests = atlas_requests(pipe.config, mass, key_curve, cross, rope_bands, chosen)
+    requests = atlas_requests(pipe.config, mass, key_curve, cross, rope_bands, query_key_means, chosen)
     memory_estimate.check_requests(pipe.config, pipe.model_config, requests)
     with pipe._capturing(Seen(requests)) as seen:
         yield seen

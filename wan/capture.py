@@ -219,6 +219,7 @@ class CaptureRequest:
     is_logits: bool = True
     mass: bool = True
     rope_bands: bool = False  # "frame" keeps the mean logits by RoPE band too, [B, H, Fq, Fk, bands]
+    query_key_means: bool = False  # "frame" keeps the means of q and of the block's own k before RoPE too
     token_dtype: torch.dtype = torch.float32
     heads: tuple[int, ...] | None = None  # of "map", in this order
     queries: tuple[MapQuery, ...] = (MapQuery(),)  # of "map": (frame, token), (frame, -1) or (-1, -1)
@@ -231,8 +232,9 @@ class CaptureRequest:
             raise ValueError(f"kinds {self.kinds} may hold 'self' and 'cross'")
         if self.granularity == "key" and not self.is_logits:
             raise ValueError("granularity 'key' keeps mean logits; probabilities need granularity 'token'")
-        if self.rope_bands and (self.granularity != "frame" or "self" not in self.kinds):
-            raise ValueError("rope_bands needs granularity 'frame' of self-attention")
+        for name in ("rope_bands", "query_key_means"):
+            if getattr(self, name) and (self.granularity != "frame" or "self" not in self.kinds):
+                raise ValueError(f"{name} needs granularity 'frame' of self-attention")
         if self.heads is not None and self.granularity != "map":
             raise ValueError(f"heads are chosen of granularity 'map'; {self.granularity!r} keeps all")
         queries = tuple(MapQuery(*query) for query in self.queries)
@@ -303,9 +305,16 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
     assert call.lse is not None
     bands = list(RotaryTable(q.shape[-1]).bands.values()) if request.rope_bands else []
-    return reductions.frame_values(
+    values = reductions.frame_values(
         q, k, call.lse, layout, num_query_frames, request.mass, bands, call.bias, call.tails
     )
+    if request.query_key_means:
+        S, own = layout.tokens_per_slot, [n for n in layout.own if layout.frames[n] in call.at.query_frames]
+        positions = [layout.positions[n] for n in own]
+        own_k = k.unflatten(1, (-1, S))[:, own[0] : own[-1] + 1].flatten(1, 2)
+        values["query_means"] = reductions.temporal_means(q, positions)
+        values["key_means"] = reductions.temporal_means(own_k, positions)
+    return values
 
 
 def _attended(shape: Sequence[int], bias: Tensor | None, device: torch.device) -> dict[str, Tensor]:

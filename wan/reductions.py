@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.keys import KeyBias, KeyLayout, key_frames, key_tokens, send, slot_frames
+from wan.rope import RotaryTable
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
@@ -82,6 +83,19 @@ def frame_values(
     if bias is not None and bias.leaves_out:
         values["attended"] = ~values["frame_logits"].isnan()
     return values
+
+
+def temporal_means(x: Tensor, positions: Sequence[int]) -> Tensor:
+    """Return the mean before RoPE of each frame's queries or keys, [B, H, F, temporal pairs, 2], float32.
+
+    x [B, F·S, H, D] is rotated. All tokens of a frame are turned by one angle in time, that of its position,
+    so the mean is turned back.
+    """
+    table = RotaryTable(x.shape[-1])
+    time = x[..., : table.axes_dim[0]].unflatten(1, (len(positions), -1)).float().mean(2)  # [B, F, H, time]
+    turned = torch.view_as_complex(time.unflatten(-1, (-1, 2)).contiguous())
+    back = table.freqs_cis(0, send(torch.tensor(positions), x.device)).conj()[:, None]  # [F, 1, pairs]
+    return torch.view_as_real((turned * back).to(torch.complex64)).transpose(1, 2).contiguous()
 
 
 def _visible_mean(logits: Tensor, members: Tensor) -> Tensor:

@@ -168,16 +168,25 @@ def split_first(
     return FirstSplit(excess[0], excess[1], fit.s, excess[0] - excess[1] - fit.s)
 
 
-def predicted_curve(
-    query_means: np.ndarray,
-    key_means: np.ndarray,
-    distances: np.ndarray,
-    frequencies: np.ndarray,
-    head_dim: int,
+def predicted_context(
+    query_means: np.ndarray, key_means: np.ndarray, block_sizes: Sequence[int], head_dim: int
 ) -> np.ndarray:
-    """Return Σ_b Re(q_b conj(k_b) e^{iω_b d}) / √D [..., n] of complex means [..., B] before RoPE.
+    """Return the last block's context curve [..., n] that one mean query and one mean key would give.
 
-    A query at position p is turned by e^{iωp}, a key at p − d by e^{iω(p − d)}.
+    query_means [..., F, pairs, 2] are an atlas's of any pass, key_means those of its clean pass. The means of
+    the block's queries and of the context's keys, q_b and k_b, give Σ_b Re(q_b conj(k_b) e^{iω_b d}) / √D: a
+    query at position p is turned by e^{iωp}, a key at p − d by e^{iω(p − d)}. Spatial bands are left out.
     """
-    turn = np.exp(1j * np.outer(frequencies, distances))  # [B, n]
-    return ((query_means * np.conj(key_means)) @ turn).real / np.sqrt(head_dim)
+    last = block_ranges(list(block_sizes))[-1]
+    q = query_means[..., last.start : last.stop, :, :].mean(-3)
+    k = key_means[..., : last.start, :, :].mean(-3)
+    products = (q[..., 0] + 1j * q[..., 1]) * (k[..., 0] - 1j * k[..., 1])  # [..., pairs]
+    distances = np.asarray(last)[:, None] - np.arange(last.start)  # [queries, n]
+    turn = np.exp(1j * np.multiply.outer(temporal_frequencies(head_dim), distances)).mean(1)  # [pairs, n]
+    return (products @ turn).real / np.sqrt(head_dim)
+
+
+def correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return Pearson's r along the last axis."""
+    a, b = (x - x.mean(-1, keepdims=True) for x in (a, b))
+    return (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))

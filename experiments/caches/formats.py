@@ -366,6 +366,8 @@ class AtlasCache(Sampling, Cache):
     cross_tokens: Annotated[list[str] | None, "str [tokens]"] = None
     frame_logits_by_band: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F, bands]"] = None
     rope_bands: Annotated[list[str] | None, "str [bands]"] = None  # a time frequency, height or width
+    query_means: Annotated[Tensor | None, "f32 [N, P, H, F, pairs, 2]"] = None  # before RoPE; time's pairs
+    key_means: Annotated[Tensor | None, "f32 [N, P, H, F, pairs, 2]"] = None  # real and imaginary part
     last_block_frame_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F]"] = None
     frame_logits_error: Annotated[Tensor | list[float] | None, "f32 [N] | float [N]"] = None
     # Since schema_version 2, under policies whose slots are not the frames of a window:

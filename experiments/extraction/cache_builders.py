@@ -277,10 +277,14 @@ def atlas_requests(
     key_curve: bool,
     cross: bool,
     rope_bands: bool = False,
+    query_key_means: bool = False,
     layers: Collection[int] | None = None,
 ) -> list[CaptureRequest]:
     """Ask for every block and pass of some layers (None: all) by frame; the key curve is the last block's."""
-    requests = [CaptureRequest(layers=layers, granularity="frame", mass=mass, rope_bands=rope_bands)]
+    by_frame = CaptureRequest(
+        layers=layers, granularity="frame", mass=mass, rope_bands=rope_bands, query_key_means=query_key_means
+    )
+    requests = [by_frame]
     if key_curve:
         last = [len(config.block_sizes) - 1]
         requests.append(CaptureRequest(layers=layers, granularity="key", blocks=last))
@@ -323,6 +327,20 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
             rows[:, call["query_frames"]] = call.values["cross_mass"][0, ..., :words].float()
         return rows
 
+    def means(name: str) -> Callable[[int, int], Tensor]:  # [H, F, pairs, 2]; NaN for unreached frames
+        def of_pass(layer: int, step: int) -> Tensor:
+            calls = run.captured(name, layer, step)
+            H, _, *pair = calls[0].values[name][0].shape
+            rows = torch.full((H, num_frames, *pair), torch.nan)
+            for call in calls:
+                rows[:, call["query_frames"]] = call.values[name][0]
+            return rows
+
+        return of_pass
+
+    for name in ("query_means", "key_means"):
+        if name in run.quantities:
+            atlas[name] = run.stack(means(name), layers, steps)
     if "attended" in run.quantities:
         atlas["attended"] = run.stack(attended, layers, steps)
     if "key_curve" in run.quantities:

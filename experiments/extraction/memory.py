@@ -143,6 +143,8 @@ def _kept_of_call(
     bands = len(RotaryTable(model.head_dim).bands) if request.rope_bands else 0
     slots = 0 if policy.keeps_whole_frames else policy.num_frames or config.num_frames
     values = config.num_frames * (1 + request.mass + bands) + slots * (1 + request.mass)
+    if request.query_key_means:
+        values += 2 * RotaryTable(model.head_dim).axes_dim[0]
     return model.num_heads * queries * FLOAT * values
 
 

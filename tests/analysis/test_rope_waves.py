@@ -1,5 +1,7 @@
 """Waves of temporal RoPE: fits recover what was put in; the theory agrees with rotated queries and keys."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,18 +10,25 @@ from hypothesis import strategies as st
 
 from experiments.analysis.rope_waves import (
     Waves,
+    correlations,
     first_by_block,
     fit_matrix,
     fit_waves,
     held_out_r_squared,
     jittered,
     last_block_context,
-    predicted_curve,
+    predicted_context,
     r_squared,
     split_first,
     temporal_frequencies,
 )
+from experiments.extraction.cache_builders import atlas_cache, atlas_requests
+from experiments.extraction.causal import extract
+from wan.config import load_config
+from wan.reductions import temporal_means
 from wan.rope import RotaryTable, rotate
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def some_waves(seed: int, heads: int = 3, bands: int = 4) -> Waves:
@@ -92,17 +101,45 @@ def test_context_and_distances_of_the_last_block():
     assert curve.tolist() == [0, 1, 2, 3] and distances.tolist() == [5, 4, 3, 2]
 
 
-def test_constant_queries_and_keys_give_the_predicted_curve():
-    """Rotated by wan's own RoPE: q and k that are the same at every position."""
-    head_dim, frames = 16, 9
-    tables = RotaryTable(head_dim)(range(frames), 1, 1, torch.device("cpu"))
-    draw = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 1, 3, head_dim, generator=draw, dtype=torch.float64) for _ in range(2))
-    frequencies = temporal_frequencies(head_dim)
-    temporal = 2 * len(frequencies)
-    q[..., temporal:] = 0  # no spatial terms
-    rotated = [rotate(x.expand(1, frames, 3, head_dim), *tables) for x in (q, k)]
-    logits = torch.einsum("blhd,bmhd->hlm", *rotated)[:, -1].numpy() / head_dim**0.5  # of the last query
-    means = [x[0, 0, :, :temporal].numpy().reshape(3, -1, 2) @ np.array([1, 1j]) for x in (q, k)]
-    distances = frames - 1 - np.arange(frames)
-    np.testing.assert_allclose(predicted_curve(*means, distances, frequencies, head_dim), logits, atol=1e-6)
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 1000), st.sampled_from([[1, 3, 2], [2, 2, 2, 2]]), st.integers(0, 50))
+def test_means_before_rope_give_the_temporal_logits(seed, block_sizes, start):
+    """Rotated by wan's own RoPE: tokens that differ, and a curve that one mean query and key give exactly."""
+    head_dim, H, (rows, columns), F = 16, 3, (2, 3), sum(block_sizes)
+    draw, S = torch.Generator().manual_seed(seed), rows * columns
+    tables = RotaryTable(head_dim)(range(start, start + F), rows, columns, torch.device("cpu"))
+    # each token its own, and all frames the same: the theory's constant means
+    q, k = (torch.randn(1, 1, S, H, head_dim, generator=draw).expand(1, F, -1, -1, -1) for _ in range(2))
+    rotated = [rotate(x.flatten(1, 2), *tables) for x in (q, k)]
+    temporal = 2 * len(temporal_frequencies(head_dim))
+    means = [temporal_means(x, range(start, start + F))[0].double().numpy() for x in rotated]
+    for found, x in zip(means, (q, k), strict=True):
+        expected = x[0, ..., :temporal].mean(1).transpose(0, 1).unflatten(-1, (-1, 2))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    q, k = (x[0].double().unflatten(0, (F, S)).mean(1)[..., :temporal] for x in rotated)  # [F, H, temporal]
+    n = F - block_sizes[-1]
+    logits = torch.einsum("qhd,khd->hqk", q[n:], k[:n]).mean(1) / head_dim**0.5
+    np.testing.assert_allclose(predicted_context(*means, block_sizes, head_dim), logits, atol=1e-5)
+
+
+def test_correlations():
+    a, b = np.random.default_rng(0).normal(size=(2, 4, 9))
+    expected = [np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)]
+    np.testing.assert_allclose(correlations(a, b), expected)
+
+
+def test_an_atlas_of_a_rollout_keeps_means_that_give_its_logits_by_band():
+    config = load_config(ROOT / "configs/wan_mini.yaml", {"num_frames": 9, "device": "cpu"})
+    requests = atlas_requests(
+        config, False, False, False, rope_bands=True, query_key_means=True, layers=[1, 6]
+    )
+    atlas = atlas_cache(extract(config, requests))
+    means = [torch.view_as_complex(atlas[name]).numpy() for name in ("query_means", "key_means")]
+    q, k = (x.transpose(0, 1, 2, 4, 3) for x in means)  # [N, P, H, pairs, F]
+    w = temporal_frequencies(16)
+    for step, block, keys in ((0, 3, k[:, -1]), (2, 6, k[:, -1]), (-1, 6, k[:, -1]), (1, 9, k[:, 1])):
+        rows, own = slice(block - 3, block), slice(6, 9) if block == 9 else slice(0, block - 3)
+        turn = np.exp(1j * w[:, None, None] * (np.arange(9)[rows, None] - np.arange(9)[own]))
+        expected = (q[:, step][..., rows, None] * keys.conj()[..., None, own] * turn).real / 16**0.5
+        found = atlas["frame_logits_by_band"][:, step, :, rows, own, : len(w)].movedim(-1, 2)
+        np.testing.assert_allclose(found, expected, atol=1e-4)

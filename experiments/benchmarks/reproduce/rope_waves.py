@@ -17,6 +17,7 @@ from experiments.analysis.effects import spearman
 from experiments.analysis.rope_waves import (
     NUM_BANDS,
     MatrixFit,
+    correlations,
     first_by_block,
     fit_matrix,
     fit_waves,
@@ -159,11 +160,8 @@ def other_length(long, short) -> dict[str, list[float]]:
     (curves, distances), (short_curves, short_distances) = long, short
     predicted = fit_waves(curves, distances, FREQUENCIES).at(short_distances)
 
-    def correlation(first: int) -> np.ndarray:
-        a, b = (x[..., first:] - x[..., first:].mean(-1, keepdims=True) for x in (predicted, short_curves))
-        return (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
-
-    return {"r median": interval(correlation(0)), "r median without frames 0-2": interval(correlation(3))}
+    whole, later = (correlations(predicted[..., n:], short_curves[..., n:]) for n in (0, 3))
+    return {"r median": interval(whole), "r median without frames 0-2": interval(later)}
 
 
 def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]:
