@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.analysis.panels import HeadMap, HeadPanel
+from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
 
 NUM_BANDS = 6  # of 22: the elbow of R² and of |E q| / E|q| in the real model
@@ -24,6 +26,18 @@ def temporal_frequencies(head_dim: int, base: float = 10000.0) -> np.ndarray:
     """Return the temporal RoPE frequencies of a head, in radians a latent frame, fastest first."""
     count = (head_dim - 4 * (head_dim // 6)) // 2
     return base ** (-np.arange(count) / count)
+
+
+def fitted_frequencies(view: Profiles, longest_period: float) -> np.ndarray:
+    """Return the temporal frequencies of a view's model that have no longer period; none if it is unknown.
+
+    At most NUM_BANDS. Where a period is longer than the curve, waves are told from lines and from each other
+    by a hair: predictions are sound then, single amplitudes are not.
+    """
+    if view.quantity != "mean_logit" or view.head_dim is None or not view.context_frames:
+        return np.empty(0)
+    frequencies = temporal_frequencies(view.head_dim)[:NUM_BANDS]
+    return frequencies[2 * np.pi / frequencies <= longest_period]
 
 
 class Waves(NamedTuple):
@@ -166,6 +180,66 @@ def split_first(
     curve = fit.waves.at(distances.ravel()).reshape(*fit.s.shape, *distances.shape).mean(-2)
     excess = [c[..., 0] - c[..., 1:].mean(-1) for c in (row, curve)]
     return FirstSplit(excess[0], excess[1], fit.s, excess[0] - excess[1] - fit.s)
+
+
+class BlockPanel(NamedTuple):
+    """One head's frame 0 by block of queries: its excess over the other context frames, in logits."""
+
+    starts: np.ndarray  # [blocks] first query frame of each block
+    measured: np.ndarray  # [blocks]
+    predicted: np.ndarray  # [blocks] by waves and s
+
+
+class PartsPanel(NamedTuple):
+    """One head's mean context curve at a block of queries, beside its waves."""
+
+    measured: np.ndarray  # [n]
+    waves: np.ndarray  # [n], with the row's constant
+    s: float  # what frame 0 has beside them
+
+
+def panels_of_view(
+    view: Profiles, heads: Sequence[HeadPanel]
+) -> tuple[dict[str, BlockPanel], dict[str, PartsPanel]]:
+    """Return both kinds of panels for some heads of a view; none where it has no matrices or unknown bands.
+
+    The curves are of the block at queries 18–20, the paper's, and of those beside it.
+    """
+    matrix, frequencies = view.frame_matrices(), fitted_frequencies(view, 3 * view.num_frames)
+    if matrix is None or not len(frequencies) or len(view.block_sizes) < 4:
+        return {}, {}
+    fit, by_block, parts = fit_matrix(matrix, view.block_sizes, frequencies), {}, {}
+    queries = block_ranges(list(view.block_sizes))
+    splits = {b: split_first(matrix, view.block_sizes, fit, b) for b in range(2, len(queries))}
+    last = min(len(queries), 8)  # of blocks of three frames the eighth is 21–23
+    for panel in heads:
+        at = view.layers.index(panel.layer), panel.head
+        measured, predicted = np.transpose([(s.total[at], s.waves[at] + s.s[at]) for s in splits.values()])
+        by_block[panel.label] = BlockPanel(np.array([queries[b].start for b in splits]), measured, predicted)
+        for block in queries[last - 3 : last]:
+            row = matrix[at][block.start : block.stop, : block.start].mean(0)
+            distances = np.asarray(block)[:, None] - np.arange(block.start)
+            waves = fit.waves.at(distances.ravel())[at].reshape(distances.shape).mean(0)
+            waves = waves + (row - waves - fit.s[at] * (np.arange(len(row)) == 0)).mean()
+            name = f"{panel.label}, queries {block.start}–{block.stop - 1}"
+            parts[name] = PartsPanel(row, waves, float(fit.s[at]))
+    return by_block, parts
+
+
+def amplitude_maps(view: Profiles | None) -> list[HeadMap]:
+    """Return amplitude [layers, H] of every band that fits into the context, and R²; or one absent map."""
+    frequencies, title = np.empty(0), "R² of the waves"
+    if view is not None:
+        curves, distances = last_block_context(view.profiles(), view.block_sizes)
+        frequencies = fitted_frequencies(view, len(distances))
+    if not len(frequencies):
+        return [HeadMap("waves_r2", title, "", "share", None, "needs mean logits, context and known RoPE")]
+    waves = fit_waves(curves, distances, frequencies)
+    maps = [
+        HeadMap(f"amplitude_{b}", f"amplitude, period {2 * np.pi / w:.1f}", "logits", "sequential", a)
+        for b, (w, a) in enumerate(zip(frequencies, np.moveaxis(waves.amplitude, -1, 0), strict=True))
+    ]
+    return [*maps, HeadMap("waves_r2", title, "", "share", r_squared(curves, waves.at(distances)))]
 
 
 def predicted_context(

@@ -115,6 +115,7 @@ class Cache(Fields):
     frame_seq_length: int
     block_sizes: Annotated[list[int], "int [blocks]"]
     num_heads: int
+    head_dim: int | None = None
     model: str
     weights: str  # one of WEIGHTS
     weights_file: str | None

@@ -147,6 +147,7 @@ class Profiles:
     model: str
     layers: tuple[int, ...]
     num_heads: int
+    head_dim: int | None  # None where an older cache of an unknown model does not say it
     num_frames: int
     frame_seq_length: int  # tokens S of a frame
     block_sizes: tuple[int, ...]
@@ -279,6 +280,9 @@ class Profiles:
         return Caption(self.quantity, title, noise, averages=self.num_averages)
 
 
+WAN_HEAD_DIM = 128  # of every published size
+
+
 def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: str | None = None) -> Profiles:
     """Open a view of a cache that load_cache returned.
 
@@ -299,6 +303,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         model=typed.model,
         layers=tuple(found.layers),
         num_heads=typed.num_heads,
+        head_dim=typed.head_dim or (WAN_HEAD_DIM if typed.model.startswith("Wan2.1") else None),
         num_frames=typed.num_frames,
         frame_seq_length=typed.frame_seq_length,
         block_sizes=tuple(typed.block_sizes),

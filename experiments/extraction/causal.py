@@ -217,6 +217,7 @@ def common_fields(
         "block_sizes": config.block_sizes,
         "frame_seq_length": model_config.tokens_per_frame(config.height, config.width),
         "num_heads": model_config.num_heads,
+        "head_dim": model_config.head_dim,
         "model": config.model,
         "weights": "checkpoint" if config.checkpoint_path else "base",
         "weights_file": " + ".join(Path(path).name for path in (weights_file, config.lora_path) if path),

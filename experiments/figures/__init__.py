@@ -36,6 +36,7 @@ from experiments.figures.long_rollouts import (
     rope_against_distance,
     sink_maps,
 )
+from experiments.figures.rope_waves import curves_in_parts, first_by_block
 from experiments.figures.style import LABELS, NAMES, save_svg
 from experiments.figures.video_maps import (
     map_strip,

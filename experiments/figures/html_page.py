@@ -19,6 +19,7 @@ import numpy as np
 
 from experiments.analysis.axes import AXES, has_slots, key_columns
 from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
+from experiments.analysis.rope_waves import amplitude_maps
 from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
@@ -168,7 +169,8 @@ def _measures(views: Views, layers: Sequence[int]) -> tuple[list[dict], list[lis
         view = pair[0] or pair[1]
         assert view is not None
         if id(view) not in measured:  # an atlas has one view for all of its layers
-            measured[id(view)] = measure_heads(*pair), head_kinds(pair[0], Thresholds())
+            maps = [*measure_heads(*pair), *amplitude_maps(pair[0])]
+            measured[id(view)] = maps, head_kinds(pair[0], Thresholds())
         maps, labels = measured[id(view)]
         row = view.layers.index(layer)
         for m in maps:

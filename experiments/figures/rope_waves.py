@@ -8,49 +8,40 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from experiments.analysis.rope_waves import BlockPanel, PartsPanel
 from experiments.figures.style import BLUE, DARK, GREY, ORANGE, RED, label_figure, panel_grid, styled, ticks
 
 
 @styled
-def first_by_block(
-    panels: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]], title: str, *, shown: int | None = None
-) -> Figure:
+def first_by_block(panels: Mapping[str, BlockPanel], title: str, *, shown: int = 18) -> Figure:
     """Draw frame 0's excess over the other context frames against the block of queries, a panel a head.
 
-    panels: name -> first query frames, measured and predicted excess, each [blocks]; shown is the first query
-    frame of the block to point out.
+    shown is the first query frame of the block to point out: the paper's figure shows 18–20 alone.
     """
     figure, axes = panel_grid(len(panels), columns=1, size=(7.4, 2.0))
-    for axis, (name, (starts, measured, predicted)) in zip(axes, panels.items(), strict=True):
+    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
+        starts = panel.starts
         colors = [ORANGE if start == shown else "0.6" for start in starts]
-        axis.bar(starts + 1, measured, width=2.2, color=colors, linewidth=0)
-        axis.plot(starts + 1, predicted, "o-", color=BLUE, linewidth=1.2, markersize=3)
+        axis.bar(starts + 1, panel.measured, width=2.2, color=colors, linewidth=0)
+        axis.plot(starts + 1, panel.predicted, "o-", color=BLUE, linewidth=1.2, markersize=3)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set(title=name, xlim=(starts[0] - 1, starts[-1] + 3))
         axis.set_xticks(starts[:: max(1, len(starts) // 12)] + 1)
     legend: dict[str, Artist] = {
         "measured": Patch(color="0.6", label="measured"),
-        "shown": Patch(color=ORANGE, label=f"the block of queries {shown}–{shown + 2}" if shown else ""),
+        "shown": Patch(color=ORANGE, label=f"queries {shown}–{shown + 2}, those of the paper"),
         "predicted": Line2D([], [], color=BLUE, marker="o", markersize=3, label="waves + s"),
     }
-    if shown is None:
-        del legend["shown"]
     x, y = "Middle query frame of the block (latent)", "Frame 0 − other context (logits)"
     label_figure(figure, axes, title, y, legend, x)
     return figure
 
 
 @styled
-def curves_in_parts(
-    panels: Mapping[str, tuple[np.ndarray, np.ndarray, float]], title: str, *, columns: int = 3
-) -> Figure:
-    """Draw context curves beside their waves, a panel for each name -> measured [n], waves [n] and s.
-
-    The waves carry the row's constant. A line shows what s adds to frame 0; the rest follows.
-    """
+def curves_in_parts(panels: Mapping[str, PartsPanel], title: str, *, columns: int = 3) -> Figure:
+    """Draw context curves beside their waves; a line shows what s adds to frame 0, and the rest follows."""
     figure, axes = panel_grid(len(panels), columns=columns, size=(2.9, 2.1))
-    low = min(0.0, *(float(min(m.min(), w.min())) for m, w, _ in panels.values()))
-    high = max(0.0, *(float(max(m.max(), w.max(), w[0] + s)) for m, w, s in panels.values()))
+    values = np.concatenate([[p.waves[0] + p.s, *p.measured, *p.waves, 0] for p in panels.values()])
     for axis, (name, (measured, waves, s)) in zip(axes, panels.items(), strict=True):
         frames = np.arange(len(measured))
         colors = [ORANGE if k == 0 else GREY for k in frames]
@@ -58,7 +49,7 @@ def curves_in_parts(
         axis.plot(frames, waves, "o-", color=BLUE, markersize=2.5, linewidth=1.1)
         axis.plot([0, 0], [waves[0], waves[0] + s], color=RED, linewidth=2.5)
         axis.axhline(0, color=DARK, linewidth=0.6)
-        axis.set(title=name, ylim=(low - 0.5, high + 0.5), xticks=ticks(len(frames), 8))
+        axis.set(title=name, ylim=(values.min() - 0.5, values.max() + 0.5), xticks=ticks(len(frames), 8))
     legend: dict[str, Artist] = {
         "first": Patch(color=ORANGE, label="measured, frame 0"),
         "others": Patch(color=GREY, label="measured, other context"),

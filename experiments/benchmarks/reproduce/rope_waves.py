@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from experiments.analysis import published
 from experiments.analysis.effects import spearman
+from experiments.analysis.panels import choose_heads
 from experiments.analysis.rope_waves import (
     NUM_BANDS,
     MatrixFit,
@@ -24,6 +24,7 @@ from experiments.analysis.rope_waves import (
     held_out_r_squared,
     jittered,
     last_block_context,
+    panels_of_view,
     r_squared,
     split_first,
     temporal_frequencies,
@@ -81,30 +82,14 @@ def run(argv=None):
     with replacing(args.heads_path) as file:
         file.write(heads_table(curves, fits).encode())
     print(args.heads_path)
-    for file_name, figure in figures(*matrices["eagle", 72], fits["eagle", 72]).items():
-        print(save_svg(figure, args.figures / file_name))
-
-
-def figures(matrix: np.ndarray, block_sizes, fit: MatrixFit) -> dict[str, Figure]:
-    """Draw frame 0 by block of queries, and curves of three blocks in parts, of Figure 4's heads."""
-    found, about = first_by_block(matrix, block_sizes), "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
-    starts = np.array([block.start for block in found.queries])[1:]  # the first block has one context block
-    splits = [split_first(matrix, block_sizes, fit, block) for block in range(2, len(block_sizes))]
-    predicted = np.stack([split.waves + split.s for split in splits], -1)
-    panels = {label: (starts, found.excess[head][1:], predicted[head]) for label, head in PAPER_HEADS.items()}
-    parts = {}
-    for label, head in PAPER_HEADS.items():
-        for queries in found.queries[4:7]:
-            row = matrix[head][queries.start : queries.stop, : queries.start].mean(0)
-            distances = np.asarray(queries)[:, None] - np.arange(queries.start)
-            waves = fit.waves.at(distances.ravel())[head].reshape(distances.shape).mean(0)
-            constant = (row - waves - fit.s[head] * (np.arange(len(row)) == 0)).mean()
-            shown = f"{label}, queries {queries.start}–{queries.stop - 1}"
-            parts[shown] = (row, waves + constant, float(fit.s[head]))
-    return {
-        "first_frame_by_block.svg": draw_by_block(panels, f"Frame 0 by block of queries: {about}", shown=18),
+    shown = choose_heads(views["eagle", 72], published.FIGURE4_HEADS).panels
+    by_block_panels, parts = panels_of_view(views["eagle", 72], shown)
+    about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
+    for file_name, figure in {
+        "first_frame_by_block.svg": draw_by_block(by_block_panels, f"Frame 0 by block of queries: {about}"),
         "curves_in_parts.svg": curves_in_parts(parts, f"Context curves in parts: {about}"),
-    }
+    }.items():
+        print(save_svg(figure, args.figures / file_name))
 
 
 def name(key: tuple[str, int]) -> str:
