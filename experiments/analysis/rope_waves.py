@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.analysis.first_frame import context_cells
 from experiments.analysis.panels import HeadMap, HeadPanel
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
@@ -141,11 +142,8 @@ class MatrixFit(NamedTuple):
 
 def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.ndarray) -> MatrixFit:
     """Fit rows, waves and a first-frame effect to the context cells of matrices [..., F, F]."""
-    F, B = np.shape(matrix)[-1], len(frequencies)
-    cells = np.zeros((F, F), bool)
-    for block in block_ranges(list(block_sizes)):
-        cells[block.start : block.stop, : block.start] = True
-    q, k = np.nonzero(cells)
+    B = len(frequencies)
+    q, k = np.nonzero(context_cells(list(block_sizes)))
     columns = np.concatenate([wave_columns(q - k, frequencies), (k == 0)[:, None]], 1)
     y = np.asarray(matrix, np.float64)[..., q, k].reshape(-1, len(q))
     rows = (q[:, None] == np.unique(q)).astype(np.float64)  # [cells, rows]
@@ -201,12 +199,14 @@ class PartsPanel(NamedTuple):
 def panels_of_view(
     view: Profiles, heads: Sequence[HeadPanel]
 ) -> tuple[dict[str, BlockPanel], dict[str, PartsPanel]]:
-    """Return both kinds of panels for some heads of a view; none where it has no matrices or unknown bands.
+    """Return both kinds of panels for some heads of a view; none without the whole past or with unknown bands.
 
     The curves are of the block at queries 18–20, the paper's, and of those beside it.
     """
     matrix, frequencies = view.frame_matrices(), fitted_frequencies(view, 3 * view.num_frames)
     if matrix is None or not len(frequencies) or len(view.block_sizes) < 4:
+        return {}, {}
+    if not np.isfinite(matrix[..., context_cells(view.block_sizes)]).all():
         return {}, {}
     fit, by_block, parts = fit_matrix(matrix, view.block_sizes, frequencies), {}, {}
     queries = block_ranges(list(view.block_sizes))

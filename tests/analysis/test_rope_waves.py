@@ -1,5 +1,6 @@
 """Waves of temporal RoPE: fits recover what was put in; the theory agrees with rotated queries and keys."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.analysis import published
+from experiments.analysis.panels import choose_heads
 from experiments.analysis.rope_waves import (
     Waves,
+    amplitude_maps,
     correlations,
     first_by_block,
     fit_matrix,
@@ -17,11 +21,14 @@ from experiments.analysis.rope_waves import (
     held_out_r_squared,
     jittered,
     last_block_context,
+    panels_of_view,
     predicted_context,
     r_squared,
     split_first,
     temporal_frequencies,
 )
+from experiments.caches import load_cache
+from experiments.caches.view import open_profiles
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import extract
 from wan.config import load_config
@@ -85,6 +92,28 @@ def test_a_matrix_of_rows_waves_and_a_first_frame_is_taken_apart(block_sizes):
         split = split_first(matrix, block_sizes, fit, block)
         np.testing.assert_allclose(split.rest, 0, atol=1e-6)
         np.testing.assert_allclose(split.total, split.waves + split.s, atol=1e-6)
+
+
+def test_the_papers_head_comes_and_goes_with_the_block_of_queries():
+    view = open_profiles(load_cache(published.FOLDER / "self_forcing_dmd_eagle_21f.pt"))
+    by_block, parts = panels_of_view(view, choose_heads(view, [(1, 1, "L1H1")]).panels)
+    panel = by_block["L1H1"]
+    assert panel.starts.tolist() == [6, 9, 12, 15, 18]
+    np.testing.assert_allclose(panel.measured[1:], [-0.8, 2.9, -3.9, 5.2], atol=0.06)
+    np.testing.assert_allclose(panel.predicted, panel.measured, atol=1)
+    assert list(parts) == [f"L1H1, queries {q}" for q in ("12–14", "15–17", "18–20")]
+    last = parts["L1H1, queries 18–20"]
+    np.testing.assert_allclose(last.measured, view.frame_matrices()[1, 1, 18:, :18].mean(0), atol=1e-5)
+    assert abs(last.waves.sum() + last.s - last.measured.sum()) < 1e-6
+
+
+def test_amplitudes_of_bands_that_fit_into_the_context():
+    view = open_profiles(load_cache(published.FOLDER / "self_forcing_dmd_eagle_72f.pt"))
+    maps = {one.name: one.values for one in amplitude_maps(view)}
+    assert list(maps) == [*(f"amplitude_{b}" for b in range(6)), "waves_r2"]
+    assert np.median(maps["waves_r2"]) == pytest.approx(0.88, abs=0.005)
+    assert amplitude_maps(None)[0].values is None
+    assert amplitude_maps(replace(view, head_dim=None))[0].values is None
 
 
 def test_frame_0_is_ranked_among_the_context_of_every_block():

@@ -140,7 +140,8 @@ def test_figure4_of_every_kind_of_cache(tmp_path):
 def test_published_data_over_the_papers_curve(tmp_path):
     path = "../cache/published/self_forcing_dmd_eagle_21f.pt"
     printed, drawn = run("plt_fig4", tmp_path, CACHE_PATH=path)
-    assert drawn.keys() == figure_files(1, 5) and "Shown: L1H1, L5H10" in printed
+    waves = {"figure4_by_block.svg", "figure4_in_parts.svg"}
+    assert drawn.keys() == figure_files(1, 5) | waves and "Shown: L1H1, L5H10" in printed
     assert row_of(printed, "above", "2,")[2:] == ["of", "all", "360", "50", "74", "87", "18", "23"]
     for name, r in (("L1H1", "0.9928"), ("L5H10", "0.9874")):
         shown = row_of(printed, name, "shown")
@@ -155,7 +156,7 @@ def test_published_data_over_the_papers_curve(tmp_path):
 def always(layer):
     """Files of any atlas that has logits."""
     names = ("per_head_grid", "frame_maps", "passes", "logits_and_mass")
-    whole = ["profile_strips", "measures", "first_frame", "placebos", "key_frames", "stability"]
+    whole = ["profile_strips", "measures", "first_frame", "placebos", "key_frames", "stability", "waves"]
     whole.append("kinds_of_heads")
     return {f"layer{layer}_{name}.svg" for name in names} | {f"{name}.svg" for name in whole}
 
@@ -167,6 +168,7 @@ def test_the_published_atlas(tmp_path):
     assert row_of(printed, "mean", "of", "s")[-1] == "0.6408"
     assert row_of(printed, "heads", "above", "all", "placebos")[-1] == "208"
     assert row_of(printed, "anchor")[1:] == ["172", "159", "13", "0"]
+    assert "amplitude, period 14.5" in drawn["waves.svg"]
     assert "published, Pyramid Forcing" in drawn["kinds_of_heads.svg"]
     assert "absent: attention mass: no mass in this cache" in drawn["layer1_logits_and_mass.svg"]
     assert all(f"Layer {layer} " in drawn["profile_strips.svg"] for layer in range(30))
