@@ -199,7 +199,7 @@ class PartsPanel(NamedTuple):
 def panels_of_view(
     view: Profiles, heads: Sequence[HeadPanel]
 ) -> tuple[dict[str, BlockPanel], dict[str, PartsPanel]]:
-    """Return both kinds of panels for some heads of a view; none without the whole past or with unknown bands.
+    """Return both kinds of panels for some heads of a view; none without the whole past or known bands.
 
     The curves are of the block at queries 18–20, the paper's, and of those beside it.
     """

@@ -90,8 +90,9 @@ def conditions(bands: int) -> dict[str, Band | None]:
     """Return nothing, and every band turned by a quarter, by a half, and removed."""
     found: dict[str, Band | None] = {"base": None}
     for band in range(bands):
-        for name, values in (("π/2", {"phase": pi / 2}), ("π", {"phase": pi}), ("removed", {"scale": 0.0})):
-            found[f"band {band}, {name}"] = Band((band,), passes="denoise", **values)
+        found[f"band {band}, π/2"] = Band((band,), phase=pi / 2, passes="denoise")
+        found[f"band {band}, π"] = Band((band,), phase=pi, passes="denoise")
+        found[f"band {band}, removed"] = Band((band,), scale=0.0, passes="denoise")
     return found
 
 
