@@ -95,23 +95,26 @@ def placebo_frames(block_sizes: Sequence[int], last: int | None = None) -> list[
     return [j for j in enough if j > 0 and (last is None or j <= last)]
 
 
-def key_frame_contrasts(matrix: np.ndarray, block_sizes: Sequence[int], first: int = 12) -> np.ndarray:
+def key_frame_contrasts(
+    matrix: np.ndarray, block_sizes: Sequence[int], first: int = 12, line: slice = LINE
+) -> np.ndarray:
     """Measure how far each of the first key frames stands out: matrices [..., F, F] -> [..., first].
 
     f(k) for every k < first takes the place of s · [k = 0]; c(j) = f(j) − the least-squares line through
-    f(3..11) does not depend on its level and trend, which trade against rows and distances.
+    f(3..11), or another line's frames, does not depend on level and trend, which trade against rows and
+    distances.
     """
 
     def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
         z, _ = cells.of_keys(range(first))
-        line = np.stack([np.ones(first), np.arange(first, dtype=np.float64)], 1)
+        points = np.stack([np.ones(first), np.arange(first, dtype=np.float64)], 1)
         reference = np.zeros(first, bool)
-        reference[LINE] = np.isin(np.arange(first), cells.k)[LINE]
+        reference[line] = np.isin(np.arange(first), cells.k)[line]
         if reference.sum() < 3:
             return np.full((first, y.shape[1]), np.nan)
         solve = np.zeros((2, first))
-        solve[:, reference] = np.linalg.pinv(line[reference])
-        contrast = np.eye(first) - line @ solve  # takes f to f − its line
+        solve[:, reference] = np.linalg.pinv(points[reference])
+        contrast = np.eye(first) - points @ solve  # takes f to f − its line
         values, vectors = np.linalg.eigh(z.T @ z)
         free = values <= RANK_TOLERANCE * max(values[-1], 1)
         inverse = vectors[:, ~free] / values[~free] @ vectors[:, ~free].T

@@ -109,12 +109,16 @@ def score_against_effect(
 def contrasts_by_frame(
     contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit="logits"
 ) -> Figure:
-    """Draw mean contrasts [first] by key frame, a line a name; every other block of frames is shaded."""
+    """Draw contrasts by key frame, a line a name; every other block of frames is shaded.
+
+    contrasts: name -> [3, first], the mean over heads and the bounds of its interval.
+    """
     figure, axis = plt.subplots(figsize=(7.4, 3.0))
     colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
-    for (name, values), color, marker in zip(contrasts.items(), colors, markers, strict=False):
+    for (name, (values, low, high)), color, marker in zip(contrasts.items(), colors, markers, strict=False):
+        axis.fill_between(range(len(values)), low, high, color=color, alpha=0.2, linewidth=0)
         axis.plot(values, marker=marker, color=color, markersize=4, linewidth=1.3, label=name)
-    longest = max(len(values) for values in contrasts.values())
+    longest = max(values.shape[1] for values in contrasts.values())
     for start in range(0, longest, 2 * block):
         axis.axvspan(start - 0.5, min(start + block, longest) - 0.5, color="0.5", alpha=0.08, linewidth=0)
     axis.axhline(0, color="0.4", linewidth=0.8)

@@ -37,6 +37,7 @@ ATLASES = {  # castle has no 72-frame matrix
     "eagle, 72 frames": "self_forcing_dmd_eagle_72f.pt",
 }
 TRAINING, LOG = Path("cache/wan-mini-training"), Path("checkpoints/wan-mini/training.json")
+LATER_LINE = slice(12, 36)  # another reference for contrasts: level and trend are not identified
 ENDS = ("first pass", "clean pass")
 
 
@@ -83,7 +84,7 @@ def draw_atlases(views: dict[str, Profiles]) -> dict[str, Figure]:
     about, dots, lines = "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)", {}, {}
     for name, view in views.items():
         dots[name] = (measures.head_statistics(view.profiles()).delta, measured(view).fit.effect)
-        lines[name] = key_frame_contrasts(matrices(view), view.block_sizes).mean((0, 1))
+        lines[name] = mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
     title, axes = "What first − middle measures, a dot a head", ("first − middle", "first-frame effect s")
     return {
         "first_frame_published": score_against_effect(
@@ -125,8 +126,25 @@ def numbers(view: Profiles) -> dict[str, Any]:
             "heads_above_all": int((found.rank == 1).sum()),
             "heads_above_all_to_24": int(found.above_placebos.sum()),
         },
-        "contrasts": [rounded(c) for c in found.contrasts.mean((0, 1))],
+        "contrasts": np.round(mean_interval(found.contrasts), 2).tolist(),  # mean, low, high
+        "contrasts_to_frames_12_to_35": other_line(view),
     }
+
+
+def other_line(view: Profiles) -> list[list[float]] | None:
+    """Return the same contrasts to a line through later frames, of a video that is long enough."""
+    if view.num_frames < LATER_LINE.stop:
+        return None
+    far = key_frame_contrasts(matrices(view), view.block_sizes, LATER_LINE.stop, LATER_LINE)
+    return np.round(mean_interval(far[..., : LATER_LINE.start]), 2).tolist()
+
+
+def mean_interval(values: np.ndarray) -> np.ndarray:
+    """Return the mean over heads of values [layers, H, n] and its 95 % interval [3, n]: heads within layers."""
+    layers, heads, _ = values.shape
+    drawn = np.random.default_rng(0).integers(0, heads, (1000, layers, heads, 1))
+    means = [np.take_along_axis(values, d, 1).mean((0, 1)) for d in drawn]
+    return np.stack([values.mean((0, 1)), *np.percentile(means, (2.5, 97.5), axis=0)])
 
 
 def paper_agreement(views: dict[str, Profiles]) -> dict[str, Any]:
