@@ -140,7 +140,7 @@ def other_line(view: Profiles) -> list[list[float]] | None:
 
 
 def mean_interval(values: np.ndarray) -> np.ndarray:
-    """Return the mean over heads of values [layers, H, n] and its 95 % interval [3, n]: heads within layers."""
+    """Return the mean over heads of values [layers, H, n] and its 95 % interval, [3, n]."""
     layers, heads, _ = values.shape
     drawn = np.random.default_rng(0).integers(0, heads, (1000, layers, heads, 1))
     means = [np.take_along_axis(values, d, 1).mean((0, 1)) for d in drawn]
