@@ -8,6 +8,7 @@ import argparse
 from functools import partial
 from typing import Any
 
+from experiments.extraction.cache_builders import counted_blocks
 from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from experiments.running.ranks import this_rank
 from wan.errors import ConfigError, short_repr
@@ -57,7 +58,7 @@ def run(argv=None):
     places = [*args.query_patch, *((frame, -1, -1) for (frame,) in args.query_frame)]  # -1: the whole frame
     if args.query_grid:
         places += [p for p in maps.patches_of_grid(*args.query_grid, grid=grid) if p not in places]
-    blocks = maps.counted_blocks(args.blocks, len(config.block_sizes))
+    blocks = counted_blocks(args.blocks, len(config.block_sizes))
     requests = maps.map_requests(
         config, grid, places, config.layer_indices, args.heads, blocks, args.steps, args.words
     )

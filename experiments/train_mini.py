@@ -83,8 +83,7 @@ def run(argv=None):
     from diffusers.utils import logging as diffusers_logging
 
     from experiments.caches.files import require_writable
-    from experiments.extraction.devices import choose_device, choose_dtype
-    from experiments.extraction.provenance import device_name
+    from experiments.extraction.devices import choose_device, choose_dtype, device_name
     from experiments.miniature.frozen import hashes
     from experiments.miniature.stages import STAGES
     from experiments.miniature.training import log_stage

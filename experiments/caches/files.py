@@ -31,11 +31,7 @@ class StoppedError(UserError):
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file beside path that becomes path when the block ends, and is removed when the block fails.
-
-    Missing folders are made, and a link stays: its target is replaced. Raises OSError where that is not
-    allowed.
-    """
+    """Open a file that becomes path, through links, when the block ends, and is removed if it fails."""
     path = target_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)

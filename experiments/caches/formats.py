@@ -331,11 +331,7 @@ def build_layer_cache(
     uncond: Tensor | None = None,
     averages: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return a layer cache of a run's fields and mean logits [H, F, F].
-
-    profile [H, F] is their mean over last_queries, averages [H, F, averages] are those of keys that are
-    averages of frames.
-    """
+    """Return a layer cache of a run's fields and mean logits [H, F, F]; profile [H, F] is of last_queries."""
     own = {
         "format": "layer",
         "is_logits": True,

@@ -46,10 +46,7 @@ def one_thread() -> Iterator[None]:
 
 
 def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
-    """Mean over each query frame's tokens of tokens [H, Lq, Lk] of any dtype -> [H, Fq, Lk] float32.
-
-    Reads a memory-mapped tensor once, a few MiB at a time, a head in each thread.
-    """
+    """Mean over each query frame's tokens: [H, Lq, Lk] -> [H, Fq, Lk] float32, a head in each thread."""
 
     def of_head(one: Tensor) -> Tensor:  # [1, Lq, Lk] -> [Fq, Lk]
         curves = torch.zeros(one.shape[1] // S, one.shape[2], device=one.device)
@@ -76,18 +73,12 @@ def curves_to_frames(curves: Tensor, S: int) -> Tensor:
 
 
 def token_matrix_to_frames(tokens: Tensor, S: int) -> Tensor:
-    """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk] float32.
-
-    Of logits this is mean_logit, of probabilities mean_prob.
-    """
+    """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk] float32."""
     return curves_to_frames(query_frame_curves(tokens, S), S)
 
 
 def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
-    """Pieces (query_frames, key_frames, values [H, Fq, Fk, ...]) -> [H, F, F, ...] float32, NaN elsewhere.
-
-    Frame numbers are global, so a sliding window's pieces land where they belong.
-    """
+    """Pieces (query_frames, key_frames, values [H, Fq, Fk, ...]) -> [H, F, F, ...] float32, NaN elsewhere."""
     pieces = list(pieces)
     heads, _, _, *more = pieces[0][2].shape
     matrix = torch.full((heads, num_frames, num_frames, *more), float("nan"))
@@ -105,10 +96,7 @@ def spread_keys(values: Tensor, key_frames: Sequence[int], num_frames: int) -> T
 
 
 def by_key_frame(curves: Tensor, key_frame: Tensor, num_frames: int, mean: bool) -> Tensor:
-    """Curves per key token [..., Lk], of the frames key_frame [Lk], by frame -> [..., F]; NaN for no token.
-
-    mean: over a frame's tokens; else their sum. Tokens of no frame (an average: -1) are left out.
-    """
+    """Mean or sum of curves [..., Lk] over the tokens of each frame in key_frame [Lk] -> [..., F]."""
     members = (key_frame[:, None] == torch.arange(num_frames)).float()  # [Lk, F]
     counts = members.sum(0)
     values = curves.float() @ members
@@ -118,10 +106,7 @@ def by_key_frame(curves: Tensor, key_frame: Tensor, num_frames: int, mean: bool)
 def spread_tokens(
     curves: Tensor, key_frame: Tensor, key_token: Tensor, frames: Sequence[int], S: int
 ) -> Tensor:
-    """Curves per key token [..., Lk] at their places in these frames -> [..., len(frames)·S], NaN elsewhere.
-
-    A token that lies in two slots has the mean of both.
-    """
+    """Put curves [..., Lk] at their tokens (mean of two slots) -> [..., len(frames)·S], NaN elsewhere."""
     place = {frame: i for i, frame in enumerate(frames)}
     pairs = zip(key_frame.tolist(), key_token.tolist(), strict=True)
     columns = [(place[f] * S + t, i) for i, (f, t) in enumerate(pairs) if f in place]

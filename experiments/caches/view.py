@@ -107,10 +107,7 @@ def most_averages(slot_frame: Tensor) -> int:
 
 
 def averages_of_slots(values: Tensor, slot_frame: Tensor, count: int) -> Tensor:
-    """Pick the averages out of values [H, rows, slots] -> [H, rows, count], NaN for those that are not there.
-
-    slot_frame [slots] says which frame each slot holds.
-    """
+    """Pick values [H, rows, slots] of the averages in slot_frame [slots] -> [H, rows, count], NaN: absent."""
     found = torch.full((*values.shape[:-1], count), torch.nan)
     columns = (slot_frame == AVERAGE).nonzero()[:, 0]
     found[..., : len(columns)] = values[..., columns].float()
@@ -334,10 +331,7 @@ def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
 
 
 def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob") -> Profiles:
-    """Open one captured call alone, whatever its layer, block and pass. CacheError for an absent one.
-
-    The calls of an atlas are its layers, pass after pass, with the queries of the last block.
-    """
+    """Open one captured call alone (of an atlas: a layer, pass after pass). CacheError: no such call."""
     if as_cache(cache).format == "atlas":
         layers, passes = cache["layers"], as_cache(cache).passes()
         count, holder = len(passes) * len(layers), "the layers and passes of this atlas"

@@ -62,14 +62,11 @@ def choose_layer(config: RunConfig, layer: int | None) -> int:
 def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     """first, last, all or numbers -> increasing steps of the sampler."""
     count = config.base.num_steps
-    chosen: set[int] = set()
-    for name in names:
-        known = {"first": [0], "last": [count - 1], "all": range(count)}
-        step = known.get(name, [int(name)] if name.isdecimal() and len(name) < 10 else [])
-        if not step or max(step) >= count:
-            raise ConfigError(f"step {short_repr(name)} is not first, last, all or in 0..{count - 1}")
-        chosen.update(step)
-    return sorted(chosen)
+    known = {"first": [0], "last": [count - 1], "all": range(count)}
+    known |= {str(step): [step] for step in range(count)}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"step {short_repr(unknown[0])} is not first, last, all or in 0..{count - 1}")
+    return sorted({step for name in names for step in known[name]})
 
 
 def load_pipeline(
@@ -85,15 +82,11 @@ def load_pipeline(
 def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) -> Extraction:
     """Generate one video with the base weights (see as_one_block), and capture both branches of guidance.
 
-    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
-    right.
+    Raises ConfigError for bad input, before anything large is loaded, and RunError for wrong numbers.
     """
     edits = edits_of(config.interventions, "config")
-    for edit in edits:
-        if edit.needs:
-            raise ConfigError(
-                f"runs of the base model cannot make this edit, which needs {edit.needs}: {edit}"
-            )
+    if needy := next((edit for edit in edits if edit.needs), None):
+        raise ConfigError(f"runs of the base model cannot make this edit, which needs {needy.needs}: {needy}")
     base, prompts = config.base, [config.prompt, config.base.negative_prompt]
     loaded = prepare(config, [request], prompts, observer, load_base=load_pipeline)
     pipeline: Any = loaded.pipeline
@@ -129,13 +122,11 @@ def select_branch(run: Extraction, branch: str) -> Extraction:
 
 def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer at one step, with the prompt and without."""
-    cond, uncond = (
-        select_branch(run, branch).frame_matrix("frame_logits", layer, step) for branch in ("cond", "uncond")
-    )
-    at = PassTag(step, run.pass_timesteps[step], False)
+    branches = [select_branch(run, branch) for branch in ("cond", "uncond")]
+    cond, uncond = (branch.frame_matrix("frame_logits", layer, step) for branch in branches)
     last = list(range(run.config.num_frames))[-LAST_FRAMES:]
-    common = {**run.common, "format": "layer", "is_logits": True}
-    return build_layer_cache(common, at, layer, cond, last, uncond=uncond)
+    at = PassTag(step, run.pass_timesteps[step], False)
+    return build_layer_cache(run.common, at, layer, cond, last, uncond=uncond)
 
 
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:

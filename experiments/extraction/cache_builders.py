@@ -1,7 +1,7 @@
 """A rollout in each cache format: what it asks of the capture (*_requests), and its dict (*_cache)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -36,13 +36,13 @@ class Extraction:
     stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
 
     @property
+    def blocks_done(self) -> int:
+        return self.common.get("blocks_done", len(self.config.block_sizes))
+
+    @property
     def last_block(self) -> list[int]:
         """Frames of the last finished block."""
         return block_frames(self.config.block_sizes, self.blocks_done - 1)
-
-    @property
-    def blocks_done(self) -> int:
-        return self.common.get("blocks_done", len(self.config.block_sizes))
 
     def pass_tag(self, step: int) -> PassTag:
         """A pass of the causal rollout, whose last one is the clean pass."""
@@ -55,6 +55,12 @@ class Extraction:
         for call in self.records:
             for name in call.values:
                 calls[name, call.site.layer, call["step"]].append(call)
+        for (name, layer, step), here in calls.items():
+            most = max(len(calls.get((name, other, step), ())) for other in {key[1] for key in calls})
+            if len(here) < most:  # its rows would be NaN
+                raise RunError(
+                    f"layer {layer}, step {step}: {len(here)} of {most} calls reported their {name}"
+                )
         return dict(calls)
 
     @property
@@ -74,34 +80,47 @@ class Extraction:
         return self._calls[name, layer, step]
 
     def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
-        """Assemble frame_logits or frame_mass of all blocks [H, F, F], NaN where nothing was attended.
-
-        Where token logits were captured, the mean logits are those of their frame pairs.
-        """
+        """Assemble frame_logits, also from token logits, or frame_mass of all blocks [H, F, F]."""
         S, num_frames = self.common["frame_seq_length"], self.config.num_frames
-        if name != "frame_logits" or "token_logits" not in self.quantities:
-            pieces = [(call, call.values[name][0]) for call in self.captured(name, layer, step)]
-        else:
-            pieces = []
-            for call in self.captured("token_logits", layer, step):
-                curves = frames.query_frame_curves(call.values["token_logits"][0], S)
+        from_tokens = name == "frame_logits" and "token_logits" in self.quantities
+        pieces = []
+        for call in self.captured("token_logits" if from_tokens else name, layer, step):
+            if not from_tokens:
+                piece = call.values[name][0]
+            else:
+                piece = frames.query_frame_curves(call.values["token_logits"][0], S)
                 if "key_frame" in call.values:
-                    by_frame = frames.by_key_frame(curves, call.values["key_frame"][0], num_frames, mean=True)
-                    pieces.append((call, by_frame[..., call["key_frames"]]))
+                    keys = call.values["key_frame"][0]
+                    piece = frames.by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
                 else:
-                    pieces.append((call, frames.curves_to_frames(curves, S)))
-        where = [(call["query_frames"], call["key_frames"], piece) for call, piece in pieces]
-        return frames.assemble(where, num_frames)
+                    piece = frames.curves_to_frames(piece, S)
+            pieces.append((call["query_frames"], call["key_frames"], piece))
+        return frames.assemble(pieces, num_frames)
 
-    def stack(
-        self, value: Callable[[int, int], Tensor], layers: Sequence[int], steps: Sequence[int]
-    ) -> Tensor:
-        """Stack value(layer, step) of some layers and steps -> [layers, steps, ...]."""
-        return torch.stack([torch.stack([value(layer, step) for step in steps]) for layer in layers])
+    def query_rows(self, name: str, layer: int, step: int) -> Tensor:
+        """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
+        calls = self.captured(name, layer, step)
+        return rows_of(((c["query_frames"], c.values[name][0]) for c in calls), self.config.num_frames)
 
     def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int]) -> Tensor:
         """Stack frame_matrix of some layers and steps -> [layers, steps, H, F, F]."""
-        return self.stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)
+        return stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)
+
+
+def stack(value: Callable[..., Tensor], rows: Iterable[int], columns: Iterable[int]) -> Tensor:
+    """Stack value(row, column), of layers and steps for example -> [rows, columns, ...]."""
+    return torch.stack([torch.stack([value(row, column) for column in columns]) for row in rows])
+
+
+def rows_of(pieces: Iterable[tuple[Sequence[int], Tensor]], num_frames: int, width: int = 0) -> Tensor:
+    """Pieces (query_frames, values [H, Fq, ..., n]) -> [H, F, ..., width or the largest n], NaN elsewhere."""
+    pieces = list(pieces)
+    width = width or max(values.shape[-1] for _, values in pieces)
+    heads, _, *between, _ = pieces[0][1].shape
+    rows = torch.full((heads, num_frames, *between, width), torch.nan)
+    for queries, values in pieces:
+        rows[:, queries, ..., : values.shape[-1]] = values.float()
+    return rows
 
 
 def padded(values: Tensor, length: int, filler: float) -> Tensor:
@@ -147,27 +166,33 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
     """Return attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
+    num_frames = run.config.num_frames
     layers = list(dict.fromkeys(run.config.layer_indices))
     seen = sorted({frame for call in run.records for frame in call["key_frames"]})
     sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
     repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=seen)
-    entries = []
-    for layer in layers:
-        entry: dict[str, Any] = {"layer_idx": layer, "is_logits": is_logits, **repeated}
-        for call in run.records:
-            if call.site.layer != layer:
-                continue
-            entry |= call_values(call) | _slots_of_call(call, run.config.num_frames)
-            for name in ("frame_logits", "frame_mass"):
-                if name in call.values:
-                    entry[name] = frames.spread_keys(entry[name], call["key_frames"], run.config.num_frames)
+    entries: dict[int, dict[str, Any]] = {
+        layer: {"layer_idx": layer, "is_logits": is_logits, **repeated} for layer in layers
+    }
+    for call in run.records:
+        if call.site.layer not in entries:
+            continue
+        entry, keys = entries[call.site.layer], call["key_frames"]
+        entry |= call_values(call)
+        for name in {"frame_logits", "frame_mass"} & call.values.keys():
+            entry[name] = frames.spread_keys(entry[name], keys, num_frames)
+        if call.layout is not None and not call.layout.is_in_place:
+            for name in ("slot_frame", "slot_position"):
+                entry[name] = torch.tensor(call[name], dtype=torch.int32)
+            if "tokens_kept" in call.values:
+                entry["tokens_kept"] = torch.zeros(num_frames, dtype=torch.int32)
+                entry["tokens_kept"][keys] = call.values["tokens_kept"][0].int()
         if "attn_logits" in entry:
             entry["attn_weights"] = entry["attn_logits"]  # older notebooks read either name
-        entries.append(entry)
     own = {
         "format": "figure4",
         "is_logits": is_logits,
-        "attention_weights": entries,
+        "attention_weights": list(entries.values()),
         "capture_method": "native_inference_capture",
         "layer_indices": layers,
         "query_frames": run.last_block,
@@ -176,38 +201,27 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
     return {**run.common, **version_of(run), **run.pass_tag(run.config.step)._asdict(), **own}
 
 
-def _slots_of_call(call: CapturedCall, num_frames: int) -> dict[str, Tensor]:
-    """slot_frame, slot_position and tokens_kept of a call whose slots are not frames in their places."""
-    if call.layout is None or call.layout.is_in_place:
-        return {}
-    slots = {name: torch.tensor(call[name], dtype=torch.int32) for name in ("slot_frame", "slot_position")}
-    if "tokens_kept" in call.values:
-        slots["tokens_kept"] = torch.zeros(num_frames, dtype=torch.int32)
-        slots["tokens_kept"][call["key_frames"]] = call.values["tokens_kept"][0].int()
-    return slots
-
-
 # --- inference: token matrices, an entry per call
+def counted_blocks(blocks: Sequence[int] | None, count: int) -> list[int] | None:
+    """Count blocks from 0, where -1 was the last one."""
+    return None if blocks is None else [b + count if -count <= b < 0 else b for b in blocks]
+
+
 def inference_requests(
     config: RunConfig,
     blocks: Sequence[int] | None = None,
     steps: Sequence[int] | None = None,
     is_logits: bool = False,
 ) -> list[CaptureRequest]:
-    """Ask for token matrices of the config's layers: float32 probabilities, or float16 logits.
-
-    blocks None is the last one, and -1 counts from the end; steps None is the config's.
-    """
-    count = len(config.block_sizes)
-    return [
-        CaptureRequest(
-            layers=config.layer_indices,
-            blocks=[block + count if -count <= block < 0 else block for block in (blocks or [-1])],
-            steps=steps or [config.step],
-            is_logits=is_logits,
-            token_dtype=torch.float16 if is_logits else torch.float32,
-        )
-    ]
+    """Ask for token matrices of the config's layers; blocks None: the last one, steps None: the config's."""
+    request = CaptureRequest(
+        layers=config.layer_indices,
+        blocks=counted_blocks(blocks or [-1], len(config.block_sizes)),
+        steps=steps or [config.step],
+        is_logits=is_logits,
+        token_dtype=torch.float16 if is_logits else torch.float32,
+    )
+    return [request]
 
 
 def inference_cache(run: Extraction) -> dict[str, Any]:
@@ -233,41 +247,28 @@ def layer_requests(
     config: RunConfig, granularity: Literal["token", "frame"] = "frame"
 ) -> list[CaptureRequest]:
     """Ask for all blocks of one layer in the chosen pass; both granularities give the same numbers."""
-    return [
-        CaptureRequest(layers=[config.layer_index], steps=[config.step], granularity=granularity, mass=False)
-    ]
+    chosen: dict[str, Any] = {"layers": [config.layer_index], "steps": [config.step]}
+    return [CaptureRequest(**chosen, granularity=granularity, mass=False)]
 
 
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer, each block at the chosen pass."""
-    step = run.config.step
-    matrix = run.frame_matrix("frame_logits", layer, step)
-    averages = average_columns(run, layer, step)
-    return build_layer_cache(run.common, run.pass_tag(step), layer, matrix, run.last_block, averages=averages)
-
-
-def average_columns(run: Extraction, layer: int, step: int) -> Tensor | None:
-    """Mean logits of averages of frames that are gone [H, F, averages]; None where no block sees one."""
-    name = "token_logits" if "token_logits" in run.quantities else "frame_logits"
-    pieces = []
+    step, name = run.config.step, "token_logits" if "token_logits" in run.quantities else "frame_logits"
+    pieces = []  # of keys that are averages of frames that are gone
     for call in run.captured(name, layer, step):
         values = call.values
         if "slot_logits" in values:
             slot_frame = torch.tensor(call["slot_frame"])
             if count := most_averages(slot_frame):
-                found = averages_of_slots(values["slot_logits"][0], slot_frame, count)
-                pieces.append((call["query_frames"], found))
+                averages = averages_of_slots(values["slot_logits"][0], slot_frame, count)
+                pieces.append((call["query_frames"], averages))
         elif "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
             curves = frames.query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
             keys = values["key_frame"][0], values["key_token"][0]
             pieces.append((call["query_frames"], averages_of_tokens(curves, *keys, mean=True)))
-    if not pieces:
-        return None
-    most = max(found.shape[-1] for _, found in pieces)
-    columns = torch.full((len(pieces[0][1]), run.config.num_frames, most), torch.nan)
-    for queries, found in pieces:
-        columns[:, queries, : found.shape[-1]] = found
-    return columns
+    columns = rows_of(pieces, run.config.num_frames) if pieces else None
+    matrix = run.frame_matrix("frame_logits", layer, step)
+    return build_layer_cache(run.common, run.pass_tag(step), layer, matrix, run.last_block, averages=columns)
 
 
 # --- atlas: all layers, blocks and passes by frame
@@ -281,21 +282,18 @@ def atlas_requests(
     layers: Collection[int] | None = None,
 ) -> list[CaptureRequest]:
     """Ask for every block and pass of some layers (None: all) by frame; the key curve is the last block's."""
-    by_frame = CaptureRequest(
-        layers=layers, granularity="frame", mass=mass, rope_bands=rope_bands, query_key_means=query_key_means
-    )
-    requests = [by_frame]
+    frame = CaptureRequest(layers=layers, granularity="frame")
+    requests = [replace(frame, mass=mass, rope_bands=rope_bands, query_key_means=query_key_means)]
     if key_curve:
-        last = [len(config.block_sizes) - 1]
-        requests.append(CaptureRequest(layers=layers, granularity="key", blocks=last))
+        requests.append(replace(frame, granularity="key", blocks=[len(config.block_sizes) - 1]))
     if cross:
-        requests.append(CaptureRequest(layers=layers, granularity="frame", kinds=("cross",)))
+        requests.append(replace(frame, kinds=("cross",)))
     return requests
 
 
 def atlas_cache(run: Extraction) -> dict[str, Any]:
     """Return everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
-    layers, steps, num_frames = run.layers, range(len(run.pass_timesteps)), run.config.num_frames
+    layers, steps = run.layers, range(len(run.pass_timesteps))
     atlas: dict[str, Any] = {
         **run.common,
         "format": "atlas",
@@ -313,41 +311,28 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
             atlas[name] = run.frame_matrices(name, layers, steps)
     if "frame_logits_by_band" in atlas:
         atlas["rope_bands"] = list(RotaryTable(run.records[0].q_shape[-1]).bands)
+    for name in ("query_means", "key_means"):
+        if name in run.quantities:
+            atlas[name] = stack(
+                lambda layer, step, name=name: run.query_rows(name, layer, step), layers, steps
+            )
 
     def attended(layer: int, step: int) -> Tensor:  # bool [H, F, F]: False where an edit left one out, too
         calls = run.captured("frame_logits", layer, step)
         there = [(call, (~call.values["frame_logits"][0].isnan()).float()) for call in calls]
         pieces = [(call["query_frames"], call["key_frames"], piece) for call, piece in there]
-        return frames.assemble(pieces, num_frames) == 1
+        return frames.assemble(pieces, run.config.num_frames) == 1
 
-    def cross_mass(layer: int, step: int) -> Tensor:  # [H, F, tokens]; NaN for frames that were not reached
-        calls, words = run.captured("cross_mass", layer, step), len(run.prompt_tokens)
-        rows = torch.full((run.common["num_heads"], num_frames, words), torch.nan)
-        for call in calls:
-            rows[:, call["query_frames"]] = call.values["cross_mass"][0, ..., :words].float()
-        return rows
-
-    def means(name: str) -> Callable[[int, int], Tensor]:  # [H, F, pairs, 2]; NaN for unreached frames
-        def of_pass(layer: int, step: int) -> Tensor:
-            calls = run.captured(name, layer, step)
-            H, _, *pair = calls[0].values[name][0].shape
-            rows = torch.full((H, num_frames, *pair), torch.nan)
-            for call in calls:
-                rows[:, call["query_frames"]] = call.values[name][0]
-            return rows
-
-        return of_pass
-
-    for name in ("query_means", "key_means"):
-        if name in run.quantities:
-            atlas[name] = run.stack(means(name), layers, steps)
     if "attended" in run.quantities:
-        atlas["attended"] = run.stack(attended, layers, steps)
+        atlas["attended"] = stack(attended, layers, steps)
     if "key_curve" in run.quantities:
         atlas |= last_key_curves(run, layers, steps)
     if "cross_mass" in run.quantities:
-        atlas["cross_mass"] = run.stack(cross_mass, layers, steps)
-        atlas["cross_tokens"] = run.prompt_tokens
+        words = len(run.prompt_tokens)
+        rows = stack(
+            lambda layer, step: run.query_rows("cross_mass", layer, step)[..., :words], layers, steps
+        )
+        atlas |= {"cross_mass": rows, "cross_tokens": run.prompt_tokens}
     return atlas
 
 
@@ -373,7 +358,7 @@ def last_key_curves(run: Extraction, layers: Sequence[int], steps: Sequence[int]
         per_frame = values.unflatten(-1, (-1, S)).mT  # [H, S, Fk]
         return frames.spread_keys(per_frame, call["key_frames"], num_frames).mT.flatten(1).half()
 
-    fields = {"key_curve": run.stack(curve, layers, steps)}
+    fields = {"key_curve": stack(curve, layers, steps)}
     for name, filler in (("key_frame", NO_KEY), ("key_token", 0), ("key_position", NO_KEY)) if named else ():
         rows = [padded(named[layer].values[name][0].int(), length, filler) for layer in layers]
         fields[name] = torch.stack(rows)
@@ -388,59 +373,57 @@ def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) ->
     policy, num_frames = run.config.policy, run.config.num_frames
     if policy.name in ("full", "window") and not policy.source:
         return {}
-    calls = [
-        [run.captured("frame_logits", layer, step) for step in steps] for layer in layers
-    ]  # [N][P][blocks]
-    every = [call for of_layer in calls for blocks in of_layer for call in blocks]
+    every = [call for layer in layers for step in steps for call in run.captured("frame_logits", layer, step)]
     slots = max(len(call["slot_frame"]) for call in every)
+    blocks = range(len(run.captured("frame_logits", layers[0], steps[0])))
+
+    def of_block(name: str, absent: int) -> Tensor:  # in the first pass -> [layers, blocks, slots]
+        def numbers(layer: int, block: int) -> Tensor:
+            values = run.captured("frame_logits", layer, steps[0])[block][name]
+            return padded(torch.tensor(values, dtype=torch.int32), slots, absent)
+
+        return stack(numbers, layers, blocks)
+
     found: dict[str, Any] = {"schema_version": 2}
     for name, absent in (("slot_frame", NO_KEY), ("slot_position", NO_KEY), ("slot_tokens", 0)):
-        rows = [
-            [padded(torch.tensor(call[name], dtype=torch.int32), slots, absent) for call in of_layer[0]]
-            for of_layer in calls
-        ]
-        found[name] = torch.stack([torch.stack(row) for row in rows])
-    layouts = [call.layout for call in calls[0][0] if call.layout is not None]
+        found[name] = of_block(name, absent)
+    first = run.captured("frame_logits", layers[0], steps[0])
+    layouts = [call.layout for call in first if call.layout is not None]
     found["sink_slots"] = [layout.sink.stop for layout in layouts]
     found["memory_slots"] = [sum(bool(slot.items) for slot in layout.slots) for layout in layouts]
     if policy.keeps_whole_frames and not any("slot_logits" in call.values for call in every):
         return found  # a release may have zeros among its frames
 
-    def rows_of(name: str, blocks: Sequence[CapturedCall]) -> Tensor:
+    def of_slots(name: str, layer: int, step: int) -> Tensor:
         """Values of every slot for the queries of all blocks [H, F, slots]; NaN: no slot, or no query."""
         of_frames = name.replace("slot", "frame")  # where frames are the slots
-        rows = torch.full((run.common["num_heads"], num_frames, slots), torch.nan)
-        for call in blocks:
-            values = call.values.get(name, call.values[of_frames])[0]
-            rows[:, call["query_frames"], : values.shape[-1]] = values.float()
-        return rows
+        calls = run.captured("frame_logits", layer, step)
+        pieces = [(c["query_frames"], c.values.get(name, c.values[of_frames])[0]) for c in calls]
+        return rows_of(pieces, num_frames, slots)
 
     for name in ("slot_logits", "slot_mass"):
         if name.replace("slot", "frame") in run.quantities:
-            parts = [torch.stack([rows_of(name, blocks) for blocks in of_layer]) for of_layer in calls]
-            found[name] = torch.stack(parts)  # [layers, P, H, F, slots]
+            found[name] = stack(lambda layer, step, name=name: of_slots(name, layer, step), layers, steps)
     if policy.name == "per_head" and "slot_mass" in found:
-        _add_averages(found)
+        # One slot more for the mass on averages, which heads of a class may see and which are no frames:
+        mass = found["slot_mass"]  # [N, P, H, F, slots]
+        rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)
+        if (rest > LEAST_MASS).any():
+            found["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
+            fillers = {
+                "slot_logits": torch.nan,
+                "slot_frame": AVERAGE,
+                "slot_position": AVERAGE,
+                "slot_tokens": 0,
+            }
+            found |= {name: padded(found[name], slots + 1, filler) for name, filler in fillers.items()}
     if policy.name == "participative":
-        kept = torch.zeros(len(layers), len(calls[0][0]), num_frames, dtype=torch.int32)
-        for n, of_layer in enumerate(calls):
-            for b, call in enumerate(of_layer[0]):
-                counts = call.values.get("tokens_kept")
-                whole = run.common["frame_seq_length"]
-                kept[n, b, call["key_frames"]] = whole if counts is None else counts[0].int()
-        found["tokens_kept"] = kept
+
+        def kept(layer: int, block: int) -> Tensor:  # tokens of each frame [F]
+            call, counts = run.captured("frame_logits", layer, steps[0])[block], torch.zeros(num_frames).int()
+            chosen, whole = call.values.get("tokens_kept"), run.common["frame_seq_length"]
+            counts[call["key_frames"]] = whole if chosen is None else chosen[0].int()
+            return counts
+
+        found["tokens_kept"] = stack(kept, layers, blocks)
     return found
-
-
-def _add_averages(found: dict[str, Any]) -> None:
-    """Add one slot for the mass on averages, which heads of a class may see and which are no frames."""
-    mass = found["slot_mass"]  # [N, P, H, F, slots]
-    rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)
-    if not (rest > LEAST_MASS).any():
-        return
-    found["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
-    slots = mass.shape[-1] + 1
-    for name, filler in (
-        ("slot_logits", torch.nan), ("slot_frame", AVERAGE), ("slot_position", AVERAGE), ("slot_tokens", 0)
-    ):  # fmt: skip
-        found[name] = padded(found[name], slots, filler)

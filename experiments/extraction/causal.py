@@ -19,24 +19,18 @@ from torch import Tensor
 
 from experiments.caches.files import replacing
 from experiments.caches.formats import READ_BY
-from experiments.extraction import checks
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
 from experiments.extraction.edits import check_sources, edits_of, record_of, require_means, source_of
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.prompt_embeds import (
-    PromptStates,
-    PromptTexts,
-    encode_prompts,
-    needs_encoder,
-)
+from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, encode_prompts, needs_encoder
 from experiments.extraction.provenance import provenance
 from experiments.extraction.rollout import out_of_memory, roll_out
 from wan import checkpoint, parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
-from wan.config import ModelConfig, RunConfig, load_config
+from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.files import UnreadableError, load_tensors
 from wan.interventions import ACTIVE_EDITS, Ablate, Edit, Edits, Source, intervene
@@ -68,20 +62,14 @@ class LoadedModel:
     dtype: torch.dtype
 
     def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
-        """Latents [1, F, C, h, w] of a config's prompt and seed, with nobody looking.
-
-        shake is the size of noise that is added to the first noise.
-        """
-        prompt_embeds, _ = self.texts[config.prompt]
+        """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
         noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
         if shake:
             more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
             noise = noise + shake * more.to(noise)
         with threads_for(noise, self.model_config):
-            _, latents = self.pipeline.inference(
-                noise, prompt_embeds=prompt_embeds, renoise=renoise, **kwargs
-            )
-        return latents
+            inputs = {"prompt_embeds": self.texts[config.prompt][0], "renoise": renoise, **kwargs}
+            return self.pipeline.inference(noise, **inputs)[1]
 
     def switches(self, config: RunConfig) -> list[PromptSwitch]:
         """Return the prompts that follow the first one, with their embeddings."""
@@ -107,18 +95,35 @@ def prepare(
     are many or long, and nobody changes or hooks into the model, so that a GPU replays layers from graphs.
     load_base loads the base model in place of the causal one.
     """
+    observer = observer or RunObserver()
     prompts = [*(prompts or [config.prompt]), *(str(switch.prompt) for switch in config.switches)]
     prompts = list(dict.fromkeys(prompts))
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     model_config = checkpoint.read_model_config(config.ckpt_dir)
-    checks.check_model(config, model_config)
+    check_model(config, model_config)
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     check_requests(config, model_config, requests, config.base.num_steps if load_base else None)
     encodes = needs_encoder(config, prompts, model_config, dtype, device)
     memory = Memory(config, model_config, requests, dtype, device, encodes, bool(load_base), replays)
-    check_memory(memory, quiet=observer is None or observer.quiet)
-    common = common_fields(config, model_config, weights_file, dtype, device)
+    check_memory(memory, observer.quiet)
+    common = {
+        "schema_version": 1,  # an atlas with slots says 2
+        "read_by": READ_BY,
+        "prompt": config.prompt,
+        "seed": config.seed,
+        "num_frames": config.num_frames,
+        "num_frame_per_block": config.num_frame_per_block,
+        "block_sizes": config.block_sizes,
+        "frame_seq_length": model_config.tokens_per_frame(config.height, config.width),
+        "num_heads": model_config.num_heads,
+        "head_dim": model_config.head_dim,
+        "model": config.model,
+        "weights": "checkpoint" if config.checkpoint_path else "base",
+        "weights_file": " + ".join(Path(path).name for path in (weights_file, config.lora_path) if path),
+        **({"gpus": config.gpus} if config.gpus > 1 else {}),
+        **provenance(config, weights_file, dtype, device),
+    }
     sha256 = run_in_background(checkpoint.file_sha256, weights_file)
     loaded: list[CausalInferencePipeline] = []
 
@@ -142,9 +147,24 @@ def prepare(
     if replays and config.gpus == 1:  # several replay anyway
         replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
-    if observer and not observer.quiet and not load_base:
+    if not observer.quiet and not load_base:
         print(pipeline.weights)
     return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype)
+
+
+def check_model(config: RunConfig, model_config: ModelConfig) -> None:
+    """Raise ConfigError where a directory holds another model than the config, and so the cache, names."""
+    named = MODELS.get(config.model)
+    different = [
+        f"{name} {getattr(model_config, name)} instead of {getattr(named, name)}"
+        for name in ("num_layers", "num_heads", "dim", "ffn_dim")
+        if named and getattr(model_config, name) != getattr(named, name)
+    ]
+    if different:
+        raise ConfigError(
+            f"{config.ckpt_dir} is not {config.model}: {', '.join(different)}; "
+            "name a config with its settings by --config_path"
+        )
 
 
 def load_pipeline(
@@ -152,17 +172,10 @@ def load_pipeline(
 ) -> CausalInferencePipeline:
     """Load the checkpoint's weights, or the base weights where there is none; GPUs share the model."""
     state, report = read_weights(config, model_config)
-    model = checkpoint.build_model(
-        CausalWanModel,
-        model_config,
-        state,
-        config.checkpoint_path or config.ckpt_dir,
-        dtype,
-        device,
-        config.offload,
-        local_attn_size=config.local_attn_size,
-        sink_size=config.sink_size,
-    )
+    source = config.checkpoint_path or config.ckpt_dir
+    window: dict[str, Any] = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
+    placed = dtype, device, config.offload
+    model = checkpoint.build_model(CausalWanModel, model_config, state, source, *placed, **window)
     if config.gpus > 1:
         group = parallel.joined()
         if group is None or group.size() != config.gpus:
@@ -178,10 +191,7 @@ def load_pipeline(
 
 
 def replay_layers(model: CausalWanModel, after: int) -> None:
-    """Replay the layers of a model on a GPU from graphs, when they were called so often without.
-
-    Streamed layers are not replayed: they wait for weights, not for Python.
-    """
+    """Replay a GPU model's layers from graphs after so many calls; streamed ones wait for weights anyway."""
     if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):
         apply_cuda_graphs(model, after)
 
@@ -203,28 +213,6 @@ def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipe
     )
 
 
-def common_fields(
-    config: RunConfig, model_config: ModelConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Return the fields that every cache of a run carries, but for weights_sha256, which takes a while."""
-    return {
-        "schema_version": 1,  # an atlas with slots says 2
-        "read_by": READ_BY,
-        "prompt": config.prompt,
-        "seed": config.seed,
-        "num_frames": config.num_frames,
-        "num_frame_per_block": config.num_frame_per_block,
-        "block_sizes": config.block_sizes,
-        "frame_seq_length": model_config.tokens_per_frame(config.height, config.width),
-        "num_heads": model_config.num_heads,
-        "head_dim": model_config.head_dim,
-        "model": config.model,
-        "weights": "checkpoint" if config.checkpoint_path else "base",
-        "weights_file": " + ".join(Path(path).name for path in (weights_file, config.lora_path) if path),
-        **({"gpus": config.gpus} if config.gpus > 1 else {}),
-    } | provenance(config, weights_file, dtype, device)
-
-
 def run_in_background(function: Callable, *args) -> Future:
     """Run a function in a daemon thread: the process may end without it."""
     future: Future = Future()
@@ -243,12 +231,7 @@ def run_in_background(function: Callable, *args) -> Future:
 def extract(
     config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None
 ) -> Extraction:
-    """Generate one video as the config says and capture on the way; less where the observer asks to stop.
-
-    Raises ConfigError for bad input, before anything large is loaded, and RunError where a result cannot be
-    right.
-    """
-    observer = observer or RunObserver()
+    """Load a model and extract_next() with it. Raises ConfigError before anything large is loaded."""
     return extract_next(prepare(config, requests, observer=observer), config, requests, observer)
 
 
@@ -258,7 +241,10 @@ def extract_next(
     requests: Sequence[CaptureRequest],
     observer: RunObserver | None = None,
 ) -> Extraction:
-    """extract() with what is loaded already; config may have another prompt and seed than at loading."""
+    """Generate one video as the config says and capture on the way; less where the observer asks to stop.
+
+    config may have another prompt and seed than at loading. RunError where a result cannot be right.
+    """
     observer = observer or RunObserver()
     prompt_embeds, tokens = loaded.texts[config.prompt]
     requests = [  # maps of words are of the prompt's, unless it is said how many
@@ -267,19 +253,11 @@ def extract_next(
     ]
     noise, renoise = draw_noise(config, loaded.model_config, loaded.dtype, loaded.device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
+    inputs = {"prompt_embeds": prompt_embeds, "renoise": renoise, "prompt_schedule": loaded.switches(config)}
     edits = edits_of(config.interventions, "config")
     with threads_for(noise, loaded.model_config), edited(loaded, config, edits):
         edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
-        latents, records = roll_out(
-            loaded.pipeline,
-            noise,
-            config.block_sizes,
-            requests,
-            observer,
-            prompt_embeds=prompt_embeds,
-            renoise=renoise,
-            prompt_schedule=loaded.switches(config),
-        )
+        latents, records = roll_out(loaded.pipeline, noise, config.block_sizes, requests, observer, **inputs)
     common = loaded.common | {"prompt": config.prompt, "seed": config.seed}
     common["weights_sha256"], stopped = loaded.sha256.result(), ""
     if config.sampler == "rolling_forcing":
@@ -314,13 +292,9 @@ def draw_noise(
 def seeded_noise(
     configs: Sequence[RunConfig], model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> SeededNoise:
-    """The noise that draw_noise draws for each of these configs, block by block as it is needed.
-
-    They may differ in their seeds.
-    """
-    first = configs[0]
+    """The noise that draw_noise draws for configs that differ in their seeds, block by block as needed."""
+    first, seeds = configs[0], [config.seed for config in configs]
     shape = (model_config.in_dim, first.height, first.width)
-    seeds = [config.seed for config in configs]
     return SeededNoise(seeds, first.num_frames, shape, _most_steps(first), device, dtype)
 
 
@@ -356,11 +330,8 @@ def edited(loaded: LoadedModel, config: RunConfig, edits: Sequence[Edit]) -> Ite
 
 def run_of(loaded: LoadedModel, config: RunConfig, source: Source) -> RunInStep:
     """Return the run in step that a source names."""
-    other = replace(
-        config,
-        prompt=config.prompt if source.prompt is None else source.prompt,
-        seed=config.seed if source.seed is None else source.seed,
-    )
+    given: dict[str, Any] = {"prompt": source.prompt, "seed": source.seed}
+    other = replace(config, **{name: value for name, value in given.items() if value is not None})
     if source.weights is not None:
         path = None if source.weights == "base" else source.weights
         loaded = loaded.with_weights(replace(other, checkpoint_path=path))
@@ -374,10 +345,7 @@ def _head_outputs(loaded: LoadedModel, config: RunConfig) -> HeadOutputs:
 
 
 def reference_means(loaded: LoadedModel, config: RunConfig, path: object = None) -> ReferenceMeans:
-    """Return mean head outputs over the config's reference_prompts and two seeds, or those of a named file.
-
-    They are made once, and kept in cache/reference_means.
-    """
+    """Return mean head outputs over a config's reference_prompts, kept on disk, or a named file's."""
     if isinstance(path, (str, Path)):
         return ReferenceMeans(_read_means(Path(path), loaded.model_config))
     kept = MEANS / f"{means_name(loaded, config)}.pt"
@@ -409,11 +377,10 @@ def means_name(loaded: LoadedModel, config: RunConfig) -> str:
 def _read_means(path: Path, sizes: ModelConfig) -> dict[Key, Tensor]:
     require_means(path)
     try:
-        values = load_tensors(path, False)
         means: dict[Key, Tensor] = {}
-        for name in values:
+        for name, values in load_tensors(path, False).items():
             kind, layer, step, branch = name.split("|")
-            means[kind, int(layer), int(step), branch] = values[name]
+            means[kind, int(layer), int(step), branch] = values
     except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
     wanted = [sizes.num_heads, sizes.head_dim]

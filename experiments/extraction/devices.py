@@ -1,7 +1,7 @@
-"""Choose a run's device, dtype and number of threads."""
+"""Choose a run's device, dtype and number of threads, and say what computes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -11,14 +11,12 @@ from wan import backends as attention_backend
 from wan.config import DTYPES, ModelConfig, RunConfig, check_device
 from wan.errors import ConfigError
 
+PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
 
 
 def choose_device(name: str, offload: bool = False) -> torch.device:
-    """auto, cpu, cuda or cuda:N -> a device that is there, and a GPU where layers are streamed to it.
-
-    A GPU that is named by its number becomes the current one.
-    """
+    """auto, cpu, cuda or cuda:N (which becomes the current GPU) -> a device that is there."""
     if check_device(name) == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -51,24 +49,27 @@ def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
     return torch.device("cpu") if config.t5_cpu or config.offload else device
 
 
-@contextmanager
-def threads_for(noise: Tensor, model_config: ModelConfig) -> Iterator[None]:
-    """One CPU thread for the rollout of a small model, as many as there are for a large one.
-
-    Threads that wait for each other at every small operation gain a fifth on an idle machine and made the
-    miniature's rollout 80 times slower on a busy one.
-    """
+def threads_for(noise: Tensor, model_config: ModelConfig) -> AbstractContextManager[None]:
+    """One CPU thread for the rollout of a small model: two were 80 times slower on a busy machine."""
     small = noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24
-    with frames.one_thread() if small else nullcontext():
-        yield
+    return frames.one_thread() if small else nullcontext()
 
 
-@contextmanager
-def decoding_threads(device: torch.device, height: int, width: int) -> Iterator[None]:
-    """One CPU thread for the decoder of small latents, as many as there are for those of a real model.
-
-    On a busy machine two threads decoded latents of 8 x 8 seven times slower than one.
-    """
+def decoding_threads(device: torch.device, height: int, width: int) -> AbstractContextManager[None]:
+    """One CPU thread for the decoder of small latents: two were seven times slower on a busy machine."""
     small = device.type == "cpu" and height * width < SMALL_LATENT
-    with frames.one_thread() if small else nullcontext():
-        yield
+    return frames.one_thread() if small else nullcontext()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages whose code computes."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
+            found[name] = version(name)
+    return found | {"torch": str(torch.__version__)}  # its build too, which PyPI's wheels do not name
+
+
+def device_name(device: torch.device) -> str:
+    """Return cpu, or the name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -18,10 +18,7 @@ MAX_EDITS = 1000
 
 
 def edits_of(values: Any, where: str) -> list[Edit]:
-    """Make edits of a list of mappings, as a config's key interventions holds it.
-
-    Raises ConfigError, with the place of the first that is wrong.
-    """
+    """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise ConfigError(f"{where}: interventions are a list: - {{edit: knockout, frames: first, ...}}")
     if len(values) > MAX_EDITS:
@@ -58,13 +55,10 @@ def to_yaml(edits: Sequence[Edit]) -> str:
 def read_ablated_heads(
     path: str | Path, num_layers: int, num_heads: int, passes: str, how: str = "zero"
 ) -> list[Edit]:
-    """Read Ablate edits from a CSV of layers x heads without headings: 1 drops a head, 0 keeps it.
-
-    Raises ConfigError for another shape, naming the model's, and for other values.
-    """
+    """Read Ablate edits from a CSV of layers x heads, no headings: 1 drops a head, 0 keeps it."""
     try:
         lines = csv.reader(read_text(path, MAX_BYTES).splitlines())
-        rows = [row for row in lines if any(cell.strip() for cell in row)]
+        rows = [[cell.strip() for cell in row] for row in lines if any(cell.strip() for cell in row)]
     except csv.Error as error:
         raise ConfigError(f"{path} is not a CSV of layers x heads: {error}") from None
     widths = sorted({len(row) for row in rows})
@@ -73,10 +67,10 @@ def read_ablated_heads(
         raise ConfigError(f"{path} is {shape}; this model has {num_layers} layers x {num_heads} heads")
     edits: list[Edit] = []
     for layer, row in enumerate(rows):
-        for head, cell in enumerate(row):
-            if cell.strip() not in ("0", "1"):
-                raise ConfigError(f"{path}: layer {layer}, head {head}: {cell.strip()[:20]!r} is not 0 or 1")
-        if heads := tuple(head for head, cell in enumerate(row) if cell.strip() == "1"):
+        if others := [cell for cell in row if cell not in ("0", "1")]:
+            place = f"layer {layer}, head {row.index(others[0])}"
+            raise ConfigError(f"{path}: {place}: {others[0][:20]!r} is not 0 or 1")
+        if heads := tuple(head for head, cell in enumerate(row) if cell == "1"):
             edits.append(Ablate(how, layers=(layer,), heads=heads, passes=passes))
     if not edits:
         raise ConfigError(f"{path} drops no head: every value is 0")
@@ -102,11 +96,7 @@ def sources_of(edits: Sequence[Edit]) -> list[str]:
 
 
 def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
-    """Raise ConfigError, with the command that makes it, where a file that an edit needs is not there.
-
-    Also where a run in step would take the edited run's streamed layers, and where --prompt_embeds lacks a
-    prompt.
-    """
+    """Raise ConfigError, with the remedy, where an edit cannot have the file, prompt or run that it needs."""
     for edit in edits:
         source, needed = source_of(edit), ""
         if isinstance(edit, Ablate) and edit.how == "mean" and source is None:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import CacheError, RunError, StoppedError, part_of, replacing, require_ffmpeg
-from experiments.extraction import checks
 from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.rollout import capturing, out_of_memory
+from experiments.extraction.rollout import capturing, check_latents, check_values, out_of_memory
 from experiments.extraction.video import SHORTEST_SIDE, encoded, frames_at_once, to_pixels
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest
@@ -82,9 +81,8 @@ class BlockCapture:
 
     def blocks(self, num_blocks: int) -> range:
         """Return the blocks whose calls are kept."""
-        if self.kind == "none":
-            return range(0)
-        return range(max(0, num_blocks - self.count) if self.kind == "last" else 0, num_blocks)
+        first = {"none": num_blocks, "last": num_blocks - self.count}.get(self.kind, 0)
+        return range(max(0, first), num_blocks)
 
     def requests(self, blocks: Sequence[int]) -> list[CaptureRequest]:
         """Return what the rollout is asked for."""
@@ -99,20 +97,14 @@ class BlockCapture:
         return total
 
     def missing(self, folder: Path, num_blocks: int) -> list[int]:
-        """List the wanted blocks that a folder does not have; what cannot be read is made again.
-
-        Raises CacheError where it has blocks of another pass, or with other keys.
-        """
+        """List wanted blocks that a folder lacks. CacheError for those of another pass or band."""
         wanted, kept = self.blocks(num_blocks), set()
         for path in sorted(folder.glob("block_*.pt")) if wanted else ():
             try:
                 block = load_tensors(path)
             except (UnreadableError, OSError):
                 continue
-            if not isinstance(block, dict) or (block.get("step"), block.get("band")) != (
-                self.step,
-                self.band,
-            ):
+            if (block.get("step"), block.get("band")) != (self.step, self.band):
                 raise CacheError(
                     f"{path} was captured in another pass or with other keys than --capture and --step say; "
                     f"move {folder} away, or say what they said then"
@@ -121,19 +113,11 @@ class BlockCapture:
         return [block for block in wanted if block not in kept]
 
     def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], row: int = 0) -> None:
-        """Write a block's calls: logits and mass [layers, H, n, keys], frame and position of each key.
-
-        row is the video of a batch.
-        """
-        at, start = calls[0].at, -self.band or None
-        values: dict[str, Any] = {
-            "format": "block_attention",
-            "block": block,
-            "step": self.step,
-            "band": self.band,
-            "query_frames": list(at.query_frames) if at else [],
-            "timestep": at.timestep if at else 0.0,
-        }
+        """Write a block's calls of one video: logits and mass [layers, H, n, keys], and the keys."""
+        start = -self.band or None
+        values: dict[str, Any] = {"format": "block_attention", "block": block, "step": self.step}
+        values |= {"band": self.band, "query_frames": list(calls[0]["query_frames"])}
+        values["timestep"] = calls[0]["timestep"]
         for name in ("logits", "mass"):
             of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
             values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])
@@ -287,11 +271,10 @@ class VideoWriter:
 
     def catch_up(self) -> None:
         """Look back as far as the decoder sees, then write the pieces whose blocks are there already."""
-        begin = next_piece = self.video.pieces
-        while begin > 0 and self.pieces[next_piece - 1].stop - self.pieces[begin].start < LOOKS_BACK:
-            begin -= 1
-        for frames in self.pieces[begin:next_piece]:
-            self._decoded(frames)
+        written = self.pieces[: self.video.pieces]
+        for i, frames in enumerate(written):
+            if i + 1 == len(written) or written[-1].stop - written[i + 1].start < LOOKS_BACK:
+                self._decoded(frames)
         self.write()
 
     def write(self) -> None:
@@ -317,10 +300,7 @@ def make_long_video(
     vae: VAE,
     watch: RunObserver,
 ) -> None:
-    """Roll out what is not done yet.
-
-    Raises StoppedError where the observer asks to stop, RunError for numbers that cannot be right.
-    """
+    """Roll out what is not done yet. StoppedError where the observer asks to stop."""
     blocks = block_ranges(config.block_sizes)
     writer = VideoWriter(GrowingVideo(place.path), vae, latents, blocks, loaded.device)
     finished, missing = writer.video.is_finished, capture.missing(place.attention, len(blocks))
@@ -357,7 +337,7 @@ def make_long_video(
         )
         for block, (frames, x0) in enumerate(rollout):
             at = block + 1
-            checks.check_latents(loaded.pipeline.model, x0, f"block {block}")
+            check_latents(loaded.pipeline.model, x0, f"block {block}")
             if block < first:
                 if not torch.equal(latents.read(frames), x0[0].to("cpu", latents.dtype)):
                     raise RunError(
@@ -365,7 +345,7 @@ def make_long_video(
                         "on another device or number of threads; go on where it was begun, or --overwrite"
                     )
                 continue
-            checks.check_values(calls)
+            check_values(calls)
             if calls:
                 capture.save(place.attention, block, calls)
                 calls.clear()

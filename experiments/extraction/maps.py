@@ -8,7 +8,7 @@ from torch import Tensor
 
 from experiments.caches.files import RunError
 from experiments.caches.formats import ANY, NO_KEY
-from experiments.extraction.cache_builders import Extraction, padded
+from experiments.extraction.cache_builders import Extraction, padded, stack
 from wan.blocks import block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.config import ModelConfig, RunConfig
@@ -16,6 +16,7 @@ from wan.errors import ConfigError
 from wan.keys import key_frames, key_tokens
 
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
+FILLERS = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}  # of absent keys
 
 
 def token_grid(config: RunConfig, model_config: ModelConfig) -> tuple[int, int]:
@@ -32,13 +33,6 @@ def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) 
             raise ConfigError(f"a frame has {there} {name} of tokens, and the grid of patches {wanted}")
         places.append([(2 * i + 1) * there // (2 * wanted) for i in range(wanted)])
     return [(frame, row, column) for row in places[0] for column in places[1]]
-
-
-def counted_blocks(blocks: Sequence[int] | None, count: int) -> list[int] | None:
-    """Count blocks from 0, where -1 was the last one."""
-    if blocks is None:
-        return None
-    return [block + count if -count <= block < 0 else block for block in blocks]
 
 
 def map_requests(
@@ -58,9 +52,21 @@ def map_requests(
     """
     sizes = config.block_sizes
     block_of = {frame: block for block, some in enumerate(block_ranges(sizes)) for frame in some}
-    queries = [_query(place, grid, len(block_of)) for place in places] or [MapQuery()]
-    if twice := [place for n, place in enumerate(places) if place in places[:n]]:
-        raise ConfigError(f"query {_named(twice[0])} is named twice")
+    queries = []
+    for n, (frame, row, column) in enumerate(places):
+        whole = row == column == ANY
+        named = ",".join(map(str, (frame,) if row == ANY else (frame, row, column)))
+        if (frame, row, column) in places[:n]:
+            raise ConfigError(f"query {named} is named twice")
+        if whole and frame == ANY:
+            queries.append(MapQuery())
+            continue
+        indices = (("row", row, grid[0]), ("column", column, grid[1]))
+        for name, index, count in (("frame", frame, len(block_of)), *(() if whole else indices)):
+            if not 0 <= index < count:
+                raise ConfigError(f"query {named}: {name} {index} is not in 0..{count - 1}")
+        queries.append(MapQuery(frame) if whole else MapQuery(frame, row * grid[1] + column))
+    queries = queries or [MapQuery()]
     chosen = {block_of[query.frame] for query in queries if query.frame != ALL}
     if any(query.frame == ALL for query in queries) and blocks is None:
         chosen.add(len(sizes) - 1)
@@ -75,22 +81,6 @@ def map_requests(
     }
     found = [CaptureRequest(queries=tuple(queries), **common)]
     return [*found, CaptureRequest(kinds=("cross",), **common)] if words else found
-
-
-def _query(place: Place, grid: tuple[int, int], num_frames: int) -> MapQuery:
-    frame, row, column = place
-    if place == (ANY, ANY, ANY):
-        return MapQuery()
-    whole = row == column == ANY
-    indices = (("row", row, grid[0]), ("column", column, grid[1]))
-    for name, index, count in (("frame", frame, num_frames), *(() if whole else indices)):
-        if not 0 <= index < count:
-            raise ConfigError(f"query {_named(place)}: {name} {index} is not in 0..{count - 1}")
-    return MapQuery(frame) if whole else MapQuery(frame, row * grid[1] + column)
-
-
-def _named(place: Place) -> str:
-    return ",".join(map(str, place if place[1] != ANY else place[:1]))
 
 
 def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | None = None) -> dict[str, Any]:
@@ -119,52 +109,42 @@ def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | No
 def _block_maps(run: Extraction, block: int, steps: Sequence[int], columns: int) -> dict[str, Any]:
     """Return the entry of one block: values of its calls, [layers, steps, ...]."""
 
-    def calls_of(name: str) -> list[list[CapturedCall]]:
-        here = [[run.captured(name, layer, step) for step in steps] for layer in run.layers]
-        return [[next(c for c in calls if c["block"] == block) for calls in of_layer] for of_layer in here]
+    def call_of(name: str, layer: int, step: int) -> CapturedCall:
+        return next(call for call in run.captured(name, layer, step) if call["block"] == block)
 
-    entry: dict[str, Any] = {"block": block}
-    if "map_mass" in run.quantities:
-        calls = calls_of("map_mass")
-        first = calls[0][0]
-        places = [
-            [frame, *((ANY, ANY) if token == ALL else divmod(token, columns))]
-            for frame, token in first["map_queries"].tolist()
-        ]
-        entry |= {"query_frames": first["query_frames"], "queries": torch.tensor(places, dtype=torch.int32)}
-        keys = max(call.k_shape[1] for row in calls for call in row)
-        found = [[_map_values(call) for call in row] for row in calls]
-        fillers = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
-        for name in {name: None for row in found for values in row for name in values}:
-            like = next(values[name] for row in found for values in row if name in values)
-            filler = fillers.get(name, torch.nan)
-            entry[name] = torch.stack(
-                [
-                    torch.stack(
-                        [padded(values.get(name, torch.ones_like(like)), keys, filler) for values in row]
-                    )
-                    for row in found
-                ]
-            )
+    name = "map_mass" if "map_mass" in run.quantities else "word_map"
+    first = call_of(name, run.layers[0], steps[0])
+    entry: dict[str, Any] = {"block": block, "query_frames": first["query_frames"]}
+    if name == "map_mass":
+        queries = first["map_queries"].tolist()
+        places = [[frame, *((ANY, ANY) if t == ALL else divmod(t, columns))] for frame, t in queries]
+        entry["queries"] = torch.tensor(places, dtype=torch.int32)
+        found = {
+            (layer, step): _map_values(call_of(name, layer, step)) for layer in run.layers for step in steps
+        }
+        keys = max(values["key_frame"].shape[-1] for values in found.values())
+        for name in {name: None for values in found.values() for name in values}:
+            like = next(values[name] for values in found.values() if name in values)
+
+            def value(layer: int, step: int, name: str = name, like: Tensor = like) -> Tensor:
+                there = found[layer, step].get(name, torch.ones_like(like))  # unedited: all attended
+                return padded(there, keys, FILLERS.get(name, torch.nan))
+
+            entry[name] = stack(value, run.layers, steps)
     if "word_map" in run.quantities:
-        calls = calls_of("word_map")
-        entry["query_frames"] = calls[0][0]["query_frames"]
-        entry["word_map"] = torch.stack(
-            [torch.stack([call.values["word_map"][0] for call in row]) for row in calls]
+        entry["word_map"] = stack(
+            lambda layer, step: call_of("word_map", layer, step).values["word_map"][0], run.layers, steps
         )
     return entry
 
 
 def _map_values(call: CapturedCall) -> dict[str, Tensor]:
-    """Frame, token and temporal position of every key [Lk]; logits and mass [heads, n, Lk].
-
-    Of an edited call also attended [heads, Lk].
-    """
+    """Return key_frame, key_token, key_position [Lk], logits and mass [heads, n, Lk], attended if edited."""
     assert call.layout is not None
     frames, positions = key_frames(call.layout, 1)
     keys = {"key_frame": frames, "key_token": key_tokens(call.layout, 1), "key_position": positions}
     found = {name: values[0].int() for name, values in keys.items()}
     found |= {name: call.values[name][0] for name in ("map_logits", "map_mass")}
     if "attended" in call.values:
-        found["attended"] = call.values["attended"][0, :, 0]
+        found["attended"] = call.values["attended"][0, :, 0]  # [heads, Lk]
     return found

@@ -3,8 +3,8 @@
 GB are 10^9 bytes.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -107,14 +107,17 @@ def captured(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> int:
     """Bytes that requests keep of a rollout, in memory and in a cache alike."""
-    blocks, total = config.block_sizes, 0
+    total = 0
     for request in requests:
-        layers = model.num_layers if request.layers is None else len(request.layers)
-        passes = (num_passes or config.num_passes) if request.steps is None else len(request.steps)
-        for block in range(len(blocks)) if request.blocks is None else request.blocks:
-            for kind in request.kinds:
-                total += layers * passes * _kept_of_call(request, kind, config, model, block)
+        layers = _count(request.layers, model.num_layers)
+        calls = layers * _count(request.steps, num_passes or config.num_passes)
+        for block in range(len(config.block_sizes)) if request.blocks is None else request.blocks:
+            total += calls * sum(_kept_of_call(request, kind, config, model, block) for kind in request.kinds)
     return total
+
+
+def _count(chosen: Collection[int] | None, every: int) -> int:
+    return every if chosen is None else len(chosen)
 
 
 def _kept_of_call(
@@ -128,7 +131,7 @@ def _kept_of_call(
     seen = policy.most_slots(sum(config.block_sizes[: block + 1]))
     keys = seen * S if kind == "self" else model.text_len
     if request.granularity == "map":
-        heads = model.num_heads if request.heads is None else len(request.heads)
+        heads = _count(request.heads, model.num_heads)
         if kind == "self":  # logits and mass
             asked = queries_of(request.queries, block_frames(config.block_sizes, block))
             return heads * len(asked) * keys * 2 * HALF
@@ -151,10 +154,7 @@ def _kept_of_call(
 def estimate_bytes(
     config: RunConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> int:
-    """Upper bound of what is kept in a cache; exact for frames and tokens.
-
-    num_passes is the rollout's where not given. Raises ConfigError for a request that does not fit.
-    """
+    """Upper bound of what a cache keeps; exact for frames and tokens. ConfigError: a request does not fit."""
     model = checkpoint.read_model_config(config.ckpt_dir)
     check_requests(config, model, requests, num_passes)
     return BESIDE_TENSORS + captured(config, model, requests, num_passes)
@@ -174,8 +174,7 @@ class Need:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        large = {name: size for name, size in self.parts.items() if size >= self.total / 100}
-        parts = ", ".join(f"{name} {amount(size)}" for name, size in large.items())
+        parts = ", ".join(f"{k} {amount(size)}" for k, size in self.parts.items() if size >= self.total / 100)
         return f"{amount(self.total)} of {self.where} memory while {self.phase} ({parts})"
 
 
@@ -286,9 +285,8 @@ def check_memory(memory: Memory, quiet: bool = False) -> None:
         print(f"reads {amount(sum(path.stat().st_size for path in files if path.is_file()))} of files")
         for need in memory.needs():
             print(f"needs {need}; {amount(free[need.where])} are free")
-    too_large = [need for need in memory.needs() if need.total > free[need.where]]
-    if too_large:
-        worst = max(too_large, key=lambda need: need.total / max(1, free[need.where]))
+    worst = max(memory.needs(), key=lambda need: need.total / max(1, free[need.where]))
+    if worst.total > free[worst.where]:
         raise ConfigError(
             f"{c.model} needs {worst}, but {amount(free[worst.where])} are free; {memory.hint(free)}"
         )
@@ -301,26 +299,17 @@ def amount(nbytes: int) -> str:
 
 def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that this process can take: what is available, or less under a control group's limit."""
-    free, group = psutil.virtual_memory().available, math.inf
-    try:
-        limit, used, stat = (
-            (root / f"memory.{name}").read_text(encoding="utf-8").strip()
-            for name in ("max", "current", "stat")
-        )
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # no control group of this version, or no limit
+        limit, used, stat = ((root / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
         files = dict(line.split() for line in stat.splitlines())
-        if limit != "max":  # the kernel can take back its file pages
-            group = int(limit) - int(used) + int(files["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        pass  # no control group of this version
-    return int(min(free, group))
+        free = min(free, int(limit) - int(used) + int(files["inactive_file"]))  # file pages can be taken back
+    return free
 
 
 # --- The one check of what is asked for
 def check_requests(
-    config: RunConfig,
-    model_config: ModelConfig,
-    requests: Sequence[CaptureRequest],
-    num_passes: int | None = None,
+    config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> None:
     """Raise ConfigError for a layer, block, pass, head or place that model or rollout do not have."""
     if config.policy.name == "per_head" and any(request.granularity != "frame" for request in requests):
@@ -331,14 +320,13 @@ def check_requests(
     blocks = len(config.block_sizes)
     for request in requests:
         try:
-            request.check(model_config.num_layers, blocks, num_passes or config.num_passes)
+            request.check(model.num_layers, blocks, num_passes or config.num_passes)
             if request.granularity == "map":
                 named = [query for query in request.queries if query.frame != ALL]
                 tokens = [query.token for query in named if query.token != ALL]
-                check_indices("head", request.heads, model_config.num_heads)
+                check_indices("head", request.heads, model.num_heads)
                 check_indices("query frame", [query.frame for query in named], config.num_frames)
-                per_frame = model_config.tokens_per_frame(config.height, config.width)
-                check_indices("query token", tokens, per_frame)
+                check_indices("query token", tokens, model.tokens_per_frame(config.height, config.width))
         except ValueError as error:
             raise ConfigError(f"{config.model}: {error}") from None
         last = max(range(blocks) if request.blocks is None else request.blocks)
@@ -356,8 +344,7 @@ def said_of(requests: Sequence[CaptureRequest], config: RunConfig) -> str:
     model = checkpoint.read_model_config(config.ckpt_dir)
     check_requests(config, model, requests)
     first = requests[0]
-    layers = model.num_layers if first.layers is None else len(first.layers)
-    heads = model.num_heads if first.heads is None else len(first.heads)
+    layers, heads = _count(first.layers, model.num_layers), _count(first.heads, model.num_heads)
     return (
         f"at most {amount(captured(config, model, requests))} of maps: {layers} layers, {heads} heads, "
         f"{len(first.steps or ())} passes, {len(first.queries)} queries{', words' * (len(requests) > 1)}"

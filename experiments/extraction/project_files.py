@@ -15,10 +15,7 @@ CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan
 
 
 def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
-    """Return the config whose model has the sizes of a directory's. Raises ConfigError where none has.
-
-    home is where the project's configs/ and checkpoints/ are.
-    """
+    """Return the config, below home, whose model has a directory's sizes. ConfigError where none has."""
     sizes = read_model_config(ckpt_dir)
     for path in CONFIGS:
         config = load_config(home / path)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
-from experiments.extraction.devices import encoding_device
-from experiments.extraction.provenance import device_name, versions
+from experiments.extraction.devices import device_name, encoding_device, versions
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, require_text, short_repr
@@ -30,21 +29,16 @@ PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens witho
 
 
 class PromptTexts:
-    """States and tokens of many prompts, encoded a few at a time as they are asked for, in their order.
-
-    A sweep over thousands of prompts starts at once, and holds the states of PROMPTS_AT_ONCE.
-    """
+    """States and tokens of many prompts, PROMPTS_AT_ONCE at a time as they are asked for, in their order."""
 
     def __init__(self, prompts: Sequence[str], encode: Callable[[Sequence[str]], dict[str, PromptStates]]):
-        """encode gives the states of some of the prompts, as encode_prompts does."""
         self._prompts, self._encode = list(prompts), encode
         self._known: dict[str, PromptStates] = {}
 
     def __getitem__(self, prompt: str) -> PromptStates:
         if prompt not in self._known:
-            start = self._prompts.index(prompt) if prompt in self._prompts else None
-            some = [prompt] if start is None else self._prompts[start : start + PROMPTS_AT_ONCE]
-            self._known = self._encode(some)
+            there = self._prompts.index(prompt) if prompt in self._prompts else len(self._prompts)
+            self._known = self._encode(self._prompts[there:][:PROMPTS_AT_ONCE] or [prompt])
         return self._known[prompt]
 
 
@@ -123,11 +117,8 @@ def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
     if not isinstance(states, Tensor) or states.dtype not in FLOATS or not states.isfinite().all():
         raise CheckpointError(f"{path} holds no finite prompt_embeds of floating point; make one: {MAKE_ONE}")
     states = states[None] if states.ndim == 2 else states
-    if (
-        states.ndim != 3
-        or not 1 <= states.shape[1] <= sizes.text_len
-        or states.shape[::2] != (1, sizes.text_dim)
-    ):
+    fits = states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
+    if not fits or not 1 <= states.shape[1] <= sizes.text_len:
         raise CheckpointError(
             f"{path}: prompt_embeds {list(states.shape)} are not [1, at most {sizes.text_len}, "
             f"{sizes.text_dim}], the prompt embeddings of this model"

@@ -6,14 +6,13 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.extraction.devices import device_name, versions
 from experiments.extraction.edits import check_sources, edits_of, sources_of
 from wan import checkpoint
 from wan.backends import kernel_name
@@ -21,20 +20,10 @@ from wan.checkpoint import VAE_FILE
 from wan.config import RunConfig
 from wan.text_encoder import encoder_files
 
-PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
-
 # Settings that change a rollout's numbers and have no field of their own in caches.
 SETTINGS = (
-    "use_ema",
-    "height",
-    "width",
-    "independent_first_frame",
-    "local_attn_size",
-    "sink_size",
-    "denoising_step_list",
-    "warp_denoising_step",
-    "timestep_shift",
-    "context_noise",
+    *("use_ema", "height", "width", "independent_first_frame", "local_attn_size", "sink_size"),
+    *("denoising_step_list", "warp_denoising_step", "timestep_shift", "context_noise"),
 )
 # Only where they are given.
 OPTIONAL_SETTINGS = {
@@ -51,10 +40,7 @@ OPTIONAL_SETTINGS = {
 def provenance(
     config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """Return the fields files, config, versions, device and dtype of a cache, and of a GPU's attention.
-
-    A file that holds the prompt's states takes the place of the encoder's files.
-    """
+    """Return files, config, versions, device, dtype and a GPU's attention kernel, as caches have them."""
     settings = asdict(config)
     return {
         "files": files_of(config, weights_file),
@@ -68,10 +54,7 @@ def provenance(
 
 
 def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
-    """Describe what a run reads: its weights, umT5 or the file in its place, named_files.
-
-    Raises ConfigError for one that is not there.
-    """
+    """Describe what a run reads: weights, umT5 or the file in its place, named_files. ConfigError: absent."""
     check_sources(edits_of(config.interventions, "config"), config)
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named_files(config), *text_files])
@@ -94,20 +77,6 @@ def vae_files(config: RunConfig) -> list[dict[str, Any]]:
         return checkpoint.describe_files([folder / VAE_FILE])
     names = ("config.json", "diffusion_pytorch_model.safetensors")
     return checkpoint.describe_files(folder / "vae" / name for name in names)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages whose code computes."""
-    found = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
-            found[name] = version(name)
-    return found | {"torch": str(torch.__version__)}  # its build too, which PyPI's wheels do not name
-
-
-def device_name(device: torch.device) -> str:
-    """Return cpu, or the name of the GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def environment(device: torch.device) -> dict:

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import RunError
-from experiments.extraction import checks
+from experiments.caches.formats import MASS_TOLERANCE
 from experiments.extraction.observer import RunObserver
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
 from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
+from wan.model import WanModel
 from wan.parallel import any_process, gather_calls
 from wan.pipeline import CausalInferencePipeline
 from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
+REMEDY = "try --device cpu or another dtype in the config"
 
 
 class _StoppedError(Exception):
@@ -37,23 +39,17 @@ def roll_out(
     inputs are those of the pipeline. Fewer frames than the noise has come back where the observer asked to
     stop. Raises RunError for numbers that cannot be right, and for memory that does not suffice.
     """
-    frames, finished, checked = block_ranges(list(sizes)), list[Tensor](), 0
+    frames, finished = block_ranges(list(sizes)), list[Tensor]()
 
-    def on_block(block: int, latents: Tensor) -> None:
-        nonlocal checked
-        checks.check_latents(pipeline.model, latents, f"block {block}")
-        checked = _keep(records, checked)
+    def keep(block: int, latents: Tensor) -> None:
         finished.append(latents.clone())
         observer.block(block, frames[block], len(frames))
-        if any_process(pipeline.model, observer.stopping) and block + 1 < len(frames):
-            raise _StoppedError
 
-    with (
-        out_of_memory(lambda: f"rolling out block {len(finished)} of {len(frames)}", requests),
-        capturing(requests) as records,
-        suppress(_StoppedError),
-    ):
-        pipeline.inference(noise, on_block=on_block, **inputs)
+    def doing() -> str:
+        return f"rolling out block {len(finished)} of {len(frames)}"
+
+    with _watched(pipeline.model, "block", len(frames), doing, keep, requests, observer) as (done, records):
+        pipeline.inference(noise, on_block=done, **inputs)
     records = [record for record in records if record["block"] < len(finished)]  # a window began others
     return torch.cat(finished, 1), gather_calls(pipeline.model, records)
 
@@ -70,39 +66,55 @@ def sample(
     texts are those of guidance's two branches. Not all steps are done where the observer asked to stop.
     Raises RunError as roll_out does.
     """
-    timesteps, done, last, checked = pipeline.pass_timesteps, 0, noise, 0
+    timesteps, reached, last = pipeline.pass_timesteps, 0, noise
 
-    def on_step(step: int, latents: Tensor) -> None:
-        nonlocal done, last, checked
-        checks.check_latents(pipeline.model, latents, f"step {step}")
-        checked = _keep(records, checked)
-        done, last = step + 1, latents
+    def keep(step: int, latents: Tensor) -> None:
+        nonlocal reached, last
+        reached, last = step + 1, latents
         observer.step(step, timesteps[step], len(timesteps))
-        if observer.stopping and done < len(timesteps):
+
+    def doing() -> str:
+        return f"sampling step {reached} of {len(timesteps)}"
+
+    with _watched(pipeline.model, "step", len(timesteps), doing, keep, requests, observer) as (done, records):
+        pipeline.inference(noise, *texts, on_step=done)
+    return last, records, reached
+
+
+@contextmanager
+def _watched(
+    model: WanModel,
+    unit: str,
+    count: int,
+    doing: Callable[[], str],
+    keep: Callable[[int, Tensor], None],
+    requests: Sequence[CaptureRequest],
+    observer: RunObserver,
+) -> Iterator[tuple[Callable[[int, Tensor], None], list[CapturedCall]]]:
+    """Yield what a sampler calls after each of count units, and the captured calls; stop when asked to."""
+    checked = 0
+
+    def done(number: int, latents: Tensor) -> None:
+        nonlocal checked
+        check_latents(model, latents, f"{unit} {number}")
+        move_to_cpu(records[checked:])
+        check_values(records[checked:])
+        checked = len(records)
+        keep(number, latents)
+        if any_process(model, observer.stopping) and number + 1 < count:
             raise _StoppedError
 
-    with (
-        out_of_memory(lambda: f"sampling step {done} of {len(timesteps)}", requests),
-        capturing(requests) as records,
-        suppress(_StoppedError),
-    ):
-        pipeline.inference(noise, *texts, on_step=on_step)
-    return last, records, done
-
-
-def _keep(records: list[CapturedCall], checked: int) -> int:
-    """Move the calls since the last check to the CPU and check them; return how many there are now."""
-    move_to_cpu(records[checked:])
-    checks.check_values(records[checked:])
-    return len(records)
+    with out_of_memory(doing, requests), capturing(requests) as records, suppress(_StoppedError):
+        yield done, records
 
 
 def capturing(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
+    """Capture what is requested; nothing where there is no request."""
     return ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
 
 
 @contextmanager
-def out_of_memory(phase: str | Callable[[], str], requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
+def out_of_memory(doing: str | Callable[[], str], requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
     """Say in which phase (a text, or a function that gives it) memory did not suffice, and what helps."""
     try:
         yield
@@ -110,13 +122,53 @@ def out_of_memory(phase: str | Callable[[], str], requests: Sequence[CaptureRequ
         on_host = isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
         if not on_host and not isinstance(error, torch.OutOfMemoryError):
             raise
-        what = phase() if callable(phase) else phase
+        phase = doing() if callable(doing) else doing
         if any(request.granularity == "token" for request in requests):
             remedy = "--granularity frame keeps no token matrices, fewer --layer_indices fewer of them"
-        elif "rolling" in what or "sampling" in what:
+        elif "rolling" in phase or "sampling" in phase:
             remedy = "take fewer --num_frames, or a --cache_policy with a window"
         else:
             remedy = "a GPU that nothing else uses (--gpu_id N), or --device cpu"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         memory = "host" if on_host else "GPU"
-        raise RunError(f"out of {memory} memory while {what}: {reason}; {remedy}") from error
+        raise RunError(f"out of {memory} memory while {phase}: {reason}; {remedy}") from error
+
+
+# --- Numbers are checked before they are kept, once a block or step
+def check_latents(model: WanModel, latents: Tensor, where: str) -> None:
+    """Raise RunError for latents that are not finite, naming the weights that are to blame."""
+    if latents.isfinite().all():
+        return
+    spoilt = next((name for name, x in model.named_parameters() if not x.isfinite().all()), None)
+    remedy = f"nor is the weight {spoilt}: get the file of the weights again" if spoilt else REMEDY
+    raise RunError(f"{where}: the latents are not finite, {remedy}")
+
+
+def _has_absent_columns(values: Tensor) -> bool:
+    """Return True where values [B, H, Fq, Fk] are NaN for whole columns: heads see different frames."""
+    missing = values.isnan()
+    return bool(missing.any()) and not missing.all() and torch.equal(missing.any(2), missing.all(2))
+
+
+def check_values(calls: Sequence[CapturedCall]) -> None:
+    """Raise RunError for captured numbers that cannot be right, naming layer, block and pass."""
+    for call in calls:
+        for name, values in call.values.items():
+            if name in ("attended", "map_queries"):
+                continue
+            where = f"layer {call.site.layer}, block {call['block']}, step {call['step']}: "
+            heads_differ = name.startswith("frame_") and values.ndim == 4 and _has_absent_columns(values)
+            left_out = "attended" in call.values and not name.endswith("_mass")  # by an intervention: NaN
+            wrong = values.isinf().any() if left_out else not all(x.isfinite() for x in values.aminmax())
+            if wrong and not heads_differ:
+                half = values.dtype == torch.float16
+                remedy = " in float16; --capture probabilities keeps float32" if half else f"; {REMEDY}"
+                raise RunError(f"{where}{name} is not finite{remedy}")
+            if name == "frame_mass" and ("slot_mass" in call.values or heads_differ):
+                continue  # averages of frames are of no frame
+            if name.endswith("_mass") or name == "token_probabilities":
+                # maps keep mass times the tokens of a frame
+                unit = call.layout.tokens_per_slot if name == "map_mass" and call.layout else 1
+                off = (values.sum(-1, dtype=torch.float32) / unit - 1).abs().max().item()
+                if off > MASS_TOLERANCE:
+                    raise RunError(f"{where}rows of {name} sum to 1 ± {off:.2g}, not to 1")

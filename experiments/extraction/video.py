@@ -48,8 +48,7 @@ def encoded(pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str
 
 
 def check_video(config: RunConfig) -> None:
-    """Read the VAE's files, by reference. CheckpointError for a VAE that could not decode the latents,
-    CacheError where no mp4 can be written."""
+    """Raise CheckpointError for a VAE that cannot decode, CacheError where no mp4 can be written."""
     require_ffmpeg()
     VAE.from_pretrained(config.ckpt_dir)
 
@@ -57,16 +56,15 @@ def check_video(config: RunConfig) -> None:
 def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
     """Decode blocks of latents [B, n, C, h, w] in order -> uint8 [B, frames, H, W, 3] on the CPU.
 
-    Memory is that of a few frames: blocks of small frames wait until there are as many as the decoder takes
-    in one call. What comes out is what decoding at once gives, up to rounding.
+    Blocks of small frames wait until there are as many as the decoder takes in one call.
     """
-    decoder, waiting, count = StreamedDecoder(vae), list[Tensor](), 0
+    decoder, waiting = StreamedDecoder(vae), list[Tensor]()
     for latents in blocks:
-        if waiting and count + latents.shape[1] > frames_at_once(*latents.shape[-2:]):
+        count = sum(one.shape[1] for one in waiting) + latents.shape[1]
+        if waiting and count > frames_at_once(*latents.shape[-2:]):
             yield to_pixels(decoder(torch.cat(waiting, 1))).cpu()
-            waiting, count = [], 0
+            waiting = []
         waiting.append(latents)
-        count += latents.shape[1]
     if waiting:
         yield to_pixels(decoder(torch.cat(waiting, 1))).cpu()
 

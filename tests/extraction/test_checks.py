@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.caches.files import RunError
-from experiments.extraction import causal, checks
+from experiments.extraction import causal, rollout
 from experiments.running import cli
 from wan.capture import CapturedCall, CaptureRequest, Pass, Site
 from wan.config import load_config
@@ -40,7 +40,7 @@ def said_by(script, flags, tmp_path, capfd, code) -> str:
         ),
         (
             lambda model: model.blocks[5].register_forward_hook(lambda *call: call[2] * float("inf")),
-            f"not finite, {checks.REMEDY}",
+            f"not finite, {rollout.REMEDY}",
         ),
     ],
 )
@@ -85,7 +85,7 @@ HEADS[:, 1, :, 0] = NAN  # a head that does not see a frame
 )
 def test_captured_numbers_that_cannot_be_right(values, message):
     with pytest.raises(RunError, match=message):
-        checks.check_values([call_of(frame_logits=ROWS), call_of(**values)])
+        rollout.check_values([call_of(frame_logits=ROWS), call_of(**values)])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_captured_numbers_that_cannot_be_right(values, message):
     ],
 )
 def test_captured_numbers_that_can(values):
-    checks.check_values([call_of(**values)])
+    rollout.check_values([call_of(**values)])
 
 
 def test_a_directory_that_holds_another_model_than_its_config_names(tmp_path, capfd):
