@@ -16,8 +16,14 @@ def run(argv=None):
     parser.add_argument("--step", type=int, help="the pass of heads that a curve names; the first")
     args = parser.parse_args(argv)
 
-    from experiments.analysis.curve_matching import match_rows  # after the flags: a --help needs no torch
-    from experiments.analysis.published import FIGURE4_CSV, FIGURE4_HEADS, FIGURE4_MODEL, FOLDER, curves_for
+    from experiments.analysis.published import (  # after the flags: a --help needs no torch
+        FIGURE4_CSV,
+        FIGURE4_HEADS,
+        FIGURE4_MODEL,
+        FOLDER,
+        curves_for,
+        match_rows,
+    )
     from experiments.analysis.tables import table
     from experiments.caches import load_cache
     from experiments.caches.view import open_passes, open_profiles

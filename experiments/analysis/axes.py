@@ -109,11 +109,7 @@ def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="
 def key_matrix(
     atlas: dict, layer: int, step: int | None, quantity: str, axis="frame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return query frames × keys of a layer and pass [H, F, columns] and the columns' labels.
-
-    Masses of several slots at one position are added up, logits averaged. Tokens that stand at several
-    positions are left out.
-    """
+    """Return query frames × keys [H, F, columns] and labels; at one position masses add, logits average."""
     check_axis(axis)
     i = atlas["layers"].index(layer)
     frames, positions = slots_of(atlas, i)
@@ -136,10 +132,7 @@ def key_matrix(
 
 
 def slot_marks(atlas: dict, i: int, block: int) -> list[str]:
-    """Say what is special about each slot that a block sees; i is the index of a layer.
-
-    Slots of frames between the sink and the unbroken run of the newest frames are memories.
-    """
+    """Name the slots that a block sees: memories are between the sink and the run of newest frames."""
     frames = slots_of(atlas, i)[0][block]
     frames = frames[frames != NO_SLOT].tolist()
     recent = len(frames) - 1
@@ -211,10 +204,7 @@ def choose_view(
     num_video_frames: int | None = None,
     stride: int | None = None,
 ) -> FrameView:
-    """Choose the frames of a layer cache to show: video frames if use_video, or with orig_num_frames.
-
-    num_video_frames and stride replace the cache's. CacheError for a count that does not fit.
-    """
+    """Choose the frames to show: of the video if use_video, or with orig_num_frames, else latent ones."""
     F = cache["num_frames"]
     stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
     if not (use_video if use_video is not None else "orig_num_frames" in cache):
@@ -231,11 +221,7 @@ def choose_view(
 def query_profile(
     view: Profiles, axes: FrameView, query_frames: Sequence[int] | None = None
 ) -> tuple[np.ndarray, Caption]:
-    """Return the profile [H, F + averages] over latent key frames of a layer view, and its caption.
-
-    query_frames None takes the stored mean over the last block's queries; else the mean of those rows, in
-    which a key frame counts the queries that attend to it. CacheError for rows that are not there.
-    """
+    """Return the profile [H, F + averages] of some query frames, None: of the last block, and its caption."""
     (layer,) = view.layers
     noise: Sequence[int]
     if query_frames is None:

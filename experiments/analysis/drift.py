@@ -4,9 +4,6 @@ Videos are uint8 [T, H, W, 3]. A frozen first frame is perfect by every measure 
 control, and motion stands beside them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 
 # --- Optical flow of two frames by polynomial expansion (Farnebäck, SCIA 2003)
@@ -16,10 +13,7 @@ FLAT = 1e-6  # squared curvature, in grey levels of 0..1 per square pixel: what 
 
 
 def flow(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Estimate the displacement (x, y) in pixels between grey frames [..., H, W] in 0..1 -> [..., H, W, 2].
-
-    Each of a few steps takes the second frame's polynomials where the present shift says.
-    """
+    """Estimate the displacement (x, y) in pixels of grey frames [..., H, W] in 0..1 -> [..., H, W, 2]."""
     before, after = _expansion(first), _expansion(second)
     height, width = first.shape[-2:]
     row, column = np.arange(height)[:, None], np.arange(width)
@@ -85,56 +79,24 @@ FLOW_EVERY = 8  # frames from one measured pair of neighbours to the next
 FASTEST = 0.05  # share of the pixels whose motion is averaged
 
 
-@dataclass(frozen=True)
-class Measure:
-    """The formula of a number, its unit, which direction is good and where it comes from."""
-
-    title: str
-    formula: str
-    unit: str
-    better: str  # "higher", "lower", or "neither"
-    source: str
+# Units, and which direction is good. docs/long_rollouts.md has the formulas and where they come from.
 
 
 MEASURES = {
-    "hue_kept": Measure(
-        "Hue histogram kept",
-        "1 − ½ Σ abs(h(first second) − h(t)), h a histogram of 180 hues weighted by saturation, sum 1",
-        "share", "higher", "histogram intersection, Swain and Ballard 1991"),
-    "sharpness": Measure(
-        "Sharpness", "variance of the Laplacian of luma", "(grey levels / 255)²", "neither",
-        "Pech-Pacheco et al., ICPR 2000"),
-    "clipped": Measure(
-        "Clipped pixels", "share of values at most 1 or at least 254", "share", "lower", "exposure clipping"),
-    "flicker": Measure(
-        "Flicker", "mean abs(f(t) − f(t + 1)) / 255", "share of full scale", "lower",
-        "temporal flickering of VBench, arXiv 2311.17982"),
-    "motion": Measure(
-        "Motion", "length of Farnebäck's flow, mean of the fastest 5 % of pixels", "sides per second",
-        "neither", "Farnebäck, SCIA 2003; the fastest 5 % as in VBench's dynamic degree"),
-    "distance": Measure(
-        "Distance to the first frames",
-        "root mean square difference to each of the first 9 frames / 255, mean over them",
-        "share of full scale", "lower", "L2 to the sink frames, LoL, arXiv 2601.16914"),
-}  # fmt: skip
+    "hue_kept": "share, higher is better",
+    "sharpness": "(grey levels / 255)²",
+    "clipped": "share of values, lower is better",
+    "flicker": "share of full scale, lower is better",
+    "motion": "sides per second",
+    "distance": "share of full scale, lower is better",
+}
 SUMMARIES = {
-    "sharpness_change": Measure(
-        "Sharpness, last against first", "log₂ of sharpness in the last 15 % over that in the first 15 %",
-        "octaves", "neither", "quality drift of the first and last 15 %, FramePack, arXiv 2504.12626"),
-    "clipped_change": Measure(
-        "Clipped pixels, last minus first", "last 15 % minus first 15 %", "share", "lower", "as above"),
-    "flicker_change": Measure(
-        "Flicker, last minus first", "last 15 % minus first 15 %", "share of full scale", "lower",
-        "as above"),
-    "largest_drop": Measure(
-        "Largest drop towards the first frames",
-        "max over t of distance(t) − least distance within the next second", "share of full scale",
-        "lower", "sink collapse, LoL, arXiv 2601.16914"),
-    "non_repetition": Measure(
-        "Non-repetition",
-        "with k the frame beyond the first second most like frame 0: mean ‖f(k + i) − f(i)‖₂ / √n / 255, i "
-        "over what follows, at most a second", "share of full scale", "higher", "RIFLEx, arXiv 2502.15894"),
-}  # fmt: skip
+    "sharpness_change": "octaves",
+    "clipped_change": "share of values, lower is better",
+    "flicker_change": "share of full scale, lower is better",
+    "largest_drop": "share of full scale, lower is better",
+    "non_repetition": "share of full scale, higher is better",
+}
 
 
 def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
@@ -145,33 +107,44 @@ def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
     by_frame["flicker"] = np.append(flicker(video), np.nan)  # the last frame has no next one
     whole = len(video) // FPS
     seconds = {name: np.nanmean(x[: whole * FPS].reshape(-1, FPS), 1) for name, x in by_frame.items()}
-    return {name: seconds[name] if name in seconds else OF_SECONDS[name](video) for name in MEASURES}
+    seconds |= {"hue_kept": hue_kept(video), "motion": motion(video)}
+    return {name: seconds[name] for name in MEASURES}
 
 
 def summaries(video: np.ndarray) -> dict[str, float]:
     """Compute every measure of SUMMARIES."""
-    first_sharp, last_sharp = _ends(sharpness(video))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        sharper = float(np.log2(last_sharp / first_sharp)) if last_sharp != first_sharp else 0.0
-    ends = {"clipped_change": _ends(clipped(video)), "flicker_change": _ends(flicker(video))}
-    changes = {"sharpness_change": sharper} | {name: last - first for name, (first, last) in ends.items()}
-    return changes | {"largest_drop": largest_drop(distance(video)), "non_repetition": non_repetition(video)}
+
+    def ends(values: np.ndarray) -> tuple[float, float]:
+        count = max(1, round(ENDS * len(values)))
+        return float(values[:count].mean()), float(values[-count:].mean())
+
+    found = {}
+    for name, values in (
+        ("sharpness", sharpness(video)),
+        ("clipped", clipped(video)),
+        ("flicker", flicker(video)),
+    ):
+        first, last = ends(values)
+        found[f"{name}_change"] = last - first
+        if name == "sharpness" and last != first:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found["sharpness_change"] = float(np.log2(np.divide(last, first)))
+    return found | {"largest_drop": largest_drop(distance(video)), "non_repetition": non_repetition(video)}
 
 
 def sharpness(video: np.ndarray) -> np.ndarray:
     """Variance of the Laplacian of luma -> [T]."""
-
-    def of(frames: np.ndarray) -> np.ndarray:
-        grey = luma(frames)
+    found = []
+    for start in range(0, len(video), FPS):  # a long video would not fit as floats
+        grey = luma(video[start : start + FPS])
         around = grey[:, :-2, 1:-1] + grey[:, 2:, 1:-1] + grey[:, 1:-1, :-2] + grey[:, 1:-1, 2:]
-        return (around - 4 * grey[:, 1:-1, 1:-1]).var((1, 2))
-
-    return _in_parts(video, of)
+        found.append((around - 4 * grey[:, 1:-1, 1:-1]).var((1, 2)))
+    return np.concatenate(found)
 
 
 def clipped(video: np.ndarray) -> np.ndarray:
     """Share of values at the ends of the scale -> [T]."""
-    return _in_parts(video, lambda frames: ((frames <= 1) | (frames >= 254)).mean((1, 2, 3)))
+    return ((video <= 1) | (video >= 254)).mean((1, 2, 3))
 
 
 def flicker(video: np.ndarray) -> np.ndarray:
@@ -223,9 +196,6 @@ def motion(video: np.ndarray) -> np.ndarray:
     return np.array(found)
 
 
-OF_SECONDS = {"hue_kept": hue_kept, "motion": motion}
-
-
 def largest_drop(distances: np.ndarray) -> float:
     """Return how far the distance [T] to the first frames falls within a second, at most."""
     windows = np.lib.stride_tricks.sliding_window_view(distances, min(FPS + 1, len(distances)))
@@ -250,14 +220,3 @@ def luma(frames: np.ndarray) -> np.ndarray:
 
 def _rms(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.sqrt(((one - other) ** 2).mean((-3, -2, -1)))
-
-
-def _in_parts(video: np.ndarray, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Apply of to a second at a time -> [T]: a long video would not fit as floats."""
-    return np.concatenate([of(video[start : start + FPS]) for start in range(0, len(video), FPS)])
-
-
-def _ends(values: np.ndarray) -> tuple[float, float]:
-    """Means of the first and the last 15 %."""
-    count = max(1, round(ENDS * len(values)))
-    return float(values[:count].mean()), float(values[-count:].mean())

@@ -46,25 +46,19 @@ def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
-    """Return the structural similarity per frame (Wang et al. 2004) of videos [F, C, H, W] in 0..1.
+    """Structural similarity per frame (Wang et al. 2004) of videos [F, C, H, W] in 0..1, square windows."""
 
-    Windows are square and of equal weight, one per pixel that has a whole one.
-    """
+    def mean(x: np.ndarray) -> np.ndarray:
+        sums = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 0), (1, 0)]).cumsum(-1).cumsum(-2)
+        right, left = sums[..., window:], sums[..., :-window]
+        corners = right[..., window:, :] + left[..., :-window, :]
+        return (corners - left[..., window:, :] - right[..., :-window, :]) / window**2
+
     x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    mean_x, mean_y = _windows(x, window), _windows(y, window)
-    var_x, var_y = _windows(x * x, window) - mean_x**2, _windows(y * y, window) - mean_y**2
-    covariance = _windows(x * y, window) - mean_x * mean_y
-    c1, c2 = 0.01**2, 0.03**2
-    index = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
-    index /= (mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2)
-    return index.mean((-3, -2, -1))
-
-
-def _windows(x: np.ndarray, size: int) -> np.ndarray:
-    """Mean over every square of size x size pixels, from running sums."""
-    sums = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 0), (1, 0)]).cumsum(-1).cumsum(-2)
-    corner = sums[..., size:, size:] + sums[..., :-size, :-size]
-    return (corner - sums[..., size:, :-size] - sums[..., :-size, size:]) / size**2
+    mean_x, mean_y, c1, c2 = mean(x), mean(y), 0.01**2, 0.03**2
+    variances = mean(x * x) - mean_x**2 + mean(y * y) - mean_y**2
+    index = (2 * mean_x * mean_y + c1) * (2 * (mean(x * y) - mean_x * mean_y) + c2)
+    return (index / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))).mean((-3, -2, -1))
 
 
 # --- Correlations and intervals
@@ -83,21 +77,17 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> float:
-    """Spearman's ρ of x and y [n] given others [n]: of what a linear fit on their ranks leaves of the ranks.
-
-    NaN where nothing is left of one of them. Entries with a NaN are left out.
-    """
+    """Spearman's ρ of x and y [n] given others [n], without NaN; NaN where nothing of one is left."""
     columns = np.stack([np.asarray(values, np.float64) for values in (x, y, *given)])
     columns = columns[:, ~np.isnan(columns).any(0)]
-    if columns.shape[1] < 3:
+    n = columns.shape[1]
+    if n < 3:
         return float("nan")
-    x_ranks, y_ranks, *others = (ranks(values) for values in columns)
-    design = np.stack([np.ones(columns.shape[1]), *others], 1)
-    residuals = [r - design @ np.linalg.lstsq(design, r, rcond=None)[0] for r in (x_ranks, y_ranks)]
-    sizes = [np.sqrt((r**2).sum()) for r in residuals]
-    if min(sizes) < 1e-9 * columns.shape[1]:
-        return float("nan")
-    return float(residuals[0] @ residuals[1] / (sizes[0] * sizes[1]))
+    pair, others = np.split(np.stack([ranks(values) for values in columns], 1), [2], 1)
+    design = np.concatenate([np.ones((n, 1)), others], 1)
+    a, b = (pair - design @ np.linalg.lstsq(design, pair, rcond=None)[0]).T
+    sizes = np.linalg.norm(a), np.linalg.norm(b)
+    return float(a @ b / (sizes[0] * sizes[1])) if min(sizes) >= 1e-9 * n else float("nan")
 
 
 def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Interval:
@@ -115,20 +105,19 @@ def head_correlation(
     predictor is [layers, H], or per prompt. given: other values [layers, H] that ρ is partial to. Each draw
     resamples prompts, and layers as wholes.
     """
-    effects, predictor = np.asarray(effects, np.float64), np.asarray(predictor, np.float64)
-    per_prompt = predictor if predictor.ndim == 3 else np.broadcast_to(predictor, effects.shape)
+    per_prompt = np.broadcast_to(predictor, effects.shape).astype(np.float64)
 
     def rho(prompts: np.ndarray, layers: np.ndarray) -> float:
         each = (effects[prompts].mean(0), per_prompt[prompts].mean(0), *given)
         x, y, *others = (np.asarray(values)[layers].ravel() for values in each)
         return partial_spearman(x, y, others)
 
-    num_prompts, num_layers = effects.shape[:2]
     generator = np.random.default_rng(seed)
-    sizes, drawn = (num_prompts, num_layers), []
+    prompts, layers = effects.shape[:2]
+    sizes, drawn = ((prompts,), (layers,)), []  # tuples: mypy takes integers(n, size=n) for one number
     for _ in range(draws):
-        drawn.append(rho(*(generator.integers(size, size=(size,)) for size in sizes)))
-    return _interval(rho(np.arange(num_prompts), np.arange(num_layers)), drawn)
+        drawn.append(rho(*(generator.integers(size[0], size=size) for size in sizes)))
+    return _interval(rho(np.arange(prompts), np.arange(layers)), drawn)
 
 
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000, seed: int = 0) -> float:
@@ -144,44 +133,43 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
     p = np.asarray(p_values, np.float64)
     order = p.argsort(kind="stable")
     adjusted = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order])
-    result = np.empty_like(p)
-    result[order] = np.minimum(adjusted, 1)
-    return result
+    return np.minimum(adjusted, 1)[order.argsort()]
 
 
 def _interval(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
-    if np.isnan(drawn).all():
-        return Interval(estimate, float("nan"), float("nan"))
-    low, high = np.nanpercentile(drawn, [2.5, 97.5])
-    return Interval(estimate, float(low), float(high))
+    known = not np.isnan(drawn).all()
+    low, high = np.nanpercentile(drawn, [2.5, 97.5]).tolist() if known else (np.nan, np.nan)
+    return Interval(estimate, low, high)
 
 
 # --- Knockout curves: how much of something is left when more and more heads lose their past
 
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
-ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
+ORDERS = {  # of heads -> in words
+    "effect": "by single effect",
+    "change": "by change of x0",
+    "s": "by s",
+    "mass on the past": "by mass on the past",
+}
 ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
 
 
-def rounded(interval: Interval, digits: int = 3) -> list[float]:
-    """Turn an interval into the list that a report holds."""
-    return [round(float(value), digits) for value in interval]
+def rounded(values: Sequence[float] | np.ndarray, digits: int = 3) -> list[float]:
+    """Round values, such as an interval, for a report."""
+    return [round(float(value), digits) for value in values]
 
 
 def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> list[list[float]]:
-    """Return share, interval, lowest and highest draw for each count, of draws [draws, counts, captions].
-
-    The interval resamples random orders and captions.
-    """
+    """Share, interval over orders and captions, lowest, highest, of draws [draws, counts, captions]."""
     generator = np.random.default_rng(seed)
     (orders, _, captions), drawn = draws.shape, []
     for _ in range(resamples):
         of_orders = draws[generator.integers(orders, size=orders)].mean(0)
         drawn.append(of_orders[:, generator.integers(captions, size=captions)].mean(1))
-    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     of_draws = draws.mean(2)  # [draws, counts]
-    columns = (of_draws.mean(0), low, high, of_draws.min(0), of_draws.max(0))
-    return [[round(float(value), 3) for value in row] for row in zip(*columns, strict=True)]
+    ends = np.percentile(drawn, [2.5, 97.5], axis=0)
+    columns = np.stack([of_draws.mean(0), *ends, of_draws.min(0), of_draws.max(0)], 1)
+    return [rounded(row) for row in columns]
 
 
 def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float, none: float) -> int | None:
@@ -206,56 +194,53 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
     random = np.stack([by_count(f"random {draw}") for draw in range(found["draws"])])
     means = {name: values.mean(1) for name, values in orders.items()} | {"random": random.mean((0, 2))}
     ends = float(answers("base").mean()), float(answers("all").mean())
-    beyond = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
-    curves = {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)}
-    halves = {name: heads_for_half(each.tolist(), found["counts"], *ends) for name, each in means.items()}
-    return {"curves": curves, "more_than_by_effect": beyond, "heads_for_half": halves}  # paired by caption
+    paired = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
+    return {
+        "curves": {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)},
+        "more_than_by_effect": paired,
+        "heads_for_half": {
+            name: heads_for_half(each.tolist(), found["counts"], *ends) for name, each in means.items()
+        },
+    }
 
 
-class Knockouts(NamedTuple):
-    """The curves of a report as figures.knockout_curves takes them."""
-
-    counts: Sequence[int]
-    orders: Mapping[str, np.ndarray]  # [counts, 3] each: share and its interval
-    random: np.ndarray  # [counts, 5]: and lowest and highest draw
-    ends: tuple[np.ndarray, np.ndarray]  # with the whole past, and without any
-    subtitle: str
-
-
-def knockouts_of(report: Mapping[str, Any]) -> Knockouts:
-    """Take the curves out of a report of hidden_shapes.py."""
+def knockouts_of(report: Mapping[str, Any]) -> tuple:
+    """Return counts, orders, random draws, ends and title of a report, for figures.knockout_curves."""
     found = report["knockouts"]
     curves = {name: np.array(rows) for name, rows in found["curves"].items()}
     orders = {label: curves[name] for name, label in ORDERS.items()}
     ends = np.array(found["base"][BACK]), np.array(found["all"][BACK])
     about = f"{report['model']}, {found['captions']} captions × {found['seeds']} seeds"
-    title = f"Which heads bring a hidden shape back: {about}"
-    return Knockouts(found["counts"], orders, curves["random"], ends, title)
+    return found["counts"], orders, curves["random"], ends, f"Which heads bring a hidden shape back: {about}"
 
 
-def read_knockouts(path: str | Path) -> Knockouts:
-    """Read the curves of a report. Raises CacheError for a file that is not there."""
+def read_knockouts(path: str | Path) -> tuple:
+    """Read the curves of a report of hidden_shapes.py. Raises CacheError for a file that is not there."""
     if not Path(path).is_file():
         raise CacheError(f"{path} not found; run: python experiments/benchmarks/reproduce/hidden_shapes.py")
     return knockouts_of(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:
-    """Report whether attention predicts what removing frame 0 does; found [prompts, layers, H] each.
-
-    ρ over heads, and partial ρ given layer and ‖z‖, of the effect and of the effect beyond the control.
-    """
+    """Report how attention predicts the effect of removing frame 0; found [prompts, layers, H] each."""
     effect, beyond = found["effect"], found["effect"] - found["control"]
     shape = effect.shape[1:]
     given = [np.broadcast_to(np.asarray(layers, float)[:, None], shape), found["norm"].mean(0)]
     measured = [name for name in found if name.endswith(("pass", "passes"))]
-    above = [bootstrap(beyond[:, layer, head]).low > 0 for layer, head in np.ndindex(shape)]
     labels = kinds(found["share of positive logits, first pass"].mean(0), Thresholds())
-    by_kind = {}
+    by_kind, correlations = {}, {}
     for kind, name in KINDS.items():
         if count := int((labels == kind).sum()):
             mean = rounded(bootstrap(effect[:, labels == kind].mean(1)), 4)
             by_kind[name] = {"heads": count, "effect": mean}
+    for name in measured:
+        correlations[name] = {
+            "rho": rounded(head_correlation(effect, found[name])),
+            "partial_rho": rounded(head_correlation(effect, found[name], given)),
+            "rho_beyond_control": rounded(head_correlation(beyond, found[name])),
+            "partial_rho_beyond_control": rounded(head_correlation(beyond, found[name], given)),
+        }
+    above = [bootstrap(beyond[:, layer, head]).low > 0 for layer, head in np.ndindex(shape)]
     return {
         "prompts": len(effect),
         "layers": list(layers),
@@ -264,15 +249,7 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
         "floor": float(f"{found['floor'].mean():.2g}"),
         "heads_above_control": int(sum(above)),
         "kinds": by_kind,
-        "correlations": {
-            name: {
-                "rho": rounded(head_correlation(effect, found[name])),
-                "partial_rho": rounded(head_correlation(effect, found[name], given)),
-                "rho_beyond_control": rounded(head_correlation(beyond, found[name])),
-                "partial_rho_beyond_control": rounded(head_correlation(beyond, found[name], given)),
-            }
-            for name in measured
-        },
+        "correlations": correlations,
         "heads": {
             name: [[float(f"{value:.3g}") for value in row] for row in found[name].mean(0)]
             for name in ("effect", "control", "norm", *measured)
@@ -280,7 +257,11 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
     }
 
 
-QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
+QUESTIONS = {  # of the tracker
+    **{name: name for name in ("background", "shape", "direction", "landmark")},
+    **{"color": "colour", "crossing": "paths cross", "hides": "it hides"},
+    **{"comes_back": "it comes back", "same": "back in colour and shape"},
+}
 QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}
 QUESTIONS |= {"comes_back": "it comes back", "same": "back in colour and shape"}
 
@@ -301,10 +282,10 @@ def tracker_rows(cache: Mapping) -> list[dict[str, str]]:
     """List what the tracker says of both videos of an effects cache; nothing but for the miniature."""
     if "answers_base" not in cache or "questions" not in cache:
         return []
-    words, answers = ("wrong", "right"), (cache["answers_base"].tolist(), cache["answers_edited"].tolist())
+    words, answers = ("wrong", "right"), zip(cache["answers_base"], cache["answers_edited"], strict=True)
     return [
         {"question": QUESTIONS[name], "unedited": words[bool(base)], "edited": words[bool(edited)]}
-        for name, base, edited in zip(cache["questions"], *answers, strict=True)
+        for name, (base, edited) in zip(cache["questions"], answers, strict=True)
         if name in QUESTIONS
     ]
 
@@ -335,8 +316,8 @@ class HeadStudy:
 
     def maps(self) -> list[HeadMap]:
         """Effect, controls and measures as panels for figures.head_maps."""
-        maps = [HeadMap("effect", "Direct effect", UNIT, "sequential", self.effect)]
-        maps += [HeadMap(name, name, UNIT, "sequential", values) for name, values in self.controls.items()]
+        of_effects = {"Direct effect": self.effect} | self.controls
+        maps = [HeadMap(name, name, UNIT, "sequential", values) for name, values in of_effects.items()]
         for name, values in self.measures.items():
             unit, scale = ("logits", "diverging") if name == S else ("share", "sequential")
             maps.append(HeadMap(name, name, unit, scale, values))
@@ -367,14 +348,15 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
     prompts = np.array(cache["prompts"])
     per_run = np.nanmean(cache["effects"].numpy(), -1)  # [R, N, H]
     names = {"frame_control": "On a random frame", "head_control": "On another head"}
-    controls = {
-        label: np.nanmean(cache[name].numpy(), (0, -1)) for name, label in names.items() if name in cache
-    }
-    seeds_first = [per_run[prompts == one].mean(0) for one in dict.fromkeys(cache["prompts"])]
-    floor, words = float(np.nanmean(cache["floor"].numpy())), edits_in_words(cache["interventions"])
-    norms = cache["head_norms"].numpy().mean(0) if "head_norms" in cache else None
-    attention = _attention(atlas, cache)
-    return HeadStudy(words, cache["layers"], np.stack(seeds_first), floor, controls, norms, *attention)
+    return HeadStudy(
+        edits_in_words(cache["interventions"]),
+        cache["layers"],
+        np.stack([per_run[prompts == one].mean(0) for one in dict.fromkeys(cache["prompts"])]),
+        float(np.nanmean(cache["floor"].numpy())),
+        {label: np.nanmean(cache[name].numpy(), (0, -1)) for name, label in names.items() if name in cache},
+        cache["head_norms"].numpy().mean(0) if "head_norms" in cache else None,
+        *_attention(atlas, cache),
+    )
 
 
 def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
@@ -382,8 +364,8 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     if atlas is None or not Path(atlas).is_file():
         return {}, None
     cache = load_cache(atlas, expect=("atlas",))
-    same = cache["weights_sha256"] == causal["weights_sha256"] and "interventions" not in cache
-    if not same or "frame_mass" not in cache or cache["layers"] != causal["layers"]:
+    same = cache["weights_sha256"] == causal["weights_sha256"] and cache["layers"] == causal["layers"]
+    if not same or "interventions" in cache or "frame_mass" not in cache:
         return {}, None
     mass = open_profiles(cache, quantity="mass")
     profile, context = mass.profiles(), mass.context_frames
@@ -392,8 +374,8 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     if "frame_logits" not in cache:
         return found, None
     logits = open_profiles(cache, quantity="mean_logit")
-    labels = kinds(context_sign_rate(logits), Thresholds())
-    words = np.vectorize({**KINDS, ABSENT: "no kind"}.__getitem__, otypes=[object])(labels)
     if (matrices := logits.frame_matrices()) is not None:
         found = {S: first_frame_effect(matrices, logits.block_sizes).effect} | found
-    return found, words
+    names = {**KINDS, ABSENT: "no kind"}
+    labels = kinds(context_sign_rate(logits), Thresholds())
+    return found, np.vectorize(names.__getitem__, otypes=[object])(labels)

@@ -74,10 +74,7 @@ def first_frame_effect(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstF
 
 
 def placebo_effects(matrix: np.ndarray, block_sizes: Sequence[int], frames: Sequence[int]) -> np.ndarray:
-    """Fit s for other key frames, the cells of frame 0 left out: matrices [..., F, F] -> [..., frames].
-
-    Cells of a key frame share its content: residuals do not say whether frame 0 is special, these do.
-    """
+    """Fit s for other key frames, without frame 0: matrices [..., F, F] -> [..., frames]."""
     cells_of = context_cells(block_sizes)
     cells_of[:, 0] = False
 
@@ -88,11 +85,11 @@ def placebo_effects(matrix: np.ndarray, block_sizes: Sequence[int], frames: Sequ
     return np.moveaxis(_of_heads(fit, matrix, cells_of, len(frames)), 0, -1)
 
 
-def placebo_frames(block_sizes: Sequence[int], last: int | None = None) -> list[int]:
-    """List key frames from 1 to last that at least a sixth of all frames see as context: 1..14 of 21."""
+def placebo_frames(block_sizes: Sequence[int]) -> list[int]:
+    """List key frames from 1 on that at least a sixth of all frames see as context: 1..14 of 21."""
     queries = context_cells(block_sizes).sum(0)
     enough = np.flatnonzero(queries >= max(len(queries) / 6, 1)).tolist()
-    return [j for j in enough if j > 0 and (last is None or j <= last)]
+    return [j for j in enough if j > 0]
 
 
 def key_frame_contrasts(
@@ -101,20 +98,17 @@ def key_frame_contrasts(
     """Measure how far each of the first key frames stands out: matrices [..., F, F] -> [..., first].
 
     f(k) for every k < first takes the place of s · [k = 0]; c(j) = f(j) − the least-squares line through
-    f(3..11), or another line's frames, does not depend on level and trend, which trade against rows and
-    distances.
+    f(3..11), or another line's, does not depend on level and trend, which trade against rows and distances.
     """
+    points = np.stack([np.ones(first), np.arange(first, dtype=np.float64)], 1)
 
     def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
         z, _ = cells.of_keys(range(first))
-        points = np.stack([np.ones(first), np.arange(first, dtype=np.float64)], 1)
-        reference = np.zeros(first, bool)
-        reference[line] = np.isin(np.arange(first), cells.k)[line]
-        if reference.sum() < 3:
+        reference = np.intersect1d(np.arange(first)[line], cells.k)
+        if len(reference) < 3:
             return np.full((first, y.shape[1]), np.nan)
-        solve = np.zeros((2, first))
-        solve[:, reference] = np.linalg.pinv(points[reference])
-        contrast = np.eye(first) - points @ solve  # takes f to f − its line
+        contrast = np.eye(first)  # takes f to f − its line
+        contrast[:, reference] -= points @ np.linalg.pinv(points[reference])
         values, vectors = np.linalg.eigh(z.T @ z)
         free = values <= RANK_TOLERANCE * max(values[-1], 1)
         inverse = vectors[:, ~free] / values[~free] @ vectors[:, ~free].T
@@ -133,7 +127,7 @@ def _of_heads(
     fit: Callable[[Cells, np.ndarray], np.ndarray], matrix: np.ndarray, wanted: np.ndarray, n: int
 ) -> np.ndarray:
     """Apply fit to matrices [..., F, F], heads with the same attended cells together: [n, ...]."""
-    F = np.shape(matrix)[-1]
+    F = matrix.shape[-1]
     flat = np.asarray(matrix, np.float64).reshape(-1, F * F)
     there = np.isfinite(flat) & wanted.ravel()
     results = np.full((n, len(flat)), np.nan)
@@ -141,21 +135,17 @@ def _of_heads(
     for head, mask in enumerate(there):
         alike.setdefault(mask.tobytes(), []).append(head)
     for heads in alike.values():
-        mask = there[heads[0]]
-        if mask.any():
+        if (mask := there[heads[0]]).any():
             with np.errstate(divide="ignore", invalid="ignore"):
                 results[:, heads] = fit(Cells(mask.reshape(F, F)), flat[heads][:, mask].T)
-    return results.reshape(n, *np.shape(matrix)[:-2])
+    return results.reshape(n, *matrix.shape[:-2])
 
 
 # --- Frame 0 against other frames at equal distance
 
 
 def excess_by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """A[d, 0] minus the mean over k >= 1 of A[k+d, k], by distance d: matrices A [..., F, F] -> [..., F].
-
-    Context cells only. It still waves: the two terms are of other query frames.
-    """
+    """A[d, 0] minus the mean over k >= 1 of A[k+d, k] of context cells: [..., F, F] -> [..., F] by d."""
     first, others = _by_distance(matrix, block_sizes)
     return first - others
 
@@ -166,11 +156,7 @@ def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.
 
 
 def distance_profile(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """Predict the last block's profile from distance alone: matrices A [..., F, F] -> [..., F].
-
-    P[f] = mean over queries q of the last block of g(q - f), with g(d) = mean over k >= 1 of A[k+d, k]; NaN
-    beyond context.
-    """
+    """Predict the last block's profile from distance alone, NaN beyond context: [..., F, F] -> [..., F]."""
     F, last = np.shape(matrix)[-1], block_sizes[-1]
     _, g = _by_distance(matrix, block_sizes)
     profile = np.full((*np.shape(matrix)[:-2], F), np.nan)
@@ -204,7 +190,7 @@ class FirstFrame(NamedTuple):
     """Every head [layers, heads, ...] of a view with whole matrices, in the view's unit."""
 
     fit: FirstFrameEffect
-    frames: tuple[int, ...]  # key frames of the placebos
+    frames: Sequence[int]  # key frames of the placebos
     placebos: np.ndarray  # [layers, heads, frames]
     contrasts: np.ndarray  # of frames 0..11, for numbers: [layers, heads, 12]
     more_contrasts: np.ndarray  # of frames 0..23, for figures: [layers, heads, 24]
@@ -213,7 +199,7 @@ class FirstFrame(NamedTuple):
     @property
     def above_placebos(self) -> np.ndarray:
         """Mark heads whose effect exceeds the size of every placebo of frames 1..24 [layers, heads]."""
-        first = self.placebos[..., [frame <= LAST_PLACEBO for frame in self.frames]]
+        first = self.placebos[..., np.asarray(self.frames) <= LAST_PLACEBO]
         return self.fit.effect > np.abs(first).max(-1, initial=0)
 
     @property
@@ -237,28 +223,22 @@ class FirstFrame(NamedTuple):
         }
 
 
-def first_frame(view: Profiles | None) -> FirstFrame | None:
-    """Fit everything to a view; None where why_no_first_frame says why."""
-    matrix = view.frame_matrices() if view else None
-    if view is None or matrix is None:
-        return None
+def first_frame(view: Profiles | None) -> tuple[FirstFrame | None, str]:
+    """Fit everything to a view; or None and the reason in a line."""
+    if view is None:
+        return None, NO_LOGITS
+    if not view.context_frames:
+        return None, NO_CONTEXT
+    if (matrix := view.frame_matrices()) is None:
+        return None, NO_MATRIX
     sizes = view.block_sizes
     fit = first_frame_effect(matrix, sizes)
     if not np.isfinite(fit.effect).any():
-        return None
+        return None, NOT_IDENTIFIED
     frames = placebo_frames(sizes)
     placebos, contrasts = placebo_effects(matrix, sizes, frames), key_frame_contrasts(matrix, sizes)
     more = key_frame_contrasts(matrix, sizes, FIRST_CONTRASTS)
-    return FirstFrame(fit, tuple(frames), placebos, contrasts, more, excess_by_distance(matrix, sizes))
-
-
-def why_no_first_frame(view: Profiles | None) -> str:
-    """Say in a line why first_frame returned None."""
-    if view is None:
-        return NO_LOGITS
-    if not view.context_frames:
-        return NO_CONTEXT
-    return NO_MATRIX if len(view.matrix_rows) < view.num_frames else NOT_IDENTIFIED
+    return FirstFrame(fit, frames, placebos, contrasts, more, excess_by_distance(matrix, sizes)), ""
 
 
 def effects_by_pass(passes: Sequence[Profiles]) -> dict[str, np.ndarray]:
@@ -271,8 +251,8 @@ def pass_rows(effects: dict[str, np.ndarray]) -> list[dict[str, str | float]]:
     """Mean effect of every pass, and the correlation of its heads with those of the first pass."""
     rows: list[dict[str, str | float]] = []
     for name, values in effects.items():
-        first = next(iter(effects.values()))
-        both = np.isfinite(values) & np.isfinite(first)
-        r = np.corrcoef(values[both], first[both])[0, 1] if both.sum() > 1 else np.nan
+        pair = np.stack([values.ravel(), next(iter(effects.values())).ravel()])
+        both = pair[:, np.isfinite(pair).all(0)]
+        r = np.corrcoef(*both)[0, 1] if both.shape[1] > 1 else np.nan
         rows.append({"pass": name, "mean of s": np.nanmean(values), "r with the first pass": r})
     return rows

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.analysis.first_frame import (
+    FirstFrameEffect,
     context_cells,
     distance_profile,
     equal_distance_excess,
@@ -29,6 +30,7 @@ from experiments.analysis.panels import (
     rows_of,
 )
 from experiments.caches.files import CacheError
+from experiments.caches.formats import as_cache
 from experiments.caches.view import Profiles, open_profiles
 
 DELTA_THRESHOLD = 2.0  # first - middle, in logits, above which earlier work called a head a sink
@@ -59,18 +61,14 @@ class HeadStatistics(NamedTuple):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per head of statistics [H]; the last column marks those that earlier work called sinks."""
-        columns: dict[str, Any] = {"head": range(len(self.first)), "first": self.first, "middle": self.middle}
-        columns |= {"last": self.last, "first − middle": self.delta, "first / middle": self.ratio}
-        columns |= {"first − last": self.first_minus_last, "max at": self.max_frame}
+        names = ("first", "middle", "last", "first − middle", "first / middle", "first − last", "max at")
+        columns: dict[str, Any] = {"head": range(len(self.first)), **dict(zip(names, self, strict=False))}
         columns |= {"(max − min) / |mean|": self.spread, "sink": ["×" * int(c) for c in self.called_sinks]}
         return rows_of(columns)
 
 
 def head_statistics(profile: np.ndarray) -> HeadStatistics:
-    """Compute the older scores of frame profiles A [..., F]; NaN frames are left out.
-
-    middle is the mean of A[1 .. F-2], the own block's other frames among them, as in the older notebooks.
-    """
+    """Compute older scores of profiles A [..., F] without NaN; middle holds frames of the own block too."""
     A = np.asarray(profile, np.float64)
     first, last, middle = A[..., 0], A[..., -1], mean_without_nan(A[..., 1:-1])
     attended = ~np.isnan(A)
@@ -92,9 +90,9 @@ def head_statistics(profile: np.ndarray) -> HeadStatistics:
 
 def matrix_means(matrix: np.ndarray) -> dict[str, float]:
     """Mean of frame matrices [H, F, F] over the diagonal, and over frame 0, without NaN."""
-    diagonal, column = np.diagonal(matrix, axis1=1, axis2=2), matrix[..., 0]
-    means = (float(mean_without_nan(values.ravel())) for values in (diagonal, column))
-    return dict(zip(("Diagonal mean (self-attention)", "First frame mean (sink)"), means, strict=True))
+    diagonal = np.diagonal(matrix, axis1=1, axis2=2)
+    found = {"Diagonal mean (self-attention)": diagonal, "First frame mean (sink)": matrix[..., 0]}
+    return {name: float(np.nanmean(values)) for name, values in found.items()}
 
 
 def layer_rows(view: Profiles) -> list[dict[str, Any]]:
@@ -119,39 +117,24 @@ def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarr
 
 
 def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Mass of frame 0 in profiles [..., F], as a share of all mass and of that on context frames, both [...].
-
-    Softmax mass, as in StreamingLLM (arXiv 2309.17453), where the word sink comes from.
-    """
+    """Mass on frame 0 (arXiv 2309.17453) of profiles [..., F]: shares of all and of context [...]."""
     A = np.asarray(mass, np.float64)
-    on_context = A[..., list(context)]
-    whole = np.where(np.isnan(on_context).all(-1), np.nan, np.nansum(on_context, -1))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return A[..., 0], A[..., 0] / whole
+        return A[..., 0], A[..., 0] / np.nansum(A[..., list(context)], -1)
 
 
 def sign_rate(values: np.ndarray) -> np.ndarray:
     """Share of positive logits over the last axis of [..., cells], without NaN."""
-    values = np.asarray(values)
     return mean_without_nan(np.where(np.isnan(values), np.nan, values > 0))
 
 
 def context_sign_rate(view: Profiles) -> np.ndarray:
-    """Share of positive mean logits over context cells, per head [N, H]; NaN without logits or context.
-
-    Without whole matrices the cells are the last block's context frames.
-    """
-    if view.quantity != "mean_logit" or not view.context_frames:
+    """Share of positive mean logits over context cells [N, H]; without matrices of the last block."""
+    if view.quantity != LOGIT or not view.context_frames:
         return np.full((len(view.layers), view.num_heads), np.nan)
     if (matrix := view.frame_matrices()) is None:
         return sign_rate(view.profiles()[..., list(view.context_frames)])
     return sign_rate(matrix[..., context_cells(view.block_sizes)])
-
-
-def log_mass_effect(view: Profiles) -> np.ndarray:
-    """First-frame effect on log mass [layers, heads]; unlike s it depends on the spread within a frame."""
-    with np.errstate(divide="ignore"):
-        return first_frame_effect(np.log(matrices(view)), view.block_sizes).effect
 
 
 class Wave(NamedTuple):
@@ -184,9 +167,8 @@ def wave(profile: np.ndarray, context: Sequence[int], frequency: float = 1.0) ->
     if len(f) < 6 or np.ptp(f) < 6:
         nothing = np.full(y.shape[:-1], np.nan)
         return Wave(nothing, nothing)
-    line = np.stack([np.ones_like(f), f], -1)
-    basis = np.concatenate([line, np.stack([np.cos(frequency * f), np.sin(frequency * f)], -1)], -1)
-    coefficients = y @ np.linalg.pinv(basis).T
+    basis = np.stack([np.ones_like(f), f, np.cos(frequency * f), np.sin(frequency * f)], -1)
+    line, coefficients = basis[:, :2], y @ np.linalg.pinv(basis).T
     rss = ((y - coefficients @ basis.T) ** 2).sum(-1)
     of_line = ((y - y @ np.linalg.pinv(line).T @ line.T) ** 2).sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -194,10 +176,7 @@ def wave(profile: np.ndarray, context: Sequence[int], frequency: float = 1.0) ->
 
 
 def best_period(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Period:
-    """Find the period that maximises wave().r2 of profiles [..., F].
-
-    By default 2.5 frames to half the span of the context, so that a wave is seen twice.
-    """
+    """Find the period of the highest wave().r2 of profiles [..., F], 2.5 frames to half the context."""
     if periods is None:
         span = max(np.ptp(context), 6) if len(context) else 6
         periods = 2 * np.pi / np.linspace(4 * np.pi / span, 2 * np.pi / 2.5, 400)
@@ -223,8 +202,10 @@ class Measure(NamedTuple):
     of: Callable[[Profiles], np.ndarray]  # -> [N, H]
 
 
-def _effect(view: Profiles):
-    return first_frame_effect(matrices(view), view.block_sizes)
+def effect_of(view: Profiles, scale: Callable[[np.ndarray], np.ndarray] = np.asarray) -> FirstFrameEffect:
+    """Fit the first-frame effect to the matrices of a view, on a scale such as np.log."""
+    with np.errstate(divide="ignore"):
+        return first_frame_effect(scale(matrices(view)), view.block_sizes)
 
 
 LOGIT, ROW = "mean_logit", Measure
@@ -236,9 +217,9 @@ MEASURES = (
     ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, "matrix",
         lambda view: equal_distance_excess(matrices(view), view.block_sizes)),
     ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, "effect",
-        lambda view: _effect(view).effect),
+        lambda view: effect_of(view).effect),
     ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, "effect",
-        lambda view: _effect(view).partial_r_squared),
+        lambda view: effect_of(view).partial_r_squared),
     ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, "cells", context_sign_rate),
     ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, "context",
         lambda view: wave(view.profiles(), view.context_frames).amplitude),
@@ -250,7 +231,8 @@ MEASURES = (
         lambda view: first_frame_mass(view.profiles(), view.context_frames)[0]),
     ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass",
         "context", lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
-    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "effect", log_mass_effect),
+    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "effect",
+        lambda view: effect_of(view, np.log).effect),  # unlike s it depends on the spread within a frame
 )  # fmt: skip
 FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")
 ALL_QUERIES = "all query frames"
@@ -268,20 +250,18 @@ def open_quantity(cache: Mapping, step: int | None, quantity: str) -> Profiles |
 
 def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
     """Compute every measure [N, H]; those that a cache does not hold are None and say why."""
-    whole = {id(view): view.frame_matrices() is not None for view in (logits, mass) if view}
     maps = []
+    whole = {id(view): view.frame_matrices() is not None for view in (logits, mass) if view}
     for m in MEASURES:
-        view = logits if m.quantity == LOGIT else mass
+        view, absent = (logits, NO_LOGITS) if m.quantity == LOGIT else (mass, NO_MASS)
         has_matrix = view is not None and whole[id(view)]
-        reason, values = "", None
-        if view is None:
-            reason = NO_LOGITS if m.quantity == LOGIT else NO_MASS
-        elif m.needs != "profile" and not view.context_frames:
+        reason, values = absent, None
+        if view is not None and m.needs != "profile" and not view.context_frames:
             reason = NO_CONTEXT
-        elif m.needs in ("matrix", "effect") and not has_matrix:
+        elif view is not None and m.needs in ("matrix", "effect") and not has_matrix:
             reason = NO_MATRIX
-        else:
-            values = m.of(view)
+        elif view is not None:
+            reason, values = "", m.of(view)
             if m.needs == "effect" and not np.isfinite(values).any():
                 reason, values = NOT_IDENTIFIED, None
         queries = ALL_QUERIES if has_matrix and m.needs in ("cells", "matrix", "effect") else ""
@@ -306,10 +286,7 @@ def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:
 
 
 def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, Any]]:
-    """Waves and preferences of some heads, of the mean of all heads, and how many are above 2.
-
-    "by distance" is what first − context would be if distance were all that matters.
-    """
+    """List waves and preferences of some heads, of the mean of all heads, and how many heads are above 2."""
     if view.quantity != LOGIT or not view.context_frames:
         return []
     profile, matrix, context = view.profiles(), view.frame_matrices(), view.context_frames
@@ -322,10 +299,10 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
         numbers["first-frame effect s"] = first_frame_effect(matrix, view.block_sizes).effect
     of_head = {"wave R²": waves.r2, "amplitude": waves.amplitude, "best period": periods.period} | numbers
     rows: list[dict[str, Any]] = []
-    for panel in panels:
-        at = view.layers.index(panel.layer), panel.head
-        name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
-        rows.append({"heads": name} | {column: values[at] for column, values in of_head.items()})
+    for label, layer, head, *_ in panels:
+        at = view.layers.index(layer), head
+        values = {column: values[at] for column, values in of_head.items()}
+        rows.append({"heads": f"{label}: layer {layer}, head {head}"} | values)
     all_heads = f"all {waves.r2.size}"
     means = {name: float(mean_without_nan(values.ravel())) for name, values in of_head.items()}
     above = {name: int((values > DELTA_THRESHOLD).sum()) for name, values in numbers.items()}
@@ -344,7 +321,7 @@ def band_profile(
     """Return what each RoPE band adds to a head's mean logits [F, bands], and their names; None if absent."""
     if "frame_logits_by_band" not in cache or layer not in view.layers or not 0 <= head < view.num_heads:
         return None
-    passes = list(cache.get("pass_steps", range(len(cache["pass_timesteps"]))))
+    passes = [at.step for at in as_cache(cache).passes()]
     of_head = cache["frame_logits_by_band"][view.layers.index(layer), passes.index(view.step), head]
     values = of_head[list(view.query_frames)].float().mean(0).numpy()
     return values, cache.get("rope_bands", [f"band {i}" for i in range(values.shape[-1])])
@@ -354,8 +331,7 @@ def band_rows(values: np.ndarray, names: Sequence[str], context: Sequence[int]) 
     """Mean and spread of bands [F, bands] over the context frames, the largest spread first."""
     if not context:
         return []
-    of_context = values[list(context)]
-    mean, spread = np.nanmean(of_context, 0), np.nanstd(of_context, 0)
+    mean, spread = (reduce(values[list(context)], 0) for reduce in (np.nanmean, np.nanstd))
     order = np.argsort(-spread, kind="stable")
     columns = {"band": [names[i] for i in order], "mean": mean[order]}
     return rows_of(columns | {"std over context frames": spread[order]})

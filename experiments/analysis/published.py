@@ -1,14 +1,15 @@
-"""Published facts about the real model, as files in cache/published/: curves of figures, labels of heads."""
+"""Published facts about the real model in cache/published/, and how well heads agree with its curves."""
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.analysis.first_frame import first_frame_effect
+from experiments.analysis.panels import Agreement, HeadPanel
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles
@@ -33,11 +34,7 @@ class Curve(NamedTuple):
 
 
 def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Curve]:
-    """Read curves by name from a CSV with a column key_frame and a column per curve.
-
-    Any subset of the frames of 0..num_frames-1 will do. A column clipped names the curves that their figure
-    cuts off there. CacheError for a file that is not there or not this.
-    """
+    """Read curves by name from a CSV with columns key_frame, clipped (names cut off) and one a curve."""
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(_existing(path), error=CacheError), newline="")))
         if not rows or "key_frame" not in rows[0]:
@@ -65,10 +62,7 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
 def curves_for(
     view: Profiles, path: str | Path | None, model: str | None = None
 ) -> tuple[dict[str, Curve], str]:
-    """Return the curves of a CSV that a view can be compared with, or none and a line that says why.
-
-    model is whose curves they are: other models' heads do not correspond; None compares any.
-    """
+    """Return the curves of a CSV, of a model, that fit a view; or none and a line that says why."""
     if path is None or not Path(path).is_file():
         why_not = "none was asked for" if path is None else f"{path} not found"
         return {}, f"Not compared with a published curve: {why_not}"
@@ -89,11 +83,7 @@ def curves_for(
 def heads_of(
     view: Profiles, heads: Sequence[tuple[int, int, str]] | str, count=2
 ) -> tuple[tuple[int, int, str], ...]:
-    """Return (layer, head, label) as asked for, or of "auto" the heads worth a look.
-
-    Those are the paper's where the model is the paper's or a cache has no whole matrices, else the heads with
-    the largest first-frame effect.
-    """
+    """Return (layer, head, label) as given, or of "auto" the paper's, in other models those of largest s."""
     if not isinstance(heads, str):
         return tuple((layer, head, label) for layer, head, label in heads)
     if heads != "auto":
@@ -149,3 +139,89 @@ def _existing(path: str | Path) -> Path:
     if not Path(path).is_file():
         raise CacheError(f"{path} not found; git has it in {FOLDER}, or make it with: {MAKE}")
     return Path(path)
+
+
+class Candidate(NamedTuple):
+    """A head in a pass and how well it agrees with a curve."""
+
+    r: float  # Pearson correlation over the compared frames; NaN for a head without any variation
+    rms: float  # root mean square difference, in the unit of the curve
+    step: int | None
+    layer: int
+    head: int
+
+
+def pearson(profiles: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Correlate each of profiles [..., n] with values [n] in float64; NaN where one is constant."""
+    arrays = (np.asarray(profiles, np.float64), np.asarray(values, np.float64))
+    a, b = (x - x.mean(-1, keepdims=True) for x in arrays)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+
+
+def rms_difference(profiles: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """sqrt(mean((profile - value)^2)) over the last axis of profiles [..., n] and values [n]."""
+    return np.sqrt(((np.asarray(profiles, np.float64) - np.asarray(values, np.float64)) ** 2).mean(-1))
+
+
+def compared_frames(view: Profiles, curve: Curve) -> list[int]:
+    """Context frames of a view where the curve has a point that is not cut off."""
+    return [f for f in view.context_frames if np.isfinite(curve.values[f]) and not curve.clipped[f]]
+
+
+def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[Candidate]:
+    """Rank all heads of all views (passes of a cache, with the curve's frames), the best r first."""
+    found = []
+    for view in views:
+        frames = compared_frames(view, curve)
+        profiles, values = view.profiles()[..., frames], curve.values[frames]  # [N, H, n], [n]
+        r, rms = pearson(profiles, values), rms_difference(profiles, values)
+        for (i, head), each in np.ndenumerate(r):
+            found.append(Candidate(float(each), float(rms[i, head]), view.step, view.layers[i], head))
+    return sorted(found, key=lambda c: (np.isnan(c.r), -c.r))
+
+
+def rank_of(
+    ranking: Sequence[Candidate], step: int | None, layer: int, head: int
+) -> tuple[int, Candidate] | None:
+    """Return a head's rank, 1 the best, ties alike, and its agreement; None where it is not there."""
+    for candidate in ranking:
+        if (candidate.step, candidate.layer, candidate.head) == (step, layer, head):
+            better = sum(other.r > candidate.r for other in ranking)
+            return (1 + better if np.isfinite(candidate.r) else len(ranking)), candidate
+    return None
+
+
+def add_reference(
+    panels: Iterable[HeadPanel], view: Profiles, curves: Mapping[str, Curve]
+) -> list[HeadPanel]:
+    """Return panels with the published curve of their label, and how well the two agree."""
+    compared = []
+    for panel in panels:
+        if (curve := curves.get(panel.label)) is not None:
+            frames = compared_frames(view, curve)
+            pair = panel.profile[frames], curve.values[frames]
+            agreement = Agreement(float(pearson(*pair)), float(rms_difference(*pair)), tuple(frames))
+            panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=agreement)
+        compared.append(panel)
+    return compared
+
+
+def match_rows(
+    views: Sequence[Profiles], heads: Iterable[tuple], curves: Mapping[str, Curve], step: int | None
+) -> list[dict[str, Any]]:
+    """Rank all heads for every curve: a row for its own, for those counted from 1, for the best three."""
+    rows = []
+    for label, curve in curves.items():
+        ranking = rank_heads(views, curve)
+        looked_up = [("shown", step, layer, head) for layer, head, name in heads if name == label]
+        looked_up += [("if counted from 1", step, n - 1, h - 1) for _, _, n, h in looked_up if min(n, h) > 0]
+        best = enumerate(ranking[:3], 1)
+        looked_up += [(f"best {i}", one.step, one.layer, one.head) for i, one in best]
+        for what, at, layer, head in looked_up:
+            row = {"curve": label, "head": what, "layer": layer, "number": head, "pass": at}
+            if (found := rank_of(ranking, at, layer, head)) is not None:
+                row |= {"r": found[1].r, "RMS": found[1].rms, "rank": found[0]}
+            frames = len(compared_frames(views[0], curve))
+            rows.append(row | {"of heads": len(ranking), "context frames": frames})
+    return rows

@@ -31,10 +31,7 @@ Measures = Mapping[str, np.ndarray]  # name -> [atlases, N, H], logits
 def open_sweep(
     folder: str | Path, published: str | Path, step: int | None = None
 ) -> tuple[dict[str, Profiles], str]:
-    """Open mean logits of every atlas of a folder, and a note where published ones stand in for it.
-
-    Raises CacheError for fewer than two atlases, or where they differ in a field of SAME.
-    """
+    """Open mean logits of a folder's atlases, or published ones and a note. CacheError for fewer than two."""
     paths, note = sorted(Path(folder).glob("*.pt")), ""
     if not paths and not Path(folder).is_dir():
         paths = [Path(published) / name for name in PUBLISHED]
@@ -113,10 +110,7 @@ def effects(views: Views) -> dict[str, np.ndarray]:
 
 
 def moved(one: Profiles, other: Profiles) -> np.ndarray:
-    """RMS difference of mean logits over the cells that are context in both, [layers, heads].
-
-    Rows are without their mean, which softmax ignores. CacheError where layers, heads or frames differ.
-    """
+    """RMS difference of mean logits, rows centred, over cells that are context in both, [layers, heads]."""
     same = ("layers", "num_heads", "num_frames", "quantity")
     if differ := [name for name in same if getattr(one, name) != getattr(other, name)]:
         raise CacheError(f"the models differ in {', '.join(differ)}: their heads cannot be matched by index")

@@ -17,11 +17,7 @@ SEEN = {"full": "all frames so far", "window": "a sliding window", "within block
 
 
 def table(rows: Sequence[Any] | Mapping[str, Any], empty: str = "nothing to show") -> str:
-    """Format rows as aligned columns: text to the left, numbers to the right, NaN as N/A.
-
-    Rows are mappings or named tuples; a single mapping is a list of names and values. Columns of
-    floats have 4 significant digits of their largest value, and at least 3 decimals.
-    """
+    """Format rows (mappings, named tuples) or one mapping as aligned columns; floats have 4 digits."""
     if isinstance(rows, Mapping):
         width = max(map(len, rows), default=0)
         return "\n".join(f"{name:{width}}  {_cells([value])[0]}" for name, value in rows.items())

@@ -67,10 +67,7 @@ def head_kinds(logits: Profiles | None, thresholds: Thresholds) -> np.ndarray | 
 
 
 def local_mass_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
-    """Share of the mass on frames [skip_frames:] that lies on the last near_frames, of profiles [..., F].
-
-    Forcing-KV's rule. NaN where the video is too short for the two to differ, or a frame was not attended.
-    """
+    """Share of mass on frames [skip_frames:] on the last near_frames (Forcing-KV), [..., F] -> [...]."""
     skip, near = thresholds.skip_frames, thresholds.near_frames
     A = np.asarray(mass, np.float64)
     if A.shape[-1] <= skip + near:
@@ -197,10 +194,7 @@ def _rates(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
 
 
 def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
-    """Choose the pair of sign-rate thresholds that agrees best with labels of the same heads.
-
-    Of equally good pairs it is the one in the middle of their order.
-    """
+    """Choose the pair of sign-rate thresholds that agrees best with labels, the middle of the best."""
     rate, labels = np.ravel(rate), np.ravel(labels)
     levels = np.unique(np.concatenate([[0.0], rate, [1.0]]))
     cuts = (levels[1:] + levels[:-1]) / 2  # every threshold between two observed rates

@@ -21,10 +21,7 @@ Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 
 
 def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Join sentencepiece tokens to words, with the word that each token belongs to.
-
-    ["▁cine", "matic", "▁light"] -> ["cinematic", "light"], [0, 0, 1]. A control token is a word of its own.
-    """
+    """Join sentencepiece tokens ["▁cine", "matic"] to words, with the word that each token belongs to."""
     words: list[str] = []
     word_of_token = []
     for token in tokens:
@@ -37,10 +34,7 @@ def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
 
 
 def word_mass(cache: Mapping, view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
-    """Return words of the prompt and their mass [H, words] in a layer; None where the atlas has none.
-
-    A row sums to the share of all mass that is on the prompt: the rest is on the padding after it.
-    """
+    """Return words of the prompt and their mass [H, words] in a layer; None where there are none."""
     if "cross_mass" not in cache:
         return None
     p = list(cache.get("pass_steps", range(len(cache["pass_timesteps"])))).index(view.step)
@@ -115,11 +109,7 @@ def open_map(
     query: Sequence[int] | None = None,
     quantity="mass",
 ) -> VideoMap:
-    """Open one map of a cache; step and query None are the first that it holds.
-
-    Mass is times the number of keys that the query sees: 1 is even. Logits of a place that lies in several
-    keys are their mean, masses their sum. Raises CacheError for what the cache does not hold.
-    """
+    """Open one map; mass is times the keys that the query sees: 1 is even. CacheError for an absent one."""
     typed = _typed(cache)
     if quantity not in UNITS:
         raise CacheError(f"quantity {quantity!r} is not one of {', '.join(UNITS)}")
@@ -149,10 +139,7 @@ def open_map(
 def word_maps(
     cache: Mapping, layer: int, head: int, step: int | None = None
 ) -> tuple[list[int], dict[str, np.ndarray]] | None:
-    """Return query frames, and where in them each word is read: mass [frames, rows, columns] by word.
-
-    Tokens of a word are summed (DAAM, arXiv 2210.04885). None where the cache has no words.
-    """
+    """Return query frames and mass [frames, rows, columns] by word (arXiv 2210.04885); None without."""
     typed = _typed(cache)
     blocks = [block for block in typed.blocks if block.word_map is not None]
     if not blocks or typed.words is None:
@@ -213,11 +200,7 @@ def heads_to_show(
     query: Sequence[int] | None = None,
     count=4,
 ) -> tuple[list[tuple[int, int]], str]:
-    """Choose heads (layer, head) of a maps cache, and say how they were chosen.
-
-    wanted names them, or is "effect": those of the causal atlas with the largest direct effect, or without
-    one those that read a patch of an earlier block most. CacheError for heads that the cache lacks.
-    """
+    """Choose heads (layer, head) as given, or of "effect" those of largest effect or most past."""
     if not isinstance(wanted, str):
         chosen = [(int(layer), int(head)) for layer, head in wanted]
         for layer, head in chosen:

@@ -1,6 +1,7 @@
-"""A whole atlas as maps layers × heads: measures, kinds of heads, agreement of labels."""
+"""Numbers of all heads: maps layers × heads, the first-frame effect, what interventions did."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -11,11 +12,12 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullLocator
 
 import experiments.figures.style as st
 from experiments.analysis.panels import HeadMap, LabelMap
 from experiments.analysis.taxonomy import LabelAgreement
-from experiments.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, YELLOW, styled
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, HATCH, ORANGE, PURPLE, RED, YELLOW, styled
 
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
 SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
@@ -25,11 +27,7 @@ SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
 def head_maps(
     maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title="Measures of every head"
 ) -> Figure:
-    """Draw a panel per measure; what a cache does not hold is left out, and a note says so.
-
-    Those in logits around 0 share one scale, as do effects. Scales end at the 2nd and 98th percentile: a few
-    heads of the real model's last layers would leave all others in one colour.
-    """
+    """Draw a panel per measure, scales from the 2nd to 98th percentile, shared by logits and by effects."""
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
     columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
     rows = max(1, -(-len(shown) // columns))
@@ -44,8 +42,7 @@ def head_maps(
             figure, mesh, axis, panel.unit, extend=st.extend_of(values, low, high), aspect=25, pad=0.03
         )
         _head_axes(axis, layers, values.shape[1])
-    for axis in list(axes.flat)[len(shown) :]:
-        axis.remove()
+    st.drop_empty(axes, len(shown))
     drawn = [id(m) for m, _ in shown]
     missing = [(m.title, m.missing_reason or "no head has one") for m in maps if id(m) not in drawn]
     st.label_figure(figure, [], f"{title}, {subtitle}; grey: N/A", note=st.missing_note(missing))
@@ -74,8 +71,7 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
             axis.plot(columns + 0.5, rows + 0.5, "o", color="black", markersize=2)
             dot: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
             legend["differs"] = Line2D([], [], label="label differs", **dot)
-    for axis in list(axes.flat)[len(shown) :]:
-        axis.remove()
+    st.drop_empty(axes, len(shown))
     note = st.missing_note([(m.title, m.missing_reason) for m in maps if m.labels is None])
     st.label_figure(figure, [], f"Kinds of heads, {subtitle}", legend=legend, note=note)
     return figure
@@ -149,3 +145,251 @@ def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:
         high = max(abs(low), abs(high), 1e-9)
         return "RdBu_r", -high, high
     return "viridis", low, max(high, low + 1e-9)
+
+
+@styled
+def placebo_strips(
+    effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, *, unit="logits"
+) -> Figure:
+    """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below."""
+    order = np.argsort(-effect, kind="stable")
+    values = np.concatenate([effect[:, None], placebos], 1)
+    columns = np.concatenate([[0], frames])
+    figure, (strips, means) = plt.subplots(2, 1, sharex=True, height_ratios=[2.6, 1], figsize=(7.4, 5.6))
+    top = max(float(np.nanpercentile(np.abs(values), 98)), 1e-9)
+    strips.grid(False)
+    strips.set_facecolor(GREY)
+    edges = np.concatenate([columns - 0.5, [columns[-1] + 0.5]]), np.arange(len(order) + 1)
+    colors: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -top, "vmax": top, "rasterized": True}
+    image = strips.pcolormesh(*edges, np.ma.masked_invalid(values[order]), **colors)
+    strips.set(ylabel="Heads, by their effect of frame 0", ylim=(len(order), 0))
+    st.color_bar(figure, image, strips, unit, extend="both", aspect=25, pad=0.02)
+    mean = _quiet_mean(values)
+    means.bar(columns[1:], mean[1:], color=BLUE, width=0.8, linewidth=0, label="placebo: another key frame")
+    means.bar([0], mean[:1], color=ORANGE, width=0.8, linewidth=0, label="frame 0")
+    means.axhline(0, color="0.4", linewidth=0.8)
+    means.set(ylabel=f"Mean over heads\n({unit})", xlabel="Key frame (latent)")
+    means.set_xticks(st.ticks(int(columns[-1]) + 1, room=15))
+    _mark_absent(means, columns, mean)
+    means.legend(fontsize=8, loc="upper right")
+    figure.suptitle(title)
+    return figure
+
+
+@styled
+def distances_and_contrasts(
+    excess: np.ndarray, contrasts: np.ndarray, title: str, *, unit="logits"
+) -> Figure:
+    """Draw the mean and middle half over heads of excesses [heads, F] and contrasts [heads, first]."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.2))
+    there = np.isfinite(excess).any(0)
+    distances, values = np.arange(excess.shape[1])[there], excess[:, there]
+    low, high = np.nanquantile(values, [0.25, 0.75], axis=0)
+    left.fill_between(distances, low, high, color=BLUE, alpha=0.25, linewidth=0)
+    left.plot(distances, np.nanmean(values, 0), color=BLUE, linewidth=1.5)
+    left.axhline(0, color="0.4", linewidth=0.8)
+    left.set(xlabel="Distance (latent frames)", ylabel=f"Excess of frame 0 ({unit})")
+    left.set_title("Against other frames at equal distance")
+    frames = np.arange(contrasts.shape[1])
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        middle = np.nanquantile(contrasts, [0.25, 0.75], axis=0)
+    mean = _quiet_mean(contrasts)
+    right.bar(frames, mean, color=[ORANGE if j == 0 else BLUE for j in frames], width=0.75, linewidth=0)
+    right.vlines(frames, *middle, color="0.3", linewidth=0.9)
+    right.axhline(0, color="0.4", linewidth=0.8)
+    if _mark_absent(right, frames, mean):
+        right.legend(fontsize=8, loc="upper right")
+    right.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xticks=st.ticks(len(frames), 12))
+    right.set_title("Key frames against the line through 3–11")
+    st.label_figure(figure, [], f"{title}; mean over heads, half of the heads within the band")
+    return figure
+
+
+@styled
+def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, *, unit: str = "logits") -> Figure:
+    """Draw first-frame effects [heads] of every pass, by its name: a line a head, and their mean."""
+    values = np.stack([one.ravel() for one in effects.values()])
+    figure, axis = plt.subplots(figsize=(max(5.0, 1.1 * len(values) + 2.5), 3.4))
+    axis.plot(values, color="0.6", linewidth=0.5)
+    axis.plot(np.nanmean(values, 1), "o-", color=DARK, linewidth=1.8, markersize=4, label="mean over heads")
+    axis.axhline(0, color="0.4", linewidth=0.8, linestyle=":")
+    axis.set_xticks(range(len(values)), [name.replace(" (", "\n(") for name in effects])
+    axis.set(ylabel=f"First-frame effect s ({unit})", xlim=(-0.3, len(values) - 0.7))
+    axis.legend(fontsize=8)
+    figure.suptitle(title)
+    return figure
+
+
+@styled
+def score_against_effect(
+    panels: Mapping[str, tuple[np.ndarray, np.ndarray]], title: str, x: str, y: str
+) -> Figure:
+    """Draw one number against another, a dot a head, a panel for each name; the line is equality."""
+    figure, axes = st.panel_grid(len(panels), columns=3, size=(3.0, 2.9))
+    every = np.concatenate([np.ravel(values) for pair in panels.values() for values in pair])
+    low, high = np.nanmin(every), np.nanmax(every)
+    for axis, (name, (across, up)) in zip(axes, panels.items(), strict=True):
+        axis.plot([low, high], [low, high], color="0.5", linewidth=0.8, linestyle="--")
+        axis.plot(np.ravel(across), np.ravel(up), "o", color=BLUE, alpha=0.5, markersize=3, markeredgewidth=0)
+        axis.axhline(0, color="0.4", linewidth=0.6)
+        axis.axvline(0, color="0.4", linewidth=0.6)
+        axis.set(title=name, xlim=(low - 0.3, high + 0.3), ylim=(low - 0.3, high + 0.3))
+    axes[0].set_ylabel(y)
+    st.label_figure(figure, axes, title, x=x)
+    return figure
+
+
+@styled
+def contrasts_by_frame(
+    contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit="logits"
+) -> Figure:
+    """Draw contrasts by key frame, [3, first]: mean over heads, low, high; other blocks of frames are shaded."""
+    figure, axis = plt.subplots(figsize=(7.4, 3.0))
+    colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
+    for (name, (values, low, high)), color, marker in zip(contrasts.items(), colors, markers, strict=False):
+        axis.fill_between(range(len(values)), low, high, color=color, alpha=0.2, linewidth=0)
+        axis.plot(values, marker=marker, color=color, markersize=4, linewidth=1.3, label=name)
+    longest = max(values.shape[1] for values in contrasts.values())
+    for start in range(0, longest, 2 * block):
+        axis.axvspan(start - 0.5, min(start + block, longest) - 0.5, color="0.5", alpha=0.08, linewidth=0)
+    axis.axhline(0, color="0.4", linewidth=0.8)
+    axis.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xlim=(-0.5, longest - 0.5))
+    axis.set_xticks(range(longest))
+    axis.legend(fontsize=8)
+    figure.suptitle(title)
+    return figure
+
+
+def _mark_absent(axis: Axes, frames: np.ndarray, values: np.ndarray) -> bool:
+    """Hatch the key frames without a value, as a stopped run has them; return whether there is one."""
+    absent = frames[~np.isfinite(values)]
+    for i, frame in enumerate(absent):
+        label = "not attended by a later block" if i == 0 else None
+        axis.axvspan(frame - 0.5, frame + 0.5, **HATCH, label=label)
+    return len(absent) > 0
+
+
+def _quiet_mean(values: np.ndarray) -> np.ndarray:
+    """Mean over heads; NaN, without a warning, for a frame that no head has."""
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        return np.nanmean(values, 0)
+
+
+DASHES = {"direct": ("-", BLUE), "own block": ("-.", ORANGE), "total": ("--", GREEN), "floor": (":", DARK)}
+ORDER_COLORS = (ORANGE, RED, BLUE, GREEN, PURPLE)
+MARKERS = ("o", "^", "s", "D")
+FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only named
+
+
+@styled
+def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Figure:
+    """Draw a line per effect [F], in units of the distance between two seeds; on a logarithmic scale."""
+    figure, axis = plt.subplots(figsize=(7, 3.2))
+    positive = {name: np.where(values > 0, values, np.nan) for name, values in changes.items()}
+    of_effects = [v for name, v in positive.items() if name != "floor" and np.isfinite(v).any()]
+    least = min([np.nanmin(v) for v in of_effects], default=0)
+    drawn: dict[str, Artist] = {}
+    for name, values in positive.items():  # no change at all has no place on this scale
+        line, color = DASHES.get(name, ("-", PURPLE))
+        label, largest = name, np.nanmax(values, initial=0)
+        if name == "floor" and largest < least / FAR_BELOW:
+            label, values = f"floor, at most {largest:.2g}", np.empty(0)
+        style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 3, "linewidth": 1.4}
+        (drawn[label],) = axis.plot(values, line, label=label, **style)
+    axis.axhline(1, color="0.4", linewidth=0.8)
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter("{x:g}")
+    st.frame_axis(axis, max(len(values) for values in changes.values()), 25)
+    x, y = "Latent frame; at 1 it is as far away as another seed", "/ distance between seeds"
+    st.label_figure(figure, [axis], f"Change of x0, {subtitle}", y, drawn, x)
+    return figure
+
+
+@styled
+def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str) -> Figure:
+    """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
+    height, width = next(iter(videos.values())).shape[1:3]
+    size = (0.95 * len(frames) + 0.4, (0.95 * height / width + 0.06) * len(videos) + 0.5)
+    figure, axes = plt.subplots(len(videos), len(frames), squeeze=False, figsize=size)
+    figure.set_layout_engine("constrained", wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
+    for row, (name, video) in zip(axes, videos.items(), strict=True):
+        for axis, frame in zip(row, frames, strict=True):
+            axis.imshow(video[frame], interpolation="nearest")
+            axis.set(xticks=[], yticks=[])
+            axis.grid(False)
+        row[0].set_ylabel(name, fontsize=8)
+    for axis, frame in zip(axes[0], frames, strict=True):
+        axis.set_title(str(frame), fontsize=8, pad=3)
+    st.label_figure(figure, [], f"Video frames, {subtitle}")
+    return figure
+
+
+@styled
+def effect_against(
+    effect: np.ndarray,
+    measures: Mapping[str, np.ndarray],
+    notes: Mapping[str, str],
+    *,
+    subtitle: str,
+    kinds: np.ndarray | None = None,
+    floor=float("nan"),
+) -> Figure:
+    """Draw a panel per measure, a dot per head [N, H], coloured by layer, shaped by kind, with a note."""
+    size = (3.0 * len(measures) + 0.7, 3.3)
+    figure, axes = plt.subplots(1, len(measures), squeeze=False, figsize=size, sharey=True)
+    layers = np.broadcast_to(np.arange(len(effect))[:, None], effect.shape)
+    shown = np.where(effect > 0, effect, np.nan)
+    labels = np.full(effect.shape, "", object) if kinds is None else kinds
+    markers = dict(zip(sorted(set(labels.ravel())), MARKERS, strict=False))
+    style: dict[str, Any] = {"cmap": plt.get_cmap("viridis", len(effect))}
+    style |= {"vmin": -0.5, "vmax": len(effect) - 0.5, "s": 16, "linewidth": 0}
+    for axis, (name, values) in zip(axes[0], measures.items(), strict=True):
+        for kind, marker in markers.items():
+            at = labels == kind
+            dots = axis.scatter(values[at], shown[at], c=layers[at], marker=marker, **style)
+        if np.nanmin(shown) / 10 < floor < np.nanmax(shown):
+            axis.axhline(floor, color="0.4", linewidth=0.8, linestyle=":")
+        axis.set(xlabel=name, yscale="log")
+        axis.set_title(notes.get(name, ""), fontsize=8)
+    axes[0, 0].set_ylabel("Direct effect (/ seeds)")
+    bar = figure.colorbar(dots, ax=axes[0, -1], ticks=st.ticks(len(effect), 8))
+    bar.set_label("layer")
+    line: dict[str, Any] = {"color": "0.3", "linestyle": "", "markersize": 5}
+    named = {kind: marker for kind, marker in markers.items() if kind}
+    shapes = {kind: Line2D([], [], marker=marker, label=kind, **line) for kind, marker in named.items()}
+    st.label_figure(figure, [], f"Direct effect of every head, {subtitle}", legend=shapes)
+    return figure
+
+
+@styled
+def knockout_curves(
+    counts: Sequence[int],
+    orders: Mapping[str, np.ndarray],
+    random: np.ndarray,
+    ends: tuple[np.ndarray, np.ndarray],
+    subtitle: str,
+    what="Share back in colour and shape",
+) -> Figure:
+    """Draw a line an order [counts, 3] over the heads knocked out; random [counts, 5]; ends: none and all."""
+    figure, axis = plt.subplots(figsize=(7.4, 4.0))
+    x = np.arange(len(counts) + 2)
+    band: dict[str, Any] = {"color": "0.88", "linewidth": 0, "label": "range of random orders"}
+    axis.fill_between(x[1:-1], random[:, 3], random[:, 4], **band)
+    lines = {"random order, mean": (random, DARK)}
+    lines |= {
+        name: (values, color) for (name, values), color in zip(orders.items(), ORDER_COLORS, strict=False)
+    }
+    style: dict[str, Any] = {"fmt": "o-", "markersize": 3.5, "linewidth": 1.4, "elinewidth": 0.8}
+    style["capsize"] = 1.5
+    for n, (name, (values, color)) in enumerate(lines.items()):
+        share, low, high = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]]).T
+        shifted = x + 0.06 * (n - (len(lines) - 1) / 2) * ((x > 0) & (x < x[-1]))
+        axis.errorbar(shifted, share, [share - low, high - share], color=color, label=name, **style)
+    axis.set_xticks(x, ["none", *map(str, counts), "all"])
+    axis.set(xlabel="Heads that do not see the past", ylabel=what, ylim=(-0.02, 1.02))
+    axis.legend(fontsize=8, loc="upper right")
+    st.label_figure(figure, [], subtitle)
+    return figure

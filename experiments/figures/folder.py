@@ -34,10 +34,7 @@ def about(view: Any, cache_path: str | Path) -> dict[str, str]:
 
 
 class FigureFolder:
-    """Saves figures to one folder and remembers which; pdf saves each beside its SVG.
-
-    width "column" or "page" draws all figures from now on 3.25 or 6.75 inches wide with letters of 8 points.
-    """
+    """Save figures to one folder, beside an SVG a PDF, as wide as a journal's "column" or "page"."""
 
     def __init__(self, folder: str | Path, metadata: Mapping[str, str], width: str | None = None, pdf=False):
         if width is not None and width not in WIDTHS:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.axes import AXES, has_slots, key_columns
+from experiments.analysis.first_frame import mean_without_nan
 from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
-from experiments.analysis.rope_waves import amplitude_maps
 from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
@@ -28,7 +28,7 @@ from experiments.caches.formats import MapsCache
 from experiments.caches.store import open_layers
 from experiments.caches.view import Profiles, average_names, edits_in_words, open_passes, source_of
 from experiments.figures.style import LABELS
-from experiments.figures.video_maps import pictures, require_as_new
+from experiments.figures.video_maps import pictures, video_of
 
 QUANTITIES = ("mean_logit", "mass")
 # By quantity: its unit, its name in a sentence, and the power of its code (see code). Mass is small almost
@@ -65,10 +65,9 @@ def save_page(
     passes, there = open_passes_of(source)
     view = next(iter(next(iter(passes[0].values())).values()))
     frames, notes = _thumbnails(source, video, view.num_frames)
-    page = _template()
+    page, shown = _template(), there if layers is None else layers
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     seen = None if maps is None else maps_of(maps, view, room // 2)
-    shown = there if layers is None else layers
     keys = keys_of(source, passes, shown)
     data = fit(passes, shown, room - size_of(seen) - size_of(keys), notes)
     data |= {"thumbnails": frames, "maps": seen, "keys": keys}
@@ -97,17 +96,13 @@ def open_passes_of(path: Path) -> tuple[Passes, list[int]]:
 
 
 def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what the page shows, in at most max_bytes of JSON.
-
-    Frame matrices take two bytes a cell, or one where two are too many. Where one is too many, they are kept
-    for as many passes as fit, evenly chosen, and a note says so. CacheError where profiles alone do not fit.
-    """
+    """Return the page's data in max_bytes of JSON: matrices of 2 bytes or 1 a cell, then of fewer passes."""
     view = next(iter(passes[0].values()))[layers[0]]
     averages = max(by_layer[layers[0]].num_averages for views in passes for by_layer in views.values())
     data: dict[str, Any] = {
         "model": words(view.model, LONGEST["model"]),
         "source": words(f"edited: {view.edits}. " * bool(view.edits) + view.source, LONGEST["source"]),
-        "notes": [words(note, LONGEST["note"]) for note in view.notes[:MOST_NOTES]],
+        "notes": [words(note, LONGEST["note"]) for note in [*view.notes[:MOST_NOTES], *notes]],
         "layers": list(layers),
         "num_heads": view.num_heads,
         "num_frames": view.num_frames,
@@ -117,28 +112,24 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
         "quantities": {q: {"label": LABELS[q], "unit": ABOUT[q][0], "name": ABOUT[q][1]} for q in passes[0]},
         "passes": [_pass_data(views, layers, averages) for views in passes],
     }
-    more = [words(note, LONGEST["note"]) for note in notes]
-    base = size_of(data) + size_of(more) + 300  # for one more note
+    base = size_of(data) + 302  # for one more note
     if base > max_bytes:
         said = f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB"
         raise CacheError(f"{said}, more than the page has; allow more with --max_mb")
     for cell_bytes in (2, 1):
         matrices = [_matrices(views, layers, cell_bytes, averages) for views in passes]
-        sizes = [size_of(one) for one in matrices]
-        if base + sum(sizes) <= max_bytes:
+        sizes = np.array([size_of(one) for one in matrices])
+        if base + sizes.sum() <= max_bytes:
             break
-    kept: set[int] = set()
-    for count in range(len(sizes), 0, -1):  # evenly chosen, the first and the last among them where two fit
-        kept = {round(p) for p in np.linspace(0, len(sizes) - 1, count)}
-        if sum(sizes[p] for p in kept) <= max_bytes - base:
+    for count in range(len(sizes), -1, -1):  # evenly chosen, the first and the last among them where two fit
+        kept = np.unique(np.linspace(0, len(sizes) - 1, count).round().astype(int)).tolist()
+        if sizes[kept].sum() <= max_bytes - base:
             break
-        kept = set()
     for p, (shown, of_pass) in enumerate(zip(data["passes"], matrices, strict=True)):
         shown |= {"matrices": of_pass if p in kept else dict.fromkeys(of_pass), "left_out": p not in kept}
     if len(kept) < len(passes):
         missing = f"Frame matrices of {len(kept)} of {len(passes)} passes are shown"
-        more.append(f"{missing}: more would not fit in one page. Allow more with --max_mb.")
-    data["notes"] += more
+        data["notes"].append(f"{missing}: more would not fit in one page. Allow more with --max_mb.")
     return data
 
 
@@ -150,8 +141,8 @@ def _pass_data(views: Views, layers: Sequence[int], averages: int) -> dict[str, 
         keys = np.stack([by_layer[layer].key_profile(layer) for layer in layers])  # [N, H, F + averages]
         s = head_statistics(keys[..., : view.num_frames])
         statistics = {each: numbers(getattr(s, each)) for each in STATISTICS}
-        profiles = code(_filled(keys, view.num_frames + averages).astype(np.float64), 2)
         statistics["max_frame"] = s.max_frame.tolist()
+        profiles = code(_filled(keys, view.num_frames + averages), 2)
         quantities[name] = {"profiles": profiles, "statistics": statistics}
     measures, kinds = _measures(views, layers)
     about = {"label": words(view.pass_label, LONGEST["label"]), "noise": list(view.noise_frames)}
@@ -160,17 +151,15 @@ def _pass_data(views: Views, layers: Sequence[int], averages: int) -> dict[str, 
 
 def _measures(views: Views, layers: Sequence[int]) -> tuple[list[dict], list[list[str]] | None]:
     """Every measure that all layers have, as values [N, H], and the kind of each head."""
-    logits, mass = (views.get(quantity, {}) for quantity in QUANTITIES)
     found: dict[str, dict[str, Any]] = {}
     kinds: list[list[str]] = []
     measured: dict[int, tuple] = {}
     for layer in layers:
-        pair = logits.get(layer), mass.get(layer)
-        view = pair[0] or pair[1]
+        logits, mass = (views.get(quantity, {}).get(layer) for quantity in QUANTITIES)
+        view = logits or mass
         assert view is not None
         if id(view) not in measured:  # an atlas has one view for all of its layers
-            maps = [*measure_heads(*pair), *amplitude_maps(pair[0])]
-            measured[id(view)] = maps, head_kinds(pair[0], Thresholds())
+            measured[id(view)] = measure_heads(logits, mass), head_kinds(logits, Thresholds())
         maps, labels = measured[id(view)]
         row = view.layers.index(layer)
         for m in maps:
@@ -191,20 +180,19 @@ def _matrices(views: Views, layers: Sequence[int], cell_bytes: int, averages: in
         F = by_layer[layers[0]].num_frames
         found = [by_layer[layer].key_matrix(layer) for layer in layers]
         whole = [_filled(m, F + averages) for m in found if m is not None and m.shape[1] == F]
-        if len(whole) < len(layers):
-            continue
-        values = np.stack(whole).reshape(len(layers), -1, F * (F + averages)).astype(np.float64)
-        cells = np.isfinite(values).any((0, 1))
-        if cells.any():
-            of_cells = code(values[..., cells], cell_bytes, ABOUT[name][2])
-            coded[name] = {"cells": np.flatnonzero(cells).tolist()} | of_cells
+        if len(whole) == len(layers):
+            values = np.stack(whole).reshape(len(layers), -1, F * (F + averages))
+            cells = np.flatnonzero(np.isfinite(values).any((0, 1)))
+            if cells.size:
+                of_cells = code(values[..., cells], cell_bytes, ABOUT[name][2])
+                coded[name] = {"cells": cells.tolist()} | of_cells
     return coded
 
 
 def _filled(values: np.ndarray, columns: int) -> np.ndarray:
     """Values [..., n] with NaN in further columns: [..., columns]."""
-    missing = np.full((*values.shape[:-1], columns - values.shape[-1]), np.nan, np.float32)
-    return np.concatenate([values, missing], -1)
+    more = [(0, 0)] * (values.ndim - 1) + [(0, columns - values.shape[-1])]
+    return np.pad(values, more, constant_values=np.nan)
 
 
 # --- Numbers and words as JSON
@@ -229,15 +217,12 @@ def words(text: object, longest: int) -> str:
 
 
 def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
-    """Code values [..., n] as base64 of little-endian unsigned c: low + (high - low) (c / top)^power.
-
-    low and high [...] are the range of each row. The largest integer, top + 1, is NaN.
-    """
-    there = np.isfinite(values)
+    """Code values [..., n] as base64 of uint c: low + (high - low) (c / top)^power; top + 1 is NaN."""
+    values = np.asarray(values, np.float64)
+    there, top = np.isfinite(values), 256**cell_bytes - 2
     some = there.any(-1)
     low = np.where(some, np.where(there, values, np.inf).min(-1), 0.0)
     high = np.where(some, np.where(there, values, -np.inf).max(-1), 0.0)
-    top = 256**cell_bytes - 2
     span = np.where(high > low, high - low, 1.0)[..., None]
     share = np.where(there, (np.where(there, values, 0.0) - low[..., None]) / span, 0.0)
     codes = np.where(there, np.rint(np.clip(share, 0, 1) ** (1 / power) * top), top + 1)
@@ -254,10 +239,7 @@ def numbers(values: np.ndarray, digits: int = 4) -> Any:
 
 
 def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any] | None:
-    """Return by axis the labels and marks of the columns of every layer, and values [N, H, columns] by pass.
-
-    None where keys are frames in their places, as in every cache but an atlas under a cache policy.
-    """
+    """Return by axis labels and marks of columns, and values [N, H, columns] by pass; None for frames."""
     cache = {} if path.is_dir() else load_cache(path)
     if cache.get("format") != "atlas" or not has_slots(cache):
         return None
@@ -268,17 +250,14 @@ def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any]
             coded.append({})
             for q, views in by_quantity.items():
                 columns = [key_columns(cache, layer, views[layers[0]].step, q, axis) for layer in layers]
-                coded[-1][q] = code(np.stack([one.values for one in columns]).astype(np.float64), 2)
+                coded[-1][q] = code(np.stack([one.values for one in columns]), 2)
         labels, marks = [list(one.labels) for one in columns], [list(one.marks) for one in columns]
         along[axis] = {"labels": labels, "marks": marks, "passes": coded}
     return along
 
 
 def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
-    """Return the maps of a cache, of at most max_bytes; patches are pooled where they would take more.
-
-    Raises CacheError for a cache of another rollout than the view's, and for maps that do not fit.
-    """
+    """Return the maps of the view's rollout in max_bytes, patches pooled to fit; else CacheError."""
     cache = load_cache(path, expect=("maps",))
     typed = MapsCache.from_dict(cache)
     if source_of(typed) != view.source or typed.num_frames != view.num_frames:
@@ -289,23 +268,22 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     if differing:
         said = f"{path} is of another rollout than the page, by its {', '.join(differing)}"
         raise CacheError(f"{said}; make both with the same settings")
-    places = places_of(cache)
-    if not places:
+    if not (places := places_of(cache)):
         make = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
         raise CacheError(f"{path} holds no maps of queries, only words; run: {make}")
     found = [
         [[[open_map(cache, n, h, at.step, p) for p in places] for h in typed.heads] for n in typed.layers]
         for at in typed.passes()
     ]
-    first = found[0][0][0]
+    first = [by_layer[0][0] for by_layer in found]  # of each pass, a map per query
     data = {
         "layers": typed.layers,
         "heads": typed.heads,
-        "passes": [by_layer[0][0][0].pass_label for by_layer in found],
+        "passes": [of_pass[0].pass_label for of_pass in first],
         "queries": places,
-        "noise": [[list(seen.noise_frames) for seen in by_layer[0][0]] for by_layer in found],
-        "own": [seen.query_frames[0] for seen in first],
-        "unit": first[0].unit,
+        "noise": [[list(seen.noise_frames) for seen in of_pass] for of_pass in first],
+        "own": [seen.query_frames[0] for seen in first[0]],
+        "unit": first[0][0].unit,
         "grid": [typed.rows, typed.columns],
     }
     room = max_bytes - size_of(data) - 100
@@ -315,7 +293,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         flat = values.reshape(*values.shape[:4], -1)
         size = flat.size * 4 // 3 + flat[..., 0].size * 16  # base64 of a byte each, and two numbers a row
         if size <= room:
-            return data | {"rows": rows, "columns": columns, "coded": code(flat.astype(np.float64), 1, 2)}
+            return data | {"rows": rows, "columns": columns, "coded": code(flat, 1, 2)}
         if rows == columns == 1:
             remedy = "keep fewer heads or queries, or allow more with --max_mb"
             raise CacheError(f"the maps of {path} do not fit in the page: {remedy}")
@@ -325,37 +303,32 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
 def pooled(values: np.ndarray) -> np.ndarray:
     """Mean of 2 x 2 patches [..., rows, columns], of what is there at an odd edge; NaN where none is."""
     for axis in (-2, -1):
-        if values.shape[axis] > 1:
-            pad = [(0, 0)] * values.ndim
-            pad[axis] = (0, values.shape[axis] % 2)
-            padded = np.moveaxis(np.pad(values, pad, constant_values=np.nan), axis, -1)
-            pairs = padded.reshape(*padded.shape[:-1], -1, 2)
-            there = np.isfinite(pairs)
-            with np.errstate(invalid="ignore"):
-                values = np.moveaxis(np.where(there, pairs, 0).sum(-1) / there.sum(-1), -1, axis)
+        lines = np.moveaxis(values, axis, -1)
+        if (n := lines.shape[-1]) > 1:
+            pairs = _filled(lines, n + n % 2).reshape(*lines.shape[:-1], -1, 2)
+            values = np.moveaxis(mean_without_nan(pairs), -1, axis)
     return values
 
 
 def _thumbnails(source: Path, video: str | Path | None, num_frames: int) -> tuple[list[str], list[str]]:
     """JPEGs of the video as data URIs, one per latent frame, and notes on a bad video beside the cache."""
+    from PIL import Image
+
     beside = sorted(source.glob("*.mp4")) if source.is_dir() else [source.with_suffix(".mp4")]
     if video is None and (len(beside) != 1 or not beside[0].is_file()):
         return [], []
+    found = []
     try:
         if video is None and not source.is_dir():
-            require_as_new(beside[0], source)
-        shown = pictures(beside[0] if video is None else video, num_frames)
+            video_of(source, None)  # refuses that of an earlier run
+        for picture in pictures(beside[0] if video is None else video, num_frames):
+            file = BytesIO()
+            Image.fromarray(picture).save(file, "JPEG", quality=75)
+            found.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
     except CacheError as error:
         if video is not None:
             raise
         return [], [f"The video beside the cache is left out: {error}"]
-    from PIL import Image
-
-    found = []
-    for picture in shown:
-        file = BytesIO()
-        Image.fromarray(picture).save(file, "JPEG", quality=75)
-        found.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
     return found, []
 
 

@@ -53,10 +53,7 @@ def policy_dots(values: Mapping[str, Interval], controls: Sequence[str], label: 
 def drift_over_time(
     measures: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]], controls: Sequence[str], subtitle=""
 ) -> Figure:
-    """Draw a panel a measure: mean over prompts at every second of video, with its 95 % band.
-
-    measures: label of the axis -> policy -> mean, low and high [seconds].
-    """
+    """Draw a panel a measure: policy -> mean, low, high [seconds] over prompts, with its 95 % band."""
     size = (7.6, 2.2 * len(measures))
     figure, axes = plt.subplots(len(measures), 1, figsize=size, sharex=True, squeeze=False)
     for ax, (label, curves) in zip(axes[:, 0], measures.items(), strict=True):

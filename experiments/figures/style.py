@@ -160,12 +160,17 @@ def panel_grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure,
     rows = -(-n // columns)
     figsize = (_width or max(7.0, size[0] * columns), 0.8 + size[1] * rows * (0.75 if _width else 1))
     figure, grid = plt.subplots(rows, columns, squeeze=False, sharex=True, figsize=figsize)
-    axes = list(grid.flat)
-    for axis in axes[n:]:
-        axis.remove()
-    for axis in axes[max(0, n - columns) : n]:  # the lowest of each column keeps its tick labels
+    axes = drop_empty(grid, n)
+    for axis in axes[max(0, n - columns) :]:  # the lowest of each column keeps its tick labels
         axis.tick_params(labelbottom=True)
-    return figure, axes[:n]
+    return figure, axes
+
+
+def drop_empty(grid: np.ndarray, n: int) -> list[Axes]:
+    """Remove the axes of a grid after the first n, and return those."""
+    for axis in grid.flat[n:]:
+        axis.remove()
+    return list(grid.flat[:n])
 
 
 def label_figure(

@@ -10,7 +10,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, YELLOW, color_bar, styled
+from experiments.figures.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    YELLOW,
+    color_bar,
+    drop_empty,
+    styled,
+)
 
 STRIP_FRAMES = 7  # shown of 81, evenly
 SMOOTHED = 7  # values of a loss that are averaged
@@ -70,11 +82,7 @@ def training_checkpoints(
     subtitle: str,
     few_step: int | None = None,
 ) -> Figure:
-    """Draw measures [checkpoints, layers, heads] in training: every head over the steps, and maps of some.
-
-    measures: title -> (unit, value without a preference, values). The three heads that end highest are named.
-    few_step is the step from which on few-step stages follow.
-    """
+    """Draw measures (unit, neutral, [checkpoints, layers, heads]) over steps, and maps of those shown."""
     named: dict[int, str] = {}  # head -> colour
     size, ratios = (4.0 + 2.1 * len(shown), 0.5 + 2.5 * len(measures)), [1.7, *[1] * len(shown)]
     rows, columns = len(measures), 1 + len(shown)
@@ -165,6 +173,5 @@ def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray
         axis.grid(False)
         for spine in axis.spines.values():
             spine.set_color(GREY)
-    for axis in axes.flat[len(captions) :]:
-        axis.remove()
+    drop_empty(axes, len(captions))
     return figure

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.files import CacheError, encode_mp4, replacing
-from experiments.figures.style import RED, color_bar, color_scale, extend_of, label_figure, styled
+from experiments.figures.style import RED, color_bar, color_scale, drop_empty, extend_of, label_figure, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 
 ALPHA = 0.65  # of the map over the picture
@@ -28,10 +28,7 @@ COPIED = 1.0  # seconds by which a video that was copied with its cache may be t
 
 
 def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha: float = ALPHA) -> np.ndarray:
-    """Lay values [rows, columns], bilinear between their centres, over a picture [h, w, 3] uint8 -> uint8.
-
-    The colours cover the picture more where a value is far from neutral (0 for masses). NaN leaves it pale.
-    """
+    """Lay values [rows, columns] over a picture [h, w, 3] uint8 -> uint8; NaN leaves it pale."""
     there = np.isfinite(values)
     cover = bilinear(there.astype(float), picture.shape[:2])
     heat = bilinear(np.where(there, values, 0), picture.shape[:2]) / np.maximum(cover, 1e-9)
@@ -59,10 +56,9 @@ def bilinear(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 def scale_of(
     maps: Sequence[VideoMap], top: float | None = None, frames: Sequence[int] | None = None
 ) -> ScalarMappable:
-    """Make one scale for maps: from 0 for masses, in steps of their square root; around 0 for logits.
+    """Make one scale: from 0 for masses, in steps of their square root; around 0 for logits.
 
-    It ends at the largest value of earlier blocks in the frames (None: all): a query's own token would leave
-    the past in one colour.
+    It ends at the largest value of earlier blocks in the frames: an own token would leave the past pale.
     """
     chosen = frames or range(len(maps[0].values))
     past = [seen.values[[f for f in chosen if f < seen.query_frames[0]]] for seen in maps]
@@ -87,9 +83,7 @@ def video_map(
     scale = scale_of([seen], top)
     rows = -(-len(shown) // columns)
     figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(1.35 * columns, 1.0 + 1.55 * rows))
-    for axis in list(grid.flat)[len(shown) :]:
-        axis.remove()
-    axes = list(grid.flat)[: len(shown)]
+    axes = drop_empty(grid, len(shown))
     queried = (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
     for axis, frame in zip(axes, shown, strict=True):
         _frame(axis, seen, frame, pictures[frame], scale, alpha)
@@ -163,10 +157,9 @@ def _frame(
 
 def _query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, float], float, float]:
     """Corner (x, y), width and height of the query in a picture of so many rows and columns of pixels."""
-    rows, columns = seen.values.shape[1:]
-    high, wide = size[0] / rows, size[1] / columns
-    _, row, column = seen.query
-    return ((0, 0), size[1], size[0]) if row < 0 else ((column * wide, row * high), wide, high)
+    (height, width), (_, row, column) = size, seen.query
+    high, wide = height / seen.values.shape[1], width / seen.values.shape[2]
+    return ((0, 0), width, height) if row < 0 else ((column * wide, row * high), wide, high)
 
 
 def _picture(axis: Axes, pixels: np.ndarray) -> None:
@@ -204,22 +197,19 @@ def _finish(
 
 
 def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA) -> Path:
-    """Write an mp4 of video frames [h, w, 3] uint8 with a map over them, whole or not at all.
-
-    Frames that the query does not see are pale; its own block is striped while it is noise.
-    """
+    """Write an mp4 of frames [h, w, 3] uint8 with a map over them; unseen frames pale, noise striped."""
     scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
     shown = []
     for n, pixels in enumerate(frames):
-        frame, (height, width) = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
+        frame, size = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
         out = blend(pixels, seen.values[frame], scale, alpha)
         if frame in seen.noise_frames:
-            stripes = np.add.outer(np.arange(height), np.arange(width)) % STRIPE < 2
+            stripes = np.add.outer(*map(np.arange, size)) % STRIPE < 2
             out[stripes] = out[stripes] // 2 + 127
         if frame == seen.query[0]:
-            (x, y), wide, high = _query_box(seen, (height, width))
+            (x, y), wide, high = _query_box(seen, size)
             left, top, right, bottom = (round(edge) for edge in (x, y, x + wide, y + high))
-            edge = np.zeros((height, width), bool)
+            edge = np.zeros(size, bool)
             edge[top:bottom, left:right] = True
             edge[top + LINE : bottom - LINE, left + LINE : right - LINE] = False
             out[edge] = color
@@ -234,10 +224,7 @@ def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMa
 
 
 def pictures(path: str | Path, num_frames: int, height: int = HEIGHT, which: int = 2) -> list[np.ndarray]:
-    """Return one picture [height, W, 3] uint8 per latent frame, its video frame number which of four.
-
-    CacheError for a file that is no video, or that has another number of frames than the latents.
-    """
+    """Return one picture [height, W, 3] uint8 per latent frame, its video frame number which of four."""
     stride = VIDEO_FRAMES_PER_LATENT
     if not 0 <= which < stride:
         raise CacheError(f"picture {which} of a latent frame is not in 0..{stride - 1}")
@@ -272,32 +259,22 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     path = Path(video) if video is not None else Path(cache_path).with_suffix(".mp4")
     if not path.is_file():
         raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
-    if video is None:
-        require_as_new(path, cache_path)
-    return path
-
-
-def require_as_new(video: Path, cache_path: str | Path) -> None:
-    """Raise CacheError for a video that an earlier run left beside a cache: a run writes it last."""
-    if video.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:
+    if video is None and path.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:  # written last
         remedy = "make the cache again with --save_video, or name the video where it is of the same rollout"
-        raise CacheError(f"{video} is older than {cache_path}, so of an earlier run; {remedy}")
+        raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {remedy}")
+    return path
 
 
 def pictures_for(
     cache_path: str | Path, video: str | Path | None, num_frames: int
 ) -> tuple[list[np.ndarray] | None, str]:
-    """Return pictures of the video given, or of the mp4 beside a cache, and a note; None without a video.
-
-    A bad one beside the cache is left out with a note; a bad one that was given raises CacheError.
-    """
+    """Return pictures of the video given or beside a cache, and a note: a bad one beside it is left out."""
     if video is not None:
         return pictures(video, num_frames), ""
     beside = Path(cache_path).with_suffix(".mp4")
     if not beside.is_file():
         return None, ""
     try:
-        require_as_new(beside, cache_path)
-        return pictures(beside, num_frames), ""
+        return pictures(video_of(cache_path, None), num_frames), ""
     except CacheError as error:
         return None, f"Note: the video beside the cache is left out: {error}"

@@ -421,10 +421,8 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
             raise StoppedError(f"{left}; what is done is not made again: run the same command to go on")
         if rank.is_first:
             seconds = round(time.monotonic() - start, 1)
-            about = {name: asdict(one) for name, one in (MEASURES | SUMMARIES).items()}
-            table = (
-                {"measures": about} | table | {"made": environment(session.device), "made_seconds": seconds}
-            )
+            made = {"made": environment(session.device), "made_seconds": seconds}
+            table = {"measures": MEASURES | SUMMARIES} | table | made
             path = comparison.folder / TABLE
             with replacing(path) as file:
                 file.write(json.dumps(table, ensure_ascii=False).encode() + b"\n")

@@ -7,8 +7,14 @@ from conftest import ROOT
 from helpers import synthetic_caches
 
 from experiments.analysis import published
-from experiments.analysis.curve_matching import compared_frames, pearson, rank_heads, rank_of, rms_difference
-from experiments.analysis.published import Curve
+from experiments.analysis.published import (
+    Curve,
+    compared_frames,
+    pearson,
+    rank_heads,
+    rank_of,
+    rms_difference,
+)
 from experiments.caches import load_cache
 from experiments.caches.view import open_passes, open_profiles
 

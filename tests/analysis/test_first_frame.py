@@ -161,7 +161,7 @@ def test_a_wave_is_no_sink_and_a_sink_is_no_wave():
 def test_all_of_a_view_and_why_there_is_nothing():
     atlas = load_cache(ROOT / "cache/published/self_forcing_dmd_eagle_21f.pt")
     view = open_profiles(atlas)
-    found = first_frame.first_frame(view)
+    found, _ = first_frame.first_frame(view)
     said = found.summary()
     numbers = [
         said[name] for name in ("heads above 2", "heads above all placebos", "placebo frames", "heads")
@@ -178,4 +178,4 @@ def test_all_of_a_view_and_why_there_is_nothing():
         (open_profiles(synthetic_caches.figure4(granularity="key")), first_frame.NO_MATRIX),
     )
     for absent, reason in nothing:
-        assert first_frame.first_frame(absent) is None and first_frame.why_no_first_frame(absent) == reason
+        assert first_frame.first_frame(absent) == (None, reason)

@@ -29,7 +29,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Caption, open_profiles
 from experiments.figures import style
-from experiments.figures.layer import compared_maps
+from experiments.figures.heads import compared_maps
 
 OWN = "own block (noise at t = 1000)"
 CAPTION = Caption("mean_logit", "pass 0 (t = 1000), query frames 18–20", {OWN: (18, 19, 20)})
@@ -150,9 +150,9 @@ def test_a_notebooks_display_stays_on_after_the_first_figure():
 from IPython.core.interactiveshell import InteractiveShell
 InteractiveShell.instance()
 import numpy as np
-from experiments.figures import layer
+from experiments.figures import heads
 import matplotlib.pyplot as plt
-layer.survival_map(np.ones((2, 3)), "x")
+heads.survival_map(np.ones((2, 3)), "x")
 print(plt.isinteractive())
 """
     for backend, shown in (("inline", True), ("agg", False)):

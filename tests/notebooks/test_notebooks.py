@@ -251,7 +251,7 @@ def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):
     assert study.effects.shape == (2, N, H) and not study.measures
     assert np.allclose(study.effect, 2 * np.arange(N * H).reshape(N, H))
     assert study.summary() == {"prompts": 2, "mean effect": 11, "largest": 22, "floor": 0}
-    assert [one.name for one in study.maps()] == ["effect"]
+    assert [one.name for one in study.maps()] == ["Direct effect"]
     study.measures["same"] = study.effect
     assert str(study.correlations()["same"][0]) == "1.00 [1.00, 1.00]"
     one = causal_atlas(each="layer", units=[0], head_norms=torch.ones(3, N, 1))

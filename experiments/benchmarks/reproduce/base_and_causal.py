@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles
-from experiments.figures.layer import compared_maps
+from experiments.figures.heads import compared_maps
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, main
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from experiments.analysis import curve_matching, measures, published
+from experiments.analysis import measures, published
 from experiments.analysis.first_frame import first_frame, key_frame_contrasts
 from experiments.analysis.panels import choose_heads
 from experiments.benchmarks.harness import save_report
@@ -24,7 +24,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import require_writable
 from experiments.caches.view import Profiles, open_passes, open_profiles
 from experiments.extraction.provenance import environment
-from experiments.figures.first_frame import contrasts_by_frame, score_against_effect
+from experiments.figures.atlas import contrasts_by_frame, score_against_effect
 from experiments.figures.style import save_svg
 from experiments.figures.training import effect_by_step
 from experiments.running.cli import Parser, main
@@ -105,7 +105,7 @@ def matrices(view: Profiles) -> np.ndarray:
 
 def measured(view: Profiles):
     """Return s, placebos and contrasts of every head."""
-    found = first_frame(view)
+    found, _ = first_frame(view)
     assert found is not None
     return found
 
@@ -154,7 +154,7 @@ def paper_agreement(views: dict[str, Profiles]) -> dict[str, Any]:
     for name, view in views.items():
         if view.num_frames == len(next(iter(curves.values())).values):
             panels = choose_heads(view, published.FIGURE4_HEADS).panels
-            for panel in curve_matching.add_reference(panels, view, curves):
+            for panel in published.add_reference(panels, view, curves):
                 r, rms, _ = panel.agreement or (np.nan, np.nan, ())
                 found.setdefault(panel.label, {})[name] = {"r": rounded(r, 3), "rms": rounded(rms)}
     return found

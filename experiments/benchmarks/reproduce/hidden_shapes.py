@@ -28,7 +28,7 @@ from experiments.benchmarks.harness import save_report
 from experiments.caches.files import StoppedError, require_writable
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
-from experiments.figures.effects import effect_against, knockout_curves
+from experiments.figures.atlas import effect_against, knockout_curves
 from experiments.figures.style import save_svg
 from experiments.miniature.evaluation import EvalPool
 from experiments.miniature.recipe import SIDE
@@ -169,9 +169,7 @@ def draw_figures(report: dict[str, Any], folder: Path) -> None:
         notes[name] = f"ρ = {rho}\npartial ρ = {partial}"
     about = f"{report['model']}, {first['prompts']} captions × {report['knockouts']['seeds']} seeds"
     drawn = {
-        "hidden_shapes.svg": knockout_curves(
-            curves.counts, curves.orders, curves.random, curves.ends, subtitle=curves.subtitle
-        ),
+        "hidden_shapes.svg": knockout_curves(*curves),
         "first_frame_removed.svg": effect_against(
             np.array(first["heads"]["effect"]),
             {name: np.array(first["heads"][name]) for name in shown},

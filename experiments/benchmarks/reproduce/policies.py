@@ -16,7 +16,7 @@ from experiments.analysis.axes import slots_of
 from experiments.benchmarks.harness import save_report
 from experiments.extraction.causal import extract, policy_atlas
 from experiments.extraction.provenance import environment
-from experiments.figures.layer import slot_map
+from experiments.figures.heads import slot_map
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, main
 from wan.config import load_config

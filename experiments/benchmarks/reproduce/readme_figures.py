@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.analysis import published
-from experiments.analysis.curve_matching import add_reference
 from experiments.analysis.panels import choose_heads
 from experiments.analysis.taxonomy import label_maps, load_thresholds
 from experiments.benchmarks.reproduce.first_frame import LOG, TRAINING, few_step_from
@@ -60,7 +59,7 @@ def figure4(view: Profiles, curves_csv: Path | None) -> Figure:
     """Draw the heads of the paper's Figure 4, over the paper's own curves where they are given."""
     curves, _ = published.curves_for(view, curves_csv, published.FIGURE4_MODEL)
     panels = choose_heads(view, published.FIGURE4_HEADS).panels
-    return heads.head_curves(add_reference(panels, view, curves), view.caption)
+    return heads.head_curves(published.add_reference(panels, view, curves), view.caption)
 
 
 def kinds_of_heads(view: Profiles) -> Figure:
