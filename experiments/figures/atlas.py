@@ -243,7 +243,7 @@ def score_against_effect(
 def contrasts_by_frame(
     contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit="logits"
 ) -> Figure:
-    """Draw contrasts by key frame, [3, first]: mean over heads, low, high; other blocks of frames are shaded."""
+    """Draw contrasts by key frame, [3, first]: mean over heads, low, high; every other block shaded."""
     figure, axis = plt.subplots(figsize=(7.4, 3.0))
     colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
     for (name, (values, low, high)), color, marker in zip(contrasts.items(), colors, markers, strict=False):
