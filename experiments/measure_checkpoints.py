@@ -41,8 +41,8 @@ def run(argv=None):
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
     from experiments.miniature.checkpoint_analysis import kept_weights, measure, read_report
-    from experiments.miniature.frozen import held_out_scenes
     from experiments.miniature.moving_shapes import KINDS
+    from experiments.miniature.tracking import held_out_scenes
     from wan.config import load_config
 
     files = kept_weights(args.folder)

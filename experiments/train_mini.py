@@ -84,8 +84,8 @@ def run(argv=None):
 
     from experiments.caches.files import require_writable
     from experiments.extraction.devices import choose_device, choose_dtype, device_name
-    from experiments.miniature.frozen import hashes
     from experiments.miniature.stages import STAGES
+    from experiments.miniature.tracking import hashes
     from experiments.miniature.training import log_stage
     from wan.checkpoint import file_sha256
 

@@ -3,18 +3,12 @@
 Every video is the one that the extraction scripts make of that prompt and seed; tracking.py judges it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import os
-import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import sqrt
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +21,10 @@ from experiments.caches.frames import one_thread
 from experiments.extraction import devices
 from experiments.extraction.base import as_one_block
 from experiments.extraction.causal import draw_noise, load_pipeline
-from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.moving_shapes import FPS, Scene, render
 from experiments.miniature.recipe import FRAMES, SIDE, Counts
-from experiments.miniature.tracking import judge, judge_seconds
+from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
 from experiments.miniature.vae_training import psnr, receptive_field, vae_quality
-from experiments.running.ranks import exit_with_parent
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.model import WanModel
@@ -46,57 +38,6 @@ NORMAL_95 = 1.959964  # standard deviations of a 95 % interval
 LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
 
 Answers = list[dict[str, bool]]
-
-
-class EvalPool:
-    """Processes that judge videos while the next ones are made; with one worker, this process does it.
-
-    Workers are forked: make them before a GPU is touched.
-    """
-
-    def __init__(self, workers: int):
-        self._pool = None
-        if workers > 1:
-            self._pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(),))
-            self._pool.submit(os.getpid).result()  # all are forked here and now
-
-    def call(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
-        """Compute function(*given) on one thread; both are pickled, so arrays are numpy's."""
-        if self._pool is not None:
-            return self._pool.submit(function, *given)
-        future: Future[Any] = Future()
-        with one_thread():
-            future.set_result(function(*given))
-        return future
-
-    def judge_all(self, videos: Iterable[Tensor], scenes: Sequence[Scene]) -> Answers:
-        """Judge videos [frames, 3, H, W] in 0..1 while the next ones are made."""
-        return results(
-            [self.call(judge_array, v.numpy(), scene) for v, scene in zip(videos, scenes, strict=True)]
-        )
-
-    def __enter__(self) -> EvalPool:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(parent: int) -> None:
-    exit_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
-    torch.set_num_threads(1)
-
-
-def results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Wait for all futures -> their results."""
-    return [future.result() for future in futures]
-
-
-def judge_array(video: np.ndarray, scene: Scene) -> dict[str, bool]:
-    """Judge a video [frames, 3, H, W] in 0..1."""
-    return judge(torch.from_numpy(video), scene)
 
 
 def long_shares(video: np.ndarray, scene: Scene) -> dict[str, float]:
@@ -248,9 +189,8 @@ def wilson(yes: int, asked: int) -> tuple[float, float]:
 
 def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
     """Return PSNR on held-out clips, and how many frames the decoder sees back."""
-    vae = mini.vae.vae
-    sizes = {"clips": clips, "receptive_field": receptive_field(vae.config)}
-    return sizes | vae_quality(vae, mini.device, clips)
+    sizes = {"clips": clips, "receptive_field": receptive_field(mini.vae.vae.config)}
+    return sizes | vae_quality(mini.vae.vae, mini.device, clips)
 
 
 def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, pool: EvalPool) -> dict:
@@ -282,9 +222,7 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list
     chosen = held_out_scenes(SETS["behind a wall"], counts.pasts)
     prompts, rows = [scene.caption for scene in chosen], []
     for size, sink in PASTS:
-        done = parts.done["behind a wall, causal"][
-            : len(chosen)
-        ]  # with the whole past, of the first captions
+        done = parts.done["behind a wall, causal"][: len(chosen)]  # with the whole past
         if size > 0 or len(done) < len(chosen):
             videos = mini.causal(prompts, size, sink)
             done = parts.get(f"past {size} {sink}", partial(pool.judge_all, videos, chosen))
@@ -305,15 +243,10 @@ def long_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPoo
 
 def long_videos(mini: Miniature, scenes: Sequence[Scene], pool: EvalPool) -> list[dict]:
     """Return, of each scene, dB of its first and last second through the VAE, and shares of both videos."""
-    videos, db = rendered(scenes, LONG_SECONDS * FPS + 1), []
-    of_rendered = [
-        pool.call(long_shares, video.numpy(), scene) for video, scene in zip(videos, scenes, strict=True)
-    ]
-    of_vae = []
+    videos, rows = rendered(scenes, LONG_SECONDS * FPS + 1), []
     for scene, video, out in zip(scenes, videos, mini.reconstructed(videos), strict=True):
-        of_vae.append(pool.call(long_shares, out.numpy(), scene))
         squared = (out - video).square().mean((1, 2, 3))[None]
-        first, last = psnr(squared[:, :FPS]).item(), psnr(squared[:, -FPS:]).item()
-        db.append({"first_second": first, "last_second": last})
-    both = zip(db, results(of_rendered), results(of_vae), strict=True)
-    return [{"psnr": one, "rendered": before, "vae": after} for one, before, after in both]
+        ends = {"first_second": squared[:, :FPS], "last_second": squared[:, -FPS:]}
+        judged = [pool.call(long_shares, one.numpy(), scene) for one in (video, out)]
+        rows.append(({end: psnr(errors).item() for end, errors in ends.items()}, *judged))
+    return [{"psnr": db, "rendered": one.result(), "vae": other.result()} for db, one, other in rows]

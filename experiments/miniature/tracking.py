@@ -1,22 +1,29 @@
-"""Track moving shapes in a video: background, colour, outline and direction; judge it by its caption's scene.
+"""Held-out scenes, and the tracker that judges videos of them: background, colour, outline and direction.
 
-Nothing is taken from the caption but where a wall and a landmark would be, which are left out of sight;
-with two movers, also their colours, to tell them apart. Videos are [F, 3, H, W] in 0..1, places in frame
-sides.
+Nothing is taken from a caption but where a wall and a landmark would be, which are left out of sight; with
+two movers, also their colours, to tell them apart. Videos are [F, 3, H, W] in 0..1, places in frame sides.
 """
 
-from __future__ import annotations
-
+import itertools
+import json
 import math
+import os
 import re
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.caches.frames import one_thread
 from experiments.miniature.moving_shapes import (
     BACKGROUNDS,
     COLORS,
@@ -31,13 +38,23 @@ from experiments.miniature.moving_shapes import (
     Mover,
     Scene,
     coverage,
+    render,
+    sample_scenes,
 )
-from experiments.miniature.recipe import SIDE
+from experiments.miniature.recipe import FRAMES, HELD_OUT_SEED, SIDE, Counts
+from experiments.running.ranks import exit_with_parent
+
+SETS = {"one shape": ("single", "landmark"), "two that cross": ("crossing",), "behind a wall": ("wall",)}
 
 DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
 SMALLEST = 0.008  # share of the picture; less is nothing, or the rest of something hidden
 SLOWEST = 0.03  # sides per second; slower does not move
 WHOLE = 0.85  # of its area in the first second; what is smaller is cut off, by a wall or another shape
+
+
+def held_out_scenes(kinds: Iterable[str], count: int) -> list[Scene]:
+    """Return the first held-out scenes of these kinds, the same for every model."""
+    return list(itertools.islice(sample_scenes(HELD_OUT_SEED + 1, True, kinds), count))
 
 
 @dataclass(frozen=True)
@@ -176,10 +193,8 @@ def _outline(number: int) -> tuple[float, float]:
 
 def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     """Judge whether a video shows what the caption of a scene says, by question."""
-    return _judge_crossing(video, scene) if scene.kind == "crossing" else _judge_one(video, scene)
-
-
-def _judge_one(video: Tensor, scene: Scene) -> dict[str, bool]:
+    if scene.kind == "crossing":
+        return _judge_crossing(video, scene)
     sight = in_sight(scene, video.shape[-1])
     mover, shape = scene.movers[0], track(video, sight)
     before = slice(0, FPS) if scene.wall else slice(None)  # later, the wall cuts its outline
@@ -207,13 +222,8 @@ def _judge_return(shape: Track) -> dict[str, bool]:
     hid = bool((shape.area < 0.15 * start).any())
     same_color = back and shape.color_name(first) == shape.color_name(last)
     same_shape = back and shape.shape_name(first) == shape.shape_name(last)
-    return {
-        "hides": hid,
-        "comes_back": hid and back,
-        "same_color": same_color,
-        "same_shape": same_shape,
-        "same": hid and same_color and same_shape,
-    }
+    same = {"same_color": same_color, "same_shape": same_shape, "same": hid and same_color and same_shape}
+    return {"hides": hid, "comes_back": hid and back} | same
 
 
 def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
@@ -234,8 +244,7 @@ def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
 # -- long videos: shapes bounce for ever, and hide more than once ------------------------------------------
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """Answers [T] for each second of a video, of all movers of its scene."""
 
     visible: Tensor  # bool: every mover is wholly in sight in some frame
@@ -255,9 +264,7 @@ class Seconds:
         return {
             "visible": seen.float().mean().item(),
             "background": self.background[first:].float().mean().item(),
-            "color": int(self.color[first:].sum()) / count,
-            "shape": int(self.shape[first:].sum()) / count,
-            "right": int(self.right[first:].sum()) / count,
+            **{q: int(getattr(self, q)[first:].sum()) / count for q in ("color", "shape", "right")},
         }
 
 
@@ -329,3 +336,69 @@ def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
         return {}
     found = [judge(torch.as_tensor(video), scene) for video in videos]
     return {question: [bool(one[question]) for one in found] for question in found[0]}
+
+
+# -- many videos, and what must not change between a training and its evaluation ---------------------------
+
+
+class EvalPool:
+    """Processes that judge videos while the next ones are made; with one worker, this process does it.
+
+    Workers are forked: make them before a GPU is touched.
+    """
+
+    def __init__(self, workers: int):
+        self._pool = None
+        if workers > 1:
+            self._pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(),))
+            self._pool.submit(os.getpid).result()  # all are forked here and now
+
+    def call(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
+        """Compute function(*given) on one thread; both are pickled, so arrays are numpy's."""
+        if self._pool is not None:
+            return self._pool.submit(function, *given)
+        future: Future[Any] = Future()
+        with one_thread():
+            future.set_result(function(*given))
+        return future
+
+    def judge_all(self, videos: Iterable[Tensor], scenes: Sequence[Scene]) -> list[dict[str, bool]]:
+        """Judge videos [frames, 3, H, W] in 0..1 while the next ones are made."""
+        pairs = zip(videos, scenes, strict=True)
+        judged = [self.call(_judge_array, video.numpy(), scene) for video, scene in pairs]
+        return [future.result() for future in judged]
+
+    def __enter__(self) -> "EvalPool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(parent: int) -> None:
+    exit_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
+    torch.set_num_threads(1)
+
+
+def _judge_array(video: np.ndarray, scene: Scene) -> dict[str, bool]:
+    return judge(torch.from_numpy(video), scene)
+
+
+@cache
+def hashes() -> dict[str, str]:
+    """Return SHA-256 of each set's first 96 scenes with their captions, and of what the tracker sees.
+
+    The tracker's is of its answers to one rendered scene of each set and of a centre for every second, to
+    the hundredth of a side: the same on every CPU, whatever the code looks like.
+    """
+    found, seen = {}, []
+    for name, kinds in SETS.items():
+        scenes = held_out_scenes(kinds, Counts.captions)
+        listed = "\n".join(f"{scene.caption}: {scene}" for scene in scenes)
+        found[f"scenes, {name}"] = sha256(listed.encode()).hexdigest()
+        video = render(scenes[0], FRAMES, SIDE) / 2 + 0.5
+        centres = track(video, in_sight(scenes[0], SIDE)).centre[::FPS]
+        seen.append([judge(video, scenes[0]), [[round(x, 2) for x in at] for at in centres.tolist()]])
+    return {"tracker": sha256(json.dumps(seen).encode()).hexdigest()} | found

@@ -1,6 +1,8 @@
 """Causal atlas: the direct effect of one edit on every head, layer or frame, made in resumable items.
 
-An item is one prompt, seed and layer, in items/NAME.json; index.json says which are done.
+A direct effect is how far an edit moves x0 of a block that is denoised again over the unedited past, in units
+of the distance between two seeds. An item is one prompt, seed and layer, in items/NAME.json; index.json says
+which are done.
 """
 
 import argparse
@@ -8,9 +10,10 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +23,146 @@ from torch import Tensor
 from experiments.caches import save_cache
 from experiments.caches.files import StoppedError, replacing, require_writable
 from experiments.extraction import causal
-from experiments.extraction.causal import LoadedModel
+from experiments.extraction.causal import LoadedModel, draw_noise, reference_means
+from experiments.extraction.devices import threads_for
 from experiments.extraction.edits import read_edits, record_of
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import files_of
 from experiments.running.progress import check_outputs, memory, observed
 from experiments.running.ranks import Rank
 from experiments.running.work_items import WorkItems, common_settings, item_name
-from experiments.studies import direct_effects
-from experiments.studies.direct_effects import EditOfBlock, Runs
 from wan import checkpoint
+from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, fingerprint
+from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, Patch, fingerprint, intervene
+from wan.recorders import HeadOutputs, record_head_outputs
 
 EACH = ("head", "layer", "frame")
 ATLAS = "causal_atlas.pt"
+ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
+FLOOR_NOISE = 1e-6  # added to the noise, in float32
+FLOOR_BIAS = 1e-6  # in other dtypes: too small for a logit, but attention then runs by groups
 
-Item = tuple[RunConfig, int | None]  # a run and a layer; None where frames are edited in all layers
+EditOfBlock = Callable[[int], Edit | None]  # block -> its edit, or None
+
+
+# -- direct effects in a batch of runs -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A batch of rollouts that differ in prompt and seed: noise, text, and the unedited rollout."""
+
+    session: LoadedModel
+    configs: Sequence[RunConfig]
+    noise: Tensor  # [B, F, C, h, w]
+    renoise: Tensor  # [steps - 1, B, F, C, h, w]
+    text: Tensor  # [B, text_len, text_dim]
+    latents: Tensor  # of the base rollout, like noise
+    outputs: HeadOutputs
+    between_seeds: Tensor  # [B, F]: distance to another seed
+    means: dict[object, object] = field(default_factory=dict)  # of reference sets, read once
+
+    def inference(self, **kwargs: Any) -> Tensor:
+        return _inference(self.session, self.noise, self.renoise, self.text, **kwargs)
+
+
+def _inference(session: LoadedModel, noise: Tensor, renoise: Tensor, text: Tensor, **kwargs: Any) -> Tensor:
+    with threads_for(noise[:1], session.model_config):
+        return session.pipeline.inference(noise, prompt_embeds=text, renoise=renoise, **kwargs)[1]
+
+
+def begin(session: LoadedModel, configs: Sequence[RunConfig]) -> Runs:
+    """Roll out a batch, and the same with another seed each."""
+    text = torch.cat([session.texts[config.prompt][0] for config in configs])
+
+    def drawn(more: int) -> tuple[Tensor, Tensor]:
+        seeded = [replace(config, seed=config.seed + more) for config in configs]
+        pairs = [draw_noise(c, session.model_config, session.dtype, session.device) for c in seeded]
+        noise, renoise = zip(*pairs, strict=True)
+        return torch.cat(noise), torch.cat(renoise, 1)
+
+    noise, renoise = drawn(0)
+    with record_head_outputs() as outputs:
+        latents = _inference(session, noise, renoise, text)
+    other = _inference(session, *drawn(ANOTHER_SEED), text)
+    return Runs(session, configs, noise, renoise, text, latents, outputs, distance(latents, other))
+
+
+def distance(one: Tensor, other: Tensor) -> Tensor:
+    """Return the root mean square difference per frame, float64 [B, F] of [B, F, C, h, w], on the CPU."""
+    return (one.double() - other.double()).square().mean((2, 3, 4)).sqrt().cpu()
+
+
+def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
+    """Return every edit's direct effect by name, float64 [B, F]; NaN where a block has nothing to edit."""
+    frames = block_ranges(runs.configs[0].block_sizes)
+    found = {name: torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64) for name in edits}
+
+    def probe(block: int, denoise: Callable[[], Tensor]) -> None:
+        now = slice(frames[block].start, frames[block].stop)
+        for name, edit_of in edits.items():
+            edit = edit_of(block)
+            if edit is None:
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # a block without such keys is NaN
+                with intervene(edit, data={edit: _needed(runs, edit)}) as session:
+                    x0 = denoise()
+            if session.changed[0]:
+                found[name][:, now] = distance(x0, runs.latents[:, now])
+
+    runs.inference(probe=probe)
+    return {name: values / runs.between_seeds for name, values in found.items()}
+
+
+def _needed(runs: Runs, edit: Edit) -> object:
+    """Return the means that an ablation takes. Raises ConfigError for edits with a source run."""
+    if isinstance(edit, Patch) or (isinstance(edit, Ablate) and edit.how == "resample"):
+        raise ConfigError(f"direct effects take no edit with a source: {edit}")
+    if isinstance(edit, Ablate) and edit.how == "frame_mean":
+        return runs.outputs
+    if isinstance(edit, Ablate) and edit.how == "mean":
+        if edit.source not in runs.means:
+            runs.means[edit.source] = reference_means(runs.session, runs.configs[0], edit.source)
+        return runs.means[edit.source]
+    return None
+
+
+def measure_floor(runs: Runs) -> Tensor:
+    """Measure what should change nothing, like an effect: noise of 1e-6, or another backend."""
+    if runs.session.dtype != torch.float32:
+        backend = Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
+        return measure(runs, {"floor": lambda block: backend})["floor"]
+    generator = torch.Generator().manual_seed(0)
+    shaken = runs.noise + FLOOR_NOISE * torch.randn(runs.noise.shape, generator=generator).to(runs.noise)
+    frames = block_ranges(runs.configs[0].block_sizes)
+    found = torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64)
+
+    def probe(block: int, denoise: Callable[[Tensor], Tensor]) -> None:
+        now = slice(frames[block].start, frames[block].stop)
+        found[:, now] = distance(denoise(shaken[:, now]), runs.latents[:, now])
+
+    runs.inference(probe=probe)
+    return found / runs.between_seeds
+
+
+def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> EditOfBlock:
+    """Move an edit of frames to as many other earlier frames, drawn anew for each block."""
+    assert isinstance(edit, (KeySelection, Move)) and edit.frames is not None
+    named = {0 if name == "first" else name for name in edit.frames}
+    ranges = block_ranges(list(block_sizes))
+
+    def edit_of(block: int) -> Edit | None:
+        others = [frame for frame in range(ranges[block].start) if frame not in named]
+        chosen = random.Random(f"{salt} {block}").sample(others, min(len(others), len(named)))
+        return replace(edit, frames=tuple(chosen)) if chosen else None
+
+    return edit_of
+
+
+# -- the study and its items ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,6 +188,7 @@ class Study:
 
     @property
     def layers(self) -> list[int | None]:
+        """Layers that are edited one by one; [None] where frames are edited in all layers."""
         if self.each == "frame":
             return [None]
         return [*(self.edit.layers or range(self.session.model_config.num_layers))]
@@ -87,8 +213,8 @@ class Study:
         return json.dumps(config, sort_keys=True, default=str)
 
     @property
-    def items(self) -> dict[str, Item]:
-        """All items by their names, those of one run together."""
+    def items(self) -> dict[str, tuple[RunConfig, int | None]]:
+        """Run and layer of every item by its name, those of one run together."""
         return {self.name(config, layer): (config, layer) for config in self.configs for layer in self.layers}
 
     def name(self, config: RunConfig, layer: int | None) -> str:
@@ -107,6 +233,20 @@ class Study:
     @property
     def store(self) -> WorkItems:
         return WorkItems(self.folder / "items")
+
+    def edits(self, layer: int | None) -> Iterator[tuple[tuple[str, int], EditOfBlock]]:
+        """Yield ("effect" or "frame_control", unit) and a function from a block to its edit."""
+        for unit in self.units:
+            edit = self.edit if layer is None else replace(self.edit, layers=(layer,))
+            if self.each == "head":
+                edit = replace(edit, heads=(unit,))
+            elif self.each == "frame" and isinstance(edit, (Knockout, Bias, Move)):
+                edit = replace(edit, frames=(unit,))
+            yield ("effect", unit), lambda block, edit=edit: edit
+            of_frames = isinstance(edit, (Knockout, Bias, Move)) and edit.frames not in (("past",), ("own",))
+            if of_frames and self.each != "frame":
+                sizes = self.configs[0].block_sizes
+                yield ("frame_control", unit), on_a_random_frame(edit, sizes, f"{layer} {unit}")
 
     def write_index(self) -> None:
         """Write index.json: the study, and each item's name, prompt, seed, layer and whether it is done."""
@@ -139,63 +279,25 @@ def run(study: Study, batch: int, watch: RunObserver, rank: Rank | None = None) 
             configs, layer = pieces[piece]
             if runs is None or runs.configs is not configs:
                 runs = None  # its tensors leave first
-                runs = direct_effects.begin(study.session, configs)
-                floor = direct_effects.floor(runs)
-            effects = direct_effects.measure(runs, dict(_edits(study, layer)))
+                runs = begin(study.session, configs)
+                floor = measure_floor(runs)
+            effects = measure(runs, dict(study.edits(layer)))
+            norms = [x for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)]
             for row, config in enumerate(configs):
-                items.write(study.name(config, layer), _values(study, runs, layer, row, floor, effects))
+                values: dict[str, Any] = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
+                values |= {"floor": floor[row].tolist(), "between_seeds": runs.between_seeds[row].tolist()}
+                for kind in dict.fromkeys(kind for kind, _ in effects):
+                    values[kind] = [effects[kind, unit][row].tolist() for unit in study.units]  # [U, F]
+                if norms:  # none of all layers together
+                    norm = torch.stack([x[row].mean(0) for x in norms]).mean(0)
+                    values["norm"] = (norm[study.units] if study.each == "head" else norm).tolist()
+                items.write(study.name(config, layer), values)
             report()
             study.write_index()
             if watch.stopping:
                 break
         study.write_index()
         return all(map(is_done, pieces))
-
-
-def _edits(study: Study, layer: int | None) -> Iterator[tuple[tuple[str, int], EditOfBlock]]:
-    """Yield ("effect" or "frame_control", unit) and a function from a block to its edit."""
-    for unit in study.units:
-        edit = study.edit if layer is None else replace(study.edit, layers=(layer,))
-        if study.each == "head":
-            edit = replace(edit, heads=(unit,))
-        elif study.each == "frame" and isinstance(edit, (Knockout, Bias, Move)):
-            edit = replace(edit, frames=(unit,))
-        yield ("effect", unit), partial(_in_every_block, edit)
-        of_frames = isinstance(edit, (Knockout, Bias, Move)) and edit.frames not in (("past",), ("own",))
-        if of_frames and study.each != "frame":
-            sizes = study.configs[0].block_sizes
-            yield ("frame_control", unit), direct_effects.on_a_random_frame(edit, sizes, f"{layer} {unit}")
-
-
-def _in_every_block(edit: Edit, block: int) -> Edit:
-    return edit
-
-
-def _values(
-    study: Study,
-    runs: Runs,
-    layer: int | None,
-    row: int,
-    floor: Tensor,
-    effects: dict[tuple[str, int], Tensor],
-) -> dict[str, Any]:
-    """Return the numbers of one item; effect, frame_control [U, F]."""
-    values: dict[str, Any] = {
-        "prompt": runs.configs[row].prompt,
-        "seed": runs.configs[row].seed,
-        "layer": layer,
-        "floor": floor[row].tolist(),
-        "between_seeds": runs.between_seeds[row].tolist(),
-    }
-    for kind in dict.fromkeys(kind for kind, _ in effects):
-        values[kind] = [effects[kind, unit][row].tolist() for unit in study.units]
-    if layer is not None:
-        of_layer = [
-            x[row].mean(0) for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)
-        ]
-        norms = torch.stack(of_layer).mean(0)
-        values["norm"] = (norms[study.units] if study.each == "head" else norms).tolist()
-    return values
 
 
 def merged(study: Study) -> dict[str, Tensor]:
@@ -228,11 +330,10 @@ def merged(study: Study) -> dict[str, Tensor]:
 
 def atlas_cache(study: Study) -> dict:
     """Return the cache of a finished study."""
-    first = study.configs[0]
     return {
         **study.session.common,
         "format": "causal_atlas",
-        "prompt": first.prompt,
+        "prompt": study.configs[0].prompt,
         "seed": None,
         "weights_sha256": study.session.sha256.result(),
         "is_logits": False,
@@ -252,25 +353,21 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
     Several ranks make different items, and the first of them the atlas; without a launcher each writes it,
     whole and with the same bytes.
     """
-    edits, folder = (
-        read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")],
-        Path(args.output_dir),
-    )
+    folder = Path(args.output_dir)
+    edits = read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")]
     if len(edits) != 1:
         raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas is of one")
-    [edit] = edits
-    with_edit = replace(configs[0], interventions=[edit.to_dict()])
+    with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
     check_outputs(args, with_edit, [folder / ATLAS, folder / "index.json"])
     with observed(args, "layer") as watch:
         require_writable(folder / ATLAS)
-        prompts = list(dict.fromkeys(config.prompt for config in configs))
-        session = causal.prepare(configs[0], [], prompts, watch)
+        session = causal.prepare(configs[0], [], list(dict.fromkeys(c.prompt for c in configs)), watch)
         files = files_of(with_edit, checkpoint.weights_file(with_edit.ckpt_dir, with_edit.checkpoint_path))
-        start, study = time.monotonic(), Study(folder, edit, args.each, configs, session, files)
+        start, study = time.monotonic(), Study(folder, edits[0], args.each, configs, session, files)
         watch.log("rollout", items=len(study.items))  # from here on Ctrl-C ends a layer first
         if not run(study, args.batch, watch, rank):
             raise StoppedError("stopped; what is done will not be made again: run the same command to go on")
         if rank.is_first:
             save_cache(folder / ATLAS, atlas_cache(study))
             seconds = time.monotonic() - start
-            watch.print(f"{folder / ATLAS}: {edit}, each {args.each}: {seconds:.1f} s, {memory()}")
+            watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {memory()}")

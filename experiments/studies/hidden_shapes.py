@@ -21,14 +21,12 @@ from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
 from experiments.extraction.causal import LoadedModel
 from experiments.extraction.observer import RunObserver
-from experiments.miniature.evaluation import EvalPool
-from experiments.miniature.frozen import SETS, hashes, held_out_scenes
 from experiments.miniature.moving_shapes import KINDS, Scene
+from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.ranks import Rank
 from experiments.running.work_items import WorkItems, item_name
-from experiments.studies import direct_effects
-from experiments.studies.causal_atlas import Study, merged
-from experiments.studies.direct_effects import Runs
+from experiments.studies import causal_atlas
+from experiments.studies.causal_atlas import Runs, Study, merged
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -171,7 +169,7 @@ class HiddenShapes:
         """Return noise, text and base rollouts of a set, made once."""
         if captions not in self._runs:
             self._runs.clear()  # one set's at a time
-            self._runs[captions] = direct_effects.begin(self.session, self.configs[captions])
+            self._runs[captions] = causal_atlas.begin(self.session, self.configs[captions])
         return self._runs[captions]
 
     # -- conditions ------------------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ class HiddenShapes:
         runs, edits = self.runs(condition.captions), condition.edits
         with intervene(*edits) if edits else nullcontext():
             latents = runs.inference() if edits else runs.latents
-        change = direct_effects.distance(latents, runs.latents) / runs.between_seeds
+        change = causal_atlas.distance(latents, runs.latents) / runs.between_seeds
         values: dict[str, Any] = {"change": change.mean(1).tolist()}
         if not edits and condition.captions == "selection":
             measures = measures_by_pass(runs, [0])
@@ -303,7 +301,7 @@ def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:
         "floor": np.nanmean(atlas["floor"].numpy(), -1),
     }
     steps = range(len(study.configs[0].denoising_step_list))
-    measures = measures_by_pass(direct_effects.begin(study.session, study.configs), steps)
+    measures = measures_by_pass(causal_atlas.begin(study.session, study.configs), steps)
     for name, values in measures.items():
         of_layers = values[:, :, [layer or 0 for layer in study.layers]]
         runs |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}

@@ -4,8 +4,6 @@ Videos of one policy are rolled out together. Each has noise of its own generato
 changes rounding alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -26,6 +24,7 @@ import torch
 
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
+from experiments.analysis.long_rollouts import CONTROLS
 from experiments.caches.files import StoppedError, replacing, require_writable
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, pipeline_of, seeded_noise
@@ -35,13 +34,13 @@ from experiments.extraction.memory import kv_cache
 from experiments.extraction.provenance import environment, vae_files
 from experiments.extraction.rollout import capturing
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
-from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene, render
-from experiments.miniature.tracking import judge_seconds
+from experiments.miniature.tracking import SETS, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
 from experiments.running.progress import Progress, check_outputs, memory, stopping_when_asked
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank, workers_of
 from experiments.running.work_items import WorkItems, common_settings, item_name
+from experiments.studies.policy_findings import FULL, NAMED
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
@@ -54,48 +53,6 @@ DIGITS = 5  # that are kept of a number
 PROMPT_BYTES = 180  # of a prompt that names a file
 TABLE = "comparison.json"
 GPU_BATCH, CPU_BATCH = 64, 8
-
-FULL = "full"
-CONTROLS = {
-    "frozen": "the first frame of the rollout, over and over",
-    "vae": "the rendered scene through the VAE: the ceiling of any policy",
-    "rendered": "the rendered scene itself",
-}
-
-DEEP_SINK = "deep_sink,window=21,sink=10"  # Deep Forcing's, and the same with compression
-PARTICIPATIVE = "participative,window=21,sink=10,budget=16,recent=4"
-
-# Compared with full, and Holm-adjusted together: published settings, and the plain window they came from.
-FAMILY = (
-    "window,window=9",
-    "window,window=9,sink=3",
-    "window,window=12,sink=3",
-    "relative,window=6,sink=1",
-    "relative,window=12,sink=3",
-    DEEP_SINK,
-    PARTICIPATIVE,
-    "ema_sink,window=9,sink=3",
-    "two_memories,window=12,sink=3",
-    "rolling_sink,window=21",
-    "memory_bank,window=12,sink=3,bank=3,interval=3",
-)
-
-WINDOWS, SINKS = (6, 9, 12, 21), (0, 3, 6, 9, 12, 15)  # frames; a block has three
-
-
-def spec(policy: str, window: int, sink: int) -> str:
-    """Write a policy of a window and a sink as --policies does."""
-    return f"{policy},window={window}" + (f",sink={sink}" if sink else "")
-
-
-SINK_MAP = [  # every window and sink that leave room for a block
-    spec(policy, window, sink)
-    for policy in ("window", "deep_sink")
-    for window in WINDOWS
-    for sink in SINKS
-    if sink + 3 <= window and (sink or policy == "window")
-]
-NAMED = {"family": (FULL, *FAMILY), "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP)))}
 
 
 def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -121,22 +78,13 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def short_label(label: str) -> str:
-    """Return the name of a policy in figures: deep_sink 21/10."""
-    name, *pairs = label.split(",")
-    fields = dict(pair.partition("=")[::2] for pair in pairs)
-    return f"{name} {fields['window']}/{fields.get('sink', 0)}" if "window" in fields else name
-
-
 def held_out(count: int) -> dict[str, Scene]:
     """Return caption -> held-out scene: one shape, two that cross, one behind a wall, in turn."""
     by_kind = [held_out_scenes(kinds, 2 * count) for kinds in SETS.values()]
-    in_turn = (scene for row in zip(*by_kind, strict=True) for scene in row)
-    scenes: dict[str, Scene] = {}
-    for scene in in_turn:
-        if len(scenes) < count:
-            scenes.setdefault(scene.caption, scene)
-    return scenes
+    in_turn = [scene for row in zip(*by_kind, strict=True) for scene in row]
+    scenes = {scene.caption: scene for scene in reversed(in_turn)}  # the first of each caption
+    captions = list(dict.fromkeys(scene.caption for scene in in_turn))[:count]
+    return {caption: scenes[caption] for caption in captions}
 
 
 # -- what is measured of one video -------------------------------------------------------------------------
@@ -197,7 +145,7 @@ class Comparison:
     batch: int = 1
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
-    controls: Sequence[str] = tuple(CONTROLS)
+    controls: Sequence[str] = CONTROLS
     capture: BlockCapture = field(default_factory=BlockCapture)  # of attention, in attention/NAME
     files: Sequence[Mapping[str, Any]] = ()  # what the runs read, by what they hold, and the VAE
 

@@ -7,30 +7,49 @@ prompts, Holm over the family; a user's own policies likewise, outside Holm. Int
 bootstrap over prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+from experiments.analysis.drift import FPS
 from experiments.analysis.effects import bootstrap, holm, sign_flip_p
-from experiments.extraction.video import FPS
-from experiments.studies.policy_comparison import (
-    CONTROLS,
-    DEEP_SINK,
-    FAMILY,
-    FULL,
-    NAMED,
-    PARTICIPATIVE,
-    SINKS,
-    WINDOWS,
-    short_label,
-    spec,
-)
+from experiments.analysis.long_rollouts import CONTROLS
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.errors import ConfigError
+
+FULL = "full"
+DEEP_SINK = "deep_sink,window=21,sink=10"  # Deep Forcing's, and the same with compression
+PARTICIPATIVE = "participative,window=21,sink=10,budget=16,recent=4"
+FAMILY = (  # compared with full: published settings, and the plain window they came from
+    "window,window=9",
+    "window,window=9,sink=3",
+    "window,window=12,sink=3",
+    "relative,window=6,sink=1",
+    "relative,window=12,sink=3",
+    DEEP_SINK,
+    PARTICIPATIVE,
+    "ema_sink,window=9,sink=3",
+    "two_memories,window=12,sink=3",
+    "rolling_sink,window=21",
+    "memory_bank,window=12,sink=3,bank=3,interval=3",
+)
+
+
+def spec(policy: str, window: int, sink: int) -> str:
+    """Write a policy of a window and a sink as --policies does."""
+    return f"{policy},window={window}" + (f",sink={sink}" if sink else "")
+
+
+GRID = list(product((6, 9, 12, 21), (0, 3, 6, 9, 12, 15)))  # windows and sinks in frames; a block has three
+SINK_MAP = [  # every window and sink that leave room for a block
+    spec(policy, window, sink)
+    for policy in ("window", "deep_sink")
+    for window, sink in GRID
+    if sink + 3 <= window and (sink or policy == "window")
+]
+NAMED = {"family": (FULL, *FAMILY), "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP)))}
 
 FROM, TO = 5, 60  # seconds that count: before, every policy sees all there is
 PRIMARY = "right"
@@ -41,7 +60,6 @@ SHOWN = (*FAMILY[:2], "window,window=12,sink=3", DEEP_SINK, PARTICIPATIVE)  # be
 MOST_SHOWN = 7  # as many colours as figures of curves have
 CURVES = {"right": "tracker", "hue_kept": "seconds", "motion": "seconds"}
 DRAWS = 2000
-GRID = list(product(WINDOWS, SINKS))
 QUESTIONS = {  # differences between the policies of each pair
     "a sink of four blocks against one, window 21, moved along": [
         (spec("deep_sink", 21, 12), spec("deep_sink", 21, 3))
@@ -58,6 +76,13 @@ QUESTIONS = {  # differences between the policies of each pair
 }
 
 Video = Mapping[str, Any]
+
+
+def short_label(label: str) -> str:
+    """Return the name of a policy in figures: deep_sink 21/10."""
+    name, *pairs = label.split(",")
+    fields = dict(pair.partition("=")[::2] for pair in pairs)
+    return f"{name} {fields['window']}/{fields.get('sink', 0)}" if "window" in fields else name
 
 
 def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:

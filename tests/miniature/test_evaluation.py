@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.miniature import evaluation, frozen, tracking
-from experiments.miniature.evaluation import EvalPool, Parts, intervals, shares, wilson
+from experiments.miniature import evaluation, tracking
+from experiments.miniature.evaluation import Parts, wilson
 from experiments.miniature.recipe import Counts
+from experiments.miniature.tracking import EvalPool
 from wan.config import RunConfig
 
 # -- shares --
@@ -25,13 +26,6 @@ def test_wilson_intervals_are_the_published_ones(yes, asked, low, high):
     assert wilson(yes, asked) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_shares_are_of_the_videos_that_were_asked():
-    answers = [{"color": True, "shape": False}, {"shape": True}, {"color": False, "shape": True}]
-    assert shares(answers) == {"color": 0.5, "shape": 0.667}
-    low, high = intervals(answers)["shape"]
-    assert low < 0.667 < high
-
-
 # -- resume --
 
 
@@ -43,14 +37,6 @@ def test_what_is_done_is_not_measured_again(tmp_path):
     assert Parts(path, {"weights": "b"}).get("one", lambda: "of other weights") == "of other weights"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"key": 1}', bytes(range(256))])
-def test_a_damaged_partial_file_is_made_anew(tmp_path, content):
-    path = tmp_path / "evaluation.json.partial"
-    path.write_bytes(content)
-    assert Parts(path, {}).get("one", lambda: 1) == 1
-    assert json.loads(path.read_text())["done"] == {"one": 1}
-
-
 class PerfectMiniature:
     """Its videos are rendered, except those of a window: they are the first caption's."""
 
@@ -60,7 +46,7 @@ class PerfectMiniature:
     def _videos(self, captions, name: str):
         self.calls.append(name)
         by_caption = {
-            s.caption: s for kinds in frozen.SETS.values() for s in frozen.held_out_scenes(kinds, 2)
+            s.caption: s for kinds in tracking.SETS.values() for s in tracking.held_out_scenes(kinds, 2)
         }
         return evaluation.rendered([by_caption[caption] for caption in captions], 81)
 
@@ -79,7 +65,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "measure_vae", lambda mini, clips: {"clips": clips})
     monkeypatch.setattr(evaluation, "LONG_SECONDS", 6)
     monkeypatch.setattr(
-        evaluation, "SETS", {name: frozen.SETS[name] for name in ("one shape", "behind a wall")}
+        evaluation, "SETS", {name: tracking.SETS[name] for name in ("one shape", "behind a wall")}
     )
     config, counts, path = RunConfig(ckpt_dir=str(tmp_path)), Counts(1, 1, 1, 1), tmp_path / "partial"
     undisturbed = evaluation.evaluate(config, counts, path)
@@ -117,26 +103,21 @@ def test_the_hashes_are_of_what_is_evaluated(tmp_path):
     assert str(tmp_path / "other.pt") in evaluation.weight_hashes(elsewhere)
 
 
-def test_held_out_scenes_are_the_same_whatever_is_asked_for():
-    kinds = frozen.SETS["two that cross"]
-    assert frozen.held_out_scenes(kinds, 8)[:3] == frozen.held_out_scenes(kinds, 3)
-
-
 def test_hashes_follow_the_tracker_and_the_scenes(monkeypatch):
-    frozen.hashes.cache_clear()
-    before = frozen.hashes()
+    tracking.hashes.cache_clear()
+    before = tracking.hashes()
     logged = json.loads(Path("checkpoints/wan-mini/evaluation.json").read_text())["frozen"]
     scenes = {name: value for name, value in logged.items() if name.startswith("scenes, ")}
     assert len(scenes) == 3 and before == before | scenes
     monkeypatch.setattr(tracking, "SMALLEST", 0.5)
-    frozen.hashes.cache_clear()
-    after = frozen.hashes()
-    frozen.hashes.cache_clear()
+    tracking.hashes.cache_clear()
+    after = tracking.hashes()
+    tracking.hashes.cache_clear()
     assert {name for name in before if before[name] != after[name]} == {"tracker"}
 
 
 def test_workers_are_given_every_bit_and_judge_alike():
-    scenes = [scene for kinds in frozen.SETS.values() for scene in frozen.held_out_scenes(kinds, 1)]
+    scenes = [scene for kinds in tracking.SETS.values() for scene in tracking.held_out_scenes(kinds, 1)]
     noise = torch.Generator().manual_seed(0)
     videos = [v + 0.2 * torch.randn(v.shape, generator=noise) for v in evaluation.rendered(scenes, 81)]
     here = [tracking.judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]

@@ -14,9 +14,10 @@ from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.miniature import checkpoint_analysis, evaluation
 from experiments.miniature.checkpoint_analysis import read_report
-from experiments.miniature.evaluation import EvalPool, Miniature, Parts
+from experiments.miniature.evaluation import Miniature, Parts
 from experiments.miniature.moving_shapes import sample_scenes
 from experiments.miniature.recipe import Counts
+from experiments.miniature.tracking import EvalPool
 from experiments.running import cli
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
@@ -30,13 +31,6 @@ EVALUATION = json.loads((MINI / "evaluation.json").read_text())
 def config(**overrides) -> RunConfig:
     relative = {"ckpt_dir": str(MINI), "checkpoint_path": str(MINI / "self_forcing_mini.pt")}
     return load_config(ROOT / "configs" / "wan_mini.yaml", relative | overrides)
-
-
-def test_it_is_small():
-    sizes = {path: path.stat().st_size for path in MINI.rglob("*") if path.is_file()}
-    loras = [sizes.pop(path) for path in MINI.glob("lora_*.pt")]
-    assert max(sizes.values()) <= 16 * 2**20 and sum(sizes.values()) < 30e6
-    assert len(loras) == 2 and max(loras) < 3e6
 
 
 def test_its_two_weight_sets_are_one_model():
@@ -86,25 +80,6 @@ def test_a_video_has_its_own_noise_in_a_batch_of_any_size():
     assert (videos[3][0] - videos[3][1]).abs().max() > 0.1
     through = [torch.stack(list(mini.reconstructed(list(videos[3])))) for mini.batch in (1, 3)]
     torch.testing.assert_close(*through, atol=1e-3, rtol=0)
-
-
-def test_its_evaluation_meets_what_the_readme_says():
-    vae, sets = EVALUATION["vae"], EVALUATION["captions"]
-    assert vae["clips"] == 96 and vae["psnr"] >= 30
-    assert abs(vae["psnr_first_second"] - vae["psnr_last_second"]) < 0.5
-    assert {captions["count"] for captions in sets.values()} == {96}
-    for question in ("color", "shape", "background", "direction"):
-        assert min(sets["one shape"]["shares"][who][question] for who in ("causal", "base")) >= 0.98
-    crossing = [all(one["causal"].values()) for one in sets["two that cross"]["each"]]
-    assert sum(crossing) >= 0.7 * 96
-    assert sets["behind a wall"]["shares"]["causal"]["same"] >= 0.8
-    assert sets["behind a wall"]["shares"]["base"]["same"] >= 0.8
-    minutes = [long["psnr"] for long in EVALUATION["long"].values()]
-    assert all(psnr["last_second"] > psnr["first_second"] - 0.5 for psnr in minutes)
-    own_block, everything = (
-        next(row for row in EVALUATION["past"] if row["local_attn_size"] == size) for size in (3, -1)
-    )
-    assert own_block["same"] < everything["same"]  # the past is needed
 
 
 def test_prompts_reach_the_model_as_in_training():

@@ -6,17 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.miniature.latent_clips import shipped_tokenizer
 from experiments.miniature.moving_shapes import (
     BACK_BY,
-    BACKGROUNDS,
     COLORS,
-    CORNERS,
     CROSS_BETWEEN,
     DIRECTIONS,
     FPS,
     KINDS,
-    SHAPES,
     STRAIGHT,
     WALL,
     Landmark,
@@ -28,6 +24,7 @@ from experiments.miniature.moving_shapes import (
     render,
     sample_scenes,
 )
+from experiments.miniature.stages import shipped_tokenizer
 
 RED_CIRCLE = Mover("circle", "red", "right", x=0.3, y=0.5, radius=0.2, speed=0.1)
 SCENE = Scene((RED_CIRCLE,), "dark blue")
@@ -47,50 +44,6 @@ def test_caption_names_everything_that_moves():
     assert marked.caption == f"{SCENE.caption} with a small white square at the top left"
     hidden = replace(SCENE, wall="orange", unnamed_color=True)
     assert hidden.caption == "a circle moving right behind an orange wall over a dark blue background"
-
-
-def test_centre_has_the_movers_color_and_corner_the_backgrounds():
-    video = render(SCENE, frames=33, size=64)
-    assert video.shape == (33, 3, 64, 64)
-    for frame, (x, y) in enumerate(positions(SCENE, 33)[:, 0]):
-        torch.testing.assert_close(video[frame, :, int(y * 64), int(x * 64)], pixel(COLORS["red"]))
-        torch.testing.assert_close(video[frame, :, 0, 0], pixel(BACKGROUNDS["dark blue"]))
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_straight_motion_before_the_border(direction):
-    scene = replace(SCENE, movers=(replace(RED_CIRCLE, x=0.5, direction=direction),))
-    moved = positions(scene, 17)[16, 0] - positions(scene, 17)[0, 0]
-    step = torch.tensor(DIRECTIONS[direction], dtype=torch.float32)
-    torch.testing.assert_close(moved, 0.1 * 16 / FPS * step / step.norm())
-
-
-def test_bounce_keeps_the_whole_shape_inside_and_turns_it_around():
-    path = positions(replace(SCENE, movers=(replace(RED_CIRCLE, speed=0.4),)), 81)[:, 0, 0]
-    assert path.min() >= 0.2 - 1e-6 and path.max() <= 0.8 + 1e-6
-    turns = (path.diff().sign().diff() != 0).sum()
-    assert turns >= 2
-    assert path.max() == pytest.approx(0.8, abs=0.4 / FPS)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_differ_and_edges_are_antialiased(shape):
-    masks = {s: render(replace(SCENE, movers=(replace(RED_CIRCLE, shape=s),)), 1, 64)[0, 0] for s in SHAPES}
-    others = [(masks[shape] - masks[s]).abs().mean() for s in SHAPES if s != shape]
-    assert min(others) > 0.01
-    low, high = pixel(BACKGROUNDS["dark blue"])[0], pixel(COLORS["red"])[0]
-    between = (masks[shape] > low + 0.1) & (masks[shape] < high - 0.1)
-    assert between.any()
-
-
-def test_a_landmark_stays_behind_the_movers_where_the_caption_says():
-    scene = replace(SCENE, landmark=Landmark("square", "white", "top left"))
-    x, y = (int(64 * place) for place in CORNERS["top left"])
-    assert (render(scene, 33, 64)[:, :, y, x] == pixel(COLORS["white"])).all()
-    in_front = replace(RED_CIRCLE, x=CORNERS["top left"][0] + 0.1, y=0.2)
-    torch.testing.assert_close(
-        render(replace(scene, movers=(in_front,)), 1, 64)[0, :, y, x], pixel(COLORS["red"])
-    )
 
 
 @pytest.mark.parametrize("direction", ["right", "left", "up", "down"])

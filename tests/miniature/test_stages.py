@@ -14,12 +14,20 @@ from torch.nn.attention.flex_attention import create_mask
 
 from experiments import train_mini
 from experiments.miniature import stages, vae_training
-from experiments.miniature.latent_clips import encode_text, shipped_tokenizer
 from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, StageRun
-from experiments.miniature.stages import CHANGES, FewStep, adapt, frame_mask, lora_state, teacher_sigmas
+from experiments.miniature.stages import (
+    CHANGES,
+    FewStep,
+    adapt,
+    encode_text,
+    frame_mask,
+    lora_state,
+    shipped_tokenizer,
+    teacher_sigmas,
+)
 from wan.blocks import block_ranges, block_sizes, visible_frames
 from wan.checkpoint import lora_of, merge_lora, read_lora, read_self_forcing_state
-from wan.model import CausalWanModel, teacher_forcing_mask
+from wan.model import CausalWanModel
 
 MINI = ROOT / "checkpoints" / "wan-mini"
 SMALL = ["--steps", "1", "--batch", "1", "--clips", "1", "--device", "cpu"]
@@ -124,12 +132,6 @@ def test_what_is_compiled_skips_what_the_mask_hides(queries):
 
 
 # -- LoRAs --
-
-
-def test_without_a_window_the_mask_is_teacher_forcings():
-    blocks = [0, 0, 0, 1, 1, 1]
-    assert torch.equal(frame_mask([3, 3]), teacher_forcing_mask(blocks, 1))
-    assert torch.equal(frame_mask([1] * 4), teacher_forcing_mask(range(4), 1))
 
 
 def test_a_window_hides_what_a_rollout_forgets():

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from experiments import train_mini
-from experiments.caches.files import CacheError, StoppedError
+from experiments.caches.files import StoppedError
 from experiments.miniature import stages, training, vae_training
-from experiments.miniature.recipe import FRAMES, LONG_CLIPS, RECIPES, SHORT_CLIPS, VAE, Recipe, StageRun
-from experiments.miniature.training import Muon, Trainer, orthogonal
-from experiments.miniature.vae_training import SHORT_SHARE, clip_length, decode, receptive_field
+from experiments.miniature.recipe import RECIPES, Recipe, StageRun
+from experiments.miniature.training import Muon, Trainer
+from experiments.miniature.vae_training import decode, receptive_field
 from experiments.running import cli
 from experiments.running.ranks import Rank
 from wan.checkpoint import file_sha256, read_self_forcing_state
@@ -200,14 +200,6 @@ def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_avera
     assert numbers["steps"] == 3 and numbers["parameters"] == 6 and len(numbers["loss_curve"]) == 1
 
 
-def test_the_longest_clips_are_longer_than_the_decoder_sees(monkeypatch):
-    assert max(LONG_CLIPS) > receptive_field(VAE) == 109
-    monkeypatch.setattr(vae_training, "SHORT_CLIPS", SHORT_CLIPS)
-    monkeypatch.setattr(vae_training, "LONG_CLIPS", LONG_CLIPS)
-    lengths = {clip_length(step, progress) for step in range(12) for progress in (0.0, 0.99 * SHORT_SHARE)}
-    assert max(lengths) < FRAMES < max(clip_length(step, 0.9) for step in range(12))
-
-
 def test_the_receptive_field_is_what_the_decoder_reads():
     """A change of the latents beyond it changes nothing, a change within it does."""
     from diffusers import AutoencoderKLWan
@@ -221,12 +213,6 @@ def test_the_receptive_field_is_what_the_decoder_reads():
         other = z.clone()
         other[:, :, latent] += 1
         assert (decode(vae, other)[:, :, -1] != decode(vae, z)[:, :, -1]).any() == changes
-
-
-def test_a_damaged_log_is_said_in_one_line(tmp_path):
-    (tmp_path / "training.json").write_text("not JSON")
-    with pytest.raises(CacheError, match="is no log of a training"):
-        training.log_stage(tmp_path / "training.json", "vae", {})
 
 
 # -- Muon, and several processes --
@@ -248,19 +234,6 @@ def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
         reference.step()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other.data, atol=2e-5, rtol=0)  # products of bf16 in another order
-
-
-def test_singular_values_come_near_one():
-    torch.manual_seed(0)
-    x = torch.randn(3, 16, 40)
-    found = orthogonal(x)
-    values = torch.linalg.svdvals(found)
-    assert values.min() > 0.6 and values.max() < 1.3
-    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
-    s = s / s.square().sum(-1, keepdim=True).sqrt()
-    for _ in range(5):  # the same polynomial of singular values alone
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    torch.testing.assert_close(found.double(), u * s[:, None] @ v, atol=1e-4, rtol=0)
 
 
 def two_ranks_worth(rank: int, count: int, init_file: str) -> list[torch.Tensor]:
@@ -308,25 +281,3 @@ def test_what_several_processes_cannot_do(more, said, monkeypatch, tmp_path):
         train_mini.run(["--stage", "vae", *more, "--output_dir", str(tmp_path), "--device", "cpu"])
     one, other = (stage_run(rank=Rank(number, 2)) for number in range(2))
     assert one.batch == other.batch == 2 and other.rank_seed != one.rank_seed == one.seed
-
-
-def test_a_kernel_is_a_matrix_of_its_outputs():
-    torch.manual_seed(0)
-    kernel, gradient = torch.randn(6, 2, 3, 3), torch.randn(6, 2, 3, 3)
-    matrix = kernel.flatten(1).clone()
-    kernel.grad, matrix.grad = gradient, gradient.flatten(1).clone()
-    for x in (kernel, matrix):
-        Muon([x], torch.tensor(LR)).step()
-    assert torch.equal(kernel.flatten(1), matrix)
-
-
-def test_outlines_weigh_more():
-    """A wall that ends at column 8, in the second frame: two pixels on both sides of its end weigh more, the
-    video's border does not."""
-    video = torch.zeros(1, 3, 2, 16, 16)
-    video[:, 1, 1, :, :8] = 0.7
-    weights = vae_training.pixel_weights(video)
-    assert weights.shape == (1, 1, 2, 16, 16)
-    near = torch.ones(2, 16, 16)
-    near[1, :, 6:10] = vae_training.EDGE_WEIGHT
-    assert torch.equal(weights[0, 0], near)

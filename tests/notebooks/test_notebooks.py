@@ -21,7 +21,7 @@ from experiments.caches.files import CacheError
 from experiments.caches.formats import SCHEMA_VERSION
 from experiments.caches.store import layer_from_atlas
 from experiments.extraction.causal import policy_atlas
-from experiments.studies import policy_comparison, policy_findings
+from experiments.studies import policy_findings
 from wan.blocks import later_block
 
 PUBLISHED = ROOT / "cache/published"
@@ -277,7 +277,7 @@ def test_an_edit_is_run_and_shown(tmp_path):
 
 @pytest.fixture(scope="module")
 def findings():
-    gains = dict.fromkeys(("full", *policy_comparison.FAMILY, "frozen", "vae"), 0.1)
+    gains = dict.fromkeys(("full", *policy_findings.FAMILY, "frozen", "vae"), 0.1)
     gains |= {"window,window=9,sink=3": 0.4, "deep_sink,window=9,sink=3": 0.2}
     return policy_findings.findings(long_findings.comparison(gains))
 

@@ -5,7 +5,6 @@ import signal
 import time
 from argparse import Namespace
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
 from experiments.running.ranks import Rank
-from experiments.running.work_items import WorkItems
-from experiments.studies import causal_atlas, direct_effects
+from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import atlas_cache, make_atlas
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -76,25 +74,16 @@ def test_a_direct_effect_is_the_change_of_a_rollout_edited_in_that_block_alone(f
     with torch.no_grad():
         for row, config in enumerate(configs):
             base = session.rollout(config)
-            other = session.rollout(replace(config, seed=config.seed + direct_effects.ANOTHER_SEED))
-            between = direct_effects.distance(base, other)[0]
+            other = session.rollout(replace(config, seed=config.seed + causal_atlas.ANOTHER_SEED))
+            between = causal_atlas.distance(base, other)[0]
             with intervene(replace(EDIT, layers=(3,), heads=(5,), blocks=(2,))):
                 edited = session.rollout(config)
-            expected = direct_effects.distance(base, edited)[0] / between
+            expected = causal_atlas.distance(base, edited)[0] / between
             torch.testing.assert_close(atlas["between_seeds"][row].double(), between, atol=2e-6, rtol=0)
             torch.testing.assert_close(
                 atlas["effects"][row, 1, 1, 6:].double(), expected[6:], atol=2e-6, rtol=0
             )
     assert atlas["floor"].max() < 1e-3 < atlas["effects"][..., 3:].max()
-
-
-def test_controls_are_other_frames_and_other_heads(finished):
-    atlas = causal_atlas.merged(finished)
-    assert torch.equal(atlas["head_control"].nan_to_num(), atlas["effects"].flip(2).nan_to_num())
-    control = atlas["frame_control"]
-    assert torch.equal(control.isnan(), atlas["effects"].isnan())
-    assert not torch.isclose(control, atlas["effects"]).any()
-    assert atlas["head_norms"].shape == (2, 2, 2) and (atlas["head_norms"] > 0).all()
 
 
 def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, session, configs):
@@ -125,18 +114,6 @@ def test_the_cache_keeps_to_its_schema(finished, session, tmp_path):
         open_profiles(cache)
 
 
-def test_a_piece_is_named_by_what_its_files_hold(tmp_path, session, configs, monkeypatch):
-    means, names = tmp_path / "means.pt", []
-    (tmp_path / "edit.yaml").write_text(f"- {{edit: ablate, how: mean, source: {means}, passes: denoise}}")
-    monkeypatch.setattr(causal, "prepare", lambda *_: session)
-    monkeypatch.setattr(causal_atlas, "run", lambda one, *_: names.append(one.settings))
-    for content in (b"one", b"two"):
-        means.write_bytes(content)
-        with pytest.raises(StoppedError):
-            make_atlas(flags(tmp_path), configs, Rank())
-    assert len(set(names)) == 2
-
-
 def flags(folder) -> Namespace:
     """Of an atlas of layers, with edit.yaml of a folder."""
     given = {"edit": str(folder / "edit.yaml"), "each": "layer", "output_dir": str(folder), "batch": 2}
@@ -147,7 +124,7 @@ def flags(folder) -> Namespace:
 def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, session, configs, monkeypatch, capfd):
     (tmp_path / "edit.yaml").write_text("- {edit: ablate, how: zero, layers: [1, 3], passes: denoise}")
     monkeypatch.setattr(causal, "prepare", lambda *_: session)
-    measured = direct_effects.measure
+    measured = causal_atlas.measure
 
     def while_measuring(runs, edits):
         if ("effect", 0) in edits:  # not while it looks for the floor
@@ -155,19 +132,11 @@ def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, session, configs, monkeypatc
             time.sleep(0.01)
         return measured(runs, edits)
 
-    monkeypatch.setattr(direct_effects, "measure", while_measuring)
+    monkeypatch.setattr(causal_atlas, "measure", while_measuring)
     with pytest.raises(StoppedError, match="what is done will not be made again"):
         make_atlas(flags(tmp_path), configs, Rank())
     assert "stopping after this layer" in capfd.readouterr().err
     assert len(list((tmp_path / "items").glob("*.json"))) == 2  # two runs of one layer
-
-
-def test_a_rank_that_waits_for_others_stops_too(tmp_path, session, configs):
-    one = study(tmp_path, session, configs, replace(EDIT, layers=(1,)))
-    watch = Lines(0)
-    with WorkItems(tmp_path / "items") as other:
-        assert list(islice(other.claim(list(one.pieces(2)), lambda name: False), 1))
-        assert causal_atlas.run(one, 2, watch, Rank()) is False
 
 
 def test_what_has_no_direct_effect_is_refused(tmp_path, session, configs):

@@ -15,8 +15,8 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.benchmarks.reproduce import hidden_shapes as script
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
-from experiments.miniature.evaluation import EvalPool
-from experiments.studies import causal_atlas, direct_effects, hidden_shapes
+from experiments.miniature.tracking import EvalPool
+from experiments.studies import causal_atlas, hidden_shapes
 from experiments.studies.hidden_shapes import (
     Condition,
     Design,
@@ -26,7 +26,6 @@ from experiments.studies.hidden_shapes import (
 )
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
-from wan.errors import ConfigError
 from wan.interventions import intervene
 from wan.vae import VAE
 
@@ -134,32 +133,6 @@ def test_a_stopped_study_keeps_what_is_judged(tmp_path, config, session, judges,
     assert done == [True, False, False, False]
 
 
-def test_heads_are_ranked_by_what_knocking_them_out_does_to_selection_captions(finished, monkeypatch):
-    fall = {(1, 2): 0.0, (1, 7): 0.5, (6, 0): 0.0}
-    change = {(1, 2): 0.3, (1, 7): 0.1, (6, 0): 0.2}
-    measures = {"measures": {"s": np.arange(96).reshape(8, 12).tolist()}}
-    monkeypatch.setattr(type(finished), "read", lambda self, one: measures)
-
-    def answers(self, one, question="same"):
-        head = one.heads[0] if one.heads else None
-        return torch.tensor([change[head] if question == "change" else 0.9 - fall.get(head, 0)])
-
-    monkeypatch.setattr(type(finished), "answers", answers)
-    found = finished.selection_measures()
-    ranked = sorted(HEADS, key=lambda head: -found["effect"][head])
-    assert ranked == [(1, 7), (1, 2), (6, 0)]  # of equal ones that which changes more
-    assert found["s"] == {(1, 2): 14, (1, 7): 19, (6, 0): 72}
-
-
-def test_selection_captions_are_others():
-    test, selection = captions_behind_a_wall(Design())
-    captions = [{scene.caption for _, scene in part} for part in (test, selection)]
-    assert [len(part) for part in captions] == [96, 24] and not captions[0] & captions[1]
-    assert len(hidden_shapes.captions(32)) == 32
-    with pytest.raises(ConfigError, match="captions of wall are asked for"):
-        captions_behind_a_wall(Design(captions=930))
-
-
 def test_curves_come_back_from_planted_answers():
     captions = np.arange(64) % 4 / 4  # shares of 0, 1/4, 1/2, 3/4
     draws = np.stack([np.stack([captions, captions]), np.stack([captions + 0.25, captions])])
@@ -170,23 +143,6 @@ def test_curves_come_back_from_planted_answers():
     assert knockout_curves.heads_for_half([0.9, 0.8, 0.7], [1, 2, 4], 1.0, 0.0) is None
     exactly_half = 171 / 288  # of 247 and 95: no rounding may decide
     assert knockout_curves.heads_for_half([exactly_half], [4], 247 / 288, 95 / 288) == 4
-
-
-def test_the_interval_of_random_orders_resamples_orders_too():
-    """Two orders that differ by 0.5 in every caption: no number of captions makes their mean certain."""
-    draws = np.stack([np.zeros((1, 500)), np.full((1, 500), 0.5)])
-    share, low, high, *_ = knockout_curves.random_curve(draws)[0]
-    assert (share, low, high) == (0.25, 0, 0.5)
-
-
-def test_curves_are_computed_from_the_seeds_that_come_back():
-    digits = {f"{name}: 1": "30" for name in knockout_curves.ORDERS} | {"random 0: 1": "33"}
-    found = {"seeds": 3, "draws": 1, "counts": [1]}
-    found["seeds_that_come_back"] = digits | {"base": "33", "all": "00"}
-    curves = knockout_curves.curves_of(found)
-    assert curves["curves"]["s"] == [[0.5, 0, 1]] and curves["curves"]["random"] == [[1, 1, 1, 1, 1]]
-    assert curves["more_than_by_effect"]["s"] == [[0, 0, 0]]
-    assert curves["heads_for_half"] == dict.fromkeys(knockout_curves.ORDERS, 1) | {"random": None}
 
 
 def test_a_planted_dependence_on_frame_0_is_found(monkeypatch):
@@ -227,5 +183,5 @@ def test_frame_0_is_removed_from_the_view_of_each_head(tmp_path, config, session
     atlas = causal_atlas.merged(study)
     np.testing.assert_allclose(found["effect"], np.nanmean(atlas["effects"].numpy(), -1))
     assert {found[name].shape for name in ("effect", "control", "s, first pass")} == {(2, 1, 12)}
-    again = measures_by_pass(direct_effects.begin(session, study.configs), [0])
+    again = measures_by_pass(causal_atlas.begin(session, study.configs), [0])
     np.testing.assert_allclose(found["s, first pass"][:, 0], again["s"][0][:, 6], atol=1e-5)

@@ -16,9 +16,8 @@ from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import edited
 from experiments.extraction.edits import to_yaml
 from experiments.extraction.observer import RunObserver
-from experiments.running import cli
 from experiments.studies import intervention_job
-from experiments.studies.direct_effects import distance
+from experiments.studies.causal_atlas import distance
 from wan.capture import CaptureRequest
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -145,31 +144,6 @@ def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tm
         causal.extract_next(session, replace(few, interventions=[gone.to_dict()]), [])
 
 
-def test_means_of_something_else_are_refused(session, config, tmp_path):
-    path = tmp_path / "means.pt"
-    for values, message in (
-        (
-            torch.zeros(3, 4, 16),
-            "no means of head outputs of this model.s 12 heads of 16 numbers; leave source out",
-        ),
-        (torch.zeros(3, 12, 16).int(), "holds no means of head outputs"),
-        ([1], "holds no means of head outputs"),
-    ):
-        torch.save({"self|4|0|": values}, path)
-        with pytest.raises(ConfigError, match=message):
-            causal.reference_means(session, config, path)
-
-
-def test_a_kept_base_run_is_of_the_files_that_it_was_made_of(session, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(causal.LoadedModel, "rollout", lambda *_: torch.zeros(1, 9, 16, 8, 8))
-    kept = str(tmp_path / "base.pt")
-    for _ in range(2):
-        intervention_job.base_runs(kept, session, config)
-    other = replace(session, common=session.common | {"files": session.common["files"][1:]})
-    with pytest.raises(ConfigError, match=r"base.pt is of another run"):
-        intervention_job.base_runs(kept, other, config)
-
-
 def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, capsys):
     (tmp_path / "edits.yaml").write_text(to_yaml([EDIT]))
     files = {"--interventions": "edits.yaml", "--output_path": "effects.pt", "--save_base": "base.pt"}
@@ -191,21 +165,6 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, 
     assert (tmp_path / "base.pt").read_bytes() == base
     with pytest.raises(ConfigError, match=r"base.pt is of another run; choose another --save_base"):
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
-
-
-def test_ctrl_c_says_what_is_kept(tmp_path, monkeypatch, capfd):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(causal, "prepare", interrupted)
-    (tmp_path / "edits.yaml").write_text(to_yaml([EDIT]))
-    flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--output_path"]
-    flags += [str(tmp_path / "e.pt"), "--interventions", str(tmp_path / "edits.yaml"), "--save_base"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(run_intervention.run, [*flags, str(tmp_path / "base.pt")])
-    said = capfd.readouterr().err
-    assert ended.value.code == 130 and said.startswith("error: stopped; effects are kept when they are all")
-    assert "base.pt at once: run the same command again" in said and said.count("\n") == 1
 
 
 def test_the_base_model_is_edited_by_its_config_too():

@@ -10,7 +10,7 @@ import torch
 from experiments.extraction import causal
 from experiments.studies.causal_atlas import Study
 from experiments.studies.intervention_job import base_runs
-from experiments.studies.policy_comparison import Comparison, held_out
+from experiments.studies.policy_comparison import Comparison
 from wan.config import ModelConfig, load_config
 from wan.interventions import Knockout
 
@@ -91,17 +91,6 @@ def test_another_input_is_another_name(name_of, inputs, config, tmp_path):
         names[what] = name_of(session, other, tmp_path)
     assert len(set(names.values())) == len(names), names
     assert name_of(session_of(config), config, tmp_path) == names["as it is"]
-
-
-def test_a_video_of_a_comparison_is_named_by_its_policy_and_its_scene_too(config, tmp_path):
-    [(prompt, scene), (_, another)] = held_out(2).items()
-    runs, policies = [replace(config, prompt=prompt)], {"full": {}, "window": {"name": "window", "window": 3}}
-    names = [
-        item.name
-        for scenes in ({}, {prompt: scene}, {prompt: another})
-        for item in Comparison(tmp_path, policies, runs, scenes, "0", "float32", 1, controls=["frozen"]).items
-    ]
-    assert len(names) == 8 == len(set(names))
 
 
 def test_a_reference_set_is_every_prompt_with_two_seeds(config, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -86,15 +85,6 @@ def test_attention_of_every_video(made):
     assert one[0]["logits"].shape == (8, 12, 3, 3) and not torch.equal(one[0]["logits"], other[0]["logits"])
 
 
-def test_files_for_eyes_and_for_vbench(made):
-    folder, table = made
-    assert sorted(path.name for path in (folder / "videos").iterdir()) == sorted(
-        f"{label}_0.mp4" for label in [*POLICIES, *policy_comparison.CONTROLS]
-    )
-    names = {path.name for path in (folder / "vbench/full").iterdir()}
-    assert names == {f"{prompt}-{index}.mp4" for prompt in table["prompts"] for index in (0, 1)}
-
-
 @pytest.fixture
 def alike():
     """A comparison of prompts that begin alike, in letters of one byte and of three."""
@@ -144,16 +134,6 @@ def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, monkeypatch):
     assert compare(folder)["videos"] == table["videos"] and len(calls) == 1
 
 
-def test_attention_that_is_asked_for_later_is_made(made):
-    folder, table = made
-    again = compare(folder, capture="all", policies=["full"], controls=["rendered"])
-    assert [row["seconds"] for row in again["videos"]] == [
-        row["seconds"] for row in table["videos"] if row["label"] in ("full", "rendered")
-    ]
-    kept = [row["name"] for row in again["videos"] if row["label"] == "full"]
-    assert all(len(read_blocks(folder / "attention" / name)) == 2 for name in kept)
-
-
 @pytest.mark.parametrize("before", ["none", "band:3"])
 def test_attention_of_another_capture_is_made_again(before, alike, tmp_path):
     planned = replace(alike, folder=tmp_path, vbench=None, capture=BlockCapture.read("all", 0))
@@ -180,53 +160,6 @@ def test_another_batch_changes_rounding_alone(made, tmp_path):
         [one] = [video for video in table["videos"] if all(video[key] == other[key] for key in mine)]
         assert one["tracker"] == other["tracker"]
         assert one["seconds"]["distance"] == pytest.approx(other["seconds"]["distance"], rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nothing"], "is no file"),
-        (["window,window=3,sink"], "is not FIELD=VALUE"),
-        (["window,width=3"], "no field 'width'"),
-        (["window,window=three"], "window must be"),
-    ],
-)
-def test_policies_that_are_none(words, message):
-    with pytest.raises(ConfigError, match=message):
-        policy_comparison.read_policies(words)
-
-
-def test_an_item_is_named_by_what_its_files_hold(tmp_path):
-    folder, heads = tmp_path / "model", tmp_path / "heads.csv"
-    folder.mkdir()
-    for path in Path("checkpoints/wan-mini").resolve().iterdir():
-        if path.name != "vae":
-            (folder / path.name).symlink_to(path)
-    (folder / "vae").mkdir()
-    vae, names = folder / "vae/diffusion_pytorch_model.safetensors", []
-    (folder / "vae/config.json").write_text("{}")
-    settings = {"name": "per_head", "file": str(heads), "policies": {c: {"name": "full"} for c in "ab"}}
-    (tmp_path / "policy.yaml").write_text(json.dumps(settings))
-    heads.write_text("a")
-    args = Namespace(vae_dtype="float32", batch=1)
-    policies = policy_comparison.read_policies(["full", str(tmp_path / "policy.yaml")])
-    config = load_config("configs/wan_mini.yaml", {"ckpt_dir": str(folder)})
-    hashed: Future = Future()
-    hashed.set_result("of the weights")
-    for of_vae, of_heads, of_text in ((b"1", "a", 1), (b"2", "a", 1), (b"1", "b", 1), (b"1", "a", 2)):
-        vae.write_bytes(of_vae)
-        heads.write_text(of_heads)
-        session = Namespace(sha256=hashed, dtype="float32", device=torch.device("cpu"))
-        session.common = {"files": [of_text]}
-        planned = Comparison(tmp_path, policies, [config], {})
-        items = policy_comparison.with_session(args, session, planned).items
-        names.append([item.name for item in items])
-    (full, per_head), *changed = names
-    assert [(one == full, other == per_head) for one, other in changed] == [
-        (False, False),
-        (True, False),
-        (False, False),
-    ]
 
 
 def test_blocks_decode_to_the_pixels_of_the_whole():

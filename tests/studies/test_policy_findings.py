@@ -5,7 +5,6 @@ from helpers.long_findings import KINDS, comparison
 
 from experiments.analysis.long_rollouts import LongRollouts
 from experiments.studies import policy_findings
-from wan.errors import ConfigError
 
 
 def test_findings_find_what_was_put_in():
@@ -49,20 +48,6 @@ def test_policies_of_ones_own_stand_beside_the_family_outside_holm():
     assert rows[own]["right"].startswith("0.6") and rows[own]["adjusted"] == "no"
     alone = policy_findings.findings(comparison({"full": 0.0, own: 0.2}))["against_full"]
     assert alone == {own: found["against_full"][own]}
-
-
-def test_a_short_video_says_where_its_seconds_end():
-    table = comparison({"full": 0.0}, seconds=8) | {"num_frames": 33}
-    assert policy_findings.findings(table)["primary"].startswith("share of seconds 5 to 8 in which")
-    assert policy_findings.findings(comparison({"full": 0.0}))["primary"].startswith(
-        "share of seconds 5 to 60"
-    )
-
-
-@pytest.mark.parametrize("content", [{}, {"videos": 3}, {"prompts": [], "kinds": [], "videos": [{}]}])
-def test_another_table_is_refused(content):
-    with pytest.raises(ConfigError, match=r"no comparison|findings need"):
-        policy_findings.findings(content)
 
 
 def measures_of_full(table):

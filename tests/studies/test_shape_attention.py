@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from experiments.analysis.effects import sign_flip_p
 from experiments.benchmarks.reproduce.shape_attention import chosen_heads, report_of
-from experiments.miniature.frozen import SETS, held_out_scenes
+from experiments.miniature.tracking import SETS, held_out_scenes
 from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
 from wan.capture import CapturedCall, Pass, Site
 from wan.errors import ConfigError

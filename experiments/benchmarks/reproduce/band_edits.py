@@ -21,11 +21,11 @@ from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
-from experiments.miniature.evaluation import EvalPool
+from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress
 from experiments.running.ranks import this_rank, workers_of
-from experiments.studies import direct_effects
+from experiments.studies import causal_atlas
 from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind_a_wall
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
@@ -55,7 +55,7 @@ def run(argv=None):
         session = causal.prepare(config, [], [scene.caption for _, scene in numbered], watch)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         configs = [replace(config, prompt=scene.caption, seed=number) for number, scene in numbered]
-        runs, scenes = direct_effects.begin(session, configs), [scene for _, scene in numbered]
+        runs, scenes = causal_atlas.begin(session, configs), [scene for _, scene in numbered]
         head_dim, report = session.model_config.head_dim, {}
         base: dict[str, np.ndarray] = {}
         for name, edit in conditions(len(temporal_frequencies(head_dim))).items():
@@ -67,7 +67,7 @@ def run(argv=None):
             fit = fit_matrix(logits, config.block_sizes, temporal_frequencies(head_dim)[:FITTED])
             found = {"s": fit.s, "wave": fit.waves.cosine - 1j * fit.waves.sine}  # amplitude e^{i phase}
             base = base or found
-            change = direct_effects.distance(latents, runs.latents) / runs.between_seeds
+            change = causal_atlas.distance(latents, runs.latents) / runs.between_seeds
             videos = (video for part in latents.split(96) for video in vae.decode(part).cpu())
             answers = judges.judge_all(videos, scenes)
             report[name] = {

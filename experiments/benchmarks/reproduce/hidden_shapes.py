@@ -30,8 +30,8 @@ from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
 from experiments.figures.style import save_svg
-from experiments.miniature.evaluation import EvalPool
 from experiments.miniature.recipe import SIDE
+from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import on_own_device, this_rank, workers_of

@@ -29,8 +29,8 @@ from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count, main
 from experiments.session import capture, load
-from experiments.studies.policy_comparison import read_policies, short_label
-from experiments.studies.policy_findings import findings
+from experiments.studies.policy_comparison import read_policies
+from experiments.studies.policy_findings import findings, short_label
 from wan.errors import ConfigError
 from wan.files import read_json
 

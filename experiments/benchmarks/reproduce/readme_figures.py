@@ -23,8 +23,8 @@ from experiments.figures.style import save_svg
 from experiments.figures.training import training_checkpoints, training_curves, video_strips
 from experiments.miniature.checkpoint_analysis import read_report
 from experiments.miniature.evaluation import Miniature, rendered
-from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.recipe import FRAMES
+from experiments.miniature.tracking import SETS, held_out_scenes
 from experiments.running.cli import Parser, main
 from wan.config import load_config
 from wan.files import read_json

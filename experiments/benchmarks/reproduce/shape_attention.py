@@ -24,8 +24,8 @@ from experiments.extraction.devices import choose_device
 from experiments.extraction.provenance import environment
 from experiments.figures.style import save_svg
 from experiments.figures.video_maps import map_strip
-from experiments.miniature.frozen import SETS, held_out_scenes
 from experiments.miniature.moving_shapes import Scene
+from experiments.miniature.tracking import SETS, held_out_scenes
 from experiments.running.cli import Parser, count, main
 from experiments.studies.shape_attention import MASKS, ShapeAttention, cover_of, followers, measure
 from wan.config import RunConfig, load_config
