@@ -248,5 +248,5 @@ def long_videos(mini: Miniature, scenes: Sequence[Scene], pool: EvalPool) -> lis
         squared = (out - video).square().mean((1, 2, 3))[None]
         ends = {"first_second": squared[:, :FPS], "last_second": squared[:, -FPS:]}
         judged = [pool.call(long_shares, one.numpy(), scene) for one in (video, out)]
-        rows.append(({end: psnr(errors).item() for end, errors in ends.items()}, *judged))
-    return [{"psnr": db, "rendered": one.result(), "vae": other.result()} for db, one, other in rows]
+        rows.append(({end: psnr(errors).item() for end, errors in ends.items()}, judged))
+    return [{"psnr": db, "rendered": a.result(), "vae": b.result()} for db, (a, b) in rows]

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,10 @@ def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> Edit
     return edit_of
 
 
+def _in_every_block(edit: Edit, block: int) -> Edit:
+    return edit
+
+
 # -- the study and its items ---------------------------------------------------------------------------------
 
 
@@ -242,7 +246,7 @@ class Study:
                 edit = replace(edit, heads=(unit,))
             elif self.each == "frame" and isinstance(edit, (Knockout, Bias, Move)):
                 edit = replace(edit, frames=(unit,))
-            yield ("effect", unit), lambda block, edit=edit: edit
+            yield ("effect", unit), partial(_in_every_block, edit)
             of_frames = isinstance(edit, (Knockout, Bias, Move)) and edit.frames not in (("past",), ("own",))
             if of_frames and self.each != "frame":
                 sizes = self.configs[0].block_sizes

@@ -20,6 +20,7 @@ CASES: dict[str, list[list[str]]] = {
     "kernels": [["--frames", "0"]],
     "public": [[*MINI], ["{}/none", *MINI]],
     "random_weights": [["{}/out", "--model", "Wan3"]],
+    "reproduce.band_edits": [["--captions", "0"], ["--config_path", "{}/none.yaml"]],
     "reproduce.base_and_causal": [["{}/none.pt", "{}/none.pt", "{}/sheet.svg"]],
     "reproduce.first_frame": [["--training", "{}"], ["--training", "--output_path", "{}/text.json"]],
     "reproduce.hidden_shapes": [

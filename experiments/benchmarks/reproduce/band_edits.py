@@ -59,7 +59,9 @@ def run(argv=None):
         head_dim, report = session.model_config.head_dim, {}
         base: dict[str, np.ndarray] = {}
         for name, edit in conditions(len(temporal_frequencies(head_dim))).items():
-            with intervene(edit) if edit else nullcontext(), capture() as calls:
+            # The mean logits of the first pass, and the means of queries and keys of all passes.
+            capture = ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", mass=False, query_key_means=True)
+            with intervene(edit) if edit else nullcontext(), capture as calls:
                 latents = runs.inference()
             logits = of_frames(calls, "frame_logits", 0)  # [captions, layers, H, F, F]
             if not base:
@@ -94,11 +96,6 @@ def conditions(bands: int) -> dict[str, Band | None]:
         found[f"band {band}, π"] = Band((band,), phase=pi, passes="denoise")
         found[f"band {band}, removed"] = Band((band,), scale=0.0, passes="denoise")
     return found
-
-
-def capture():
-    """Keep the mean logits of the first pass, and the means of queries and keys of all passes."""
-    return ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", mass=False, query_key_means=True)
 
 
 def of_frames(calls: list[CapturedCall], name: str, step: int) -> np.ndarray:

@@ -69,13 +69,21 @@ def run(argv=None):
 
 # --- The published atlases
 def of_atlases(views: dict[str, Profiles]) -> dict[str, Any]:
-    """Return what the page says of each atlas, of the correlation between them, and of the paper's curves."""
+    """Return the numbers of each atlas, the correlation between them, and r and RMS with the paper's curves."""
+    curves = published.read_curves(published.FOLDER / published.FIGURE4_CSV)
+    paper: dict[str, Any] = {}
+    for name, view in views.items():
+        if view.num_frames == len(next(iter(curves.values())).values):
+            panels = choose_heads(view, published.FIGURE4_HEADS).panels
+            for panel in published.add_reference(panels, view, curves):
+                r, rms, _ = panel.agreement or (np.nan, np.nan, ())
+                paper.setdefault(panel.label, {})[name] = {"r": rounded(r, 3), "rms": rounded(rms)}
     effects = [measured(view).fit.effect.ravel() for view in views.values()]
     between = {"between prompts": effects[1], "between lengths": effects[2]}
     return {
         "atlases": {name: numbers(view) for name, view in views.items()},
         "correlation_of_s": {n: rounded(np.corrcoef(effects[0], s)[0, 1]) for n, s in between.items()},
-        "paper": paper_agreement(views),
+        "paper": paper,
     }
 
 
@@ -85,14 +93,12 @@ def draw_atlases(views: dict[str, Profiles]) -> dict[str, Figure]:
     for name, view in views.items():
         dots[name] = (measures.head_statistics(view.profiles()).delta, measured(view).fit.effect)
         lines[name] = mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
-    title, axes = "What first − middle measures, a dot a head", ("first − middle", "first-frame effect s")
+    title = f"What first − middle measures, a dot a head: {about}"
+    axes = ("first − middle (logits)", "first-frame effect s (logits)")
+    contrasts = f"Key-frame contrasts, mean over 360 heads: {about}"
     return {
-        "first_frame_published": score_against_effect(
-            dots, f"{title}: {about}", *(f"{name} (logits)" for name in axes)
-        ),
-        "key_frames_published": contrasts_by_frame(
-            lines, f"Key-frame contrasts, mean over 360 heads: {about}", block=3
-        ),
+        "first_frame_published": score_against_effect(dots, title, *axes),
+        "key_frames_published": contrasts_by_frame(lines, contrasts, block=3),
     }
 
 
@@ -147,19 +153,6 @@ def mean_interval(values: np.ndarray) -> np.ndarray:
     return np.stack([values.mean((0, 1)), *np.percentile(means, (2.5, 97.5), axis=0)])
 
 
-def paper_agreement(views: dict[str, Profiles]) -> dict[str, Any]:
-    """Return Pearson's r and the RMS in logits of each prompt's heads with the paper's curves."""
-    curves = published.read_curves(published.FOLDER / published.FIGURE4_CSV)
-    found: dict[str, Any] = {}
-    for name, view in views.items():
-        if view.num_frames == len(next(iter(curves.values())).values):
-            panels = choose_heads(view, published.FIGURE4_HEADS).panels
-            for panel in published.add_reference(panels, view, curves):
-                r, rms, _ = panel.agreement or (np.nan, np.nan, ())
-                found.setdefault(panel.label, {})[name] = {"r": rounded(r, 3), "rms": rounded(rms)}
-    return found
-
-
 def summary(values: np.ndarray) -> dict[str, Any]:
     above = int((values > measures.DELTA_THRESHOLD).sum())
     return {"mean": rounded(values.mean()), "median": rounded(np.median(values)), "heads_above_2": above}
@@ -171,7 +164,7 @@ def rounded(value: float, digits: int = 2) -> float:
 
 # --- The miniature in training
 def checkpoints(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return a row for the first and the clean pass of every atlas, by seed in the order of training."""
+    """Return s, its place among the placebos' sizes, and c(0), of the first and the clean pass of every atlas."""
     rows = []
     for seed, folder in enumerate(folders):
         paths = sorted(folder.glob("step_*.pt"))
@@ -180,39 +173,34 @@ def checkpoints(folders: Sequence[Path]) -> list[dict[str, Any]]:
         for path in paths:
             cache = load_cache(path)
             passes = open_passes(cache, open_profiles(cache))
-            at = {"seed": seed, "step": int(path.stem.removeprefix("step_"))}
             for name, view in zip(ENDS, (passes[0], passes[-1]), strict=True):
-                rows.append(at | {"pass": name} | training_numbers(view))
+                found = measured(view)
+                s, largest = found.fit.effect, np.abs(found.placebos).max(-1)
+                rows.append(
+                    {
+                        "seed": seed,
+                        "step": int(path.stem.removeprefix("step_")),
+                        "pass": name,
+                        "heads": s.size,
+                        "placebos": len(found.frames),
+                        "effect_mean": rounded(s.mean()),
+                        "effect_median": rounded(np.median(s)),
+                        "heads_above_all_placebos": int((s > largest).sum()),
+                        "heads_below_all_placebos": int((s < -largest).sum()),
+                        "contrast_0": rounded(found.contrasts[..., 0].mean()),
+                    }
+                )
     return rows
-
-
-def training_numbers(view: Profiles) -> dict[str, Any]:
-    """Return s, its place among the placebos' sizes, and c(0), over all heads of one pass."""
-    found = measured(view)
-    s, largest = found.fit.effect, np.abs(found.placebos).max(-1)
-    return {
-        "heads": s.size,
-        "placebos": len(found.frames),
-        "effect_mean": round(float(s.mean()), 2),
-        "effect_median": round(float(np.median(s)), 2),
-        "heads_above_all_placebos": int((s > largest).sum()),
-        "heads_below_all_placebos": int((s < -largest).sum()),
-        "contrast_0": round(float(found.contrasts[..., 0].mean()), 2),
-    }
 
 
 def with_earlier(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return rows with a report's rows of other seeds, steps and passes, which name their commit."""
-
-    def key(row: dict[str, Any]) -> tuple[int, int, int]:
-        return row["seed"], row["step"], ENDS.index(row["pass"])
-
     try:
         before = [{"git": report["environment"]["git"][:9]} | row for row in report["checkpoints"]]
-        found = {key(row): row for row in [*before, *rows]}
+        found = {(row["seed"], row["step"], ENDS.index(row["pass"])): row for row in [*before, *rows]}
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"the report is not what this script writes ({error!r})") from None
-    return [found[k] for k in sorted(found)]
+    return [found[key] for key in sorted(found)]
 
 
 def few_step_from() -> int:
@@ -225,9 +213,11 @@ def draw_training(rows: Sequence[dict[str, Any]]) -> Figure:
     """Draw a line for each seed: the mean of s, and how many heads stand out."""
 
     def lines(key: str, name: str) -> list[tuple[list[int], list[float]]]:
-        chosen = [row for row in rows if row["pass"] == name]
-        by_seed = [[row for row in chosen if row["seed"] == seed] for seed in {r["seed"]: 0 for r in chosen}]
-        return [([row["step"] for row in of], [row[key] for row in of]) for of in by_seed]
+        by_seed: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["pass"] == name:
+                by_seed.setdefault(row["seed"], []).append(row)
+        return [([row["step"] for row in of], [row[key] for row in of]) for of in by_seed.values()]
 
     panels = {
         "First-frame effect s, mean of all heads (logits)": "effect_mean",

@@ -8,7 +8,6 @@ command goes on where it stopped.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,11 @@ from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import on_own_device, this_rank, workers_of
-from experiments.studies import causal_atlas
-from experiments.studies.hidden_shapes import (
-    QUESTIONS,
-    Condition,
-    Design,
-    HiddenShapes,
-    captions,
-    captions_behind_a_wall,
-    first_frame_numbers,
-    first_frame_study,
-)
+from experiments.studies import causal_atlas, hidden_shapes
+from experiments.studies.hidden_shapes import QUESTIONS, Design, HiddenShapes
 from wan.config import load_config
 from wan.errors import ConfigError
+from wan.files import read_json
 from wan.vae import VAE
 
 SCALE = 8  # pixels of a latent
@@ -72,8 +63,8 @@ def run(argv=None):
     args = parser.parse_args(argv)
     if args.draw:
         try:
-            draw_figures(json.loads(args.output_path.read_text(encoding="utf-8")), args.figures)
-        except (ValueError, KeyError, TypeError) as error:
+            draw_figures(read_json(args.output_path), args.figures)
+        except (KeyError, TypeError) as error:
             raise ConfigError(f"{args.output_path} is not what this script writes: {error}") from None
         return
     require_writable(args.output_path)
@@ -98,24 +89,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         stopping_when_asked(watch, "condition"),
         EvalPool(workers_of(args.workers, rank)) as judges,  # before a GPU is touched: it forks
     ):
-        config, of_frame_0 = on_own_device(config, rank), captions(FIRST_FRAME_CAPTIONS)
-        walls = [scene.caption for part in reversed(captions_behind_a_wall(design)) for _, scene in part]
+        config, of_frame_0 = on_own_device(config, rank), hidden_shapes.captions(FIRST_FRAME_CAPTIONS)
+        test, selection = hidden_shapes.captions_behind_a_wall(design)
+        walls = [scene.caption for _, scene in (*selection, *test)]
         session = causal.prepare(config, [], [*walls, *of_frame_0], watch)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         torch.backends.cudnn.benchmark = session.device.type == "cuda"  # a decoder of few sizes
         shapes = HiddenShapes(design, config, session, vae, judges, args.folder, watch)
-        removed = first_frame_study(of_frame_0, args.seeds, config, session, args.folder / "first_frame")
+        folder = args.folder / "first_frame"
+        removed = hidden_shapes.first_frame_study(of_frame_0, args.seeds, config, session, folder)
         if not (shapes.run(rank) and causal_atlas.run(removed, len(removed.configs), watch, rank)):
             raise StoppedError("stopped; what is done is not made again: run the same command to go on")
         if not rank.is_first:
             return None
-        layers = range(session.model_config.num_layers)
+        first_frame = hidden_shapes.first_frame_numbers(removed, args.seeds)
         return {
             "environment": environment(session.device),
             "model": config.model,
             "weights_sha256": session.sha256.result(),
             "dtype": str(session.dtype).removeprefix("torch."),
-            "first_frame": first_frame_report(first_frame_numbers(removed, args.seeds), list(layers)),
+            "first_frame": first_frame_report(first_frame, range(session.model_config.num_layers)),
             "knockouts": knockouts(shapes),
         }
 
@@ -124,8 +117,8 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
     """Return the shares of captions whose shape comes back, by order and number of heads."""
     design, made = study.design, {one.name: one for one in study.conditions()}
 
-    def shares(condition: Condition) -> dict[str, list[float]]:
-        return {q: rounded(bootstrap(study.answers(condition, q).numpy())) for q in QUESTIONS}
+    def shares(name: str) -> dict[str, list[float]]:
+        return {q: rounded(bootstrap(study.answers(made[name], q).numpy())) for q in QUESTIONS}
 
     def means(name: str, question: str) -> list[float]:
         answers = [study.answers(made[f"{name}: {n}"], question).numpy() for n in design.counts]
@@ -140,8 +133,8 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
         "draws": design.draws,
         "counts": list(design.counts),
         "heads": len(study.heads),
-        "base": shares(made["base"]),
-        "all": shares(made["all"]),
+        "base": shares("base"),
+        "all": shares("all"),
         "other_answers": {name: {q: means(name, q) for q in QUESTIONS if q != BACK} for name in ORDERS},
         "ranking": [
             {"layer": head[0], "head": head[1]}
@@ -159,22 +152,17 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
 def draw_figures(report: dict[str, Any], folder: Path) -> None:
     """Draw the curves, and the effect of removing frame 0 against what heads attend to."""
     first, curves = report["first_frame"], knockouts_of(report)
-    shown = [name for name in first["heads"] if name.endswith("first pass")]
+    shown = {name: np.array(x) for name, x in first["heads"].items() if name.endswith("first pass")}
     notes = {}
     for name in shown:
-        rho, partial = (
-            "{:.2f} [{:.2f}, {:.2f}]".format(*first["correlations"][name][key][:3])
-            for key in ("rho", "partial_rho")
-        )
-        notes[name] = f"ρ = {rho}\npartial ρ = {partial}"
+        both = (first["correlations"][name][key][:3] for key in ("rho", "partial_rho"))
+        notes[name] = "ρ = {}\npartial ρ = {}".format(*("{:.2f} [{:.2f}, {:.2f}]".format(*x) for x in both))
     about = f"{report['model']}, {first['prompts']} captions × {report['knockouts']['seeds']} seeds"
+    subtitle = f"knock out the first frame: {about}"
     drawn = {
         "hidden_shapes.svg": knockout_curves(*curves),
         "first_frame_removed.svg": effect_against(
-            np.array(first["heads"]["effect"]),
-            {name: np.array(first["heads"][name]) for name in shown},
-            notes,
-            subtitle=f"knock out the first frame: {about}",
+            np.array(first["heads"]["effect"]), shown, notes, subtitle=subtitle
         ),
     }
     for name, figure in drawn.items():

@@ -94,21 +94,13 @@ def make_strips(comparison: dict[str, Any], videos: dict[str, Path], output: Pat
         content = io.BytesIO()
         Image.fromarray(np.concatenate(frames, 1)).quantize(COLOURS).save(content, "PNG", optimize=True)
         rows[name] = base64.b64encode(content.getvalue()).decode()
-    strips = {"seconds": list(SECONDS), "side": SIDE, "rows": rows}
-    save_report(about_videos(comparison) | strips, output)
-    drawn, seconds, about = read_strips(output)
+    prompt = comparison["prompts"][0]  # the videos that were kept are of its first seed
+    seed = next(video["seed"] for video in comparison["videos"] if video["prompt"] == prompt)
+    about = {"prompt": prompt, "seed": seed, "weights_sha256": comparison["weights_sha256"]}
+    save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
+    drawn, seconds, subtitle = read_strips(output)
     chosen = {name: drawn[name] for name in README_ROWS if name in drawn}
-    print(save_svg(long_strips(chosen, seconds, about), figure))
-
-
-def about_videos(comparison: dict[str, Any]) -> dict[str, Any]:
-    """Return prompt, seed and weights of the videos that a comparison kept: the first prompt's first seed."""
-    try:
-        prompt = comparison["prompts"][0]
-        seed = next(video["seed"] for video in comparison["videos"] if video["prompt"] == prompt)
-        return {"prompt": prompt, "seed": seed, "weights_sha256": comparison["weights_sha256"]}
-    except (KeyError, IndexError, StopIteration) as error:
-        raise ConfigError(f"comparison.json has no first prompt ({type(error).__name__})") from None
+    print(save_svg(long_strips(chosen, seconds, subtitle), figure))
 
 
 # --- The first-frame effect by length
@@ -127,10 +119,12 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
             found = effects(every_head, length)
             rows.append({"policy": short_label(label), "num_frames": length} | found)
             print(rows[-1])
-    common = seen.runs[0].extraction.common
-    made = environment(choose_device(args.device))
-    about = {"prompts": args.prompts, "weights_sha256": common["weights_sha256"]}
-    return about | {"environment": made, "rows": rows}
+    return {
+        "prompts": args.prompts,
+        "weights_sha256": seen.runs[0].extraction.common["weights_sha256"],
+        "environment": environment(choose_device(args.device)),
+        "rows": rows,
+    }
 
 
 def effects(matrix: np.ndarray, length: int) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def dequantise(index: np.ndarray, vmax: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def belongs(mean: np.ndarray, exact: np.ndarray, error: np.ndarray) -> bool:
-    """Tell whether means [layers, H, F] are the exact values, within error [layers] and rounding."""
+    """Compare means [layers, H, F] with the exact values, within error [layers] and rounding."""
     apart = np.abs(mean - exact.astype(np.float64))
     return bool((apart <= error[:, None, None] + np.abs(np.spacing(exact))).all())
 
@@ -138,11 +138,10 @@ def belongs(mean: np.ndarray, exact: np.ndarray, error: np.ndarray) -> bool:
 def mark_clipped(table: str) -> str:
     """Add a column to the digitised table: the curves that leave the plot at that frame."""
     header, *rows = table.splitlines()
-    marks = [
-        " ".join(name for name in header.split(",")[1:] if (row.split(",")[0], name) in CLIPPED)
-        for row in rows
-    ]
-    lines = [f"{header},clipped", *(f"{row},{mark}" for row, mark in zip(rows, marks, strict=True))]
+    lines = [f"{header},clipped"]
+    for row in rows:
+        clipped = [name for name in header.split(",")[1:] if (row.split(",")[0], name) in CLIPPED]
+        lines.append(f"{row},{' '.join(clipped)}")
     return "\n".join(lines) + "\n"
 
 

@@ -88,15 +88,11 @@ def training() -> Figure:
     """Draw losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
     log = read_json(LOG)
     names = {"vae": "VAE", "base": "base", "causal": "causal", "few_step": "few-step"}
-
-    def end(run: dict) -> list[float]:
-        """Return the last point of the PSNR, over more clips than the curve's."""
-        return [run["steps"], run["psnr"], run["psnr_first_second"], run["psnr_last_second"]]
-
     first, again = log["vae"], log.get("vae_resumed")  # a second run of the VAE, from the first one's weights
-    psnr = [*first["psnr_curve"], end(first)]
+    ends = ("steps", "psnr", "psnr_first_second", "psnr_last_second")  # of more clips than the curve's
+    psnr = [*first["psnr_curve"], [first[name] for name in ends]]
     if again:
-        later = [*again["psnr_curve"][1:], end(again)]  # its beginning is the first one's end
+        later = [*again["psnr_curve"][1:], [again[name] for name in ends]]  # it begins at the first one's end
         psnr += [[first["steps"] + step, *values] for step, *values in later]
     runs = {stage: [log[name] for name in (f"{stage}_first", stage) if name in log] for stage in names}
     losses = {names[stage]: [run["loss_curve"] for run in each] for stage, each in runs.items() if each}
@@ -109,16 +105,14 @@ def moments() -> Figure:
     report = read_report(TRAINING / "moments.json")
     captured = [int(path.stem.removeprefix("step_")) for path in sorted(TRAINING.glob("step_*.pt"))]
     context = load_cache(TRAINING / f"step_{captured[0]:05d}.pt")["block_sizes"][:-1]
-    excess = "Excess of frame 0 at equal distance\nall queries with context"
-    mass = "Mass on frame 0, of the context's\nlast block's queries"
     checkpoints = report["training_checkpoints"]
-
-    def means(name: str) -> np.ndarray:
-        return np.array([checkpoint["first pass"][name] for checkpoint in checkpoints])
-
+    excess, mass = (
+        np.array([checkpoint["first pass"][name] for checkpoint in checkpoints])
+        for name in ("equal_distance_excess", "first_context_mass")
+    )
     values = {
-        excess: ("logits", 0, means("equal_distance_excess")),
-        mass: ("share", 1 / sum(context), means("first_context_mass")),
+        "Excess of frame 0 at equal distance\nall queries with context": ("logits", 0, excess),
+        "Mass on frame 0, of the context's\nlast block's queries": ("share", 1 / sum(context), mass),
     }
     subtitle = f"wan-mini in training, pass t = 1000, mean over {len(report['captions'])} captions"
     steps = [checkpoint["step"] for checkpoint in checkpoints]

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments.analysis.video_maps import VideoMap, open_map
+from experiments.analysis.video_maps import open_map
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
 from experiments.extraction import causal, video
@@ -75,12 +75,8 @@ def report_of(found: ShapeAttention, model: str) -> dict[str, Any]:
     for step, name in STEPS.items():
         mean, each = found.mean(step), followers(found, step)
         surely = np.where(each.follows, each.low, 0)
-        order = np.argsort(-surely, axis=None)[:LISTED]
-        top = [
-            (int(layer), int(head))
-            for layer, head in zip(*np.unravel_index(order, surely.shape), strict=True)
-            if surely[layer, head]
-        ]
+        order = np.argsort(-surely, axis=None)[:LISTED].tolist()
+        top = [divmod(i, surely.shape[1]) for i in order if surely.flat[i]]
         passes[name] = {
             "mean": [round(float(x), 3) for x in np.nanmean(mean, (0, 2))],
             "follow": int(each.follows.sum()),
@@ -132,13 +128,9 @@ def draw_strip(config: RunConfig, heads: list[tuple[int, int]]) -> Figure:
         image = Image.fromarray(pixels[max(0, 4 * frame - 1)].numpy())
         size = round(image.width * HEIGHT / image.height), HEIGHT
         pictures.append(np.asarray(image.resize(size, Image.Resampling.BICUBIC)))
-    return map_strip(maps, pictures, range(0, FRAME, 2), title=title_of(maps[0], config), top=TOP)
-
-
-def title_of(seen: VideoMap, config: RunConfig) -> str:
-    """Return what is drawn, of which video, and whose attention it is: pass, query frame and patch."""
-    about = f"{config.model}, seed {config.seed}, {seen.pass_label}, query: {seen.query_label}"
-    return f"Three heads that follow the shape: “{config.prompt}”\n{about}"
+    about = f"{config.model}, seed {config.seed}, {maps[0].pass_label}, query: {maps[0].query_label}"
+    title = f"Three heads that follow the shape: “{config.prompt}”\n{about}"
+    return map_strip(maps, pictures, range(0, FRAME, 2), title=title, top=TOP)
 
 
 if __name__ == "__main__":
