@@ -69,7 +69,7 @@ def run(argv=None):
 
 # --- The published atlases
 def of_atlases(views: dict[str, Profiles]) -> dict[str, Any]:
-    """Return the numbers of each atlas, the correlation between them, and r and RMS with the paper's curves."""
+    """Return the numbers of each atlas, correlations between them, and r and RMS with the paper's curves."""
     curves = published.read_curves(published.FOLDER / published.FIGURE4_CSV)
     paper: dict[str, Any] = {}
     for name, view in views.items():
@@ -164,7 +164,7 @@ def rounded(value: float, digits: int = 2) -> float:
 
 # --- The miniature in training
 def checkpoints(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return s, its place among the placebos' sizes, and c(0), of the first and the clean pass of every atlas."""
+    """Return s, its place among the placebos' sizes, and c(0) of the first and the clean pass of each atlas."""
     rows = []
     for seed, folder in enumerate(folders):
         paths = sorted(folder.glob("step_*.pt"))
