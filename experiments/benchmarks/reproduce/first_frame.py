@@ -164,7 +164,7 @@ def rounded(value: float, digits: int = 2) -> float:
 
 # --- The miniature in training
 def checkpoints(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return s, its place among the placebos' sizes, and c(0) of the first and the clean pass of each atlas."""
+    """Return s, its place among the placebos' sizes, and c(0) of each atlas's first and clean pass."""
     rows = []
     for seed, folder in enumerate(folders):
         paths = sorted(folder.glob("step_*.pt"))
