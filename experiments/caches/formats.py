@@ -543,14 +543,7 @@ COUNTED = (
 )
 FRAMES = ("query_frames", "key_frames", "last_block_query_frames")
 PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")
-FINITE = (
-    *PAIRS,
-    "last_block_frame_logits",
-    "last_block_frame_attention",
-    "slot_mass",
-    "map_mass",
-    "effects",
-)
+FINITE = (*PAIRS, "last_block_frame_logits", "last_block_frame_attention", "slot_mass", "map_mass", "effects")
 
 
 def check(values: Mapping[str, Any]) -> None:

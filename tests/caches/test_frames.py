@@ -1,6 +1,5 @@
 """Frame reductions against float64 and the golden captures; frame indices against the golden windows."""
 
-import json
 
 import numpy as np
 import pytest
@@ -13,9 +12,7 @@ from experiments.caches import frames
 from wan.blocks import (
     block_frames,
     block_ranges,
-    earlier_block,
     later_block,
-    video_to_latent_frame,
     visible_frames,
 )
 
@@ -121,22 +118,6 @@ def test_named_keys_by_frame_and_at_their_tokens(keys, seed):
             np.testing.assert_allclose(spread[:, i, token], there.mean(1), atol=1e-6)
 
 
-@given(sizes=BLOCKS)
-def test_blocks_partition_frames(sizes):
-    every = [frame for block in range(len(sizes)) for frame in block_frames(sizes, block)]
-    assert every == list(range(sum(sizes)))
-    earlier, later = earlier_block(sizes), later_block(sizes)
-    own = ~(earlier | later)
-    assert torch.equal(later, earlier.T) and own.diagonal().all()
-    assert int(own.sum()) == sum(size**2 for size in sizes)
-
-
-@given(frame=st.integers(0, 10**6))
-def test_video_frames_to_latent_frames(frame):
-    latent = video_to_latent_frame(frame)
-    assert (latent == 0) == (frame == 0) and (frame == 0 or 4 * (latent - 1) + 1 <= frame <= 4 * latent)
-
-
 # --- Golden captures
 @pytest.fixture(scope="module")
 def golden():
@@ -174,13 +155,3 @@ def test_golden_assembly(golden, case, block_sizes):
     older, absent = golden[f"{case}/each_layer0_full_frame_attention"], later_block(block_sizes).numpy()
     assert np.isnan(matrix[:, absent]).all()
     np.testing.assert_allclose(matrix[:, ~absent], older[:, ~absent], atol=1e-6)
-
-
-def test_golden_windows_keep_global_frames():
-    cases = json.loads((GOLDEN / "golden_config.json").read_text())["cases"]
-    windows = [case for case in cases.values() if "local_attn_size" in case]
-    assert len(windows) == 4
-    for case in windows:
-        blocks, window = [3] * (case["frames"] // 3), (case["local_attn_size"], case["sink_size"])
-        seen = [visible_frames(blocks, b, *window) for b in range(len(blocks))]
-        assert seen == case["visible_key_frames_per_block"]

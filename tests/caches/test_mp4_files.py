@@ -48,13 +48,6 @@ def test_policies_are_not_compared_where_a_video_could_not_be_written(
     assert said.count("\n") == 1 and "pip install" in said and "--videos 0" in said
 
 
-def test_without_kept_videos_policies_need_no_ffmpeg(without_ffmpeg, tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(policy_comparison_job, "compare", lambda *given: made.append(given))
-    compare_policies.run(["--output_dir", str(tmp_path), "--videos", "0"])
-    assert len(made) == 1
-
-
 def test_a_long_rollout_stops_before_it_loads_a_model(without_ffmpeg, tmp_path, monkeypatch, capsys):
     loads = "experiments.extraction.causal.prepare"
     monkeypatch.setattr(loads, lambda *given, **more: pytest.fail("a model was loaded"))

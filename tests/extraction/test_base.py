@@ -80,15 +80,6 @@ def test_the_atlases_of_both_branches(tmp_path):
     assert not torch.equal(cond["frame_logits"], uncond["frame_logits"])
 
 
-def test_a_base_run_names_no_lora_and_no_policy():
-    config = load_config("configs/wan_mini_lora.yaml")
-    config = replace(config, local_attn_size=-1, sink_size=0, cache_policy={"name": "full"})
-    one = base.as_one_block(config)
-    assert (
-        config.lora_path and (one.lora_path, one.lora_rank, one.lora_alpha, one.cache_policy) == (None,) * 4
-    )
-
-
 def test_a_directory_chooses_its_settings(monkeypatch):
     sizes, mini = dict(MODELS), project_files.read_model_config
     read = lambda path: sizes.get(str(path)) or mini(path)  # noqa: E731
@@ -118,10 +109,7 @@ def test_steps_by_name():
         (["--step", "50"], r"step '50' is not first, last, all or in 0\.\.49"),
         (["--step", "first", "last"], "a layer cache holds one step, not 2"),
         (["--all_layers", "--layer_index", "1"], "exclude each other"),
-        (
-            ["--ckpt_dir", "nowhere"],
-            "model directory nowhere not found; run: bash experiments/",
-        ),
+        (["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: bash experiments/"),
         (["--config_path", "configs/wan_mini_lora.yaml"], "names a LoRA, .*lora_window.pt, and runs of the"),
     ],
 )

@@ -119,37 +119,6 @@ def test_the_rollout_announces_these_blocks(monkeypatch):
     assert [call["layer_idx"] for call in cache["attention_weights"]] == [1, 5] * 12
 
 
-def chosen(requests, config):
-    """(layer, block, step) of every self-attention call of a rollout that a request keeps."""
-    return {
-        (layer, block, step)
-        for layer in range(LAYERS)
-        for block in range(len(config.block_sizes))
-        for step in range(len(TIMESTEPS))
-        for request in requests
-        if request.wants(Site(layer, "self"), Pass(query_frames=(), block=block, step=step))
-    }
-
-
-def test_what_each_script_asks_for():
-    last = len(WHOLE.block_sizes) - 1
-    for granularity in ("token", "key", "frame"):
-        requests = cache_builders.figure4_requests(WHOLE, granularity)
-        assert chosen(requests, WHOLE) == {(0, last, 1), (2, last, 1)}
-    of_layer = cache_builders.layer_requests(replace(WHOLE, layer_index=1))
-    assert chosen(of_layer, WHOLE) == {(1, block, 1) for block in range(last + 1)}
-    everything = chosen(cache_builders.atlas_requests(WHOLE, True, False, False), WHOLE)
-    assert len(everything) == LAYERS * (last + 1) * len(TIMESTEPS)
-    assert chosen(cache_builders.inference_requests(WHOLE), WHOLE) == {(0, last, 1), (2, last, 1)}
-    some = cache_builders.inference_requests(WHOLE, blocks=[0, -1], steps=[0, 2])
-    assert chosen(some, WHOLE) == {
-        (layer, block, step) for layer in (0, 2) for block in (0, last) for step in (0, 2)
-    }
-    assert not any(
-        request.wants(Site(0, "cross"), Pass(query_frames=(), block=last, step=1)) for request in some
-    )
-
-
 def only(run, **tags):
     return replace(
         run, records=[r for r in run.records if all(r[name] in values for name, values in tags.items())]
@@ -236,20 +205,6 @@ def test_every_call_of_an_inference_cache_carries_its_tags(config, is_logits):
             tokens[..., ::S, ::S],
             value(call["layer_idx"], call["step"], call["query_frames"], call["key_frames"]),
         )
-
-
-def test_caches_hold_declared_fields_only():
-    run = hand_made(WHOLE)
-    made = {
-        "layer": cache_builders.layer_cache(run, 0),
-        "atlas": cache_builders.atlas_cache(run),
-        "inference": cache_builders.inference_cache(hand_made(WHOLE, "token")),
-        "figure4": cache_builders.figure4_cache(only(run, block=[2], step=[1])),
-    }
-    assert made.keys() == schema.FORMATS.keys() - {"effects", "causal_atlas", "maps"}  # made of other runs
-    for kind, cache in made.items():
-        assert cache["format"] == kind
-        assert cache.keys() <= {field.rstrip("?") for field in schema.FORMATS[kind].fields}
 
 
 def test_what_was_not_captured_is_an_error():

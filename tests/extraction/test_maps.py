@@ -9,7 +9,6 @@ from conftest import ROOT
 
 from experiments.analysis.video_maps import open_map, places_of, word_maps
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError
 from experiments.extraction import causal
 from experiments.extraction import maps as map_builders
 from experiments.extraction import memory as memory_parts
@@ -132,46 +131,3 @@ def test_what_an_intervention_left_out_is_absent(in_root):
 def test_places_that_are_not_in_the_video(in_root, places, more, message):
     with pytest.raises(ConfigError, match=message):
         made(places=places, **more)
-
-
-HOSTILE = {
-    "a map that sums to nothing": lambda c, b: b.update(map_mass=torch.zeros_like(b["map_mass"])),
-    "a key of a frame that is not there": lambda c, b: b["key_frame"].fill_(9),
-    "a token that is not there": lambda c, b: b["key_token"].fill_(16),
-    "heads that were not kept": lambda c, b: c.update(heads=[3]),
-    "another grid": lambda c, b: c.update(rows=3),
-    "a head that is not there": lambda c, b: c.update(heads=[3, 12]),
-    "no block": lambda c, b: c.update(blocks=[]),
-    "a block twice": lambda c, b: c["blocks"].append(b),
-    "no keys": lambda c, b: b.pop("key_frame"),
-    "blocks that are no dicts": lambda c, b: c.update(blocks=[1]),
-    "words without text": lambda c, b: c.pop("words"),
-    "logits of another shape": lambda c, b: b.update(map_logits=b["map_logits"][:, :, :1]),
-}
-
-
-@pytest.mark.parametrize("change", HOSTILE, ids=str)
-def test_hostile_files_are_refused_in_one_line(plain, change, tmp_path):
-    copy = {
-        name: [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in b.items()} for b in value]
-        if name == "blocks"
-        else value
-        for name, value in plain[2].items()
-    }
-    HOSTILE[change](copy, copy["blocks"][0])
-    torch.save(copy, tmp_path / "maps.pt")
-    with pytest.raises(CacheError) as error:
-        load_cache(tmp_path / "maps.pt")
-    assert "\n" not in str(error.value)
-
-
-def test_what_a_cache_does_not_hold_is_named(plain):
-    for wanted, message in (
-        ({"layer": 1}, "layer 1 is not in this cache; it has 2"),
-        ({"head": 0}, "head 0"),
-        ({"step": 3}, "pass 3"),
-        ({"query": (0, 0, 0)}, r"query \(0, 0, 0\)"),
-        ({"quantity": "x"}, "quantity 'x'"),
-    ):
-        with pytest.raises(CacheError, match=message):
-            open_map(plain[2], **{"layer": 2, "head": 1} | wanted)

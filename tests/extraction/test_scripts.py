@@ -49,34 +49,6 @@ def caches(tmp_path_factory) -> dict[str, dict]:
         }
 
 
-SAID = {
-    "format": "figure4",
-    "layer_indices": [1, 5],
-    "is_logits": True,
-    "num_frames": 12,
-    "block_sizes": [3] * 4,
-    "frame_seq_length": 16,
-    "query_frames": [9, 10, 11],
-    "key_frames": list(range(12)),
-    "step": 0,
-    "timestep": 1000.0,
-    "is_clean_pass": False,
-    "model": "wan-mini",
-    "weights": "checkpoint",
-    "weights_file": "self_forcing_mini.pt",
-    "seed": 42,
-}
-
-
-def test_the_figure4_cache(caches):
-    cache = caches["token"]
-    assert {name: cache[name] for name in SAID} == SAID
-    assert len(cache["weights_sha256"]) == 64 and "circle" in cache["prompt"]
-    for entry, layer in zip(cache["attention_weights"], (1, 5), strict=True):
-        assert entry["layer_idx"] == layer and entry["attn_weights"] is not None
-        assert entry["attn_logits"].shape == (1, 12, 48, 192) and entry["attn_logits"].dtype == torch.float16
-
-
 def test_every_script_and_granularity_gives_the_same_numbers(caches):
     S, atlas = caches["token"]["frame_seq_length"], caches["atlas"]
     for i, layer in enumerate((1, 5)):
@@ -206,19 +178,14 @@ FIGURE4, EACH, ALL, CALLS = run_extraction_figure4, run_extraction_each, run_ext
     [
         (FIGURE4, ["--checkpoint_path", "no.pt"], "no.pt not found; run: bash experiments/download_weights"),
         (FIGURE4, ["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: bash experiments/"),
-        (FIGURE4, ["--config_path", "no.yaml"], "config no.yaml not found; configs/ holds"),
         (FIGURE4, ["--layer_indices", "1", "8"], r"layer 8 is not in 0\.\.7"),
         (FIGURE4, ["--capture", "probabilities", "--granularity", "frame"], "needs --granularity token"),
         (EACH, ["--layer_index", "-1"], r"layer_index.*-1|layer -1 is not in 0\.\."),
         (ALL, ["--step", "5"], r"step 5 is not in 0\.\.4; 4 is the clean pass"),
         (EACH, ["--num_frames", "20"], "20 frames do not fit blocks of 3; try 18 or 21"),
         (EACH, ["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
-        (EACH, ["--no_checkpoint", "--checkpoint_path", "a.pt"], "exclude"),
-        (EACH, ["--frames", "21"], "unrecognized arguments: --frames 21"),
         (EACH, ["--output_dir", "somewhere"], "excludes --layer_index|--output_path"),
         (CALLS, ["--blocks", "-8"], r"block -8 is not in 0\.\.6"),
-        (CALLS, ["--blocks", "7"], r"block 7 is not in 0\.\.6"),
-        (CALLS, ["--steps", "0", "5"], r"step 5 is not in 0\.\.4"),
         (CALLS, ["--step", "1", "--steps", "2"], "--step and --steps exclude each other"),
     ],
 )
@@ -230,10 +197,3 @@ def test_bad_input_is_one_line_and_exit_code_2(script, flags, message, tmp_path,
     assert ended.value.code == 2 and "\n" not in said
     assert said.startswith("error: ") and re.search(message, said), said
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", ["/proc/cannot/out.pt", "configs"])
-def test_an_output_path_that_cannot_be_written(path, capfd):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_figure4.run, [*SHORT, "--output_path", path])
-    assert ended.value.code == 2 and f"{path} cannot be written" in capfd.readouterr().err

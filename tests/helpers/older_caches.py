@@ -30,58 +30,27 @@ def same(a, b):
 
 
 def older_figure4(F=21, claimed=None, H=3, S=5, **more):
-    tokens = synthetic_caches.token_logits(H, 3, F, S)
-    entry = {
-        "layer_idx": 4,
-        "attn_logits": tokens[None],
-        "is_logits": True,
-        "num_frames": claimed or F,
-        "frame_seq_length": S,
-        "num_heads": H,
-        "num_query_frames": 3,
-        "num_key_frames": F,
-    }
-    return {
-        "attention_weights": [entry],
-        "prompt": "x",
-        "num_frames": claimed or F,
-        "frame_seq_length": S,
-        "num_frame_per_block": 3,
-        "layer_indices": [4],
-        "is_logits": True,
-        "capture_method": "native",
-        "query_frames": list(range((claimed or F) - 3, claimed or F)),
-        "key_frames": list(range(F)),
-    } | more
+    tokens, last = synthetic_caches.token_logits(H, 3, F, S), claimed or F
+    sizes = {"num_frames": last, "frame_seq_length": S, "is_logits": True}
+    entry = {"layer_idx": 4, "attn_logits": tokens[None], "num_query_frames": 3, "num_key_frames": F}
+    own = {"prompt": "x", "num_frame_per_block": 3, "layer_indices": [4], "capture_method": "native"}
+    frames = {"query_frames": list(range(last - 3, last)), "key_frames": list(range(F))}
+    return {"attention_weights": [{**entry, **sizes, "num_heads": H}], **sizes, **own, **frames, **more}
 
 
-OLDER_LAYER_FIELDS = (
-    "layer_index",
-    "is_logits",
-    "prompt",
-    "num_frames",
-    "frame_seq_length",
-    "num_frame_per_block",
-    "num_heads",
-    "block_sizes",
-    "query_frames",
-    "key_frames",
-    "last_block_query_frames",
-)  # that the older script wrote beside its two tensors
+OLDER_LAYER_FIELDS = (  # that the older script wrote beside its two tensors
+    *("layer_index", "is_logits", "prompt", "num_frames", "frame_seq_length", "num_frame_per_block"),
+    *("num_heads", "block_sizes", "query_frames", "key_frames", "last_block_query_frames"),
+)
 
 
 def older_layer(**more):
     now = synthetic_caches.layer(F=9)
     matrix = now["full_frame_attention"].nan_to_num(0).half()
     matrix[:, 4, 2] = 0  # a real zero
-    return (
-        {name: now[name] for name in OLDER_LAYER_FIELDS}
-        | {
-            "full_frame_attention": matrix,
-            "last_block_frame_attention": now["last_block_frame_attention"].half(),
-        }
-        | more
-    )
+    values = {"last_block_frame_attention": now["last_block_frame_attention"].half()}
+    fields = {name: now[name] for name in OLDER_LAYER_FIELDS}
+    return {**fields, "full_frame_attention": matrix, **values, **more}
 
 
 def older_inference(blocks, passes, layers=(2, 4), window=None, S=5, H=3):

@@ -2,7 +2,7 @@
 
 import torch
 
-from experiments.caches.frames import curves_to_frames, query_frame_curves
+from experiments.caches.frames import curves_to_frames, query_frame_curves, spread_keys
 from wan.blocks import block_frames, later_block
 
 PROMPT = "a red circle moving right over a dark blue background"
@@ -41,103 +41,53 @@ def token_logits(H, Fq, Fk, S, seed=0):
     return (shape[:, None] + 0.5 * torch.randn(H, Fq * S, Fk * S, generator=generator)).half()
 
 
+def tokens_of(logits, is_logits):
+    return {"attn_logits": logits[None]} if is_logits else {"attn_weights": logits.float().softmax(-1)[None]}
+
+
 def figure4(
     layers=(1, 5), F=21, H=12, S=16, blocks=None, keys=None, granularity="token", is_logits=True, step=0
 ):
     cache = common("figure4", F, H, S, blocks, is_logits=is_logits)
-    queries = block_frames(cache["block_sizes"], -1)
-    keys = list(range(F)) if keys is None else keys
+    queries, keys = block_frames(cache["block_sizes"], -1), list(range(F)) if keys is None else keys
+    repeated = {"num_query_frames": len(queries), "num_key_frames": len(keys), "is_logits": is_logits}
+    repeated |= {"num_frames": F, "frame_seq_length": S, "num_heads": H, "last_block_start_frame": queries[0]}
     entries = []
     for layer in layers:
         logits = token_logits(H, len(queries), len(keys), S, seed=layer)
-        if granularity == "token":
-            values = (
-                {"attn_logits": logits[None]}
-                if is_logits
-                else {"attn_weights": logits.float().softmax(-1)[None]}
-            )
-        else:
-            curves = query_frame_curves(logits, S)
-            mass = curves_to_frames(query_frame_curves(logits.float().softmax(-1), S), S) * S
-            values = {
-                "frame_logits": _spread(curves_to_frames(curves, S), keys, F),
-                "frame_mass": _spread(mass, keys, F),
+        values = tokens_of(logits, is_logits)
+        if granularity != "token":
+            curves, mass = query_frame_curves(logits, S), query_frame_curves(logits.float().softmax(-1), S)
+            by_frame = {
+                "frame_logits": curves_to_frames(curves, S),
+                "frame_mass": curves_to_frames(mass, S) * S,
             }
+            values = {name: spread_keys(value, keys, F) for name, value in by_frame.items()}
             values |= {"key_curve": curves.mean(1)} if granularity == "key" else {}
-        entries.append(
-            {
-                "layer_idx": layer,
-                "is_logits": is_logits,
-                "num_frames": F,
-                "frame_seq_length": S,
-                "num_heads": H,
-                "num_query_frames": len(queries),
-                "num_key_frames": len(keys),
-                "last_block_start_frame": queries[0],
-            }
-            | values
-        )
-    return (
-        cache
-        | pass_of(step)
-        | {
-            "attention_weights": entries,
-            "layer_indices": list(layers),
-            "capture_method": "hook",
-            "query_frames": queries,
-            "key_frames": keys,
-        }
-    )
+        entries.append({"layer_idx": layer, **repeated, **values})
+    own = {"attention_weights": entries, "layer_indices": list(layers), "capture_method": "hook"}
+    return {**cache, **pass_of(step), **own, "query_frames": queries, "key_frames": keys}
 
 
 def layer(N=3, F=9, H=3, S=5, blocks=None):
     cache = common("layer", F, H, S, blocks)
-    matrix = frame_matrix(H, cache["block_sizes"], seed=N)
-    last = block_frames(cache["block_sizes"], -1)
-    return (
-        cache
-        | pass_of()
-        | {
-            "layer_index": N,
-            "full_frame_attention": matrix,
-            "last_block_frame_attention": matrix[:, last].mean(1),
-            "query_frames": list(range(F)),
-            "key_frames": list(range(F)),
-            "last_block_query_frames": last,
-        }
-    )
+    matrix, last = frame_matrix(H, cache["block_sizes"], seed=N), block_frames(cache["block_sizes"], -1)
+    values = {"full_frame_attention": matrix, "last_block_frame_attention": matrix[:, last].mean(1)}
+    frames = {"query_frames": list(range(F)), "key_frames": list(range(F)), "last_block_query_frames": last}
+    return {**cache, **pass_of(), "layer_index": N, **values, **frames}
 
 
 def inference(layers=(1, 5), steps=(0,), F=9, H=3, S=5, window=None, is_logits=False):
     """Calls of the last block; window names its key frames."""
     cache = common("inference", F, H, S, is_logits=is_logits)
-    block, queries, keys = (
-        len(cache["block_sizes"]) - 1,
-        block_frames(cache["block_sizes"], -1),
-        window or list(range(F)),
-    )
+    queries, keys = block_frames(cache["block_sizes"], -1), window or list(range(F))
+    own = {"block": len(cache["block_sizes"]) - 1, "query_frames": queries, "key_frames": keys}
+    own |= {"q_shape": [1, len(queries) * S, H, 16], "k_shape": [1, len(keys) * S, H, 16]}
     calls = []
     for step in steps:
         for N in layers:
-            logits = token_logits(H, len(queries), len(keys), S, seed=10 * step + N)
-            values = (
-                {"attn_logits": logits[None]}
-                if is_logits
-                else {"attn_weights": logits.float().softmax(-1)[None]}
-            )
-            calls.append(
-                values
-                | pass_of(step)
-                | {
-                    "layer_idx": N,
-                    "is_logits": is_logits,
-                    "block": block,
-                    "query_frames": queries,
-                    "key_frames": keys,
-                    "q_shape": [1, len(queries) * S, H, 16],
-                    "k_shape": [1, len(keys) * S, H, 16],
-                }
-            )
+            values = tokens_of(token_logits(H, len(queries), len(keys), S, seed=10 * step + N), is_logits)
+            calls.append({**values, **pass_of(step), **own, "layer_idx": N, "is_logits": is_logits})
     return cache | {"attention_weights": calls, "layer_indices": list(layers), "num_transformer_blocks": 8}
 
 
@@ -205,9 +155,3 @@ def frame_matrix(H, blocks, seed=0):
     F = sum(blocks)
     matrix = torch.randn(H, F, F, generator=torch.Generator().manual_seed(seed))
     return (matrix + 2 * (torch.arange(F) == 0)).masked_fill(later_block(blocks), float("nan"))
-
-
-def _spread(values, keys, F):
-    full = torch.full((*values.shape[:-1], F), float("nan"))
-    full[..., keys] = values
-    return full
