@@ -196,9 +196,8 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
         view = open_profiles(cache)
         for mine, other in zip(_rollout_of(view), expected, strict=True):
             if mine != other:
-                raise CacheError(
-                    f"{path} is of {short_repr(mine)}, {paths[0]} of {short_repr(other)}; {remedy}"
-                )
+                both = f"{path} is of {short_repr(mine)}, {paths[0]} of {short_repr(other)}"
+                raise CacheError(f"{both}; {remedy}")
         for layer in view.layers:
             if holders.setdefault(layer, path) != path:
                 raise CacheError(f"{holders[layer]} and {path} both hold layer {layer}; {remedy}")

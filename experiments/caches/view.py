@@ -284,12 +284,23 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     """Open a view of a cache that load_cache returned.
 
     step picks the pass (None: the first one stored). quantity is mean_logit, mass or mean_prob; None takes
-    mean_logit from logits, mass from probabilities. Raises CacheError for a pass or quantity that the cache
-    does not hold.
+    mean_logit from logits, mass from probabilities. CacheError for a pass or quantity that is not there.
     """
     typed = as_cache(cache)
     quantity = quantity or ("mean_logit" if typed.is_logits else "mass")
-    found = _read_pass(typed, step, quantity)
+    if quantity not in QUANTITIES:
+        raise CacheError(f"quantity {short_repr(quantity)} is not one of {', '.join(QUANTITIES)}")
+    if type(typed) not in READERS:
+        raise CacheError(
+            f"a cache of format {typed.format} holds no values per frame; give one of figure4, inference, "
+            "layer or atlas"
+        )
+    passes = typed.passes()
+    at = next((at for at in passes if step is None or at.step == step), None)
+    if at is None:
+        known = ", ".join("an unrecorded one" if at.step is None else str(at.step) for at in passes)
+        raise CacheError(f"pass {step} is not in this cache; it has {known}")
+    found = READERS[type(typed)](typed, at, quantity)
     notes, total = list(typed.notes or ()), len(typed.block_sizes)
     if typed.done < total:
         notes.append(
@@ -308,9 +319,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         key_frames=tuple(found.key_frames),
         matrix_rows=tuple(found.matrix_rows),
         quantity=quantity,
-        step=found.at.step,
-        timestep=found.at.timestep,
-        is_clean_pass=found.at.is_clean_pass,
+        **at._asdict(),
         branch=cache.get("branch"),
         source=source_of(typed),
         notes=tuple(notes),
@@ -332,18 +341,20 @@ def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
 
 def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob") -> Profiles:
     """Open one captured call alone (of an atlas: a layer, pass after pass). CacheError: no such call."""
-    if as_cache(cache).format == "atlas":
-        layers, passes = cache["layers"], as_cache(cache).passes()
-        count, holder = len(passes) * len(layers), "the layers and passes of this atlas"
+    typed = as_cache(cache)
+    if isinstance(typed, AtlasCache):
+        pairs = [(at.step, layer) for at in typed.passes() for layer in typed.layers]
+        count, holder = len(pairs), "the layers and passes of this atlas"
     else:
         count, holder = len(cache["attention_weights"]), "the calls of this cache"
     if not 0 <= index < count:
         raise CacheError(f"call {index} is not in 0..{count - 1}, {holder}")
-    if as_cache(cache).format == "atlas":
-        step, layer = passes[index // len(layers)].step, layers[index % len(layers)]
+    if isinstance(typed, AtlasCache):
+        step, layer = pairs[index]
         return replace(open_profiles(cache, step, quantity), layers=(layer,))
-    call = cache["attention_weights"][index]
-    view = open_profiles({**cache, "attention_weights": [call]}, quantity=quantity)
+    view = open_profiles(
+        {**cache, "attention_weights": cache["attention_weights"][index:][:1]}, None, quantity
+    )
     view.values(view.layers[0])  # a call that does not hold the quantity says so here
     return view
 
@@ -352,29 +363,12 @@ def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob")
 class _Pass(NamedTuple):
     """One pass of a cache in a quantity."""
 
-    at: PassTag
     layers: Sequence[int]
     query_frames: Sequence[int]  # what the profile averages
     key_frames: Sequence[int]
     matrix_rows: Sequence[int]  # query frames of the matrix, () where there is none
     num_averages: int  # columns of LayerValues.averages
     read: Callable[[int], LayerValues]
-
-
-def _read_pass(cache: Cache, step: int | None, quantity: str) -> _Pass:
-    if quantity not in QUANTITIES:
-        raise CacheError(f"quantity {short_repr(quantity)} is not one of {', '.join(QUANTITIES)}")
-    if type(cache) not in READERS:
-        raise CacheError(
-            f"a cache of format {cache.format} holds no values per frame; give one of figure4, inference, "
-            "layer or atlas"
-        )
-    passes = cache.passes()
-    at = next((at for at in passes if step is None or at.step == step), None)
-    if at is None:
-        known = ", ".join("an unrecorded one" if at.step is None else str(at.step) for at in passes)
-        raise CacheError(f"pass {step} is not in this cache; it has {known}")
-    return READERS[type(cache)](cache, at, quantity)
 
 
 def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
@@ -386,21 +380,18 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
         entry = entries[layer]
         if entry.has_tokens:
             return _from_tokens(entry, keys, cache, quantity)
-        spread = None
-        if quantity == "mean_logit" and entry.key_curve is not None:
-            curve = entry.key_curve
-            spread = _at_frames(curve, entry, keys, S)
-            if entry.frame_logits is None:
-                return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
+        curve, gone = entry.key_curve if quantity == "mean_logit" else None, None
+        spread = None if curve is None else _at_frames(curve, entry, keys, S)
+        if curve is not None and entry.frame_logits is None:
+            return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
         matrix = _in_quantity(entry.frame_logits, entry.frame_mass, S, quantity)
-        gone = None
         stored = entry.slot_logits if quantity == "mean_logit" else entry.slot_mass
         if stored is not None and entry.slot_frame is not None:
             slots = _in_quantity(entry.slot_logits, entry.slot_mass, S, quantity)
             gone = averages_of_slots(slots, entry.slot_frame, count)
         return LayerValues(matrix.mean(1), matrix, spread, gone)
 
-    return _Pass(at, list(entries), queries, keys, queries, count, read)
+    return _Pass(list(entries), queries, keys, queries, count, read)
 
 
 def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
@@ -412,21 +403,18 @@ def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
     def read(layer: int) -> LayerValues:
         return _from_tokens(by_layer[layer], by_layer[layer].key_frames, cache, quantity)
 
-    queries = first.query_frames
-    return _Pass(first.tag, sorted(by_layer), queries, first.key_frames, queries, count, read)
+    return _Pass(sorted(by_layer), first.query_frames, first.key_frames, first.query_frames, count, read)
 
 
 def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
-    stored = cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
-    matrix, profile, gone = (
-        None if x is None else _convert(x.float(), stored, quantity, cache.frame_seq_length)
-        for x in (cache.full_frame_attention, cache.last_block_frame_attention, cache.average_attention)
-    )
-    assert profile is not None
-    values = LayerValues(profile, matrix, None, gone)
-    count = 0 if gone is None else gone.shape[-1]
+    S, stored = cache.frame_seq_length, cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
+    profile = _convert(cache.last_block_frame_attention.float(), stored, quantity, S)
+    matrix = _convert(cache.full_frame_attention.float(), stored, quantity, S)
+    gone = cache.average_attention
+    gone = None if gone is None else _convert(gone.float(), stored, quantity, S)
+    values, count = LayerValues(profile, matrix, None, gone), 0 if gone is None else gone.shape[-1]
     queries, rows = cache.last_block_query_frames, cache.query_frames
-    return _Pass(at, [cache.layer_index], queries, _seen(profile), rows, count, lambda layer: values)
+    return _Pass([cache.layer_index], queries, _seen(profile), rows, count, lambda layer: values)
 
 
 def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
@@ -453,14 +441,6 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
         slots = _in_quantity(cache.slot_logits, cache.slot_mass, S, quantity)
         count = most_averages(cache.slot_frame)
 
-    def curve_of(i: int) -> Tensor | None:
-        if not by_means or cache.key_curve is None:
-            return None
-        curve = cache.key_curve[i, p]
-        if cache.key_frame is None or cache.key_token is None:
-            return curve[:, columns]
-        return frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
-
     def averages_of(i: int) -> Tensor | None:
         if slots is None or cache.slot_frame is None or not count:
             return None
@@ -471,13 +451,17 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
         return found
 
     def read(layer: int) -> LayerValues:
-        i = cache.layers.index(layer)
-        return LayerValues(
-            profiles[i], None if matrices is None else matrices[i], curve_of(i), averages_of(i)
-        )
+        i, curve = cache.layers.index(layer), None
+        if by_means and cache.key_curve is not None:
+            curve = cache.key_curve[i, p]
+            if cache.key_frame is None or cache.key_token is None:
+                curve = curve[:, columns]
+            else:
+                curve = frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
+        return LayerValues(profiles[i], None if matrices is None else matrices[i], curve, averages_of(i))
 
     rows = [] if matrices is None else list(range(cache.num_frames))
-    return _Pass(at, cache.layers, last, keys, rows, count, read)
+    return _Pass(cache.layers, last, keys, rows, count, read)
 
 
 READERS: Mapping[type[Cache], Callable[[Any, PassTag, str], _Pass]] = {
