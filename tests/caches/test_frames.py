@@ -1,6 +1,5 @@
 """Frame reductions against float64 and the golden captures; frame indices against the golden windows."""
 
-
 import numpy as np
 import pytest
 import torch
