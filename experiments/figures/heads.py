@@ -7,7 +7,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -108,9 +107,9 @@ def head_grid(
         st.frame_axis(axis, F, room=8)
         legend |= st.mark_frames(axis, values, caption.highlighted_frames)
         legend |= st.mark_averages(axis, F, caption.averages)
-    notes = "; ".join(filter(None, (note, "scales differ")))
+    notes = f"{note}; scales differ" if note else "scales differ"
     title = f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}, {caption.subtitle}; {notes}"
-    st.label_figure(figure, axes, title, st.LABELS[caption.quantity], legend, x=f"Key frame ({caption.unit})")
+    st.label_figure(figure, axes, title, st.LABELS[caption.quantity], legend, f"Key frame ({caption.unit})")
     return figure
 
 
@@ -134,9 +133,8 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
         legend |= st.mark_frames(axis, mean, caption.highlighted_frames)
         legend |= st.mark_averages(axis, F, caption.averages, large=True)
     note = f"grey lines: {', '.join(names)}" if len(names) <= 4 else "grey lines: each atlas"
-    st.label_figure(
-        figure, axes, st.capitalised(caption.subtitle), st.LABELS[caption.quantity], legend, note=note
-    )
+    title = caption.subtitle[0].upper() + caption.subtitle[1:]
+    st.label_figure(figure, axes, title, st.LABELS[caption.quantity], legend, note=note)
     return figure
 
 
@@ -214,7 +212,7 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
         legend |= st.mark_averages(axis, F, caption.averages)
     scales = "; scales differ" if N > 1 else ""
     band = "mean ± std over" if caption.quantity == "mean_logit" else "mean and middle 80 % of"
-    title = f"{st.capitalised(st.NAMES[caption.quantity])}, {band} {H} heads, {caption.subtitle}{scales}"
+    title = f"{st.NAMES[caption.quantity].capitalize()}, {band} {H} heads, {caption.subtitle}{scales}"
     st.label_figure(figure, axes, title, st.LABELS[caption.quantity], legend)
     return figure
 
@@ -235,9 +233,8 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
     legend |= st.mark_averages(axis, F, caption.averages, large=True)
     columns = 1 if N <= 12 else 2 if N <= 24 else 3
     axis.legend(title="Layer", loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize=8)
-    title = (
-        f"{st.capitalised(st.NAMES[caption.quantity])}, mean over {H} heads, {N} layers, {caption.subtitle}"
-    )
+    name = st.NAMES[caption.quantity].capitalize()
+    title = f"{name}, mean over {H} heads, {N} layers, {caption.subtitle}"
     st.label_figure(figure, [axis], title, st.LABELS[caption.quantity], legend)
     return figure
 
@@ -258,7 +255,7 @@ def layer_statistics(
     axis.set_xticks(np.arange(N), [str(layer) for layer in layers])
     axis.set(ylabel=st.LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
     axis.grid(False, axis="x")
-    title = f"{st.capitalised(st.NAMES[caption.quantity])}, mean ± std over {H} heads, {caption.subtitle}"
+    title = f"{st.NAMES[caption.quantity].capitalize()}, mean ± std over {H} heads, {caption.subtitle}"
     st.label_figure(figure, [axis], title, legend=st.handles(axis), x="Layer")
     return figure
 
@@ -286,21 +283,25 @@ def frame_maps(
     title = f"Layer {layer}, {which}: {st.NAMES[caption.quantity]}, query × key frames, {caption.subtitle}"
     if not np.isfinite(matrices).any():
         figure, (axis,) = st.panel_grid(1, columns=1, size=(7.0, 1.0))
-        st.mark_missing(axis, "no frame matrix in this cache", width=40)
-        st.label_figure(figure, [], title)
+        axis.grid(False)
+        axis.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
+        axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **st.HATCH))
+        said: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "transform": axis.transAxes}
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 3}
+        axis.text(0.5, 0.5, "absent:\nno frame matrix in this cache", bbox=box, **said)
+        figure.suptitle(title)
         return figure
     square = rows > F / 2
     figure, axes = st.panel_grid(H, columns=4, size=(2.6, 2.3 if square else 1.8))
     colors, legend = st.color_scale(matrices, caption.quantity), st.grey_legend(matrices)
+    labels = [*map(str, range(F))] if keys is None else keys
     for head, axis, values in zip(heads, axes, matrices, strict=True):
         image = st.heat_map(axis, values, equal=square, **colors)
         axis.set_title(f"H{head}" if H > 1 else "", fontsize=9)
-        if keys is None:
-            _frame_ticks(axis.xaxis, range(F))
-        else:
-            _label_keys(axis, keys)
+        _label_keys(axis, labels)
         legend |= st.mark_averages(axis, F, gone)
-        _frame_ticks(axis.yaxis, query_frames)
+        shown = st.ticks(rows, room=8)
+        axis.set_yticks(shown, [str(query_frames[i]) for i in shown])
     for axis in axes[:: min(4, H)]:
         axis.set_ylabel(f"Query frame ({caption.unit})")
     shrink = min(1, 4 / figure.get_figheight())
@@ -331,11 +332,6 @@ def compared_maps(
     st.color_bar(figure, image, list(axes.flat), st.LABELS[quantity], aspect=30, pad=0.02)
     st.label_figure(figure, list(axes[-1]), title, legend=st.grey_legend(every))
     return figure
-
-
-def _frame_ticks(axis: Axis, frames: Sequence[int]) -> None:
-    shown = st.ticks(len(frames), room=8)
-    axis.set_ticks(list(shown), [str(frames[i]) for i in shown])
 
 
 @styled
@@ -377,8 +373,9 @@ def profile_heat_maps(
     shown = [(p, p.values) for p in panels if p.values is not None]
     H, F = shown[0][1].shape if shown else (1, 1)
     figure, axes, columns = _heat_panels(len(shown), H, F, columns, lowest=0.9, base=0.55)
+    drawn = list(zip(axes, shown, strict=False))
     legend: dict[str, Artist] = {}
-    for i, (axis, (panel, values)) in enumerate(zip(axes, shown, strict=False)):
+    for i, (axis, (panel, values)) in enumerate(drawn):
         axis.set_title(panel.title, fontsize=9)
         if i % columns == 0:
             axis.set_ylabel("Head")
@@ -389,9 +386,8 @@ def profile_heat_maps(
         axis.set_yticks(st.ticks(H, room=5))
         axis.set_xticks(st.ticks(values.shape[1] - panel.averages, room=8))
     for quantity in dict.fromkeys(panel.quantity for panel, _ in shown):
-        drawn = zip(axes, shown, strict=False)
         _color(figure, [(axis, v) for axis, (panel, v) in drawn if panel.quantity == quantity], quantity)
-    for axis, (panel, values) in zip(axes, shown, strict=False):
+    for axis, (panel, values) in drawn:
         legend |= st.mark_averages(axis, values.shape[1] - panel.averages, panel.averages)
     note = st.missing_note([(p.title, p.missing_reason) for p in panels if p.values is None])
     st.label_figure(figure, axes, title, legend=legend, note=note)
@@ -404,6 +400,7 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str) -> Fig
     every = list(panels.values())
     H, n = every[0].values.shape
     figure, axes, columns = _heat_panels(len(every), H, n, None, lowest=1.0, base=0.65)
+    _color(figure, [(axis, one.values) for axis, one in zip(axes, every, strict=False)], quantity)
     legend: dict[str, Artist] = {}
     tall = max(1.0, 0.12 * H)
     for i, (axis, (name, one)) in enumerate(zip(axes, panels.items(), strict=False)):
@@ -415,8 +412,6 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str) -> Fig
             axis.add_patch(Rectangle(corner, 1, tall, facecolor=color, linewidth=0))
         legend |= st.grey_legend(one.values)
         legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in one.marks}
-    _color(figure, [(axis, one.values) for axis, one in zip(axes, every, strict=False)], quantity)
-    for axis, one in zip(axes, every, strict=False):
         axis.set_ylim(H - 0.5, -0.7 - tall)
         axis.set_yticks(st.ticks(H, room=5))
         _label_keys(axis, one.labels)
@@ -516,19 +511,14 @@ def rope_bands(
     return figure
 
 
-# --- What a cache policy keeps: slot over block, coloured by frame; the last block's attention to it
-
-
 def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: str) -> Figure:
     """Draw frames and positions [blocks, slots]: a cell a slot, coloured by frame, with its position."""
     blocks, slots = frames.shape
     cmap, shade = plt.get_cmap("viridis"), Normalize(0, max(1, num_frames - 1))
     with st.in_style():
         figure, ax = plt.subplots(figsize=(1.6 + 0.3 * slots, 1.1 + 0.26 * blocks))
-        for (block, slot), value in np.ndenumerate(frames):
-            frame, position = int(value), int(positions[block, slot])
-            if frame == NO_SLOT:
-                continue
+        for block, slot in np.argwhere(frames != NO_SLOT).tolist():
+            frame, position = int(frames[block, slot]), int(positions[block, slot])
             color = SPECIAL[frame][1] if frame < 0 else cmap(shade(frame))
             ax.add_patch(Rectangle((slot, block), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
             if position >= 0:
@@ -541,24 +531,24 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
         ax.grid(False)
         figure.colorbar(ScalarMappable(shade, cmap), ax=ax, label="Latent frame in the slot")
         special = [(name, color) for code, (name, color) in SPECIAL.items() if code in frames]
-        patches = [Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in special]
-        if patches:
+        if special:
+            patches = [Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in special]
             figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=7)
     return figure
 
 
 def last_block_attention(mass: np.ndarray, frames: np.ndarray, positions: np.ndarray, title: str) -> Figure:
     """Draw mass [H, slots] of the last block: heads over slots, named by frame and position."""
-    codes = {AVERAGE: "avg", EMPTY: "0", CHOSEN: "tok"}
-    said = {MIXED: "", NO_SLOT: ""}
+    codes, said = {AVERAGE: "avg", EMPTY: "0", CHOSEN: "tok"}, {MIXED: "", NO_SLOT: ""}
     pairs = zip(frames.tolist(), positions.tolist(), strict=True)
     labels = [codes.get(f, f"f{f}") + said.get(p, f"\n@{p}") for f, p in pairs]
+    H, slots = mass.shape
     with st.in_style():
-        figure, ax = plt.subplots(figsize=(1.8 + 0.34 * mass.shape[1], 1.3 + 0.18 * mass.shape[0]))
+        figure, ax = plt.subplots(figsize=(1.8 + 0.34 * slots, 1.3 + 0.18 * H))
         image = ax.imshow(mass, aspect="auto", cmap="magma", vmin=0)
         ax.set(xlabel="Slot: frame @ temporal position", ylabel="Head", title=title)
-        ax.set_xticks(range(mass.shape[1]), labels, fontsize=6)
-        ax.set_yticks(range(mass.shape[0]), [str(head) for head in range(mass.shape[0])], fontsize=7)
+        ax.set_xticks(range(slots), labels, fontsize=6)
+        ax.set_yticks(range(H), [str(head) for head in range(H)], fontsize=7)
         ax.grid(False)
         figure.colorbar(image, ax=ax, label="Attention mass (share of 1)")
     return figure

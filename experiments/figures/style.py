@@ -11,7 +11,6 @@ from functools import cache, wraps
 from io import BytesIO
 from pathlib import Path
 from textwrap import fill
-from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -28,7 +27,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 from experiments.caches.files import replacing
-from experiments.caches.view import average_names
+from experiments.caches.view import NOTHING, average_names
 
 STYLE = seaborn.axes_style("whitegrid") | {
     "font.sans-serif": ["Arial", "DejaVu Sans", "Helvetica"],
@@ -65,7 +64,6 @@ JOURNAL_POINTS = 8  # letters of figures of such a width
 LAYOUT_ROUNDS = 2  # in which it settles
 THIN_ABOVE = 25  # frames: up to here every frame has a tick, where there is room
 PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
-NO_LEGEND: Mapping[str, Artist] = MappingProxyType({})
 _width: float | None = None  # inches, where figures are drawn for a journal
 
 # --- Drawing in this style, and saving
@@ -140,16 +138,13 @@ def save_svg(figure: Figure, path: str | Path) -> Path:
 
 def lean(svg: bytes) -> bytes:
     """Drop an SVG's indentation and round places to hundredths of a point: a tenth of it less."""
-    svg = re.sub(rb"\n +", b"\n", svg)
     places = rb'(?<= )(?:d|points|x|y|x1|x2|y1|y2|cx|cy|width|height)="[^"]*"'
 
     def rounded(number: re.Match[bytes]) -> bytes:
         return f"{float(number[0]):.2f}".rstrip("0").rstrip(".").encode()
 
+    svg = re.sub(rb"\n +", b"\n", svg)
     return re.sub(places, lambda place: re.sub(rb"-?\d+\.\d{3,}", rounded, place[0]), svg)
-
-
-# --- Panels, titles, legends
 
 
 def panel_grid(n: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
@@ -178,7 +173,7 @@ def label_figure(
     axes: Sequence[Axes],
     title: str,
     y="",
-    legend: Mapping[str, Artist] = NO_LEGEND,
+    legend: Mapping[str, Artist] = NOTHING,
     x="Key frame (latent)",
     note="",
 ) -> None:
@@ -200,30 +195,13 @@ def handles(axis: Axes) -> dict[str, Artist]:
     return {str(handle.get_label()): handle for handle in axis.get_legend_handles_labels()[0]}
 
 
-def missing_note(missing: Sequence[tuple[str, str]], width: int = 110) -> str:
+def missing_note(missing: Sequence[tuple[str, str]]) -> str:
     """Say what a figure leaves out: (title, reason) of each, those of one reason together; "" for nothing."""
     reasons: dict[str, list[str]] = {}
     for title, reason in missing:
         reasons.setdefault(reason, []).append(title)
     text = "; ".join(f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items())
-    return fill(f"absent: {text}", width) if text else ""
-
-
-def mark_missing(axis: Axes, reason: str, width: int = 22) -> None:
-    """Hatch an axis that has nothing to show, with the reason in lines of at most width letters."""
-    axis.grid(False)
-    axis.tick_params(bottom=False, labelbottom=False, left=False, labelleft=False)
-    axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **HATCH))
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 3}
-    text = "absent:\n" + fill(reason, width)
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=8, bbox=box)
-
-
-def capitalised(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-# --- The frame axis
+    return fill(f"absent: {text}", 110) if text else ""
 
 
 def ticks(n: int, room: int) -> np.ndarray:
@@ -285,11 +263,10 @@ def mark_averages(axis: Axes, first: int, count: int, large: bool = False) -> di
     named: dict[float, str] = {first + (count - 1) / 2: "μ"}
     if each:
         named = {first + n: name for n, name in enumerate(average_names(count))}
-    frames = [int(tick) for tick in axis.get_xticks() if 0 <= tick < first - (0 if each else 1)]
+    frames = [int(tick) for tick in axis.get_xticks() if 0 <= tick < first - (not each)]
     axis.set_xticks([*frames, *named], [*map(str, frames), *named.values()])
-    strip = Rectangle((first - 0.5, 1), count, 0.04, transform=axis.get_xaxis_transform(), clip_on=False)
-    strip.set(**AVERAGE)
-    axis.add_patch(strip)
+    above: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+    axis.add_patch(Rectangle((first - 0.5, 1), count, 0.04, **above, **AVERAGE))
     return {AVERAGES: Patch(**AVERAGE, label=AVERAGES)}
 
 
