@@ -27,7 +27,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 from experiments.caches.files import replacing
-from experiments.caches.view import NOTHING, average_names
+from experiments.caches.view import average_names
 
 STYLE = seaborn.axes_style("whitegrid") | {
     "font.sans-serif": ["Arial", "DejaVu Sans", "Helvetica"],
@@ -173,7 +173,7 @@ def label_figure(
     axes: Sequence[Axes],
     title: str,
     y="",
-    legend: Mapping[str, Artist] = NOTHING,
+    legend: Mapping[str, Artist] | None = None,
     x="Key frame (latent)",
     note="",
 ) -> None:
@@ -185,9 +185,10 @@ def label_figure(
     if y:
         figure.supylabel(y, fontsize=9)
     if legend or note:
-        columns = max(1, min(len(legend), int(_width / 2.2) if _width else len(legend)))
+        shown = list((legend or {}).values())
+        columns = max(1, min(len(shown), int(_width / 2.2) if _width else len(shown)))
         below: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-        figure.legend(handles=list(legend.values()), title=note or None, title_fontsize=8, **below)
+        figure.legend(handles=shown, title=note or None, title_fontsize=8, **below)
 
 
 def handles(axis: Axes) -> dict[str, Artist]:
