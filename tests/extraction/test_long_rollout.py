@@ -110,12 +110,6 @@ def test_stopped_anywhere_it_goes_on_with_the_same_bits(policy, session, config,
     assert torch.equal(latents_of(parts), latents_of(whole))
 
 
-def test_a_long_video_is_the_rollout_of_every_other_script(session, config, vae, tmp_path, monkeypatch):
-    no_video(monkeypatch)
-    place = make(tmp_path, session, config, vae, policy={"name": "full"})
-    assert torch.equal(latents_of(place), session.rollout(config)[0])
-
-
 @pytest.mark.beside
 def test_video_and_captures_of_parts_are_those_of_the_whole(session, config, vae, tmp_path):
     whole = make(tmp_path / "whole", session, config, vae, capture="all", policy=POLICIES[1])

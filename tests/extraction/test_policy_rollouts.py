@@ -106,26 +106,6 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path):
 
 
 @EACH
-def test_an_atlas_has_the_key_curve_of_its_keys(settings, tmp_path):
-    config = config_of(settings)
-    requests = atlas_requests(config, mass=True, key_curve=True, cross=False, layers=[1, 3])
-    atlas = saved(atlas_cache(extract(config, requests)), tmp_path / "atlas.pt")
-    S, view = atlas["frame_seq_length"], open_profiles(atlas)
-    assert atlas["key_curve"].shape[-1] == atlas["key_frame"].shape[1] == atlas["key_position"].shape[1]
-    slots = atlas["slot_frame"][0, -1]
-    slots = slots[slots != -9]
-    whole = slots >= 0
-    for by_key, by_slot in (("key_frame", "slot_frame"), ("key_position", "slot_position")):
-        firsts = atlas[by_key][0].unflatten(0, (-1, S))[:, 0]
-        assert torch.equal(firsts[whole], atlas[by_slot][0, -1][: len(slots)][whole])
-    curve, profile = view.key_curve(1), view.frame_profile(1)
-    by_frame = curve.reshape(*curve.shape[:-1], -1, S)
-    seen = ~np.isnan(by_frame)
-    means = np.where(seen, by_frame, 0).sum(-1) / np.where(seen.any(-1), seen.sum(-1), np.nan)
-    np.testing.assert_allclose(means, profile[:, list(view.key_frames)], atol=5e-3)
-
-
-@EACH
 def test_a_layer_cache_has_averages_as_columns(settings, tmp_path):
     """Made from a rollout, by frames or by tokens, or taken out of its atlas: the same values."""
     config = replace(config_of(settings), layer_index=3, layer_indices=[3])

@@ -2,7 +2,7 @@
 
 import json
 from argparse import Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +10,11 @@ import torch
 from helpers.rollouts import TWO_STEPS
 
 from experiments.caches.files import CacheError
-from experiments.extraction.long_rollout import BlockCapture, path_of, read_blocks
-from experiments.extraction.video import decoded_blocks, to_pixels
+from experiments.extraction.long_rollout import read_blocks
 from experiments.studies import policy_comparison
 from experiments.studies.policy_comparison import Comparison
 from wan.config import load_config
 from wan.errors import ConfigError
-from wan.vae import VAE
 
 pytestmark = pytest.mark.slow
 FRAMES = 6
@@ -132,42 +130,3 @@ def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, monkeypatch):
     torn = folder / "items" / f"{table['videos'][0]['name']}.json"
     torn.write_text(torn.read_text()[:100])
     assert compare(folder)["videos"] == table["videos"] and len(calls) == 1
-
-
-@pytest.mark.parametrize("before", ["none", "band:3"])
-def test_attention_of_another_capture_is_made_again(before, alike, tmp_path):
-    planned = replace(alike, folder=tmp_path, vbench=None, capture=BlockCapture.read("all", 0))
-    item = planned.items[0]
-    planned.attention(item).mkdir(parents=True)
-    for block in range(7):
-        path_of(planned.attention(item), block).touch()
-    planned.store.folder.mkdir()
-    for capture, done in ((planned.capture, True), (BlockCapture.read(before, 0), False)):
-        planned.store.path(item.name).write_text(json.dumps({"seconds": {}, "capture": asdict(capture)}))
-        assert planned.is_done(item) == done
-    planned.store.path(item.name).write_text(json.dumps({"seconds": {}}))  # an older item
-    assert planned.is_done(item)
-    path_of(planned.attention(item), 3).unlink()
-    assert not planned.is_done(item)
-
-
-def test_another_batch_changes_rounding_alone(made, tmp_path):
-    _, table = made
-    alone = compare(tmp_path, prompts=1, batch=1, policies=["full"], controls=[])
-    assert {video["label"] for video in alone["videos"]} == {"full"}
-    for other in alone["videos"]:
-        mine = ("label", "prompt", "seed")
-        [one] = [video for video in table["videos"] if all(video[key] == other[key] for key in mine)]
-        assert one["tracker"] == other["tracker"]
-        assert one["seconds"]["distance"] == pytest.approx(other["seconds"]["distance"], rel=2e-3)
-
-
-def test_blocks_decode_to_the_pixels_of_the_whole():
-    vae = VAE.from_pretrained("checkpoints/wan-mini")
-    latents = torch.randn(1, 6, 16, 8, 8, generator=torch.Generator().manual_seed(0))
-    whole, parts = (
-        to_pixels(vae.decode(latents)),
-        torch.cat(list(decoded_blocks(vae, latents.split(2, 1))), 1),
-    )
-    assert parts.shape == whole.shape == (1, 21, 64, 64, 3) and (parts.int() - whole.int()).abs().max() <= 1
-    assert (parts != whole).float().mean() < 1e-3

@@ -69,16 +69,6 @@ def test_a_rollout_of_blocks_is_inference_and_goes_on_behind_given_frames():
     assert torch.equal(torch.cat([x0 for _, x0 in again], 1), whole)
 
 
-def test_noise_that_starts_behind_given_frames_is_what_inference_draws():
-    pipeline, noise, given_frames = tiny_pipeline(), at_once(5), torch.randn(1, 3, *SHAPE)
-    whole = pipeline.inference(
-        noise[None, 0], prompt_embeds=embeds(), renoise=noise[1:, None], initial_latent=given_frames
-    )[1]
-    drawn = SeededNoise([5], FRAMES, SHAPE, STEPS, start=3)
-    parts = pipeline.blocks(drawn, embeds(), num_given=3, given=lambda f: given_frames[:, f.start : f.stop])
-    assert torch.equal(torch.cat([x0 for _, x0 in parts], 1), whole)
-
-
 @pytest.mark.parametrize("rolls", [False, True])
 @pytest.mark.parametrize(
     "drawn", [SeededNoise([5], FRAMES, SHAPE, STEPS), TensorNoise(torch.zeros(1, 9, *SHAPE))]

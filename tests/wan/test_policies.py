@@ -207,27 +207,6 @@ def test_a_switch_that_a_policy_cannot_make_is_refused(how):
             pipeline_of(row).inference(**inputs, prompt_schedule=[switch])
 
 
-def test_a_flush_finds_nothing_to_forget_while_the_sink_is_all_there_is():
-    inputs = golden_inputs(6)
-    flushed, kept = (
-        pipeline_of({"name": "window", "window": 9, "sink": 3}).inference(
-            **inputs,
-            prompt_schedule=[PromptSwitch(3, how=how, prompt_embeds=inputs["prompt_embeds"].flip(1))],
-        )[1]
-        for how in ("flush", "keep")
-    )
-    assert torch.equal(flushed, kept)
-
-
-@pytest.mark.parametrize("chosen, steps", [({}, {0, 1, 2}), ({"steps": [-1]}, {-1})])
-def test_the_cache_that_is_computed_again_is_captured_where_it_is_asked_for(chosen, steps):
-    inputs = golden_inputs(9)
-    schedule = [PromptSwitch(6, how="recache", prompt_embeds=inputs["prompt_embeds"])]
-    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[0], **chosen) as calls:
-        pipeline_of({"name": "window", "window": 6, "sink": 1}).inference(**inputs, prompt_schedule=schedule)
-    assert {call["step"] for call in calls} == steps
-
-
 @pytest.mark.parametrize(
     "row, left_out, message",
     [
@@ -293,20 +272,15 @@ def test_any_wrong_value_of_any_field_is_one_line(row):
         ({"name": "window", "windw": 3}, [], "has no field 'windw'; it has"),
         ({"name": "window", "window": "9"}, [], "window must be int, .*, not '9'"),
         ({"name": "window", "window": 3, "sink": 3}, [], "must be at least 4"),
-        ({"name": "window", "window": 3, "sink": -1}, [], r"sink must be in 0\.\.\d+, not -1"),
         ({"name": "window", "window": 5, "sink": 3}, [1, 3], "must be at least 6"),
         ({"name": "window", "released": "rolex"}, [], "'rolex' is not one of self_forcing, longlive"),
         ({"name": "full", "released": True}, [], "leave it out"),
         ({"name": "deep_sink", "released": True}, [1, 3], "has blocks of 3 frames"),
         ({"name": "participative", "sink": 4, "recent": 4, "budget": 7}, [], "at least sink . recent, 8"),
-        ({"name": "participative", "window": 12}, [], "at most 12"),
         ({"name": "participative", "recent": 2, "budget": 14}, [3], "recent 2 must be at least a block, 3"),
-        ({"name": "ema_sink", "alpha": 1.5}, [], r"alpha must be in 0\.\.1, not 1.5"),
         ({"name": "ema_sink", "sink": 0}, [], r"sink must be in 1\.\."),
-        ({"name": "two_memories", "window": 5}, [], "must be at least 6"),
         ({"name": "rolling_sink", "sink": 1}, [], r"sink must be in 0\.\.0, not 1"),
         ({"name": "rolling_sink", "window": 5}, [3], "window 5 .* must be at least 6"),
-        ({"name": "memory_bank", "bank": 0}, [], r"bank must be in 1\.\."),
     ],
 )
 def test_what_does_not_fit_is_refused(row, sizes, message):
@@ -323,9 +297,7 @@ LONG_SINK = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_
         ({"prompt_schedule": [{"frame": 4, "prompt": "a"}]}, "does not begin a block .* begin at 3, 6"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a"}] * 2}, "frame 6 .* has two prompts"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a", "how": "jump"}]}, "'jump' is not one of keep"),
-        ({"prompt_schedule": [{"frame": 6, "prompt": "a", "how": ["keep"] * 500}]}, "is not one of keep"),
         ({"prompt_schedule": [{"frame": 6}]}, "needs a frame .* and a prompt"),
-        ({"prompt_schedule": [{"frame": True, "prompt": "a"}]}, "needs a frame"),
         ({"prompt_schedule": [{"frame": 6, "text": "a"}]}, "has no 'text'"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a\0b"}]}, "prompt_schedule has a NUL character at 1"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a" * 100_001}]}, "prompt_schedule has 100001 char"),
@@ -342,15 +314,6 @@ LONG_SINK = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_
 def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(config, message):
     with pytest.raises(ConfigError, match=message):
         RunConfig(**config)
-
-
-def test_sizes_that_just_fit_are_taken():
-    switch = {"frame": 6, "prompt": "a", "how": "cut"}
-    assert RunConfig(cache_policy=LONG_SINK, prompt_schedule=[switch]).switches[0].how == "cut"
-    assert RunConfig(recompute_context=6, local_attn_size=9).policy.describe() == {
-        "name": "window",
-        "window": 9,
-    }
 
 
 def test_the_policy_of_the_contributors_page_runs():

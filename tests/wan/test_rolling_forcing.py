@@ -129,16 +129,6 @@ def test_the_anchor_is_rotated_from_its_own_keys():
     assert torch.equal(v, torch.cat([values[0], values[3], values[4], values[5]], 1))
 
 
-def test_tokens_are_those_of_one_block(calls):
-    """Token logits of a block in a window have the mean of its frame logits."""
-    noise, renoise, embeds = inputs(30)
-    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], blocks=[6], steps=[2]) as found:
-        sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)
-    (call,) = found
-    means = call.values["token_logits"].unflatten(2, (3, 5)).unflatten(-1, (21, 5)).mean((3, 5))
-    torch.testing.assert_close(means, calls[6, 2]["frame_logits"], atol=1e-5, rtol=0)
-
-
 def test_what_it_does_not_know_is_refused():
     noise, _, embeds = inputs(6)
     for steps, sizes, message in (
@@ -188,17 +178,3 @@ def test_views_say_which_frames_are_noise_and_at_which_level(atlas):
     assert late.noise_frames == (12, 13, 14)
     assert "own block (noise at t = 555.556)" in late.caption.highlighted_frames
     assert open_profiles(atlas, 3).noise_levels == {}
-
-
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        ({"num_frame_per_block": 5, "local_attn_size": 12}, "must be at least 20"),
-        ({"gpus": 3}, "rolling_forcing runs on one GPU, not 3; leave gpus out"),
-        ({"first_block_steps": [1000]}, "knows no first_block_steps"),
-        ({"cache_policy": {"name": "full"}}, "knows no cache_policy"),
-    ],
-)
-def test_a_config_with_what_the_window_does_not_know_is_refused(more, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config("configs/wan_mini.yaml", ROLLING | more)
