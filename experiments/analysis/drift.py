@@ -77,11 +77,7 @@ ENDS = 0.15  # shares of the video at its beginning and end that are compared
 FLOW_SIDE = 128  # pixels of the shorter side, at most, on which motion is measured
 FLOW_EVERY = 8  # frames from one measured pair of neighbours to the next
 FASTEST = 0.05  # share of the pixels whose motion is averaged
-
-
 # Units, and which direction is good. docs/long_rollouts.md has the formulas and where they come from.
-
-
 MEASURES = {
     "hue_kept": "share, higher is better",
     "sharpness": "(grey levels / 255)²",
@@ -113,22 +109,16 @@ def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
 
 def summaries(video: np.ndarray) -> dict[str, float]:
     """Compute every measure of SUMMARIES."""
-
-    def ends(values: np.ndarray) -> tuple[float, float]:
-        count = max(1, round(ENDS * len(values)))
-        return float(values[:count].mean()), float(values[-count:].mean())
-
     found = {}
-    for name, values in (
-        ("sharpness", sharpness(video)),
-        ("clipped", clipped(video)),
-        ("flicker", flicker(video)),
-    ):
-        first, last = ends(values)
-        found[f"{name}_change"] = last - first
-        if name == "sharpness" and last != first:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                found["sharpness_change"] = float(np.log2(np.divide(last, first)))
+    for of_frames in (sharpness, clipped, flicker):
+        values = of_frames(video)
+        count = max(1, round(ENDS * len(values)))
+        first, last = float(values[:count].mean()), float(values[-count:].mean())
+        change = last - first
+        if of_frames is sharpness and change:
+            with np.errstate(divide="ignore"):
+                change = float(np.log2(np.divide(last, first)))
+        found[f"{of_frames.__name__}_change"] = change
     return found | {"largest_drop": largest_drop(distance(video)), "non_repetition": non_repetition(video)}
 
 

@@ -112,11 +112,9 @@ def head_correlation(
         x, y, *others = (np.asarray(values)[layers].ravel() for values in each)
         return partial_spearman(x, y, others)
 
-    generator = np.random.default_rng(seed)
-    prompts, layers = effects.shape[:2]
-    sizes, drawn = ((prompts,), (layers,)), []  # tuples: mypy takes integers(n, size=n) for one number
-    for _ in range(draws):
-        drawn.append(rho(*(generator.integers(size[0], size=size) for size in sizes)))
+    generator, (prompts, layers) = np.random.default_rng(seed), effects.shape[:2]
+    draw = lambda n: generator.integers(n, size=(n,))  # noqa: E731
+    drawn = [rho(draw(prompts), draw(layers)) for _ in range(draws)]
     return _interval(rho(np.arange(prompts), np.arange(layers)), drawn)
 
 
@@ -137,20 +135,14 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 
 
 def _interval(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
-    known = not np.isnan(drawn).all()
-    low, high = np.nanpercentile(drawn, [2.5, 97.5]).tolist() if known else (np.nan, np.nan)
-    return Interval(estimate, low, high)
+    known = [] if np.isnan(drawn).all() else np.nanpercentile(drawn, [2.5, 97.5]).tolist()
+    return Interval(estimate, *(known or (np.nan, np.nan)))
 
 
 # --- Knockout curves: how much of something is left when more and more heads lose their past
 
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
-ORDERS = {  # of heads -> in words
-    "effect": "by single effect",
-    "change": "by change of x0",
-    "s": "by s",
-    "mass on the past": "by mass on the past",
-}
+ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
 ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
 
 
@@ -235,10 +227,9 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
             by_kind[name] = {"heads": count, "effect": mean}
     for name in measured:
         correlations[name] = {
-            "rho": rounded(head_correlation(effect, found[name])),
-            "partial_rho": rounded(head_correlation(effect, found[name], given)),
-            "rho_beyond_control": rounded(head_correlation(beyond, found[name])),
-            "partial_rho_beyond_control": rounded(head_correlation(beyond, found[name], given)),
+            f"{partial}rho{suffix}": rounded(head_correlation(values, found[name], others))
+            for suffix, values in (("", effect), ("_beyond_control", beyond))
+            for partial, others in (("", ()), ("partial_", given))
         }
     above = [bootstrap(beyond[:, layer, head]).low > 0 for layer, head in np.ndindex(shape)]
     return {
@@ -257,20 +248,15 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
     }
 
 
-QUESTIONS = {  # of the tracker
-    **{name: name for name in ("background", "shape", "direction", "landmark")},
-    **{"color": "colour", "crossing": "paths cross", "hides": "it hides"},
-    **{"comes_back": "it comes back", "same": "back in colour and shape"},
-}
+QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
 QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}
 QUESTIONS |= {"comes_back": "it comes back", "same": "back in colour and shape"}
 
 
 def changes_of(cache: Mapping) -> dict[str, np.ndarray]:
     """Return the effects of an effects cache [F] each, in units of the distance between seeds."""
-    names = {"direct": "direct", "own_block": "own block", "total": "total", "floor": "floor"}
-    unit = cache["between_seeds"].numpy()
-    return {label: cache[name].numpy() / unit for name, label in names.items() if name in cache}
+    names = [name for name in ("direct", "own_block", "total", "floor") if name in cache]
+    return {name.replace("_", " "): (cache[name] / cache["between_seeds"]).numpy() for name in names}
 
 
 def change_rows(changes: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ class Candidate(NamedTuple):
 
 
 def pearson(profiles: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Correlate each of profiles [..., n] with values [n] in float64; NaN where one is constant."""
+    """Correlate profiles with values [..., n] along the last axis in float64; NaN where one is constant."""
     arrays = (np.asarray(profiles, np.float64), np.asarray(values, np.float64))
     a, b = (x - x.mean(-1, keepdims=True) for x in arrays)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -181,17 +181,6 @@ def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[Candidate]:
     return sorted(found, key=lambda c: (np.isnan(c.r), -c.r))
 
 
-def rank_of(
-    ranking: Sequence[Candidate], step: int | None, layer: int, head: int
-) -> tuple[int, Candidate] | None:
-    """Return a head's rank, 1 the best, ties alike, and its agreement; None where it is not there."""
-    for candidate in ranking:
-        if (candidate.step, candidate.layer, candidate.head) == (step, layer, head):
-            better = sum(other.r > candidate.r for other in ranking)
-            return (1 + better if np.isfinite(candidate.r) else len(ranking)), candidate
-    return None
-
-
 def add_reference(
     panels: Iterable[HeadPanel], view: Profiles, curves: Mapping[str, Curve]
 ) -> list[HeadPanel]:
@@ -218,10 +207,12 @@ def match_rows(
         looked_up += [("if counted from 1", step, n - 1, h - 1) for _, _, n, h in looked_up if min(n, h) > 0]
         best = enumerate(ranking[:3], 1)
         looked_up += [(f"best {i}", one.step, one.layer, one.head) for i, one in best]
+        ranks = {(one.step, one.layer, one.head): (rank, one) for rank, one in enumerate(ranking, 1)}
+        frames = len(compared_frames(views[0], curve))
         for what, at, layer, head in looked_up:
             row = {"curve": label, "head": what, "layer": layer, "number": head, "pass": at}
-            if (found := rank_of(ranking, at, layer, head)) is not None:
-                row |= {"r": found[1].r, "RMS": found[1].rms, "rank": found[0]}
-            frames = len(compared_frames(views[0], curve))
+            if (at, layer, head) in ranks:
+                rank, one = ranks[at, layer, head]
+                row |= {"r": one.r, "RMS": one.rms, "rank": rank}
             rows.append(row | {"of heads": len(ranking), "context frames": frames})
     return rows

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.analysis.first_frame import context_cells
+from experiments.analysis.first_frame import context_cells, mean_without_nan
 from experiments.analysis.panels import HeadMap, HeadPanel
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
@@ -104,9 +104,8 @@ def jittered(frequencies: np.ndarray, draws: int = 20, seed: int = 0) -> np.ndar
 def last_block_context(curves: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the context [..., n] of last-block curves [..., F] and distances [n] to the block's middle."""
     last = block_ranges(list(block_sizes))[-1]
-    return np.asarray(curves, np.float64)[..., : last.start], (last.start + last.stop - 1) / 2 - np.arange(
-        last.start
-    )
+    distances = (last.start + last.stop - 1) / 2 - np.arange(last.start)
+    return np.asarray(curves, np.float64)[..., : last.start], distances
 
 
 class FirstByBlock(NamedTuple):
@@ -124,10 +123,7 @@ def first_by_block(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstByBlo
     """
     queries = block_ranges(list(block_sizes))[1:]
     rows = [matrix[..., b.start : b.stop, : b.start].mean(-2) for b in queries]
-    excess = [
-        row[..., 0] - row[..., 1:].mean(-1) if row.shape[-1] > 1 else np.full(row.shape[:-1], np.nan)
-        for row in rows
-    ]
+    excess = [row[..., 0] - mean_without_nan(row[..., 1:]) for row in rows]
     rank = [1 + (row > row[..., :1]).sum(-1) for row in rows]
     return FirstByBlock(queries, np.stack(excess, -1), np.stack(rank, -1))
 
@@ -258,9 +254,3 @@ def predicted_context(
     distances = np.asarray(last)[:, None] - np.arange(last.start)  # [queries, n]
     turn = np.exp(1j * np.multiply.outer(temporal_frequencies(head_dim), distances)).mean(1)  # [pairs, n]
     return (products @ turn).real / np.sqrt(head_dim)
-
-
-def correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return Pearson's r along the last axis."""
-    a, b = (x - x.mean(-1, keepdims=True) for x in (a, b))
-    return (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))

@@ -45,27 +45,23 @@ def test_hue_that_turns_is_lost_and_nothing_else():
     video[T // 2 :] = moving(color=(40, 230, 40))[T // 2 :]
     kept = drift.per_second(video)["hue_kept"]
     assert kept[:2] == pytest.approx(1) and (kept[2:] < 0.95).all()
-    everything = drift.per_second(np.concatenate([FROZEN[: T // 2], moving(ground=(120, 20, 30))[T // 2 :]]))
-    assert (everything["hue_kept"][2:] < kept[2:]).all()
     assert drift.hue_histogram(np.full((5, 3), 7, np.uint8))[-1] == 1  # no colour is a colour of its own
     both = drift.hue_histogram(np.array([(200, 0, 0), (150, 200, 150)], np.uint8))
     assert both[[0, 60]] == pytest.approx([0.8, 0.2])  # saturations 1 and 1/4
 
 
-def test_a_checkerboard_has_the_laplacian_of_a_checkerboard():
+def test_numbers_that_can_be_counted():
     board = np.indices((8, 8)).sum(0) % 2 * 255
     video = np.repeat(board[None, :, :, None], 3, 3).astype(np.uint8)
-    assert drift.sharpness(video) == pytest.approx(16, rel=1e-4)  # ±4 at every pixel
+    assert drift.sharpness(video) == pytest.approx(16, rel=1e-4)  # ±4 at every pixel of a checkerboard
     assert drift.clipped(video) == 1
-
-
-def test_the_ends_are_15_percent():
-    """10 of 64 frames, of which the last 6 are white."""
+    # the ends are 15 %: 10 of 64 frames, of which the last 6 are white
     assert drift.summaries(of_grey([100] * 58 + [255] * 6))["clipped_change"] == pytest.approx(0.6)
-    assert drift.summaries(of_grey([255] * 10 + [100] * 54))["clipped_change"] == pytest.approx(-1)
+    # a ramp of 3 levels a frame: from frame 20 it is 12 to 20 frames to the first nine, 16 on average
+    assert drift.distance(of_grey(3 * np.arange(64)))[20] == pytest.approx(48 / 255)
 
 
-@pytest.mark.parametrize("speed", [0.25, 1.0, 1.5])
+@pytest.mark.parametrize("speed", [0.25, 1.5])
 def test_motion_is_the_speed_of_what_moves(speed):
     expected = speed * drift.FPS / SIDE
     assert drift.motion(moving(speed)[: drift.FPS + 1]) == pytest.approx(expected, rel=0.25)
@@ -77,18 +73,13 @@ def test_flow_of_a_shifted_texture_in_both_directions():
     for _ in range(6):
         texture = (texture + np.roll(texture, 1, 0) + np.roll(texture, 1, 1) + np.roll(texture, -1, 1)) / 4
     texture = (texture - texture.min()) / np.ptp(texture)
-    for dx, dy in ((1, 0), (0, -1), (2, 3)):
+    for dx, dy in ((0, -1), (2, 3)):
         found = flow(texture, np.roll(texture, (dy, dx), (0, 1)))[12:-12, 12:-12]
         assert np.median(found, (0, 1)) == pytest.approx([dx, dy], abs=0.15)
     assert (flow(np.zeros((9, 9)), np.zeros((9, 9))) == 0).all()
 
 
-def test_distance_is_the_mean_of_those_to_the_first_nine_frames():
-    """A ramp of 3 levels a frame: from frame 20 it is 12 to 20 frames, 16 on average."""
-    assert drift.distance(of_grey(3 * np.arange(64)))[20] == pytest.approx(48 / 255)
-
-
-@pytest.mark.parametrize("frames, drop", [(1, 0.8), (8, 0.8), (16, 0.8), (32, 0.4)])
+@pytest.mark.parametrize("frames, drop", [(1, 0.8), (16, 0.8), (32, 0.4)])
 def test_a_drop_is_what_falls_within_a_second(frames, drop):
     falling = np.linspace(1, 0.2, frames + 1)
     distances = np.concatenate([np.full(10, 1.0), falling, np.full(20, 0.2)])

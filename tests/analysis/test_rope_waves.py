@@ -14,7 +14,6 @@ from experiments.analysis.panels import choose_heads
 from experiments.analysis.rope_waves import (
     Waves,
     amplitude_maps,
-    correlations,
     first_by_block,
     fit_matrix,
     fit_waves,
@@ -149,12 +148,6 @@ def test_means_before_rope_give_the_temporal_logits(seed, block_sizes, start):
     n = F - block_sizes[-1]
     logits = torch.einsum("qhd,khd->hqk", q[n:], k[:n]).mean(1) / head_dim**0.5
     np.testing.assert_allclose(predicted_context(*means, block_sizes, head_dim), logits, atol=1e-5)
-
-
-def test_correlations():
-    a, b = np.random.default_rng(0).normal(size=(2, 4, 9))
-    expected = [np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)]
-    np.testing.assert_allclose(correlations(a, b), expected)
 
 
 def test_an_atlas_of_a_rollout_keeps_means_that_give_its_logits_by_band():

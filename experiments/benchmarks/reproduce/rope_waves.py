@@ -17,7 +17,6 @@ from experiments.analysis.panels import choose_heads
 from experiments.analysis.rope_waves import (
     NUM_BANDS,
     MatrixFit,
-    correlations,
     first_by_block,
     fit_matrix,
     fit_waves,
@@ -145,7 +144,7 @@ def other_length(long, short) -> dict[str, list[float]]:
     (curves, distances), (short_curves, short_distances) = long, short
     predicted = fit_waves(curves, distances, FREQUENCIES).at(short_distances)
 
-    whole, later = (correlations(predicted[..., n:], short_curves[..., n:]) for n in (0, 3))
+    whole, later = (published.pearson(predicted[..., n:], short_curves[..., n:]) for n in (0, 3))
     return {"r median": interval(whole), "r median without frames 0-2": interval(later)}
 
 
