@@ -1,8 +1,9 @@
-"""Files appear whole or not at all; errors of caches and runs; the one place where an mp4 is encoded."""
+"""Whole files or none; what an output is of (its fingerprint); errors of runs; where an mp4 is encoded."""
 
 import errno
 import os
 import platform
+import struct
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from wan.errors import UserError, one_line
+from wan.errors import UserError, one_line, short_repr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,8 +88,58 @@ def require_ffmpeg(otherwise: str = "") -> str:
         ) from None
 
 
-def encode_mp4(pixels: "np.ndarray", fps: int, multiple: int = 8, options: Sequence[str] = ()) -> bytes:
-    """Encode uint8 pixels [frames, height, width, 3]; sides grow to a multiple, options are ffmpeg's."""
+# --- What an output is of: its fingerprint (experiments/extraction/provenance.py), not its name or size
+def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> None:
+    """Raise CacheError where the fingerprint found in a file is not the one that a run would give it."""
+    if found != wanted:
+        said = f"fingerprint {short_repr(found)}" if found else "no fingerprint, or not the whole file"
+        raise CacheError(f"{path} is of another run or of other code: it has {said}, not {wanted}; {remedy}")
+
+
+def mp4_tag(path: str | Path) -> str | None:
+    """Return the text that encode_mp4 put into an mp4; None where it is not there, torn, or without one."""
+    try:
+        boxes = list(mp4_boxes(path))
+        size = Path(path).stat().st_size
+    except OSError:
+        return None
+    if not boxes or boxes[-1][2] != size:
+        return None
+    return next((tag_in(path, start, end) for kind, start, end in boxes if kind == b"moov"), None)
+
+
+def tag_in(path: str | Path, start: int, end: int) -> str | None:
+    """Return the comment of an mp4 from its box of metadata, at start..end."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        box = file.read(end - start)
+    at = box.find(b"\xa9cmt")  # its content is a box: size, "data", kind, locale, text
+    if at < 0:
+        return None
+    length = int.from_bytes(box[at + 4 : at + 8], "big")
+    return box[at + 20 : at + 4 + length].decode(errors="replace")
+
+
+def mp4_boxes(path: str | Path) -> Iterator[tuple[bytes, int, int]]:
+    """Yield kind, start and end of the whole boxes of an mp4; what is torn off at the end is left out."""
+    end, total = 0, Path(path).stat().st_size
+    with open(path, "rb") as file:
+        while end + 16 <= total:
+            file.seek(start := end)
+            size, kind, large = struct.unpack(">I4sQ", file.read(16))
+            end += large if size == 1 else size
+            if size in range(2, 8) or not size or end > total:
+                return
+            yield kind, start, end
+
+
+def encode_mp4(
+    pixels: "np.ndarray", fps: int, multiple: int = 8, options: Sequence[str] = (), tag: str = ""
+) -> bytes:
+    """Encode uint8 pixels [frames, height, width, 3]; sides grow to a multiple, options are ffmpeg's.
+
+    tag says what the video is of, and mp4_tag reads it.
+    """
     require_ffmpeg()
     import imageio.v3 as iio
 
@@ -99,5 +150,5 @@ def encode_mp4(pixels: "np.ndarray", fps: int, multiple: int = 8, options: Seque
         fps=fps,
         codec="libx264",
         macro_block_size=multiple,
-        output_params=list(options),
+        output_params=[*(("-metadata", f"comment={tag}") if tag else ()), *options],
     )

@@ -130,7 +130,7 @@ class Cache(Fields):
     is_logits: bool
     quantity: str | None = None  # one of QUANTITIES where is_logits leaves it open
     read_by: str | None = None  # the first version of this project that reads this schema
-    fingerprint: str | None = None  # of the settings of a sweep
+    fingerprint: str | None = None  # of all that the run's numbers depend on; older: of a sweep's settings
     partial: bool | None = None  # stopped after blocks_done blocks, or before some steps of the base model
     blocks_done: int | None = None
     interventions: dict[str, Any] | None = None  # edits, the same in words, and a hash: the run was edited

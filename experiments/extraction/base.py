@@ -6,7 +6,7 @@ one each.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from experiments.extraction.causal import draw_noise, prepare
 from experiments.extraction.devices import threads_for
 from experiments.extraction.edits import edits_of, record_of
 from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import fingerprint
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest
@@ -105,6 +106,7 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
         "negative_prompt": base.negative_prompt,
         "config": {"height": config.height, "width": config.width},
         "weights_sha256": loaded.sha256.result(),
+        "fingerprint": fingerprint(loaded.identity(config, edits, base=asdict(base))),
         **({"interventions": record_of(edits)} if edits else {}),
     }
     stopped = f"{done} of {base.num_steps} steps" if done < base.num_steps else ""

@@ -25,7 +25,7 @@ from experiments.extraction.edits import check_sources, edits_of, record_of, req
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, encode_prompts, needs_encoder
-from experiments.extraction.provenance import provenance
+from experiments.extraction.provenance import fingerprint, identity, provenance
 from experiments.extraction.rollout import out_of_memory, roll_out
 from wan import checkpoint, parallel
 from wan.capture import CaptureRequest
@@ -60,6 +60,10 @@ class LoadedModel:
     sha256: Future  # of the weights file: hashed while models load and the video is made
     device: torch.device
     dtype: torch.dtype
+
+    def identity(self, config: RunConfig, edits: Sequence[Edit] | None = None, **more: Any) -> dict[str, Any]:
+        """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
+        return identity(config, self.sha256.result(), edits, **more)
 
     def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
         """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
@@ -260,6 +264,7 @@ def extract_next(
         latents, records = roll_out(loaded.pipeline, noise, config.block_sizes, requests, observer, **inputs)
     common = loaded.common | {"prompt": config.prompt, "seed": config.seed}
     common["weights_sha256"], stopped = loaded.sha256.result(), ""
+    common["fingerprint"] = fingerprint(loaded.identity(config, edits))
     if config.sampler == "rolling_forcing":
         common |= {"schema_version": 2, "rolling_timesteps": loaded.pipeline.timesteps}
     if edits:

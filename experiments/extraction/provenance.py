@@ -1,23 +1,39 @@
-"""Provenance of a run's numbers: files, settings, versions, device. No path, time or host."""
+"""Provenance of a run's numbers: files, settings, versions, device. No path, time or host.
 
+Every output carries one fingerprint of all that its numbers depend on (identity). Whatever resumes, skips
+what is done, pairs files or takes an older one compares it (require_same of experiments/caches/files.py).
+"""
+
+import hashlib
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.extraction.devices import device_name, versions
+import wan
+from experiments.extraction.devices import (
+    choose_device,
+    choose_dtype,
+    device_name,
+    encoding_device,
+    versions,
+)
 from experiments.extraction.edits import check_sources, edits_of, sources_of
 from wan import checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE
 from wan.config import RunConfig
+from wan.interventions import Edit
 from wan.text_encoder import encoder_files
 
 # Settings that change a rollout's numbers and have no field of their own in caches.
@@ -36,7 +52,66 @@ OPTIONAL_SETTINGS = {
     "lora_alpha": None,
 }
 
+# Settings that change no number of a rollout, or that stand for something else: files for what they hold, a
+# device for its kind. Those of the base model's sampler count in its own runs alone.
+NOT_OF_NUMBERS = (
+    *("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir", "release"),
+    *("device", "dtype", "offload", "t5_cpu", "interventions", "base"),
+    *("layer_indices", "layer_index", "step"),  # what is captured
+)
 
+
+# --- One identity
+def identity(
+    config: RunConfig, weights_sha256: str | None = None, edits: Sequence[Edit] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return all that the numbers of a run depend on, as plain values by name.
+
+    weights_sha256 of the weights file and edits are the config's where they are not given; more is what else
+    a study's numbers depend on. Raises ConfigError for files that are not there.
+    """
+    device = choose_device(config.device, config.offload)
+    dtype = choose_dtype(config.dtype, device)
+    weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    edits = edits_of(config.interventions, "config") if edits is None else edits
+    return {
+        **{name: value for name, value in asdict(config).items() if name not in NOT_OF_NUMBERS},
+        "sizes": asdict(checkpoint.read_model_config(config.ckpt_dir)),
+        "weights_sha256": weights_sha256 or checkpoint.file_sha256(weights),
+        "files": files_of(config, weights),
+        "edits": [edit.to_dict() for edit in edits],
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "text_device": encoding_device(config, device).type,
+        "attention": kernel_name(device, dtype),
+        "torch": str(torch.__version__),
+        "code": code_version(),
+        **more,
+    }
+
+
+def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
+    """Return 32 hex digits that change with any of the values, such as identity's, and of those in more."""
+    said = json.dumps({**values, **more}, sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+@cache
+def code_version() -> str:
+    """Return 16 hex digits that change with any source file of wan: the model and its samplers."""
+    digest, folder = hashlib.sha256(), Path(wan.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def video_tag(run: str, config: RunConfig) -> str:
+    """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files."""
+    return f"{run} {fingerprint({'vae': vae_files(config)})}"
+
+
+# --- What caches say
 def provenance(
     config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from experiments.caches.files import encode_mp4, replacing, require_ffmpeg
 from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.devices import decoding_threads
+from experiments.extraction.provenance import video_tag
 from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, StreamedDecoder
 
@@ -31,20 +32,23 @@ def to_pixels(video: Tensor) -> Tensor:
 
 def save_video(extraction: Extraction, path: str | Path) -> None:
     """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
-    write_mp4(decode(extraction), path)
+    tag = video_tag(extraction.common["fingerprint"], extraction.config)
+    write_mp4(decode(extraction), path, tag=tag)
 
 
-def write_mp4(pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE) -> None:
+def write_mp4(pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE, tag: str = "") -> None:
     """Write uint8 pixels [frames, height, width, 3] whole or not at all, with sides of shortest or more."""
     with replacing(path) as file:
-        file.write(encoded(pixels, shortest))
+        file.write(encoded(pixels, shortest, tag=tag))
 
 
-def encoded(pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = ()) -> bytes:
+def encoded(
+    pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = (), tag: str = ""
+) -> bytes:
     """Encode uint8 pixels [frames, height, width, 3] at 16 frames a second; options are ffmpeg's."""
     enlarge = -(-shortest // min(pixels.shape[1:3]))
     pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    return encode_mp4(pixels.numpy(), FPS, options=options)
+    return encode_mp4(pixels.numpy(), FPS, options=options, tag=tag)
 
 
 def check_video(config: RunConfig) -> None:
