@@ -28,15 +28,7 @@ from experiments.miniature.recipe import (
     TEXT,
     StageRun,
 )
-from experiments.miniature.training import (
-    CAUSAL,
-    TEACHER,
-    Trainer,
-    kept_steps,
-    save_causal,
-    save_index,
-    save_transformer,
-)
+from experiments.miniature.training import CAUSAL, TEACHER, Trainer, kept_steps, save_base, save_causal
 from experiments.miniature.vae_training import encode_scenes, set_layout, train_vae
 from wan.attention import MaskedAttention
 from wan.blocks import block_ranges, block_sizes, visible_frames
@@ -131,9 +123,8 @@ def train_base(run: StageRun) -> dict:
 
     def save() -> None:
         averaged, averaged_encoder = trainer.averaged()
-        save_transformer(averaged.state_dict(), run.output_dir / "transformer")
+        save_base(averaged.state_dict(), run.output_dir)
         averaged_encoder.save_pretrained(run.output_dir / "text_encoder")
-        save_index(run.output_dir)
 
     def loss() -> Tensor:
         x0, ids, mask = clips.batch(run.batch)

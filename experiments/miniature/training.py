@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from experiments.caches.files import CacheError, StoppedError, replacing
-from experiments.miniature.recipe import MODEL, SHIPPED, StageRun
+from experiments.miniature.recipe import SHIPPED, StageRun
 from wan.checkpoint import to_diffusers_names
 
 ADAM_BETAS = (0.9, 0.95)
@@ -117,9 +117,7 @@ class Trainer:
         self.averages: list[Tensor] = [average for _, _, average in trained]
         self.masters = [p.detach().float().clone() for p in self.params]
         sizes = [m.numel() for m in self.masters]
-        self.gradients = torch.zeros(
-            sum(sizes), device=run.device
-        )  # of all masters: ranks average it at once
+        self.gradients = torch.zeros(sum(sizes), device=run.device)  # of all masters: averaged at once
         self.gradient_views = [
             part.as_strided(master.size(), master.stride(), part.storage_offset())
             for master, part in zip(self.masters, self.gradients.split(sizes), strict=True)
@@ -128,21 +126,16 @@ class Trainer:
             master.grad = view
         self.lr = torch.zeros((), device=run.device)  # a tensor, so that graphs see it change
         self.on_gpu = run.device.type == "cuda"
-        in_muon = [is_matrix(name, p) for name, p, _ in trained]
-        matrices = [m for m, muon in zip(self.masters, in_muon, strict=True) if muon]
-        others = [m for m, muon in zip(self.masters, in_muon, strict=True) if not muon]
-        self.optimizers: list[torch.optim.Optimizer] = [Muon(matrices, self.lr)] if matrices else []
-        if others:
-            self.optimizers.append(
-                torch.optim.AdamW(
-                    others,
-                    self.lr,
-                    betas=ADAM_BETAS,
-                    weight_decay=WEIGHT_DECAY,
-                    fused=self.on_gpu,
-                    capturable=self.on_gpu,
-                )
-            )
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for (name, p, _), master in zip(trained, self.masters, strict=True):
+            groups[is_matrix(name, p)].append(master)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if groups[True]:
+            self.optimizers.append(Muon(groups[True], self.lr))
+        if groups[False]:
+            on_gpu = {"fused": self.on_gpu, "capturable": self.on_gpu}
+            decay = {"betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
+            self.optimizers.append(torch.optim.AdamW(groups[False], self.lr, **decay, **on_gpu))
         for module in modules:
             module.to(run.dtype)
         self.step, self.seconds = 0, 0.0  # of all runs of the stage
@@ -325,36 +318,16 @@ def kept_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(n), path) for path, n in numbers.items() if n.isascii() and n.isdigit()))
 
 
-def save_transformer(native: dict[str, Tensor], folder: Path) -> None:
-    """Save weights under diffusers' names, and the config of its WanTransformer3DModel."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.cpu().contiguous() for k, v in to_diffusers_names(native).items()}, folder / WEIGHTS)
-    config = {
-        "_class_name": "WanTransformer3DModel",
-        "num_attention_heads": MODEL.num_heads,
-        "attention_head_dim": MODEL.head_dim,
-        "in_channels": MODEL.in_dim,
-        "out_channels": MODEL.out_dim,
-        "patch_size": MODEL.patch_size,
-        "text_dim": MODEL.text_dim,
-        "freq_dim": MODEL.freq_dim,
-        "ffn_dim": MODEL.ffn_dim,
-        "num_layers": MODEL.num_layers,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "eps": MODEL.eps,
-        "rope_max_seq_len": 1024,
-        "text_len": MODEL.text_len,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def save_index(folder: Path) -> None:
-    """Copy what makes the directory a diffusers WanPipeline and no training changes."""
+def save_base(native: dict[str, Tensor], folder: Path) -> None:
+    """Save a transformer under diffusers' names, and what else of a WanPipeline no training changes."""
+    (folder / "transformer").mkdir(parents=True, exist_ok=True)
+    weights = {k: v.cpu().contiguous() for k, v in to_diffusers_names(native).items()}
+    save_file(weights, folder / "transformer" / WEIGHTS)
     if folder.resolve() != SHIPPED.resolve():
         for name in ("scheduler", "tokenizer"):
             shutil.copytree(SHIPPED / name, folder / name, dirs_exist_ok=True)
-        shutil.copy(SHIPPED / "model_index.json", folder)
+        for name in ("transformer/config.json", "model_index.json"):
+            shutil.copy(SHIPPED / name, folder / name)
 
 
 def save_causal(native: dict[str, Tensor], path: Path) -> None:

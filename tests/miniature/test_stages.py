@@ -108,18 +108,6 @@ def test_paths_are_made_anew_clip_by_clip_and_follow_from_the_step_alone(run, cl
     assert torch.equal(later.paths, loss.paths) and later.numbers() == loss.numbers() == {"paths": 5}
 
 
-@pytest.mark.parametrize("own_past", [False, True])
-def test_the_loss_is_the_distance_of_jumps_from_the_ends(run, clips, own_past, monkeypatch):
-    loss, off = loss_of(run, clips), 0.3
-
-    def jumps(past, x, t, text):
-        """Flow of a model that lands `off` beside the end of the path from wherever it is."""
-        return (x - loss.paths[:, -1] - off) / (t / 1000)[..., None, None, None]
-
-    monkeypatch.setattr(loss, "predict", jumps)
-    assert loss(own_past).item() == pytest.approx(off**2, rel=1e-4)
-
-
 @pytest.mark.parametrize("queries", ["all", "clean", "noisy"])
 def test_what_is_compiled_skips_what_the_mask_hides(queries):
     run = StageRun("causal", RECIPES["causal"], Path(), torch.device("cpu"), torch.float32, compile=True)

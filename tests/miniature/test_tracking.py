@@ -40,7 +40,7 @@ TWO = Scene(
     ),
     "dark blue",
 )
-LONG = 12  # seconds
+LONG = 8  # seconds
 
 
 def video_of(scene: Scene, frames: int = 81) -> torch.Tensor:
@@ -58,7 +58,7 @@ def blurred(video: torch.Tensor) -> torch.Tensor:
 def test_what_is_rendered_is_seen(kind):
     """Of the blurred scenes one may be wrong: the smallest shapes lose their corners."""
     wrong: dict[str, list[str]] = {"rendered": [], "blurred": []}
-    for scene in itertools.islice(sample_scenes(21, held_out=True, kinds=[kind]), 5):
+    for scene in itertools.islice(sample_scenes(21, held_out=True, kinds=[kind]), 4):
         video = video_of(scene)
         for name, shown in (("rendered", video), ("blurred", blurred(video))):
             wrong[name] += [] if all(judge(shown, scene).values()) else [scene.caption]
@@ -66,9 +66,9 @@ def test_what_is_rendered_is_seen(kind):
 
 
 def test_two_shapes_are_told_apart_by_their_colours():
-    scenes = list(itertools.islice(sample_scenes(21, held_out=True, kinds=["crossing"]), 10))
+    scenes = list(itertools.islice(sample_scenes(21, held_out=True, kinds=["crossing"]), 5))
     answers = [judge(video_of(scene), scene) for scene in scenes]
-    least = dict.fromkeys(("background", "color", "direction", "crossing"), 10) | {"shape": 8}
+    least = dict.fromkeys(("background", "color", "direction", "crossing"), 5) | {"shape": 4}
     for question, count in least.items():  # shapes that are never apart have no outline to judge
         assert sum(answer[question] for answer in answers) >= count, question
 
@@ -124,7 +124,7 @@ def test_every_second_of_what_is_rendered_is_right(scene):
 
 
 def test_the_second_from_which_a_video_is_wrong_is_found():
-    good, at = video_of(SCENE, LONG * FPS), 8
+    good, at = video_of(SCENE, LONG * FPS), 5
     for other, wrong in (
         (replace(SCENE, movers=(replace(MOVER, color="green"),)), "color"),
         (replace(SCENE, movers=(replace(MOVER, shape="circle"),)), "shape"),
@@ -141,7 +141,7 @@ def test_the_second_from_which_a_video_is_wrong_is_found():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_video_is_judged_by_its_caption_as_by_its_scene(kind):
-    scenes = held_out_scenes([kind], 8)
+    scenes = held_out_scenes([kind], 4)
     for scene in scenes:
         found = scene_of(scene.caption)
         assert found is not None and found.caption == scene.caption and found.kind == scene.kind

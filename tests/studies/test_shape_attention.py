@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from helpers.rollouts import TWO_STEPS
 
 from experiments.analysis.effects import sign_flip_p
 from experiments.benchmarks.reproduce.shape_attention import chosen_heads, report_of
@@ -115,6 +116,7 @@ def test_heads_of_the_miniature_are_measured(monkeypatch):
     from wan.config import load_config
 
     monkeypatch.chdir(ROOT)
-    found = measure(load_config("configs/wan_mini.yaml"), held_out_scenes(SETS["behind a wall"], 1), [4])
+    config = load_config("configs/wan_mini.yaml", {"num_frames": 9} | TWO_STEPS)
+    found = measure(config, held_out_scenes(SETS["behind a wall"], 1), [2])
     assert found.lifts.shape == (1, 1, 8, 5, 12) and np.isfinite(found.lifts[:, :, :, :4]).all()
     assert 0.5 < np.nanmean(found.lifts[:, :, :, 0]) < 16
