@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SAMPLERS = ("blocks", "rolling_forcing")
+CARDS = {  # GPU -> multiprocessors, and threads of each: they decide which value torch.randn draws where
+    "A100": (108, 2048),
+    "H100": (132, 2048),  # and H200
+    "L40": (142, 1536),
+    "RTX 4090": (128, 1536),
+}
+NOISES = ("seeded", "released", *CARDS)
 NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 MAX_SCALE = 1000.0  # shift of noise levels, guidance
 
@@ -129,6 +136,7 @@ class RunConfig:
     height: int = 60  # of a latent frame, 1/8 of the video's
     width: int = 104
     seed: int = 42
+    noise: str = "seeded"  # released: as the public scripts draw it, on this GPU or on one of CARDS
 
     num_frame_per_block: int = 3
     independent_first_frame: bool = False
@@ -173,7 +181,7 @@ class RunConfig:
             check_number(name, getattr(self, name), 1, most)
         check_seed(self.seed)
         check_device(self.device)
-        for name, known in (("dtype", DTYPES), ("sampler", SAMPLERS)):
+        for name, known in (("dtype", DTYPES), ("sampler", SAMPLERS), ("noise", NOISES)):
             if getattr(self, name) not in known:
                 value = short_repr(getattr(self, name))
                 raise ConfigError(f"{name} {value} is not one of {', '.join(known)}")

@@ -1,10 +1,14 @@
 """The noise of a rollout, asked for block by block: from tensors, or drawn from seeds at constant memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import ceil, prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from wan.blocks import block_ranges
+from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError
 
 DRAWN_TOGETHER = 16  # torch.randn fills memory in groups of so many values
@@ -116,3 +120,96 @@ def check_frames(noise: Noise, frames: range) -> None:
     if frames.start < there.start or frames.stop > there.stop:
         has, asks = (f"frames {one.start}..{one.stop - 1}" for one in (there, frames))
         raise ConfigError(f"noise of {has} is not that of {asks}; draw more frames")
+
+
+# --- The noise of the public scripts: torch.randn in bfloat16 on the GPU, in the order of their calls
+
+
+def released_noise(config: RunConfig, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Draw what inference.py of Self-Forcing and its siblings draws after set_seed(seed), in bfloat16.
+
+    First noise [1, F, C, h, w] of all frames, then noise between steps [steps - 1, 1, F, C, h, w] block by
+    block and step by step; Rolling Forcing draws for a whole window and takes a block of it. The values
+    depend on the kind of GPU: config.noise names one of CARDS, or "released" means this device.
+    https://github.com/guandeh17/Self-Forcing inference.py, pipeline/causal_inference.py;
+    https://github.com/TencentARC/RollingForcing pipeline/rolling_forcing_inference.py.
+    """
+    frame, blocks = (channels, config.height, config.width), block_ranges(config.block_sizes)
+    draw: Callable[[int], Tensor]
+    if config.noise in CARDS:
+        card = CardGenerator(config.seed, config.noise)
+        draw = lambda frames: card.randn(frames, *frame).to(device)  # noqa: E731
+    else:
+        options = {"generator": torch.Generator(device).manual_seed(config.seed), "device": device}
+        draw = lambda frames: torch.randn(frames, *frame, dtype=torch.bfloat16, **options)  # noqa: E731
+    noise = draw(config.num_frames)
+    steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
+    renoise = noise.new_zeros(steps - 1, *noise.shape)
+    if config.sampler == "rolling_forcing":
+        for newest in range(len(blocks) + steps - 1):
+            window = range(max(0, newest - steps + 1), min(newest, len(blocks) - 1) + 1)
+            for block in window:
+                if (step := newest - block) < steps - 1:
+                    own, start = blocks[block], blocks[window.start].start
+                    drawn = draw(blocks[window[-1]].stop - start)
+                    renoise[step, own.start : own.stop] = drawn[own.start - start : own.stop - start]
+    else:
+        for block, own in enumerate(blocks):
+            for step in range(len(config.passes_of_block(block)) - 2):
+                renoise[step, own.start : own.stop] = draw(len(own))
+    return noise[None], renoise[:, None]
+
+
+class CardGenerator:
+    """torch.randn on a GPU after torch.manual_seed(seed), computed on any device, for one of CARDS.
+
+    Thread t of the card's T draws values t, t + T, t + 2 T, t + 3 T of a tensor, then 4 T further on, from
+    Philox 4x32-10 (Salmon et al., SC 2011) by Box-Muller. So cards agree in the first values, as far as the
+    smaller T, and differ behind them. Bits of the bfloat16 agree but for the last one of some: a GPU's sine
+    is an approximation. PyTorch: aten/src/ATen/native/cuda/DistributionTemplates.h.
+    """
+
+    def __init__(self, seed: int, card: str):
+        self.seed, self.at, (processors, threads) = seed, 0, CARDS[card]
+        self.most_threads = processors * (threads // 256) * 256
+
+    def randn(self, *shape: int) -> Tensor:
+        """Return the next normal values in bfloat16."""
+        count = prod(shape)
+        threads = min(256 * ceil(count / 256), self.most_threads)
+        turns = ceil(count / (4 * threads))
+        turn, thread = np.divmod(np.arange(turns * threads, dtype=np.uint64), np.uint64(threads))
+        zero = np.zeros_like(turn)
+        x, y, z, w = _philox([turn + np.uint64(self.at), zero, thread, zero], self.seed)
+        values = np.stack([*_box_muller(x, y), *_box_muller(z, w)])  # [4, turns * threads]
+        self.at += turns
+        ordered = values.reshape(4, turns, threads).swapaxes(0, 1).reshape(-1)[:count]
+        return torch.from_numpy(ordered).to(torch.bfloat16).reshape(shape)
+
+
+def _philox(counter: list[np.ndarray], seed: int) -> list[np.ndarray]:
+    """Return four words of 32 bits for each counter of four, as uint64."""
+    low, keys = np.uint64(0xFFFFFFFF), [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    a, b, c, d = counter
+    for _ in range(10):
+        one, other = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        first, second = (np.uint64(key) for key in keys)
+        a, b, c, d = (
+            (other >> np.uint64(32)) ^ b ^ first,
+            other & low,
+            (one >> np.uint64(32)) ^ d ^ second,
+            one & low,
+        )
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return [a, b, c, d]
+
+
+def _box_muller(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two normal values, float32, of two words each."""
+    unit = np.float32(2**-32)
+    u, angle = (
+        x.astype(np.float32) * unit + unit / 2,
+        (y.astype(np.float32) * unit + unit / 2) * np.float32(2 * np.pi),
+    )
+    radius = np.sqrt(np.float32(-2) * np.log(u))
+    return radius * np.sin(angle), radius * np.cos(angle)

@@ -92,7 +92,7 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
     loaded = prepare(config, [request], prompts, observer, load_base=load_pipeline)
     pipeline: Any = loaded.pipeline
     (prompt, words), (negative, _) = (loaded.texts[text] for text in prompts)
-    noise, _ = draw_noise(config, loaded.model_config, torch.float32, loaded.device)
+    noise, _ = draw_noise(replace(config, noise="seeded"), loaded.model_config, torch.float32, loaded.device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, loaded.model_config), intervene(*edits) if edits else nullcontext():
         edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this

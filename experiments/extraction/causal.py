@@ -36,7 +36,7 @@ from wan.files import UnreadableError, load_tensors
 from wan.interventions import ACTIVE_EDITS, Ablate, Edit, Edits, Source, intervene
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
-from wan.noise import SeededNoise
+from wan.noise import Noise, SeededNoise, TensorNoise, released_noise
 from wan.offload import StreamedBlocks
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
@@ -286,7 +286,10 @@ def policy_atlas(config_path: str | Path, settings: Mapping[str, Any], num_frame
 def draw_noise(
     config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """First noise [1, F, C, h, w] and re-noising [steps - 1, 1, F, C, h, w]; the CPU's on every device."""
+    """First noise [1, F, C, h, w] and re-noising [steps - 1, 1, F, C, h, w]; seeded: the CPU's everywhere."""
+    if config.noise != "seeded":
+        first, between = released_noise(config, model_config.in_dim, device)
+        return first.to(dtype), between.to(dtype)
     generator = torch.Generator().manual_seed(config.seed)
     shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
     noise = torch.randn(shape, generator=generator)
@@ -296,9 +299,12 @@ def draw_noise(
 
 def seeded_noise(
     configs: Sequence[RunConfig], model_config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> SeededNoise:
+) -> Noise:
     """The noise that draw_noise draws for configs that differ in their seeds, block by block as needed."""
     first, seeds = configs[0], [config.seed for config in configs]
+    if first.noise != "seeded":
+        noise, renoise = zip(*(draw_noise(c, model_config, dtype, device) for c in configs), strict=True)
+        return TensorNoise(torch.cat(noise), torch.cat(renoise, 1))
     shape = (model_config.in_dim, first.height, first.width)
     return SeededNoise(seeds, first.num_frames, shape, _most_steps(first), device, dtype)
 

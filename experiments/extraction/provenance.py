@@ -48,6 +48,7 @@ OPTIONAL_SETTINGS = {
     "first_block_steps": None,
     "recompute_context": 0,
     "sampler": "blocks",
+    "noise": "seeded",
     "lora_rank": None,
     "lora_alpha": None,
 }

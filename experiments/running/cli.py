@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn, TextIO
 
 from experiments.caches.files import RunError, StoppedError
 from experiments.running.locks import require_distinct
-from wan.config import DTYPES, RunConfig, check_seed, load_config
+from wan.config import DTYPES, NOISES, RunConfig, check_seed, load_config
 from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
@@ -225,6 +225,7 @@ CONFIG_FLAGS = {
     "num_frames": "latent frames; 21 are 81 video frames",
     "independent_first_frame": "the first block is one frame",
     "seed": "of all noise",
+    "noise": "seeded: the same on every device; released, or a card: as the public scripts draw it there",
     "device": "auto, cpu, cuda or cuda:N",
     "use_ema": "the checkpoint's generator_ema rather than its generator",
     "step": "which pass: 0 is t = 1000, the last is the clean pass",
@@ -245,6 +246,7 @@ OPTIONS: dict[Any, dict[str, Any]] = {
     list[int]: {"type": int, "nargs": "+"},
     "gpus": {"type": count},
     "dtype": {"choices": DTYPES},
+    "noise": {"choices": NOISES},
     "prompt_embeds": {"metavar": "FILE"},
 }
 
@@ -265,7 +267,7 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
     flag("--output_path", default=output_path, help="where the cache goes")
     add_config_flags(parser, "checkpoint_path", "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
-    add_config_flags(parser, "seed", "device", "use_ema", "step", "prompt_embeds")
+    add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
     flag("--cache_policy", metavar="FILE_OR_NAME", help="what a block may look at (configs/policies)")

@@ -44,7 +44,8 @@ def item_name(*settings: Any) -> str:
 
 def common_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that the items of a study share, without what differs or changes no number."""
-    return {name: value for name, value in asdict(config).items() if name not in NOT_SHARED}
+    found = {name: value for name, value in asdict(config).items() if name not in NOT_SHARED}
+    return {name: value for name, value in found.items() if (name, value) != ("noise", "seeded")}  # newer
 
 
 class WorkItems:

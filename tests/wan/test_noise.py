@@ -1,13 +1,15 @@
-"""Noise that is drawn block by block is the noise that is drawn at once."""
+"""Noise that is drawn block by block is that of one drawing; released noise is the public scripts'."""
 
+import numpy as np
 import pytest
 import torch
 from helpers.rollouts import TINY, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.noise import SeededNoise, TensorNoise
+from wan.noise import CardGenerator, SeededNoise, TensorNoise, released_noise
 from wan.rolling_forcing import RollingForcingPipeline
 
 SHAPE, FRAMES, STEPS = (16, 2, 10), 9, 4
@@ -80,3 +82,87 @@ def test_a_rollout_beyond_its_noise_is_refused_before_its_first_forward(rolls, d
     forwards = pipeline.blocks(drawn, embeds(), num_frames=12, on_pass=lambda: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=r"noise of frames 0\.\.8 is not that of frames 0\.\.11"):
         next(forwards)
+
+
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
+
+
+def public_draws(config: RunConfig, device: str) -> list[torch.Tensor]:
+    """The calls of inference.py and of its pipeline's loop, in their order."""
+    torch.manual_seed(config.seed)
+    sampled_noise = torch.randn([1, config.num_frames, 16, 4, 6], device=device, dtype=torch.bfloat16)
+    found = [sampled_noise]
+    if config.sampler == "blocks":
+        for block, size in enumerate(config.block_sizes):
+            x0 = torch.zeros(1, size, 16, 4, 6, device=device, dtype=torch.bfloat16)
+            steps = config.first_block_steps if config.first_block_steps and not block else None
+            for _ in (steps or config.denoising_step_list)[:-1]:
+                found.append(torch.randn_like(x0.flatten(0, 1)))
+        return found
+    blocks, steps = len(config.block_sizes), len(config.denoising_step_list)  # Rolling Forcing
+    for window in range(blocks + steps - 1):
+        first, last = max(0, window - steps + 1), min(blocks - 1, window)
+        x0 = torch.zeros(1, 3 * (last - first + 1), 16, 4, 6, device=device, dtype=torch.bfloat16)
+        for block in range(first, last + 1):
+            if window - block < steps - 1:
+                drawn = torch.randn_like(x0.flatten(0, 1))
+                found.append(drawn[3 * (block - first) : 3 * (block - first + 1)])
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("settings", [
+    {"num_frames": 9},  # Self-Forcing, Causal Forcing, Reward Forcing, LongLive, MemFlow, Krea, CausVid
+    {"num_frames": 7, "independent_first_frame": True},
+    {"num_frames": 4, "num_frame_per_block": 1, "denoising_step_list": [1000, 500],
+     "first_block_steps": [1000, 750, 500, 250]},  # Causal Forcing++
+    {"num_frames": 12, "sampler": "rolling_forcing", "denoising_step_list": [1000, 600, 200],
+     "local_attn_size": 15, "sink_size": 3},
+])  # fmt: skip
+def test_released_noise_has_the_bits_of_the_public_calls_in_their_order(settings, device):
+    config = RunConfig(height=4, width=6, seed=42, noise="released", **settings)
+    noise, renoise = released_noise(config, 16, torch.device(device))
+    first, *between = public_draws(config, device)
+    assert torch.equal(noise, first) and noise.dtype == torch.bfloat16
+    blocks, ours = [range(sum(config.block_sizes[:i]), sum(config.block_sizes[: i + 1]))
+                    for i in range(len(config.block_sizes))], []  # fmt: skip
+    if config.sampler == "blocks":
+        order = [(b, step) for b in range(len(blocks)) for step in range(len(config.passes_of_block(b)) - 2)]
+    else:
+        order = [(b, newest - b) for newest in range(6) for b in range(4) if 0 <= newest - b < 2]
+    ours = [renoise[step, 0, blocks[b].start : blocks[b].stop] for b, step in order]
+    assert len(ours) == len(between)
+    assert all(torch.equal(one, other) for one, other in zip(ours, between, strict=True))
+
+
+def test_a_cards_noise_is_philox_by_the_cards_threads():
+    """The generator against Random123's published answers, and the places by a small card's threads."""
+    from wan import noise as module
+
+    words = module._philox([np.array([v], np.uint64) for v in (0, 0, 0, 0)], 0)
+    assert [int(w[0]) for w in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    pi = [np.array([v], np.uint64) for v in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+    words = module._philox(pi, 0xA4093822 | 0x299F31D0 << 32)
+    assert [int(w[0]) for w in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    L40, A100 = (CardGenerator(42, card).randn(3, 16, 60, 104).flatten().float() for card in ("L40", "A100"))
+    threads = 142 * (1536 // 256) * 256
+    assert torch.equal(L40[:threads], A100[:threads]) and not torch.equal(L40, A100)
+    assert abs(L40.mean()) < 0.01 and abs(L40.std() - 1) < 0.01
+    small = CardGenerator(42, "L40")
+    small.randn(1000)
+    assert not torch.equal(small.randn(1000), CardGenerator(42, "L40").randn(1000))  # it goes on
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_this_cards_noise_is_computed():
+    name = torch.cuda.get_device_name()
+    if not any(card in name for card in ("H100", "H200", "A100", "L40", "4090")):
+        pytest.skip(f"{name} is none of CARDS")
+    card = next(card for card in ("A100", "L40", "RTX 4090", "H100") if card in name or card == "H100")
+    torch.manual_seed(7)
+    ours = CardGenerator(7, card)
+    for frames in (21, 3, 3):
+        drawn = torch.randn(frames, 16, 60, 104, device="cuda", dtype=torch.bfloat16).cpu()
+        found = ours.randn(frames, 16, 60, 104)
+        assert (drawn == found).float().mean() > 0.99
+        assert (drawn.float() - found.float()).abs().max() <= 2**-6
