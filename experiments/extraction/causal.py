@@ -3,11 +3,10 @@
 The scripts are faces of this file and of cache_builders.py, which turns the result into a cache.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import replacing
+from experiments.caches.files import CacheError, replacing, require_same
 from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
@@ -31,7 +30,7 @@ from wan import checkpoint, parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
-from wan.errors import ConfigError
+from wan.errors import ConfigError, short_repr
 from wan.files import UnreadableError, load_tensors
 from wan.interventions import ACTIVE_EDITS, Ablate, Edit, Edits, Source, intervene
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
@@ -47,6 +46,10 @@ from wan.rolling_forcing import RollingForcingPipeline
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 MEANS = Path("cache/reference_means")
 MEANS_SEEDS = (0, 1)
+OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
+    *("prompt", "seed", "num_frames", "height", "width", "prompt_schedule", "interventions"),
+    *("reference_prompts", "layer_indices", "layer_index", "step", "base", "release", "embeds_dir"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,17 @@ class LoadedModel:
     sha256: Future  # of the weights file: hashed while models load and the video is made
     device: torch.device
     dtype: torch.dtype
+    config: RunConfig  # a copy of that of the loading
+
+    def require_loaded(self, config: RunConfig) -> None:
+        """Raise ConfigError where a config asks for what only loading again can give."""
+        for name, loaded in vars(self.config).items():
+            asked = getattr(config, name)
+            if loaded != asked and name not in OF_A_ROLLOUT:
+                raise ConfigError(
+                    f"{name} is {short_repr(asked)}, and the model was loaded with {short_repr(loaded)}: "
+                    "load it again with the other settings"
+                )
 
     def identity(self, config: RunConfig, edits: Sequence[Edit] | None = None, **more: Any) -> dict[str, Any]:
         """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
@@ -67,21 +81,23 @@ class LoadedModel:
 
     def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
         """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
+        self.require_loaded(config)
         noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
         if shake:
             more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
             noise = noise + shake * more.to(noise)
         with threads_for(noise, self.model_config):
-            inputs = {"prompt_embeds": self.texts[config.prompt][0], "renoise": renoise, **kwargs}
-            return self.pipeline.inference(noise, **inputs)[1]
+            inputs = {"prompt_schedule": self.switches(config), "renoise": renoise, **kwargs}
+            return self.pipeline.inference(noise, prompt_embeds=self.texts[config.prompt][0], **inputs)[1]
 
     def switches(self, config: RunConfig) -> list[PromptSwitch]:
         """Return the prompts that follow the first one, with their embeddings."""
         return [replace(s, prompt_embeds=self.texts[str(s.prompt)][0]) for s in config.switches]
 
     def with_weights(self, config: RunConfig) -> "LoadedModel":
-        """Return the same with the weights that another config names."""
-        return replace(self, pipeline=load_pipeline(config, self.model_config, self.dtype, self.device))
+        """Return the same with the weights, and the settings of the rollout, of another config."""
+        pipeline = load_pipeline(config, self.model_config, self.dtype, self.device)
+        return replace(self, pipeline=pipeline, config=deepcopy(config))
 
 
 # --- Loading
@@ -153,7 +169,7 @@ def prepare(
     loaded.append(pipeline)
     if not observer.quiet and not load_base:
         print(pipeline.weights)
-    return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype)
+    return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype, deepcopy(config))
 
 
 def check_model(config: RunConfig, model_config: ModelConfig) -> None:
@@ -247,8 +263,10 @@ def extract_next(
 ) -> Extraction:
     """Generate one video as the config says and capture on the way; less where the observer asks to stop.
 
-    config may have another prompt and seed than at loading. RunError where a result cannot be right.
+    config may differ from that of the loading in OF_A_ROLLOUT alone, such as prompt and seed: ConfigError.
+    RunError where a result cannot be right.
     """
+    loaded.require_loaded(config)
     observer = observer or RunObserver()
     prompt_embeds, tokens = loaded.texts[config.prompt]
     requests = [  # maps of words are of the prompt's, unless it is said how many
@@ -344,8 +362,8 @@ def run_of(loaded: LoadedModel, config: RunConfig, source: Source) -> RunInStep:
     given: dict[str, Any] = {"prompt": source.prompt, "seed": source.seed}
     other = replace(config, **{name: value for name, value in given.items() if value is not None})
     if source.weights is not None:
-        path = None if source.weights == "base" else source.weights
-        loaded = loaded.with_weights(replace(other, checkpoint_path=path))
+        other = replace(other, checkpoint_path=None if source.weights == "base" else source.weights)
+        loaded = loaded.with_weights(other)
     return RunInStep(lambda: loaded.rollout(other))
 
 
@@ -359,39 +377,35 @@ def reference_means(loaded: LoadedModel, config: RunConfig, path: object = None)
     """Return mean head outputs over a config's reference_prompts, kept on disk, or a named file's."""
     if isinstance(path, (str, Path)):
         return ReferenceMeans(_read_means(Path(path), loaded.model_config))
-    kept = MEANS / f"{means_name(loaded, config)}.pt"
+    plain = replace(config, prompt="", seed=0, prompt_schedule=None, interventions=[])
+    made_of = fingerprint(loaded.identity(plain, [], mean_seeds=MEANS_SEEDS))
+    kept = MEANS / f"{made_of}.pt"
     if kept.is_file():
-        return ReferenceMeans(_read_means(kept, loaded.model_config))
+        return ReferenceMeans(_read_means(kept, loaded.model_config, made_of))
     runs = [(prompt, seed) for prompt in config.reference_prompts for seed in MEANS_SEEDS]
     means = ReferenceMeans.over(
-        [_head_outputs(loaded, replace(config, prompt=prompt, seed=seed)) for prompt, seed in runs]
+        [_head_outputs(loaded, replace(plain, prompt=prompt, seed=seed)) for prompt, seed in runs]
     )
+    values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
     with replacing(kept) as file:
-        torch.save({"|".join(map(str, key)): values for key, values in means.values.items()}, file)
+        torch.save(values | {"fingerprint": made_of}, file)
     return means
 
 
-def means_name(loaded: LoadedModel, config: RunConfig) -> str:
-    """Return 16 digits of the hash of what the means depend on."""
-    said = {
-        "weights": loaded.sha256.result(),
-        "dtype": str(loaded.dtype),
-        "prompts": list(config.reference_prompts),
-        "seeds": MEANS_SEEDS,
-        "config": loaded.common["config"],
-        "files": loaded.common["files"],  # also the LoRA and the text encoder
-        "blocks": config.block_sizes,
-    }
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _read_means(path: Path, sizes: ModelConfig) -> dict[Key, Tensor]:
+def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
+    """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
     require_means(path)
     try:
         means: dict[Key, Tensor] = {}
-        for name, values in load_tensors(path, False).items():
+        content = load_tensors(path, False)
+        found = content.pop("fingerprint", None)
+        if made_of:
+            require_same(path, found, made_of, "remove it")
+        for name, values in content.items():
             kind, layer, step, branch = name.split("|")
             means[kind, int(layer), int(step), branch] = values
+    except CacheError:
+        raise
     except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
     wanted = [sizes.num_heads, sizes.head_dim]

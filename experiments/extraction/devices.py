@@ -45,8 +45,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
-    """Return where umT5 runs: on the host where the GPU is to be spared."""
-    return torch.device("cpu") if config.t5_cpu or config.offload else device
+    """Return where umT5 runs, which its bits depend on: t5_cpu alone says it, whatever else is offloaded."""
+    return torch.device("cpu") if config.t5_cpu else device
 
 
 def threads_for(noise: Tensor, model_config: ModelConfig) -> AbstractContextManager[None]:

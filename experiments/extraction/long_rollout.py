@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import CacheError, RunError, StoppedError, part_of, replacing, require_ffmpeg
+from experiments.caches.files import (
+    CacheError,
+    RunError,
+    StoppedError,
+    mp4_boxes,
+    part_of,
+    replacing,
+    require_ffmpeg,
+    require_same,
+    tag_in,
+)
 from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import video_tag
 from experiments.extraction.rollout import capturing, check_latents, check_values, out_of_memory
 from experiments.extraction.video import SHORTEST_SIDE, encoded, frames_at_once, to_pixels
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
@@ -96,28 +107,29 @@ class BlockCapture:
             total += 2 * 4 * model.num_layers * model.num_heads * sizes[block] * keys
         return total
 
-    def missing(self, folder: Path, num_blocks: int) -> list[int]:
-        """List wanted blocks that a folder lacks. CacheError for those of another pass or band."""
+    def tag(self, run: str) -> str:
+        """Return what says of which run, pass and keys a block is."""
+        return f"{run}, step {self.step}, band {self.band}"
+
+    def missing(self, folder: Path, num_blocks: int, run: str) -> list[int]:
+        """List wanted blocks that a folder lacks. CacheError for those of another run, pass or band."""
         wanted, kept = self.blocks(num_blocks), set()
         for path in sorted(folder.glob("block_*.pt")) if wanted else ():
             try:
                 block = load_tensors(path)
             except (UnreadableError, OSError):
                 continue
-            if (block.get("step"), block.get("band")) != (self.step, self.band):
-                raise CacheError(
-                    f"{path} was captured in another pass or with other keys than --capture and --step say; "
-                    f"move {folder} away, or say what they said then"
-                )
-            kept.add(block["block"])
+            require_same(path, block.get("fingerprint"), self.tag(run), f"move {folder} away, or --overwrite")
+            if path == path_of(folder, block["block"]):
+                kept.add(block["block"])
         return [block for block in wanted if block not in kept]
 
-    def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], row: int = 0) -> None:
+    def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], run: str, row: int = 0) -> None:
         """Write a block's calls of one video: logits and mass [layers, H, n, keys], and the keys."""
         start = -self.band or None
         values: dict[str, Any] = {"format": "block_attention", "block": block, "step": self.step}
         values |= {"band": self.band, "query_frames": list(calls[0]["query_frames"])}
-        values["timestep"] = calls[0]["timestep"]
+        values |= {"timestep": calls[0]["timestep"], "fingerprint": self.tag(run)}
         for name in ("logits", "mass"):
             of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
             values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])
@@ -154,7 +166,7 @@ class LatentFile:
 
     def __init__(self, path: str | Path, shape: tuple[int, int, int, int], dtype: torch.dtype, made_of: str):
         """Open a file, or begin one. made_of names the run. Raises CacheError for any other file."""
-        self.path, self.shape, self.dtype = Path(path), shape, dtype
+        self.path, self.shape, self.dtype, self.made_of = Path(path), shape, dtype, made_of
         self.frame_bytes = shape[1] * shape[2] * shape[3] * dtype.itemsize
         offsets = [0, shape[0] * self.frame_bytes]
         entry = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
@@ -199,26 +211,34 @@ class LatentFile:
 class GrowingVideo:
     """Pieces of pixels as fragments of an mp4; a file that is there goes on after its last whole piece."""
 
-    def __init__(self, path: str | Path):
-        """Raises CacheError for a file that is there and is no mp4."""
-        self.path = Path(path)
+    def __init__(self, path: str | Path, tag: str):
+        """tag says what the video is of. Raises CacheError for a file that is there and is of another."""
+        self.path, self.tag = Path(path), tag
         self.pieces, self.is_finished = 0, False
         if self.path.exists():
             with open(self.path, "rb") as file:
                 head = file.read(8)
             if len(head) == 8 and not head.endswith(b"ftyp"):
                 raise CacheError(f"{self.path} is there and is no mp4; choose another --output_path")
-            boxes = list(_boxes(self.path))
-            whole = [end for kind, end in boxes if kind == b"mdat"]
-            self.is_finished = bool(whole) and b"moof" not in [kind for kind, _ in boxes]
+            boxes = list(mp4_boxes(self.path))
+            for start, end in ((start, end) for kind, start, end in boxes if kind == b"moov"):
+                remedy = "choose another --output_path, or --overwrite to make it again"
+                require_same(self.path, tag_in(self.path, start, end), tag, remedy)
+            self.pieces = sum(kind == b"mdat" for kind, _, _ in boxes)
+            self.is_finished = self.pieces > 0 and b"moof" not in [kind for kind, _, _ in boxes]
             if not self.is_finished:
-                self.pieces = len(whole)
-                os.truncate(self.path, whole[-1] if whole else 0)
+                self.keep(self.pieces)
+
+    def keep(self, pieces: int) -> None:
+        """Cut the file off after so many pieces."""
+        ends = [0, *(end for kind, _, end in mp4_boxes(self.path) if kind == b"mdat")]
+        self.pieces = pieces
+        os.truncate(self.path, ends[pieces])
 
     def append(self, pixels: Tensor, first: int) -> None:
         """Encode uint8 pixels [frames, H, W, 3], from video frame first on, and write them to the end."""
         number = ("-fragment_index", str(self.pieces + 1))
-        content = bytearray(encoded(pixels, SHORTEST_SIDE, (*FRAGMENTED, *number)))
+        content = bytearray(encoded(pixels, SHORTEST_SIDE, (*FRAGMENTED, *number), self.tag))
         time = content.index(b"tfdt") + 8  # when the fragment begins; a box is its size, type and content
         content[time : time + 8] = (TICKS * first).to_bytes(8, "big")
         start = content.index(b"moof") - 4 if self.pieces else 0
@@ -242,19 +262,6 @@ class GrowingVideo:
         self.is_finished = True
 
 
-def _boxes(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield type and end of the whole boxes of an mp4; what is torn off at the end is left out."""
-    end, total = 0, path.stat().st_size
-    with open(path, "rb") as file:
-        while end + 16 <= total:
-            file.seek(end)
-            size, kind, large = struct.unpack(">I4sQ", file.read(16))
-            end += large if size == 1 else size
-            if size in range(2, 8) or not size or end > total:
-                return
-            yield kind, end
-
-
 class VideoWriter:
     """Decodes blocks that are on disk, a piece at a time, and appends them to the video."""
 
@@ -268,6 +275,9 @@ class VideoWriter:
                 self.pieces[-1] = range(self.pieces[-1].start, frames.stop)
             else:
                 self.pieces.append(frames)
+        there = sum(frames.stop <= latents.frames for frames in self.pieces)
+        if not video.is_finished and video.pieces > there:  # of latents that are gone: they come again
+            video.keep(there)
 
     def catch_up(self) -> None:
         """Look back as far as the decoder sees, then write the pieces whose blocks are there already."""
@@ -302,8 +312,9 @@ def make_long_video(
 ) -> None:
     """Roll out what is not done yet. StoppedError where the observer asks to stop."""
     blocks = block_ranges(config.block_sizes)
-    writer = VideoWriter(GrowingVideo(place.path), vae, latents, blocks, loaded.device)
-    finished, missing = writer.video.is_finished, capture.missing(place.attention, len(blocks))
+    missing = capture.missing(place.attention, len(blocks), latents.made_of)
+    video = GrowingVideo(place.path, video_tag(latents.made_of, config))
+    writer, finished = VideoWriter(video, vae, latents, blocks, loaded.device), video.is_finished
     if finished and latents.frames < config.num_frames:
         raise CacheError(f"{place.path} is finished and its latents are not; --overwrite makes both again")
     if finished and not missing:
@@ -347,7 +358,7 @@ def make_long_video(
                 continue
             check_values(calls)
             if calls:
-                capture.save(place.attention, block, calls)
+                capture.save(place.attention, block, calls, latents.made_of)
                 calls.clear()
             if frames.stop > latents.frames:
                 latents.append(frames.start, x0[0])

@@ -4,8 +4,6 @@ A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [
 of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
 from experiments.extraction.devices import device_name, encoding_device, versions
+from experiments.extraction.provenance import code_version, fingerprint
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, require_text, short_repr
@@ -58,17 +57,17 @@ def encode_prompts(
     where, known = encoding_device(config, device), dict[str, PromptStates]()
     encoder: TextEncoder | None = None
     for prompt, path in zip(prompts, states_files(config, prompts, sizes, dtype, where), strict=True):
-        if path is not None and path.is_file():
+        if path is not None and is_of(path):
             with suppress(CheckpointError):  # damaged: to be made again
                 known[prompt] = read_states(path, sizes)
-        if prompt in known and known[prompt][0].dtype == dtype:
-            continue
+                continue
         encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, sizes.text_len, dtype, where)
         with one_thread() if where.type == "cpu" and sizes.text_dim < 1024 else nullcontext():
             known[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
         if path is not None:  # a full disk costs the next run some seconds
             with suppress(OSError, RuntimeError), replacing(path) as file:
-                torch.save({"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}, file)
+                kept = {"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}
+                torch.save(kept | {"fingerprint": path.stem}, file)
     if encoder is not None and where.type == "cuda":
         del encoder
         torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
@@ -82,7 +81,15 @@ def needs_encoder(
     if config.prompt_embeds:
         return False
     paths = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
-    return any(path is None or not path.is_file() for path in paths)
+    return not all(path is not None and is_of(path) for path in paths)
+
+
+def is_of(path: Path) -> bool:
+    """Return True where remembered states say that they are those that the file is named by."""
+    try:
+        return read_torch_file(path).get("fingerprint") == path.stem
+    except CheckpointError:
+        return False
 
 
 def states_files(
@@ -92,9 +99,9 @@ def states_files(
     if config.embeds_dir is None:
         return [None] * len(prompts)
     files = describe_files(encoder_files(config.ckpt_dir))
-    key = [files, sizes.text_len, str(dtype), device_name(device), versions()]
-    digests = (hashlib.sha256(json.dumps([prompt, *key]).encode()).hexdigest() for prompt in prompts)
-    return [Path(config.embeds_dir) / f"{digest[:32]}.pt" for digest in digests]
+    made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "versions": versions()}
+    made_of |= {"device": device_name(device), "code": code_version()}
+    return [Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt" for prompt in prompts]
 
 
 def with_given_prompt(config: RunConfig, prompt: str | None) -> str:

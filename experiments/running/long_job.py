@@ -1,7 +1,6 @@
 """From flags to a long video: sizes are printed before, files go on where a kill left them."""
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.edits import edits_of
 from experiments.extraction.long_rollout import BlockCapture, LatentFile, LongVideo, make_long_video, path_of
 from experiments.extraction.memory import amount
-from experiments.extraction.provenance import vae_files
+from experiments.extraction.provenance import fingerprint
 from experiments.extraction.video import check_video
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import check_outputs, memory, observed
-from experiments.running.work_items import common_settings, item_name
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -52,7 +50,7 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
                 path.unlink(missing_ok=True)
         if place.path.exists() and not place.latents.exists():
             raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
-        latents = LatentFile(place.latents, shape, session.dtype, _run_name(config, session))
+        latents = LatentFile(place.latents, shape, session.dtype, fingerprint(session.identity(config)))
         # 3. The video
         start, before = time.monotonic(), latents.frames
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
@@ -61,11 +59,3 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         made, seconds = config.num_frames - before, time.monotonic() - start
         frames = f"{made} of {config.num_frames} frames made now"
         watch.print(f"{place.path}: {frames}, {seconds:.1f} s, {memory()}")
-
-
-def _run_name(config: RunConfig, session: causal.LoadedModel) -> str:
-    """Return a name that changes with all that the latents depend on: settings, seed, device and files."""
-    run = [config.prompt, config.seed, session.sha256.result(), str(session.dtype), session.device.type]
-    files = [*session.common["files"], *vae_files(config)]
-    settings = json.dumps(common_settings(config), sort_keys=True, default=str)
-    return item_name(settings, *run, files)

@@ -69,17 +69,17 @@ class WorkItems:
         return self.folder / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return the result of an item, or None where it is missing or unreadable: it is made again then."""
+        """Return the result of an item; None where it is missing, unreadable or another's: to be made again."""
         try:
             result = json.loads(self.path(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return result if isinstance(result, dict) else None
+        return result if isinstance(result, dict) and result.get("name") == name else None
 
     def write(self, name: str, result: Mapping[str, Any]) -> None:
-        """Write the result of an item atomically."""
+        """Write the result of an item atomically, with its name: a fingerprint of all that it depends on."""
         with replacing(self.path(name)) as file:
-            file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps({**result, "name": name}, ensure_ascii=False).encode() + b"\n")
 
     def claim(
         self,

@@ -6,7 +6,6 @@ which are done.
 """
 
 import argparse
-import hashlib
 import json
 import random
 import time
@@ -25,17 +24,16 @@ from experiments.caches.files import StoppedError, replacing, require_writable
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, draw_noise, reference_means
 from experiments.extraction.devices import threads_for
-from experiments.extraction.edits import read_edits, record_of
+from experiments.extraction.edits import check_sources, read_edits, record_of
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.provenance import files_of
+from experiments.extraction.provenance import fingerprint
 from experiments.running.progress import check_outputs, memory, observed
 from experiments.running.ranks import Rank
-from experiments.running.work_items import WorkItems, common_settings, item_name
-from wan import checkpoint
+from experiments.running.work_items import WorkItems
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, Patch, fingerprint, intervene
+from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, Patch, intervene
 from wan.recorders import HeadOutputs, record_head_outputs
 
 EACH = ("head", "layer", "frame")
@@ -178,7 +176,6 @@ class Study:
     each: str
     configs: Sequence[RunConfig]
     session: LoadedModel
-    files: Sequence[Mapping[str, Any]] = ()  # that the runs and the edit read, by what they hold
 
     def __post_init__(self) -> None:
         if self.each not in EACH:
@@ -205,16 +202,10 @@ class Study:
         return list(range(self.configs[0].num_frames)) if self.each == "frame" else [0]
 
     @cached_property
-    def settings(self) -> str:
-        """Everything but prompt, seed and layer that numbers depend on, as JSON."""
-        config = common_settings(self.configs[0]) | {
-            "edit": fingerprint([self.edit]),
-            "each": self.each,
-            "weights": self.session.sha256.result(),
-            "files": list(self.files),
-            "run_dtype": str(self.session.dtype),
-        }
-        return json.dumps(config, sort_keys=True, default=str)
+    def identity(self) -> dict[str, Any]:
+        """Everything but prompt, seed and layer that numbers depend on, and the files that the edit reads."""
+        config = replace(self.configs[0], prompt="", seed=0, interventions=[self.edit.to_dict()])
+        return self.session.identity(config, each=self.each)
 
     @property
     def items(self) -> dict[str, tuple[RunConfig, int | None]]:
@@ -222,14 +213,13 @@ class Study:
         return {self.name(config, layer): (config, layer) for config in self.configs for layer in self.layers}
 
     def name(self, config: RunConfig, layer: int | None) -> str:
-        text = json.dumps([self.settings, config.prompt, config.seed, layer])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(self.identity, prompt=config.prompt, seed=config.seed, layer=layer)
 
     def pieces(self, batch: int) -> dict[str, tuple[Sequence[RunConfig], int | None]]:
         """Return what is made at a time, by name: a batch of runs and a layer, the same whoever makes it."""
         batches = [self.configs[i : i + batch] for i in range(0, len(self.configs), batch)]
         return {
-            item_name([self.name(config, layer) for config in configs]): (configs, layer)
+            fingerprint({"items": [self.name(config, layer) for config in configs]}): (configs, layer)
             for configs in batches
             for layer in self.layers
         }
@@ -259,7 +249,7 @@ class Study:
             [name, config.prompt, config.seed, layer, name in done]
             for name, (config, layer) in self.items.items()
         ]
-        index = {"edit": self.edit.to_dict(), "each": self.each, "settings": json.loads(self.settings)}
+        index = {"edit": self.edit.to_dict(), "each": self.each, "identity": self.identity}
         with replacing(self.folder / "index.json") as file:
             file.write(json.dumps(index | {"items": rows}, ensure_ascii=False, indent=1).encode() + b"\n")
 
@@ -340,6 +330,7 @@ def atlas_cache(study: Study) -> dict:
         "prompt": study.configs[0].prompt,
         "seed": None,
         "weights_sha256": study.session.sha256.result(),
+        "fingerprint": fingerprint({"items": list(study.items)}),
         "is_logits": False,
         "interventions": record_of([study.edit]),
         "prompts": [config.prompt for config in study.configs],
@@ -362,12 +353,12 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
     if len(edits) != 1:
         raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas is of one")
     with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
+    check_sources(edits, with_edit)
     check_outputs(args, with_edit, [folder / ATLAS, folder / "index.json"])
     with observed(args, "layer") as watch:
         require_writable(folder / ATLAS)
         session = causal.prepare(configs[0], [], list(dict.fromkeys(c.prompt for c in configs)), watch)
-        files = files_of(with_edit, checkpoint.weights_file(with_edit.ckpt_dir, with_edit.checkpoint_path))
-        start, study = time.monotonic(), Study(folder, edits[0], args.each, configs, session, files)
+        start, study = time.monotonic(), Study(folder, edits[0], args.each, configs, session)
         watch.log("rollout", items=len(study.items))  # from here on Ctrl-C ends a layer first
         if not run(study, args.batch, watch, rank):
             raise StoppedError("stopped; what is done will not be made again: run the same command to go on")

@@ -21,10 +21,11 @@ from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
 from experiments.extraction.causal import LoadedModel
 from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import fingerprint
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.ranks import Rank
-from experiments.running.work_items import WorkItems, item_name
+from experiments.running.work_items import WorkItems
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import Runs, Study, merged
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
@@ -137,16 +138,10 @@ class HiddenShapes:
         return WorkItems(self.folder / "items")
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
-        """What all conditions depend on."""
-        return {
-            "weights": self.session.sha256.result(),
-            "dtype": str(self.session.dtype),
-            "device": self.session.device.type,
-            "frames": self.config.num_frames,
-            "settings": {k: str(v) for k, v in self.session.common["config"].items()},
-            "tracker": hashes()["tracker"],
-        }
+    def identity(self) -> dict[str, Any]:
+        """Return all that the conditions depend on, but for prompts, seeds and edits."""
+        config = replace(self.config, prompt="", seed=0)
+        return self.session.identity(config, tracker=hashes()["tracker"])
 
     @cached_property
     def heads(self) -> list[Head]:
@@ -203,7 +198,7 @@ class HiddenShapes:
         """Return the name of a condition's work item."""
         runs = [[config.prompt, config.seed] for config in self.configs[condition.captions]]
         edits = [edit.to_dict() for edit in condition.edits]
-        return item_name({**self.settings, "runs": runs, "edits": edits})
+        return fingerprint(self.identity, runs=runs, edits=edits)
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -284,7 +279,7 @@ def first_frame_study(
         for caption, first in prompts.items()
     ]
     knockout = Knockout(frames=("first",), passes="denoise")
-    return Study(folder, knockout, "head", configs, session, session.common["files"])
+    return Study(folder, knockout, "head", configs, session)
 
 
 def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:

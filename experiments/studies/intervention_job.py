@@ -1,11 +1,9 @@
 """Measure what edits change in one run: direct, own-block and total effects per frame, both videos."""
 
 import argparse
-import hashlib
-import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,11 @@ from torch import Tensor
 
 from experiments.analysis import effects
 from experiments.caches import save_cache
-from experiments.caches.files import encode_mp4, replacing, require_ffmpeg
+from experiments.caches.files import encode_mp4, replacing, require_ffmpeg, require_same
 from experiments.extraction import causal
 from experiments.extraction.causal import edited
 from experiments.extraction.edits import check_sources, edits_of, record_of
+from experiments.extraction.provenance import fingerprint, video_tag
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
 from experiments.running.locks import claimed
@@ -53,6 +52,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             watch.print(f"{edit}: {plan.in_words(edit)}")
         if args.dry_run:
             return
+        run = fingerprint(session.identity(config))
         base, other = base_runs(args.save_base, session, base_config)
         measured = measure(session, base_config, edits, base, other)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
@@ -66,6 +66,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "prompt": config.prompt,
             "seed": config.seed,
             "weights_sha256": session.sha256.result(),
+            "fingerprint": run,
             "is_logits": False,
             "interventions": record_of(edits),
             **measured,
@@ -76,7 +77,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             without, with_edits = (torch.tensor(values) for values in zip(*said.values(), strict=True))
             cache |= {"questions": list(said), "answers_base": without, "answers_edited": with_edits}
         save_cache(args.output_path, cache)
-        save_side_by_side(pixels, video)
+        save_side_by_side(pixels, video, video_tag(run, config))
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
         watch.print(f"{video}: without and with the edits")
@@ -84,21 +85,19 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
 
 def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) -> tuple[Tensor, Tensor]:
     """Return latents of the unedited run and of another seed, kept in a file where path names one."""
-    run = [asdict(config), session.sha256.result(), session.common["files"], str(session.dtype)]
-    said = json.dumps(run, default=str)
-    key = hashlib.sha256(said.encode()).hexdigest()[:16]
+    made_of = fingerprint(session.identity(config))
     if path and Path(path).exists():
         try:
             kept = load_tensors(path, False)
-            if kept["made_of"] == key:
-                return kept["base"], kept["other"]
+            found, latents = kept["fingerprint"], (kept["base"], kept["other"])
         except (UnreadableError, OSError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not what --save_base writes: {error}; remove it") from None
-        raise ConfigError(f"{path} is of another run; choose another --save_base, or remove it")
+        require_same(path, found, made_of, "choose another --save_base, or remove it")
+        return latents
     base, other = session.rollout(config), session.rollout(replace(config, seed=config.seed + ANOTHER_SEED))
     if path:
         with replacing(path) as file:
-            torch.save({"made_of": key, "base": base.cpu(), "other": other.cpu()}, file)
+            torch.save({"fingerprint": made_of, "base": base.cpu(), "other": other.cpu()}, file)
     return base, other
 
 
@@ -153,10 +152,10 @@ def _direct(session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit
     return found
 
 
-def save_side_by_side(videos: Sequence[Any], path: str) -> None:
+def save_side_by_side(videos: Sequence[Any], path: str, tag: str = "") -> None:
     """Save an mp4 with the videos [frames, 3, H, W] in 0..1 beside each other, small ones enlarged."""
     both = torch.cat([torch.as_tensor(video) for video in videos], 3).permute(0, 2, 3, 1)
     enlarge = -(-256 // min(both.shape[1:3]))
     pixels = (both * 255).round().byte().repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
     with replacing(path) as file:
-        file.write(encode_mp4(pixels.numpy(), VIDEO_FPS))
+        file.write(encode_mp4(pixels.numpy(), VIDEO_FPS, tag=tag))

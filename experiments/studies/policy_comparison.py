@@ -25,21 +25,21 @@ import torch
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.long_rollouts import CONTROLS
-from experiments.caches.files import StoppedError, replacing, require_writable
+from experiments.caches.files import StoppedError, mp4_tag, replacing, require_writable
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, pipeline_of, seeded_noise
 from experiments.extraction.devices import threads_for
-from experiments.extraction.long_rollout import BlockCapture, path_of
+from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
-from experiments.extraction.provenance import environment, vae_files
+from experiments.extraction.provenance import environment, fingerprint, vae_files
 from experiments.extraction.rollout import capturing
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
-from experiments.running.progress import Progress, check_outputs, memory, stopping_when_asked
+from experiments.running.progress import check_outputs, memory, observed
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank, workers_of
-from experiments.running.work_items import WorkItems, common_settings, item_name
+from experiments.running.work_items import WorkItems
 from experiments.studies.policy_findings import FULL, NAMED
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
@@ -115,7 +115,7 @@ def write_item(
 ) -> None:
     """Measure one video and write its numbers, after the mp4s that are asked for."""
     for file, shortest in mp4s.items():
-        write_mp4(torch.from_numpy(pixels), file, shortest)
+        write_mp4(torch.from_numpy(pixels), file, shortest, about["name"])
     WorkItems(folder).write(about["name"], {**about, **measure(pixels, scene)})
 
 
@@ -140,14 +140,12 @@ class Comparison:
     policies: Mapping[str, Mapping[str, Any]]  # label -> settings
     runs: Sequence[RunConfig]  # of all prompts and seeds
     scenes: Mapping[str, Scene]  # prompt -> scene, for the tracker and the controls; may be empty
-    weights_sha256: str = ""
-    dtype: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)  # of all items, but for policy, prompt, seed
     batch: int = 1
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
     controls: Sequence[str] = CONTROLS
     capture: BlockCapture = field(default_factory=BlockCapture)  # of attention, in attention/NAME
-    files: Sequence[Mapping[str, Any]] = ()  # what the runs read, by what they hold, and the VAE
 
     @property
     def store(self) -> WorkItems:
@@ -161,14 +159,11 @@ class Comparison:
         classes = {path: describe_files([path]) for path in paths}  # CSVs of head classes
         found: list[Item] = []
         for label, settings in (*self.policies.items(), *controls.items()):
-            files = [*self.files, *classes.get(str(settings.get("file")), ())]
+            own = {"policy": dict(settings), "classes": classes.get(str(settings.get("file")))}
             for run in self.runs:
-                config = common_settings(run)
-                del config["cache_policy"]
                 scene = self.scenes.get(run.prompt)
-                depends = [config, dict(settings), run.prompt, run.seed, self.weights_sha256, self.dtype]
-                name = item_name(*depends, None if scene is None else asdict(scene), files)
-                found.append(Item(label, settings, run, name))
+                own |= {"prompt": run.prompt, "seed": run.seed, "scene": scene and asdict(scene)}
+                found.append(Item(label, settings, run, fingerprint(self.identity, **own)))
         return found
 
     def groups(self) -> dict[str, list[Item]]:
@@ -178,19 +173,17 @@ class Comparison:
             items = list(of_label)
             for start in range(0, len(items), self.batch):
                 group = items[start : start + self.batch]
-                found[item_name([item.name for item in group])] = group
+                found[fingerprint({"items": [item.name for item in group]})] = group
         return found
 
     def is_done(self, item: Item) -> bool:
         """Return whether an item's numbers, and the videos and the attention asked for, are there."""
         found = self.store.read(item.name)
-        if found is None or "seconds" not in found or not all(path.is_file() for path in self.mp4s(item)):
+        if found is None or any(mp4_tag(path) != item.name for path in self.mp4s(item)):
             return False
         if self.capture.kind == "none" or "control" in item.settings:
             return True
-        asked, blocks = asdict(self.capture), self.capture.blocks(len(item.config.block_sizes))
-        kept = all(path_of(self.attention(item), block).is_file() for block in blocks)
-        return kept and found.get("capture", asked) == asked  # older items do not say
+        return not self.capture.missing(self.attention(item), len(item.config.block_sizes), item.name)
 
     def attention(self, item: Item) -> Path:
         return self.folder / "attention" / item.name
@@ -243,7 +236,6 @@ class Maker:
                 "prompt": item.config.prompt,
                 "seed": item.config.seed,
                 "cost": cost,
-                "capture": asdict(comparison.capture),
             }
             scene = comparison.scenes.get(item.config.prompt)
             arguments = (video, scene, about, comparison.store.folder, comparison.mp4s(item))
@@ -286,7 +278,7 @@ class Maker:
                         torch.cuda.synchronize(session.device)
                     seconds.append(time.monotonic() - start)
                     for row, item in enumerate(items if calls else ()):
-                        capture.save(self.comparison.attention(item), number, calls, row)
+                        capture.save(self.comparison.attention(item), number, calls, item.name, row)
                     calls.clear()
                     yield latents
                     start = time.monotonic()
@@ -332,18 +324,16 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
     planned = plan(args, runs, scenes)
     args.quiet |= not rank.is_first
     args.log_file = args.log_file if rank.is_first else None
-    with (
-        Progress(args.quiet, args.log_file) as watch,
-        stopping_when_asked(watch, "policy"),
-        ExitStack() as stack,
-    ):
+    with observed(args, "policy") as watch, ExitStack() as stack:
         start = time.monotonic()
         session = causal.prepare(first, [], list(dict.fromkeys(run.prompt for run in runs)), watch)
         comparison = with_session(args, session, planned)
         watch.log("rollout", videos=len(comparison.items))
         on_gpu = session.device.type == "cuda"
         vae = VAE.from_pretrained(first.ckpt_dir, getattr(torch, args.vae_dtype), session.device)
-        torch.backends.cudnn.benchmark = on_gpu  # the decoder's convolutions, always of one size
+        torch.backends.cudnn.benchmark = (
+            on_gpu and not args.deterministic
+        )  # the decoder's convolutions, always of one size
         workers = workers_of(args.workers if args.workers is not None or on_gpu else 0, rank)
         pool = None  # on a CPU this process measures videos itself
         if workers:
@@ -413,12 +403,11 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
 
 def with_session(args: argparse.Namespace, session: LoadedModel, planned: Comparison) -> Comparison:
     """Return what was planned, with the weights and files that a session has read."""
+    first = replace(planned.runs[0], prompt="", seed=0)
     return replace(
         planned,
-        weights_sha256=session.sha256.result(),
-        dtype=f"{session.dtype} {args.vae_dtype}",
+        identity=session.identity(first, vae=vae_files(first), vae_dtype=args.vae_dtype),
         batch=args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
-        files=[*session.common["files"], *vae_files(planned.runs[0])],
     )
 
 
@@ -428,8 +417,7 @@ def merged(comparison: Comparison) -> dict[str, Any]:
     rows = [row for row in read if row is not None and "seconds" in row]
     costs: dict[str, Any] = {}
     for row in rows:
-        cost, _ = row.pop("cost"), row.pop("capture", None)
-        if cost:
+        if cost := row.pop("cost"):
             costs.setdefault(row["label"], cost)
     prompts = list(dict.fromkeys(run.prompt for run in comparison.runs))
     scenes = [comparison.scenes[prompt] for prompt in prompts if prompt in comparison.scenes]
@@ -439,7 +427,7 @@ def merged(comparison: Comparison) -> dict[str, Any]:
         "kinds": [scene.kind for scene in scenes],
         "unnamed": [scene.unnamed_color for scene in scenes],
         "num_frames": comparison.runs[0].num_frames,
-        "weights_sha256": comparison.weights_sha256,
+        "weights_sha256": comparison.identity.get("weights_sha256", ""),
         "missing": len(read) - len(rows),
         "costs": costs,
         "videos": rows,
