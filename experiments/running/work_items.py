@@ -69,7 +69,7 @@ class WorkItems:
         return self.folder / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return the result of an item; None where it is missing, unreadable or another's: to be made again."""
+        """Return the result of an item; None where it is missing, torn or another's: to be made again."""
         try:
             result = json.loads(self.path(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):

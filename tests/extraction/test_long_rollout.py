@@ -12,7 +12,7 @@ from helpers.rollouts import TWO_STEPS
 from safetensors.torch import load_file
 
 from experiments import run_rollout
-from experiments.caches.files import CacheError, RunError, StoppedError
+from experiments.caches.files import CacheError, RunError, StoppedError, mp4_tag
 from experiments.extraction import causal
 from experiments.extraction.long_rollout import (
     LOOKS_BACK,
@@ -201,7 +201,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     video, latents = tmp_path / "a.mp4", tmp_path / "a.latents.safetensors"
     video.write_bytes(b"not a video at all")
     with pytest.raises(CacheError, match="is no mp4"):
-        GrowingVideo(video)
+        GrowingVideo(video, "mine")
     assert video.read_bytes() == b"not a video at all"
     LatentFile(latents, (6, 16, 8, 8), torch.float32, "mine")
     with pytest.raises(CacheError, match="is of another run"):
@@ -245,29 +245,32 @@ def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, monkeypatch, session, c
     finished = tmp_path / "b/a.mp4"
     finished.parent.mkdir()
     finished.write_bytes(made)
-    with pytest.raises(CacheError, match="its latents are not"):
+    with pytest.raises(CacheError, match=r"is of another run .*choose another --output_path, or --overwrite"):
         make(finished.parent, session, config, vae)
 
 
 def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
     path, pixels = tmp_path / "a.mp4", torch.randint(0, 255, (6, 64, 64, 3), dtype=torch.uint8)
-    video = GrowingVideo(path)
+    video = GrowingVideo(path, "mine")
     video.append(pixels, 0)
     once = path.read_bytes()
     video.append(pixels, 6)
     twice = path.read_bytes()
     for cut in (len(once) + 5, len(once) + 200, len(twice) - 1):
         path.write_bytes(twice[:cut])
-        video = GrowingVideo(path)
+        video = GrowingVideo(path, "mine")
         assert (video.pieces, path.read_bytes()) == (1, once)
         video.append(pixels, 6)
         assert path.read_bytes() == twice
     path.write_bytes(once[:100])
-    assert GrowingVideo(path).pieces == 0 and path.read_bytes() == b""
+    assert GrowingVideo(path, "mine").pieces == 0 and path.read_bytes() == b""
     path.write_bytes(twice)
-    video = GrowingVideo(path)
+    with pytest.raises(CacheError, match="is of another run"):
+        GrowingVideo(path, "another")
+    assert path.read_bytes() == twice and mp4_tag(path) == "mine"
+    video = GrowingVideo(path, "mine")
     video.finish()
-    assert GrowingVideo(path).is_finished and len(iio.imread(path)) == 12
+    assert GrowingVideo(path, "mine").is_finished and mp4_tag(path) == "mine" and len(iio.imread(path)) == 12
     assert iio.immeta(path)["duration"] == pytest.approx(12 / 16)
 
 

@@ -60,7 +60,7 @@ def loaded() -> causal.LoadedModel:
 
 def extract(config, requests):
     pipeline = causal.pipeline_of(loaded().pipeline.model, config)
-    return causal.extract_next(replace(loaded(), pipeline=pipeline), config, requests)
+    return causal.extract_next(replace(loaded(), pipeline=pipeline, config=config), config, requests)
 
 
 def keeping(run, *names, without=""):

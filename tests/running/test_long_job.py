@@ -1,7 +1,5 @@
 """Long videos go on with what they were begun with, and with nothing else."""
 
-from argparse import Namespace
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -9,35 +7,14 @@ import torch
 import yaml
 from helpers.rollouts import TWO_STEPS
 from helpers.stopping import stopping_after
+from safetensors import safe_open
 
 from experiments import run_rollout
 from experiments.caches.files import CacheError, StoppedError
 from experiments.extraction.long_rollout import BlockCapture, LongVideo, path_of, read_blocks
-from experiments.running import long_job
-from wan.config import load_config
 from wan.errors import ConfigError
 
 pytestmark = pytest.mark.slow
-
-
-def session_of(files: list) -> Namespace:
-    """As much of a session as names a run."""
-    hashed: Future = Future()
-    hashed.set_result("of the weights")
-    return Namespace(sha256=hashed, dtype="float32", device=torch.device("cpu"), common={"files": files})
-
-
-def test_a_run_is_named_by_what_its_files_hold(tmp_path):
-    folder = tmp_path / "model"
-    (folder / "vae").mkdir(parents=True)
-    (folder / "transformer").symlink_to(Path("checkpoints/wan-mini/transformer").resolve())
-    (folder / "vae/config.json").write_text("{}")
-    config = load_config("configs/wan_mini.yaml", {"ckpt_dir": str(folder)})
-    vae, names = folder / "vae/diffusion_pytorch_model.safetensors", []
-    for of_vae, of_text in ((b"1", 1), (b"2", 1), (b"1", 2)):
-        vae.write_bytes(of_vae)
-        names.append(long_job._run_name(config, session_of([of_text])))
-    assert len(set(names)) == 3
 
 
 def make(folder: Path, *flags: str) -> LongVideo:
@@ -63,18 +40,19 @@ def test_what_is_captured_later_is_captured_as_if_at_once(tmp_path):
     whole = make(tmp_path / "whole", "--capture", "all")
     place = make(tmp_path)
     before = [path.read_bytes() for path in (place.path, place.latents)]
+    run = safe_open(place.latents, "pt").metadata()["made_of"]
     make(tmp_path, "--capture", "last:1")
     assert [block["block"] for block in read_blocks(place.attention)] == [1]
     make(tmp_path, "--capture", "all")
     assert [path.read_bytes() for path in (place.path, place.latents)] == before
     for one, other in zip(read_blocks(place.attention), read_blocks(whole.attention), strict=True):
         assert torch.equal(one["logits"], other["logits"]) and one["block"] == other["block"]
-    with pytest.raises(CacheError, match="was captured in another pass or with other keys"):
+    with pytest.raises(CacheError, match=r"is of another run .*move .* away, or --overwrite"):
         make(tmp_path, "--capture", "band:3")
-    with pytest.raises(CacheError, match="was captured in another pass or with other keys"):
-        BlockCapture.read("last:1", 1).missing(place.attention, 2)
+    with pytest.raises(CacheError, match=r"is of another run .*move .* away, or --overwrite"):
+        BlockCapture.read("last:1", 1).missing(place.attention, 2, run)
     path_of(place.attention, 0).write_bytes(b"torn")
-    assert BlockCapture.read("all", 0).missing(place.attention, 2) == [0]
+    assert BlockCapture.read("all", 0).missing(place.attention, 2, run) == [0]
 
 
 def test_a_rolling_window_goes_on_with_the_same_bits_and_is_not_captured(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_no_head_with_a_past_is_a_window_of_one_block(finished, config, session)
     with intervene(*everything.edits):
         edited = runs.inference()
     alone = session.with_weights(replace(config, local_attn_size=3))
-    expected = torch.cat([alone.rollout(one) for one in runs.configs])
+    expected = torch.cat([alone.rollout(replace(one, local_attn_size=3)) for one in runs.configs])
     torch.testing.assert_close(edited, expected, atol=2e-4, rtol=0)
     assert (edited - runs.latents)[:, 3:].abs().max() > 0.1
 

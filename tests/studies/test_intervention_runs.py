@@ -9,6 +9,7 @@ from helpers.rollouts import TWO_STEPS
 from experiments import run_intervention
 from experiments.analysis import published
 from experiments.caches import load_cache, save_cache
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction import base as bidirectional
 from experiments.extraction import causal
@@ -138,7 +139,7 @@ def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tm
         causal.extract_next(session, replace(few, interventions=[lost.to_dict()]), [])
     streamed = replace(few, offload=True, interventions=[Patch("z", Source(seed=3), passes="all").to_dict()])
     with pytest.raises(ConfigError, match=r"cannot serve two runs in step; leave offload out for "):
-        causal.extract_next(session, streamed, [])
+        causal.extract_next(replace(session, config=streamed), streamed, [])
     gone = Ablate("mean", "no/means.pt", passes="denoise")
     with pytest.raises(ConfigError, match=r"no/means.pt not found; leave source out"):
         causal.extract_next(session, replace(few, interventions=[gone.to_dict()]), [])
@@ -163,7 +164,7 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, 
     assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,) and cache["answers_base"][0]
     run_intervention.run([*flags, "--quiet"])
     assert (tmp_path / "base.pt").read_bytes() == base
-    with pytest.raises(ConfigError, match=r"base.pt is of another run; choose another --save_base"):
+    with pytest.raises(CacheError, match=r"base.pt is of another run .*; choose another --save_base"):
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
 
 

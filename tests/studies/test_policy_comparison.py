@@ -34,6 +34,7 @@ def compare(folder, prompts=2, **flags):
         "workers": 0,
         "quiet": True,
         "log_file": None,
+        "deterministic": False,
         "inputs": [],
     }
     config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"} | TWO_STEPS)
@@ -93,7 +94,7 @@ def alike():
         for prompt in (*prompts, long + "one", long + "two")
         for seed in (7, 8)
     ]
-    return Comparison(Path("out"), {"full": {"name": "full"}}, runs, {}, "", "", 1, Path("vbench"))
+    return Comparison(Path("out"), {"full": {"name": "full"}}, runs, {}, vbench=Path("vbench"))
 
 
 def test_every_prompt_has_a_file_of_its_own_for_vbench(alike):

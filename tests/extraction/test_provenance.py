@@ -1,0 +1,260 @@
+"""One identity: everything that numbers depend on changes it, nothing else does, and studies go by it."""
+
+from concurrent.futures import Future
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+
+from experiments.caches.files import CacheError, require_same
+from experiments.extraction import causal, provenance
+from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
+from experiments.studies.causal_atlas import Study
+from experiments.studies.intervention_job import base_runs
+from experiments.studies.policy_comparison import Comparison, with_session
+from wan.config import RunConfig, load_config
+from wan.errors import ConfigError
+from wan.interventions import Ablate, Bias, Knockout, Patch, Source
+
+OTHERS = {  # another value of every setting that numbers depend on, with what it needs beside it
+    "model": "another",
+    "use_ema": False,
+    "lora_rank": 32,
+    "lora_alpha": 2.0,
+    "prompt": "a cyan square moving up",
+    "num_frames": 6,
+    "height": 4,
+    "width": 4,
+    "seed": 7,
+    "num_frame_per_block": 1,
+    "independent_first_frame": True,
+    "local_attn_size": 9,
+    "sink_size": 3,
+    "cache_policy": {"name": "deep_sink"},
+    "prompt_schedule": [{"frame": 3, "prompt": "a dog"}],
+    "denoising_step_list": [1000, 500],
+    "first_block_steps": [1000],
+    "warp_denoising_step": False,
+    "timestep_shift": 4.0,
+    "context_noise": 1,
+    "recompute_context": 3,
+    "sampler": "rolling_forcing",
+    "noise": "released",
+    "reference_prompts": ["a"],
+    "gpus": 2,
+}
+BESIDE = {
+    "sink_size": {"local_attn_size": 9},
+    "recompute_context": {"cache_policy": {"name": "window", "window": 3}},
+    "independent_first_frame": {"num_frames": 7},
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def config():
+    return load_config("configs/wan_mini.yaml", {"num_frames": 9, "device": "cpu"})
+
+
+def changed(config, **settings) -> RunConfig:
+    """The same config with settings that are not checked: what is asked is whether they count."""
+    other = replace(config)
+    for name, value in settings.items():
+        object.__setattr__(other, name, value)
+    return other
+
+
+def test_every_setting_counts_or_is_said_not_to(config):
+    known = {field.name for field in fields(RunConfig)}
+    assert known == {*NOT_OF_NUMBERS, *OTHERS} & known and not {*NOT_OF_NUMBERS} & {*OTHERS}
+    names = {"as it is": fingerprint(identity(config, "0"))}
+    for name in known & {*OTHERS}:
+        beside = BESIDE.get(name, {})
+        names[name] = fingerprint(identity(changed(config, **{name: OTHERS[name]} | beside), "0"))
+        assert not beside or names[name] != fingerprint(identity(changed(config, **beside), "0"))
+    assert len(set(names.values())) == len(names)
+    idle = {"layer_indices": [2], "layer_index": 2, "step": 1, "embeds_dir": "x", "release": {"a": 1}}
+    assert fingerprint(identity(changed(config, **idle), "0")) == names["as it is"]
+    assert fingerprint({"a": 1}, a=2) == fingerprint({"a": 2}) != fingerprint({"a": 1})
+    assert len(names["as it is"]) == 32
+
+
+def test_what_computes_counts(config, monkeypatch):
+    names = [fingerprint(identity(config, "0")), fingerprint(identity(config, "0", more=1))]
+    names.append(fingerprint(identity(replace(config, dtype="bfloat16"), "0")))
+    assert fingerprint(identity(replace(config, dtype="float32"), "0")) == names[0]  # what auto is here
+    for what, value in {
+        "code_version": lambda: "other",
+        "kernel_name": lambda *given: "other",
+        "encoding_device": lambda *given: torch.device("meta"),
+        "choose_device": lambda *given: torch.device("meta"),
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(provenance, what, value)
+            names.append(fingerprint(identity(config, "0")))
+    monkeypatch.setattr(torch, "__version__", "0")
+    names.append(fingerprint(identity(config, "0")))
+    assert len(set(names)) == len(names)
+
+
+def test_the_code_of_the_sampler_counts_by_what_its_files_hold(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    found = []
+    for files in (
+        {"a.py": "1"},
+        {"a.py": "2"},
+        {"b.py": "2"},
+        {"b.py": "2", "deep/c.py": ""},
+        {"deep/c.py": "2"},
+    ):
+        for old in tmp_path.rglob("*.py"):
+            old.unlink()
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        monkeypatch.setattr(provenance.wan, "__file__", str(tmp_path / "__init__.py"))
+        found.append(provenance.code_version.__wrapped__())
+    assert len(set(found)) == len(found)
+
+
+def test_files_count_by_what_they_hold(config, tmp_path):
+    model = tmp_path / "model"
+    for name in ("transformer", "text_encoder", "tokenizer", "vae"):
+        (model / name).mkdir(parents=True)
+        for file in (ROOT / "checkpoints/wan-mini" / name).iterdir():
+            (model / name / file.name).write_bytes(file.read_bytes())
+    heads, means, lora, weights = (tmp_path / n for n in ("heads.csv", "means.pt", "lora.pt", "weights.pt"))
+    heads.write_text("\n".join([",".join("ab" * 6)] * 8))
+    for path in (means, lora, weights):
+        path.write_bytes(b"some")
+    policies = {"a": {"name": "full"}, "b": {"name": "window", "window": 9}}
+    edits = [
+        Ablate("mean", str(means), passes="denoise"),
+        Patch("z", Source(weights="base"), passes="denoise"),
+    ]
+    config = replace(
+        config,
+        ckpt_dir=str(model),
+        checkpoint_path=str(weights),
+        lora_path=str(lora),
+        cache_policy={"name": "per_head", "file": str(heads), "policies": policies},
+        interventions=[edit.to_dict() for edit in edits],
+    )
+
+    def tag() -> str:
+        return video_tag(fingerprint(identity(config)), config)
+
+    run, _, vae = tag().partition(" ")
+    text = model / "text_encoder/model.safetensors"
+    base = model / "transformer/diffusion_pytorch_model.safetensors"
+    for path in (weights, lora, heads, means, text, model / "tokenizer/tokenizer.json", base):
+        before = path.read_bytes()
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        assert tag().partition(" ")[0] != run and tag().endswith(vae), path
+        path.write_bytes(before)
+    decoder = model / "vae/diffusion_pytorch_model.safetensors"
+    decoder.write_bytes(decoder.read_bytes()[:-1] + b"?")
+    assert tag().startswith(run) and tag() != f"{run} {vae}"
+    means.unlink()
+    with pytest.raises(ConfigError, match="not found; leave source out"):
+        identity(config)
+
+
+def test_edits_count(config):
+    edits = [[], [Bias(1.0, frames="first", passes="all")], [Bias(2.0, frames="first", passes="all")]]
+    names = [fingerprint(identity(config, "0", some)) for some in edits]
+    said = replace(config, interventions=[edits[1][0].to_dict()])
+    assert fingerprint(identity(said, "0")) == names[1] and len(set(names)) == 3
+
+
+def test_another_fingerprint_is_refused_in_a_line_that_names_both():
+    require_same("a.pt", "ab", "ab", "remove it")
+    for found, said in (("cd", "fingerprint 'cd'"), (None, "no fingerprint"), ("", "no fingerprint")):
+        with pytest.raises(CacheError, match=f"^a.pt is of another run .*{said}.*, not ab; remove it$"):
+            require_same("a.pt", found, "ab", "remove it")
+
+
+# --- Who goes by it
+def session_of(config, weights="0"):
+    """What names need of a session; its rollouts are asked for by prompt and seed, and make nothing."""
+    sha256, asked = Future(), []
+    sha256.set_result(weights)
+    found = SimpleNamespace(sha256=sha256, asked=asked, device=torch.device("cpu"), model_config=None)
+    found.identity = lambda *given, **more: causal.LoadedModel.identity(found, *given, **more)
+    found.rollout = lambda one: asked.append((one.prompt, one.seed)) or torch.zeros(1)
+    return found
+
+
+EDIT = Knockout(frames="first", layers=[1], passes="denoise")
+
+
+def of_atlas(session, config, tmp_path, edit=EDIT, each="head"):
+    [name] = Study(tmp_path, edit, each, [config], session).items
+    return name
+
+
+def of_comparison(session, config, tmp_path, policy="full", vae_dtype="float32"):
+    planned = Comparison(tmp_path, {"a": {"name": policy}}, [config], {})
+    args = SimpleNamespace(vae_dtype=vae_dtype, batch=1)
+    [item] = with_session(args, session, planned).items
+    return item.name
+
+
+def of_base_runs(session, config, tmp_path):
+    (tmp_path / "base.pt").unlink(missing_ok=True)
+    base_runs(str(tmp_path / "base.pt"), session, config)
+    return torch.load(tmp_path / "base.pt")["fingerprint"]
+
+
+@pytest.mark.parametrize("name_of", [of_atlas, of_comparison, of_base_runs])
+def test_another_input_is_another_name(name_of, config, tmp_path):
+    names = [
+        name_of(session_of(config), config, tmp_path),
+        name_of(session_of(config, "1"), config, tmp_path),
+    ]
+    for name in ("prompt", "seed", "num_frames", "timestep_shift"):
+        names.append(name_of(session_of(config), replace(config, **{name: OTHERS[name]}), tmp_path))
+    assert len(set(names)) == len(names)
+    assert name_of(session_of(config), config, tmp_path) == names[0]
+
+
+def test_studies_add_what_is_theirs(config, tmp_path):
+    session = session_of(config)
+    other = replace(EDIT, passes="all")
+    atlas = [
+        of_atlas(session, config, tmp_path, edit, each)
+        for edit, each in ((EDIT, "head"), (other, "head"), (EDIT, "layer"))
+    ]
+    given = [("full", "float32"), ("deep_sink", "float32"), ("full", "bfloat16")]
+    videos = [of_comparison(session, config, tmp_path, *some) for some in given]
+    assert len(set(atlas)) == len(set(videos)) == 3
+
+
+def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(causal, "MEANS", tmp_path)
+    monkeypatch.setattr(causal, "_read_means", lambda path, sizes, made_of: {"made_of": made_of})
+    few, session = replace(config, reference_prompts=["a", "b"]), session_of(config)
+    causal.reference_means(session, few)
+    assert session.asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    causal.reference_means(session, replace(few, prompt="another", seed=3))  # whatever it is that is edited
+    assert len(session.asked) == 4  # they are made once
+    for other in ({"reference_prompts": ["a"]}, {"timestep_shift": 4.0}):
+        before = len(session.asked)
+        causal.reference_means(session, replace(few, **other))
+        assert len(session.asked) > before
+
+
+def test_means_of_another_run_under_this_ones_name_are_refused(config, tmp_path):
+    path = tmp_path / "means.pt"
+    torch.save({"self|0|0|cond": torch.zeros(3, 12, 8), "fingerprint": "ab"}, path)
+    sizes = SimpleNamespace(num_heads=12, head_dim=8)
+    assert list(causal._read_means(path, sizes)) == list(
+        causal._read_means(path, sizes, "ab")
+    )  # a named file
+    with pytest.raises(CacheError, match=r"means.pt is of another run .*; remove it"):
+        causal._read_means(path, sizes, "cd")
