@@ -130,6 +130,15 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     return raw
 
 
+def peek(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a cache without reading or checking its tensors; none where that fails."""
+    try:
+        raw = torch.load(path, weights_only=True, mmap=True)
+    except Exception:  # not there, torn, older, or of another program
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
 def _command(path: Path, expect: Sequence[str]) -> str:
     """Return the command that makes a cache, by its expected format or else by its name."""
     by_name = [kind for kind, form in FORMATS.items() if form.default == path.name]

@@ -75,7 +75,7 @@ def identity(
     dtype = choose_dtype(config.dtype, device)
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     edits = edits_of(config.interventions, "config") if edits is None else edits
-    return {
+    found = {
         **{name: value for name, value in asdict(config).items() if name not in NOT_OF_NUMBERS},
         "sizes": asdict(checkpoint.read_model_config(config.ckpt_dir)),
         "weights_sha256": weights_sha256 or checkpoint.file_sha256(weights),
@@ -89,6 +89,7 @@ def identity(
         "code": code_version(),
         **more,
     }
+    return json.loads(json.dumps(found, default=str))
 
 
 def fingerprint(values: Mapping[str, Any], **more: Any) -> str:

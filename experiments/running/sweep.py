@@ -1,12 +1,11 @@
 """Many prompts, seeds and checkpoints: an atlas each, each model loaded once, the work shared by processes.
 
 OUTPUT_DIR/items/NAME.json is written after a run's cache and says that the cache is whole (work_items.py): a
-sweep that was killed goes on where it was, and several processes share it. manifest.json lists all runs. A
-fingerprint of all settings, in items, caches and manifest, keeps caches of other settings out.
+sweep that was killed goes on where it was, and several processes share it. manifest.json lists all runs. The
+fingerprint of a run, in its item, cache and video, keeps out those of other runs.
 """
 
 import argparse
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -15,19 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from experiments.caches import load_cache
-from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_writable
-from experiments.extraction import causal, devices
-from experiments.extraction.cache_builders import Extraction
+from experiments.caches.files import (
+    CacheError,
+    RunError,
+    StoppedError,
+    mp4_tag,
+    replacing,
+    require_same,
+    require_writable,
+)
+from experiments.caches.store import peek
+from experiments.extraction import causal
 from experiments.extraction.memory import estimate_bytes
-from experiments.extraction.provenance import files_of
+from experiments.extraction.provenance import fingerprint, identity, video_tag
 from experiments.extraction.video import check_video
 from experiments.running.cli import plan, videos_of
 from experiments.running.locks import claimed, require_space
 from experiments.running.progress import Progress, check_outputs, observed
 from experiments.running.ranks import Rank
-from experiments.running.run import BuildCache, as_dict, save
-from experiments.running.work_items import WorkItems, common_settings, item_name
-from wan import checkpoint
+from experiments.running.run import BuildCache, save
+from experiments.running.work_items import WorkItems
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 from wan.errors import short_repr
@@ -35,25 +41,6 @@ from wan.files import read_json
 
 MANIFEST_SECONDS = 5.0  # between two manifests: one of ten thousand runs takes its time
 REMEDY = "choose another --output_dir, or make everything again with --overwrite"
-
-
-def settings_of(config: RunConfig, quantities: Mapping[str, bool]) -> dict[str, Any]:
-    """Return all that the caches of a sweep share: settings, captured quantities, the contents of files."""
-    weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    dtype = devices.choose_dtype(config.dtype, devices.choose_device(config.device, config.offload))
-    return {
-        **common_settings(config),
-        **quantities,
-        "weights": "checkpoint" if config.checkpoint_path else "base",
-        "weights_sha256": checkpoint.file_sha256(weights),
-        "files": files_of(config, weights),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return 32 hex digits that change with the settings."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def run_sweep(
@@ -79,8 +66,8 @@ def run_sweep(
     with observed(args) as watch, WorkItems(folder / "items", rank) as items:
         watch.prints_blocks = rank.count == 1
         require_writable(folder / "manifest.json")
-        settings = {path: settings_of(model, quantities) for path, model in models.items()}
-        runner = SweepRunner(args, runs, settings, requests, build, items, watch)
+        shared = {path: identity(replace(model, prompt="", seed=0)) for path, model in models.items()}
+        runner = SweepRunner(args, runs, shared, quantities, requests, build, items, watch)
         waiting = runner.scan()
         if waiting and videos:
             check_video(config)
@@ -101,13 +88,15 @@ class SweepRunner:
         self,
         args: argparse.Namespace,
         runs: Mapping[str, RunConfig],
-        settings: Mapping[str | None, dict[str, Any]],
+        shared: Mapping[str | None, dict[str, Any]],
+        quantities: Mapping[str, bool],
         requests: Sequence[CaptureRequest],
         build: BuildCache,
         items: WorkItems,
         watch: Progress,
     ):
-        """settings are those of each checkpoint."""
+        """shared is what the runs of each checkpoint depend on (identity), but for prompt and seed."""
+        self.quantities = quantities
         self.args, self.runs, self.requests, self.build = args, runs, requests, build
         self.items, self.watch, self.folder = items, watch, Path(args.output_dir)
         self.manifest, self.manifest_time = self.folder / "manifest.json", 0.0
@@ -115,13 +104,16 @@ class SweepRunner:
         self.failures = list[str]()
         self.session: causal.LoadedModel | None = None
         self.loaded: str | None = None  # the checkpoint of the session
-        self.has_folders = len(settings) > 1  # one for each checkpoint
-        prints = {checkpoint: fingerprint(of_one) for checkpoint, of_one in settings.items()}
-        self.fingerprints = {path: prints[run.checkpoint_path] for path, run in runs.items()}
-        self.names = {p: item_name(self.fingerprints[p], run.prompt, run.seed) for p, run in runs.items()}
+        self.has_folders = len(shared) > 1  # one for each checkpoint
+        self.fingerprints = {
+            path: fingerprint(shared[run.checkpoint_path], prompt=run.prompt, seed=run.seed)
+            for path, run in runs.items()
+        }
+        self.names = {path: fingerprint(quantities, run=of_run) for path, of_run in self.fingerprints.items()}
+        settings = {checkpoint: {**of_one, **quantities} for checkpoint, of_one in shared.items()}
         self.settings: dict[str, dict[str, Any]] = {  # by the folder of a checkpoint, "" where there is one
             Path(path).parent.name if self.has_folders else "": {
-                "fingerprint": self.fingerprints[path],
+                "fingerprint": fingerprint(settings[run.checkpoint_path]),
                 "settings": settings[run.checkpoint_path],
             }
             for path, run in runs.items()
@@ -132,7 +124,9 @@ class SweepRunner:
         if not self.args.overwrite and self.manifest.exists():
             self._require_same_settings()
         for path in self.runs:
-            lacks_video = self.args.save_video is not None and not Path(path).with_suffix(".mp4").is_file()
+            run, made_of = self.runs[path], self.fingerprints[path]
+            videos = videos_of(self.args, [path])
+            lacks_video = any(mp4_tag(video) != video_tag(made_of, run) for video in videos)
             if self.args.overwrite or lacks_video:
                 self.items.path(self.names[path]).unlink(missing_ok=True)
             if self.is_done(path):
@@ -161,13 +155,19 @@ class SweepRunner:
                 )
 
     def is_done(self, path: str) -> bool:
-        """Check that an item says that the cache at path is whole, and the cache did not change since."""
+        """Check that an item says that the cache at path is whole, and the cache is the same as then."""
         name = self.names[path]
         try:
             cache, made = Path(path).stat(), self.items.path(name).stat().st_mtime_ns
         except OSError:
             return False
-        return (self.items.read(name) or {}).get("bytes") == cache.st_size and made >= cache.st_mtime_ns
+        unchanged = (self.items.read(name) or {}).get("bytes") == cache.st_size and made >= cache.st_mtime_ns
+        return unchanged and self._is_of_this_run(path, peek(path))
+
+    def _is_of_this_run(self, path: str, cache: Mapping[str, Any]) -> bool:
+        """Check that a cache is what this sweep makes at path."""
+        captured = {name: name in cache for name in self.quantities}
+        return cache.get("fingerprint") == self.fingerprints[path] and captured == self.quantities
 
     def _state_of_cache(self, path: str) -> str:
         """Return done, partial or waiting. CacheError for a cache that was made with other settings."""
@@ -175,12 +175,9 @@ class SweepRunner:
             cache = load_cache(path, expect=("atlas",))
         except CacheError:  # not there, or damaged: to be made
             return "waiting"
-        run = self.runs[path]
-        wanted = {"prompt": run.prompt, "seed": run.seed, "fingerprint": self.fingerprints[path]}
-        for name, value in wanted.items():
-            if cache.get(name) != value:
-                found = short_repr(cache.get(name))
-                raise CacheError(f"{path} has {name} {found}, this sweep {short_repr(value)}; {REMEDY}")
+        require_same(path, cache.get("fingerprint"), self.fingerprints[path], REMEDY)
+        if not self._is_of_this_run(path, cache):
+            raise CacheError(f"{path} is of a sweep that captured other quantities; {REMEDY}")
         return "partial" if cache.get("partial") else "done"
 
     def make(self, waiting: Sequence[str]) -> None:
@@ -210,9 +207,6 @@ class SweepRunner:
         """Make one cache, and its video where it was asked for."""
         run = self.runs[path]
 
-        def build(made: Extraction) -> dict[str, Any]:
-            return as_dict(self.build(made)) | {"fingerprint": self.fingerprints[path]}
-
         try:
             with claimed(dict.fromkeys((path, *videos_of(self.args, [path])), 0)):
                 if self.session is None or self.loaded != run.checkpoint_path:
@@ -223,7 +217,7 @@ class SweepRunner:
                     self.session = causal.prepare(run, self.requests, prompts, self.watch, replays=True)
                     self.loaded = run.checkpoint_path
                 made = causal.extract_next(self.session, run, self.requests, self.watch)
-                save(self.args, made, {path: build}, self.watch)
+                save(self.args, made, {path: self.build}, self.watch)
             self._finish(path)
         except StoppedError as error:
             self.states[path] = "partial" if Path(path).exists() else "waiting"

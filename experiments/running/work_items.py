@@ -11,12 +11,10 @@ LEASE_SECONDS of its own clock: no synchronised clocks and no lock daemon are ne
 asleep may finish the item as well: files are replaced whole, and the bytes are the same.
 """
 
-import hashlib
 import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +22,10 @@ from experiments.caches.files import CacheError, replacing
 from experiments.extraction.observer import RunObserver
 from experiments.running.locks import remove_leftovers
 from experiments.running.ranks import Rank
-from wan.config import RunConfig
 
 LEASE_SECONDS = 90.0  # NFS may show a file's time up to 60 s late
 POLL_SECONDS = 1.0  # between two looks at items that other processes are making
-# prompts and seeds differ; files count by what they hold, not by their paths
-NOT_SHARED = (
-    *("prompt", "seed", "device", "gpus", "layer_indices", "layer_index", "step", "base", "offload"),
-    *("t5_cpu", "dtype", "embeds_dir", "ckpt_dir", "checkpoint_path", "prompt_embeds"),
-)
 REPORT_SECONDS = 2.0  # between two lines about how many are done
-
-
-def item_name(*settings: Any) -> str:
-    """Return a name of 16 hex digits that changes with the settings."""
-    text = json.dumps(settings, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def common_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that the items of a study share, without what differs or changes no number."""
-    found = {name: value for name, value in asdict(config).items() if name not in NOT_SHARED}
-    return {name: value for name, value in found.items() if (name, value) != ("noise", "seeded")}  # newer
 
 
 class WorkItems:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -98,7 +99,7 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     for flags, name in (
         (["--num_frames", "9"], "num_frames 6, this one has 9"),
         (["--cross"], "cross_mass False"),
-        (["--no_checkpoint"], "weights 'checkpoint', this one has 'base'"),
+        (["--no_checkpoint"], "weights_sha256 '.*', this one has '"),
     ):
         with pytest.raises(
             CacheError, match=f"manifest.json is of a sweep with {name}.*choose another --output_dir"
@@ -106,6 +107,8 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
             sweeping(prompts, tmp_path / "out", *flags)()
     (tmp_path / "out/manifest.json").unlink()  # then the caches themselves speak
     before = load_cache(path, mmap=False)["fingerprint"]
+    with pytest.raises(CacheError, match="other quantities; choose another --output_dir"):
+        sweeping(prompts, tmp_path / "out", "--cross", seeds=("0",))()
     save_cache(path, load_cache(path, mmap=False) | {"fingerprint": "0" * 32})
     with pytest.raises(CacheError, match=r"fingerprint '0000.*make everything again with --overwrite"):
         sweeping(prompts, tmp_path / "out", seeds=("0",))()
@@ -123,7 +126,12 @@ def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, monkeypatch):
         assert [run["state"] for run in json.loads((tmp_path / "manifest.json").read_text())["runs"]] == [
             "done"
         ] * 2
-    assert len(list(tmp_path.glob("*.mp4"))) == 2
+    one, other = sorted(tmp_path.glob("*.mp4"))
+    whole, torn = one.read_bytes(), other.read_bytes()
+    one.write_bytes(torn)  # of another prompt
+    other.write_bytes(torn[:-9])
+    sweeping(prompts, tmp_path, "--save_video", seeds=("0",))()
+    assert len(loads) == 3 and (one.read_bytes(), other.read_bytes()) == (whole, torn)
 
 
 @pytest.mark.slow
@@ -204,6 +212,9 @@ def test_what_is_recorded_is_not_opened_again(tmp_path, prompts, monkeypatch):
     )  # touched since it was recorded
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
     assert sorted(opened) == [str(path), str(tmp_path / "out" / NAMES[2])] and path.read_bytes() == before
+    shutil.copy2(tmp_path / "out" / NAMES[2], path)  # another run's, of the same size and age
+    with pytest.raises(CacheError, match=r"is of another run .*choose another --output_dir"):
+        sweeping(prompts, tmp_path / "out", seeds=("0",))()
 
 
 @pytest.mark.slow
