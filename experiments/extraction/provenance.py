@@ -82,7 +82,7 @@ def identity(
         "files": files_of(config, weights),
         "edits": [edit.to_dict() for edit in edits],
         "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
+        "device": device.type if config.noise == "seeded" else device_name(device),  # the card draws it
         "text_device": encoding_device(config, device).type,
         "attention": kernel_name(device, dtype),
         "torch": str(torch.__version__),

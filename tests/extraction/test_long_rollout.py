@@ -184,6 +184,7 @@ def test_the_decoder_looks_back_far_enough_for_the_real_one():
 
     class Video:
         pieces = 0
+        is_finished = False
 
         def append(self, pixels, first):
             seen.setdefault(self.pieces, []).append(pixels)
