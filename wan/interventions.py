@@ -29,6 +29,7 @@ from wan.rope import ROPE_THETA, RotaryTable, rotate
 
 PASSES = ("denoise", "clean", "all")
 FRAME_NAMES = ("first", "sink", "past", "own")
+MAX_BIAS = 65504.0  # the largest number of float16
 
 Frames = tuple[int | str, ...]
 Tokens = slice | Tensor  # an index
@@ -482,6 +483,14 @@ class Bias(KeySelection):
 
     b: float  # type: ignore[misc]  # of all Knockouts, of each Bias
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if abs(self.b) > MAX_BIAS:
+            raise InterventionError(
+                f"b {self.b:g} is not in -{MAX_BIAS:g}..{MAX_BIAS:g}, which every dtype can add to a logit; "
+                "Knockout leaves keys out"
+            )
+
 
 @dataclass(frozen=True, repr=False)
 class Ablate(Edit):
@@ -554,8 +563,10 @@ class Patch(Edit):
             replace_output(call, heads, select(source.z, heads, 2))
             return True
         if self.what == "kv":
-            self._check_same_keys(call, source.layout or call.known_layout, slots)
             tokens = tokens_in(call, slots)
+        if call.layout is not None:  # a map of other keys would be laid over these
+            chosen = slots if self.what == "kv" else range(len(call.layout.slots))
+            self._check_same_keys(call, source.layout or call.layout, chosen)
         for name in self.what:
             replace_values(call, name, heads, select(getattr(source, name)[:, tokens], heads, 2), tokens)
         return True
@@ -571,7 +582,7 @@ class Patch(Edit):
         if others:
             raise InterventionError(
                 f"{_where(call)}: the source chose other keys for slot "
-                f"{others[0]}; patch kv of frames that are not chosen, or under a policy such as window"
+                f"{others[0]}; patch kv of frames that are not chosen, z, or under a policy such as window"
             )
 
 

@@ -69,6 +69,8 @@ REFUSED = {
     "takes frames .* or tokens": lambda: Knockout(passes="all"),
     "Bias takes frames": lambda: Bias(1.0, frames=0, tokens=[1], passes="all"),
     "b nan is not a finite number": lambda: Bias(float("nan"), frames=0, passes="all"),
+    r"b 1e\+300 is not in -65504": lambda: Bias(1e300, frames=0, passes="all"),
+    "b -65505 is not in .*; Knockout": lambda: Bias(-65505, frames=0, passes="all"),
     "frame 'last' is not a number from 0": lambda: Knockout(frames="last", passes="all"),
     "frame True is not": lambda: Knockout(frames=[True], passes="all"),
     "frame -1 is not": lambda: Knockout(frames=-1, passes="all"),
@@ -273,11 +275,11 @@ def test_patched_heads_against_float64(what, frames, taken, slots):
         assert (run(edit, data={edit: source})[0][:, :, 1] == 7).all()
 
 
-def test_kv_of_a_slot_is_taken_where_the_source_holds_the_same_frame():
+def test_keys_of_a_slot_are_taken_where_the_source_holds_the_same_frame():
     source = OtherRun()
     source.layout = replace(LAYOUT, slots=(*SLOTS[:2], Slot(3, 3), *SLOTS[3:]))  # a bank chose frame 3 there
-    for frames in (4, "past"):
-        edit = Patch("kv", {"seed": 1}, frames=frames, passes="all")
+    of_kv = [Patch("kv", {"seed": 1}, frames=frames, passes="all") for frames in (4, "past")]
+    for edit in (*of_kv, Patch("qk", {"seed": 1}, passes="all")):
         with pytest.raises(InterventionError, match="the source chose other keys for slot 2"):
             run(edit, data={edit: source})
     edit = Patch("kv", {"seed": 1}, frames=[0, 5], passes="all")

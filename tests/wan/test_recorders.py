@@ -181,14 +181,15 @@ def test_a_source_that_does_not_fit_is_an_error(source, message):
     ],
     ids=lambda policy: policy.name,
 )
-def test_kv_that_the_source_chose_otherwise_is_an_error(policy):
+@pytest.mark.parametrize("what", ["kv", "qk"])
+def test_keys_that_the_source_chose_otherwise_are_an_error(policy, what):
     pipeline = CausalInferencePipeline(tiny_pipeline().model, cache_policy=policy)
-    mine, edit = of_seed(pipeline, 1, frames=21), Patch("kv", OTHER, passes="all")
+    mine, edit = of_seed(pipeline, 1, frames=21), Patch(what, OTHER, passes="all")
     with RunInStep(mine) as same, intervene(edit, data={edit: same}):
         edited = mine()
     assert torch.equal(edited, mine())
     with (
-        pytest.raises(InterventionError, match="the source chose other keys for slot 1"),
+        pytest.raises(InterventionError, match="the source chose other keys for slot [01]"),
         RunInStep(of_seed(pipeline, 2, frames=21)) as other,
         intervene(edit, data={edit: other}),
     ):
