@@ -189,7 +189,7 @@ def test_keys_that_the_source_chose_otherwise_are_an_error(policy, what):
         edited = mine()
     assert torch.equal(edited, mine())
     with (
-        pytest.raises(InterventionError, match="the source chose other keys for slot [01]"),
+        pytest.raises(InterventionError, match=r"the source chose other keys for slot [01]"),
         RunInStep(of_seed(pipeline, 2, frames=21)) as other,
         intervene(edit, data={edit: other}),
     ):
