@@ -217,6 +217,11 @@ def read_torch_file(path: str | Path) -> dict[Any, Any]:
 
 def read_weights_file(path: str | Path) -> dict[Any, Any]:
     """Read a .pt, a .safetensors, or an index of .safetensors shards."""
+    if str(path).endswith(".gguf"):
+        raise CheckpointError(
+            f"{path} is a GGUF, whose blocks are not read; take the model's .safetensors: one in "
+            "fp8_e4m3fn_scaled is about as small"
+        )
     is_safe = str(path).endswith((".safetensors", ".safetensors.index.json"))
     return read_safetensors(Path(path)) if is_safe else read_torch_file(path)
 
@@ -276,6 +281,7 @@ class LoadReport:
     names: str = "native"  # or diffusers'
     loaded: int = 0  # tensors
     sizes: str = ""
+    quantised: str = ""  # how its weights were stored, where they were dequantised
     merged: str = ""  # the LoRA
     ignored: tuple[str, ...] = ()
 
@@ -286,6 +292,7 @@ class LoadReport:
             self.sizes,
             f"{self.names} names",
             f"without the prefix {prefixes}" if prefixes else "",
+            self.quantised,
             self.merged,
             f"ignored: {', '.join(self.ignored)}" if self.ignored else "nothing ignored",
         ]
@@ -322,6 +329,8 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     found: StateDict = {}
     leads: Counter[str] = Counter()
     for name, tensor in state.items():
+        if str(name).endswith("scaled_fp8"):  # marks ComfyUI's files
+            continue
         bare, wrapped = _without_wrappers(str(name))
         lead = LEAD.match(bare)[0]  # type: ignore[index]  # which matches nothing, too
         bare = bare[len(lead) :]
@@ -340,8 +349,48 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
         raise CheckpointError(
             f"{path} has no known layout of a Wan transformer; its keys begin with {prefixes_of(found)}"
         )
+    found = dequantise(found, path, report)
     report.loaded = len(found)
     return found, report
+
+
+# FP8 as ComfyUI stores it: W = q · scale, a scale for each weight, or none where values were only rounded.
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = (".scale_weight", ".weight_scale")  # of layer.weight
+NOT_WEIGHTS = (".scale_input", ".input_scale", ".comfy_quant")  # of products in FP8, which are not made here
+
+
+def dequantise(state: StateDict, path: str | Path, report: LoadReport) -> StateDict:
+    """Return a state dict with its FP8 weights in bfloat16 times their scales; the report says so.
+
+    Raise CheckpointError for a scale that does not fit its weight. One weight after the other is read.
+    """
+    if not any(tensor.dtype in FP8 for tensor in state.values()):
+        return state
+    scales = {name.removesuffix(end) + ".weight": value.float()
+              for name, value in state.items() for end in SCALES if name.endswith(end)}  # fmt: skip
+    found: StateDict = {}
+    stored: Counter[str] = Counter()
+    for name, tensor in state.items():
+        if name.endswith(SCALES + NOT_WEIGHTS):
+            continue
+        if tensor.dtype in FP8:
+            scale = scales.pop(name, torch.ones(()))
+            rows = scale.reshape(-1, *(1,) * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
+            if scale.numel() not in (1, tensor.shape[0]) or not scale.isfinite().all():
+                raise CheckpointError(
+                    f"{path}: {name} {list(tensor.shape)} has a scale {list(scale.shape)}, not one finite "
+                    "number, or one for each row; get the file again"
+                )
+            stored[str(tensor.dtype).removeprefix("torch.")] += 1
+            tensor = (tensor.float() * rows).to(torch.bfloat16)
+        found[name] = tensor
+    if scales:
+        raise CheckpointError(f"{path} scales {next(iter(scales))}, which is not stored in FP8; get it again")
+    parts = ", ".join(f"{count} tensors of {dtype}" for dtype, count in stored.items())
+    report.quantised = f"{parts} dequantised to bfloat16"
+    return found
 
 
 def _without_wrappers(name: str) -> tuple[str, list[str]]:
@@ -362,7 +411,16 @@ def prefixes_of(names: Iterable[str]) -> str:
 # LoRA (arXiv 2106.09685) merged into weights on loading: W + alpha / rank · B A, in float32.
 
 LORA_CONTAINERS = ("generator_lora", "lora")
-PEFT = re.compile(r"(?:base_model\.model\.|(?:module|model|generator|diffusion_model)\.)*")
+PEFT = re.compile(r"(?:base_model\.model\.|(?:module|model|generator|diffusion_model|transformer)\.)*")
+KOHYA = re.compile(
+    r"lora_unet_(?:(blocks)_(\d+)_)?([^.]+)\.(.+)"
+)  # kohya's scripts: _ in place of . in layers
+KOHYA_LAYERS = {
+    name.rstrip(".").replace(".", "_"): name.rstrip(".")
+    for table in (TOP_NAMES, BLOCK_NAMES)
+    for names in table.items()
+    for name in names
+}
 LORA_KEY = re.compile(r"(.+)\.(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight")
 
 
@@ -400,6 +458,9 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
             raise CheckpointError(f"{path}: {name} is no tensor; not a LoRA")
         bare = _without_wrappers(name)[0]
         bare = bare[PEFT.match(bare).end() :]  # type: ignore[union-attr]  # which matches nothing, too
+        if match := KOHYA.fullmatch(bare):
+            layer = KOHYA_LAYERS.get(match[3], match[3])
+            bare = ".".join(filter(None, (match[1], match[2], layer, match[4])))
         if match := LORA_KEY.fullmatch(bare):
             half = A if match[2] in ("lora_A", "lora_down") else B
             layer = next(iter(to_native_names({f"{match[1]}.": value}))).removesuffix(".")
@@ -491,6 +552,7 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
     else:
         source, state = config.ckpt_dir, read_transformer_state(config.ckpt_dir)
         report = LoadReport(transformer_file(source).name, loaded=len(state))
+        state = dequantise(state, source, report)
     with suppress(KeyError, ValueError, IndexError):  # what is not there is named when a model is built
         report.sizes = describe_sizes(state)
     c = model_config

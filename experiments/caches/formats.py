@@ -126,6 +126,7 @@ class Cache(Fields):
     device: str | None = None  # cpu, or the GPU's name
     gpus: int | None = None  # how many made it together, where more than one: bits differ with their number
     dtype: str | None = None  # of generation
+    quantised: str | None = None  # how the weights were stored, where they were dequantised
     attention: str | None = None  # a GPU's kernel of attention
     is_logits: bool
     quantity: str | None = None  # one of QUANTITIES where is_logits leaves it open

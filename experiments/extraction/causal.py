@@ -167,6 +167,8 @@ def prepare(
     if replays and config.gpus == 1:  # several replay anyway
         replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
+    if pipeline.quantised:
+        common["quantised"] = pipeline.quantised
     if not observer.quiet and not load_base:
         print(pipeline.weights)
     return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype, deepcopy(config))
@@ -206,7 +208,7 @@ def load_pipeline(
         apply_head_parallel(model, group)
         replay_layers(model, after=1)
     pipeline = pipeline_of(model, config)
-    pipeline.weights = str(report)
+    pipeline.weights, pipeline.quantised = str(report), report.quantised
     return pipeline
 
 

@@ -373,3 +373,81 @@ def test_a_lora_of_another_model_is_refused(native):
         pair = torch.ones(2, size), torch.ones(size, 2)
         with pytest.raises(CheckpointError, match=message):
             merge_lora(native, LoRA("lora.pt", {layer: pair}, 2, 2.0), "base.pt")
+
+
+# --- Quantised files
+
+
+def comfy(native, lead="model.diffusion_model.", end=".scale_weight"):
+    """ComfyUI's scaled FP8: linear weights of the blocks in e4m3 with a scale each, the rest in float16."""
+    state = {f"{lead}scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for name, tensor in native.items():
+        if name.startswith("blocks.") and tensor.ndim == 2:
+            scale = tensor.abs().max() / 448
+            state[lead + name] = (tensor / scale).to(torch.float8_e4m3fn)
+            state[lead + name.removesuffix(".weight") + end] = scale
+        else:
+            state[lead + name] = tensor.half()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("lead", "end"), [("model.diffusion_model.", ".scale_weight"), ("", ".weight_scale")]
+)
+def test_fp8_is_dequantised_and_said(tmp_path, native, lead, end):
+    path = tmp_path / "fp8.safetensors"
+    save_file(comfy(native, lead, end), path)
+    state, report = read_checkpoint(path)
+    assert set(state) == set(native) and "float8_e4m3fn dequantised to bfloat16" in str(report)
+    for name, tensor in state.items():
+        error = (tensor.float() - native[name].float()).abs()
+        assert (error <= 0.07 * native[name].float().abs() + 1e-2 * native[name].abs().max()).all(), name
+    exact = comfy(native, lead, end)
+    name = next(n for n in native if n.startswith("blocks.") and native[n].ndim == 2)
+    product = exact[lead + name].float() * exact[lead + name.removesuffix(".weight") + end]
+    assert torch.equal(state[name], product.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda s, n: s | {n.removesuffix(".weight") + ".scale_weight": torch.ones(3)}, "has a scale"),
+    (lambda s, n: s | {n.removesuffix(".weight") + ".scale_weight": torch.tensor(torch.nan)}, "has a scale"),
+    (lambda s, n: s | {n: torch.ones(s[n].shape)}, "not stored in FP8"),
+])  # fmt: skip
+def test_scales_that_do_not_fit_are_refused(tmp_path, native, change, message):
+    state = comfy(native, "")
+    name = next(
+        name for name, tensor in state.items() if tensor.dtype == torch.float8_e4m3fn and tensor.ndim == 2
+    )
+    save_file(change(state, name), tmp_path / "fp8.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path / "fp8.safetensors")
+
+
+def test_a_gguf_is_refused_by_name_with_the_remedy(tmp_path):
+    (tmp_path / "wan.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"wan.gguf is a GGUF.*fp8_e4m3fn_scaled"):
+        read_checkpoint(tmp_path / "wan.gguf")
+
+
+@pytest.mark.parametrize(
+    "layout", ["diffusion_model.{}.lora_{}.weight", "transformer.{}.lora_{}.weight", "kohya"]
+)
+def test_three_layouts_of_a_lora_are_one(tmp_path, native, layout):
+    """ComfyUI's and PEFT's native names, diffusers' names, and kohya's underscores with an alpha a layer."""
+    state = {}
+    for key, value in lora(native).items():
+        layer, half = key.removeprefix("base_model.model.").removesuffix(".weight").split(".lora_")
+        if layout == "kohya":
+            down = {"A": "lora_down", "B": "lora_up"}[half]
+            state[f"lora_unet_{layer.replace('.', '_')}.{down}.weight"] = value
+            state[f"lora_unet_{layer.replace('.', '_')}.alpha"] = torch.tensor(8.0)
+        else:
+            theirs = next(iter(to_diffusers_names({layer + ".": 0}))).rstrip(".")
+            state[layout.format(theirs if "transformer" in layout else layer, half)] = value
+    torch.save(state, tmp_path / "lora.pt")
+    found = read_lora(tmp_path / "lora.pt", 4, 8)
+    assert sorted(found.pairs) == sorted(LAYERS)
+    torch.save(lora(native), tmp_path / "native.pt")
+    expected = merge_lora(native, read_lora(tmp_path / "native.pt", 4, 8), "base")
+    merged = merge_lora(native, found, "base")
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
