@@ -19,7 +19,6 @@ from experiments.analysis.rope_waves import (
     fit_waves,
     held_out_r_squared,
     jittered,
-    last_block_context,
     panels_of_view,
     predicted_context,
     r_squared,
@@ -47,12 +46,6 @@ def some_waves(seed: int, heads: int = 3, bands: int = 4) -> Waves:
     )
 
 
-def test_frequencies_are_those_of_the_spec():
-    assert len(temporal_frequencies(128)) == 22 and len(temporal_frequencies(16)) == 4
-    periods = 2 * np.pi / temporal_frequencies(128)[:6]
-    np.testing.assert_allclose(periods, [6.28, 9.55, 14.51, 22.06, 33.53, 50.96], atol=0.01)
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 1000), st.integers(30, 80))
 def test_a_fit_finds_the_waves_that_a_curve_is_made_of(seed, n):
@@ -64,18 +57,14 @@ def test_a_fit_finds_the_waves_that_a_curve_is_made_of(seed, n):
     curve = waves.constant[0] + waves.amplitude[0] @ np.cos(angles)
     np.testing.assert_allclose(waves.at(distances)[0], curve)
     assert (held_out_r_squared(waves.at(distances), distances, waves.frequencies) > 0.999).all()
+    curves = waves.at(np.arange(1.0, 70))
+    nulls = [
+        fit_waves(curves, np.arange(1.0, 70), w).at(np.arange(1.0, 70)) for w in jittered(waves.frequencies)
+    ]
+    assert np.median([r_squared(curves, null) for null in nulls]) < 0.99
 
 
-def test_other_frequencies_explain_less():
-    waves, distances = some_waves(1), np.arange(1.0, 70)
-    curves = waves.at(distances)
-    draws = jittered(waves.frequencies)
-    nulls = [r_squared(curves, fit_waves(curves, distances, w).at(distances)) for w in draws]
-    assert np.shape(nulls) == (20, 3) and np.median(nulls) < 0.97
-    assert not np.allclose(jittered(waves.frequencies, seed=1), draws)
-
-
-@pytest.mark.parametrize("block_sizes", [[3] * 7, [1, 3, 3, 3, 3, 3], [2, 4, 3, 5, 4]])
+@pytest.mark.parametrize("block_sizes", [[3] * 7, [2, 4, 3, 5, 4]])
 def test_a_matrix_of_rows_waves_and_a_first_frame_is_taken_apart(block_sizes):
     F, waves, s = sum(block_sizes), some_waves(2), np.array([0.0, 1.5, -2.0])
     distances = np.arange(F)[:, None] - np.arange(F)
@@ -122,11 +111,6 @@ def test_frame_0_is_ranked_among_the_context_of_every_block():
     assert [list(b) for b in found.queries] == [[3, 4, 5], [6, 7, 8]]
     np.testing.assert_allclose(found.excess, [[4.0, 0.0 - (1 + 1 + 1 + 3 + 1) / 5]])
     assert found.rank.tolist() == [[1, 6]]
-
-
-def test_context_and_distances_of_the_last_block():
-    curve, distances = last_block_context(np.arange(7.0), [1, 3, 3])
-    assert curve.tolist() == [0, 1, 2, 3] and distances.tolist() == [5, 4, 3, 2]
 
 
 @settings(deadline=None, max_examples=20)

@@ -27,51 +27,36 @@ def test_labels_by_hand():
     assert np.isnan(taxonomy.local_mass_share(mass[:, :7], RULE)).all()  # frames [3:] are the last 4
 
 
-def test_choosing_thresholds_is_the_best_there_is():
-    rng = np.random.default_rng(0)
+def test_chosen_thresholds_are_the_best_there_are():
+    rng, grid = np.random.default_rng(0), np.linspace(-0.005, 1.005, 102)
     for _ in range(3):
         labels = rng.choice([ANCHOR, WAVE, VEIL], 40)
         centre = np.where(labels == ANCHOR, 0.8, np.where(labels == WAVE, 0.5, 0.2))
-        rate = np.round(np.clip(centre + rng.normal(0, 0.2, 40), 0, 1), 2)
-        chosen = taxonomy.choose_thresholds(rate, labels)
-        found = taxonomy.agreement(taxonomy.kinds(rate, chosen), labels)
-        grid = np.linspace(-0.005, 1.005, 102)
-        best = max(
+        rate = np.round(np.clip(centre + rng.normal(0, 0.2, 40), 0, 1), 2)  # equal rates are on one side
+        shares = [
             (np.where(rate >= a, ANCHOR, np.where(rate <= v, VEIL, WAVE)) == labels).mean()
-            for a in grid
-            for v in grid
-            if v < a
-        )
-        assert found == pytest.approx(best)
+            for v, a in itertools.combinations(grid, 2)
+        ]
+        chosen = taxonomy.choose_thresholds(rate, labels)
+        assert taxonomy.agreement(taxonomy.kinds(rate, chosen), labels) == pytest.approx(max(shares))
+        single = [
+            (np.where(rate > cut, above, below) == labels).mean()
+            for cut in (-1, *np.unique(rate))
+            for above, below in itertools.product((ANCHOR, WAVE, VEIL), repeat=2)
+        ]
+        assert taxonomy.best_single_threshold(rate, labels) == pytest.approx(max(single))
 
 
 def test_thresholds_are_checked(tmp_path):
     assert Thresholds() == RULE  # the defaults are the config's
     (tmp_path / "t.yaml").write_text("anchor_min: 0.9\n")
     assert taxonomy.load_thresholds(tmp_path / "t.yaml") == Thresholds(anchor_min=0.9)
-    for text, message in (
-        ("anchor: 1\n", "known keys: anchor_min"),
-        ("veil_max: 0.9\n", "below anchor_min"),
-        ("veil_max: much\n", "known keys"),
-    ):
+    for text in ("anchor: 1\n", "veil_max: 0.9\n", "veil_max: much\n"):
         (tmp_path / "t.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError):
             taxonomy.load_thresholds(tmp_path / "t.yaml")
     with pytest.raises(ConfigError, match="not found"):
         taxonomy.load_thresholds(tmp_path / "none.yaml")
-
-
-def test_the_best_single_threshold_is_the_best_of_all():
-    rng = np.random.default_rng(0)
-    for _ in range(5):
-        rate = rng.integers(0, 8, 30) / 8  # equal rates must stay on one side
-        labels = rng.choice([ANCHOR, WAVE, VEIL], 30)
-        shares = [
-            np.where(rate > cut, above, below) == labels
-            for cut in (-1, *np.unique(rate))
-            for above, below in itertools.product((ANCHOR, WAVE, VEIL), repeat=2)
-        ]
-        assert taxonomy.best_single_threshold(rate, labels) == pytest.approx(max(map(np.mean, shares)))
 
 
 def test_our_labels_beside_the_published_ones():
@@ -83,14 +68,10 @@ def test_our_labels_beside_the_published_ones():
     assert static.labels.sum() == labels[1].sum() and ours.queries == "all query frames"
     assert ours.differs.sum() == (ours.labels != theirs.labels).sum() and 0 < ours.differs.sum() <= 43
     rows = taxonomy.label_rows(maps)
-    assert [row["label"] for row in rows] == ["anchor", "wave", "veil", "static", "dynamic"]
     counts = [rows[0][f"published {name}"] for name in ("anchor", "wave", "veil")]
     assert sum(counts) == rows[0]["heads"] == (ours.labels == ANCHOR).sum()
     assert published.labels_for(open_profiles(synthetic_caches.atlas()), ROOT / published.FOLDER) is None
-    assert sorted(published.views_like(view, ROOT / published.FOLDER)) == [
-        f"self_forcing_dmd_{name}" for name in ("castle_72f", "eagle_21f", "eagle_72f")
-    ]
-    by_name = taxonomy.kinds_by_name(
-        {"a": view, "no context": open_profiles(synthetic_caches.layer(F=3))}, RULE, None
-    )
-    assert list(by_name) == ["a"] and taxonomy.agreements([ours.labels, theirs.labels])[0, 1] >= 0.88
+    assert len(published.views_like(view, ROOT / published.FOLDER)) == 3
+    views = {"a": view, "no context": open_profiles(synthetic_caches.layer(F=3))}
+    assert list(taxonomy.kinds_by_name(views, RULE, None)) == ["a"]
+    assert taxonomy.agreements([ours.labels, theirs.labels])[0, 1] >= 0.88
