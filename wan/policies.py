@@ -344,7 +344,8 @@ class MemoryBank(WindowedPolicy):
     MemFlow. Before block b the first frame of block b - 1 is the candidate. The bank grows by one slot every
     interval blocks, and the candidate overwrites its newest. Once it is full the best of its frames stay,
     best first, then the candidate. The score is the mean over heads, text tokens and the frame's tokens of
-    cross-attention key · key.
+    cross-attention key · key. A frame of the bank that is in the window too counts twice, so that even a
+    window as large as the video is not the whole past.
     """
 
     window: int = 12
