@@ -43,7 +43,9 @@ def run(argv=None):
 
     from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
     from experiments.extraction import base, project_files
-    from experiments.extraction.memory import estimate_bytes
+    from experiments.extraction.cache_builders import Extraction
+    from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
+    from experiments.extraction.observer import RunObserver
     from experiments.running.run import make_outputs
     from wan.capture import CaptureRequest
 
@@ -86,9 +88,12 @@ def run(argv=None):
     # a layer cache holds both branches of guidance, an atlas one
     nbytes = estimate_bytes(config, [request], config.base.num_steps) * (1 if args.all_layers else 2)
     what = f"{config.base.num_steps} steps of {config.num_frames} frames"
-    make_outputs(
-        args, config, outputs, nbytes, lambda watch: base.sample(config, request, watch), what, "step"
-    )
+    decodes = "" if args.save_video is None else SAVE_VIDEO
+
+    def make(watch: RunObserver) -> Extraction:
+        return base.sample(config, request, watch, decodes)
+
+    make_outputs(args, config, outputs, nbytes, make, what, "step")
     if not args.quiet:
         path = next(iter(outputs))
         parameter = "CACHE_PATH" if args.all_layers else "DATA_PATH"

@@ -165,8 +165,8 @@ class RunConfig:
     device: str = "auto"
     dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
     gpus: int = 1  # how many make one rollout together, by heads (wan/parallel.py)
-    offload: bool = False  # the layers' weights stay on the host and are streamed; umT5 runs there
-    t5_cpu: bool = False  # umT5 runs on the CPU
+    offload: bool = False  # the layers' weights stay on the host and are streamed
+    t5_cpu: bool = False  # umT5 runs on the CPU, where it rounds otherwise
     prompt_embeds: str | None = None  # a file of prompt embeddings, in place of umT5
     embeds_dir: str | None = "cache/prompt_embeds"  # where prompt embeddings are remembered; None: nowhere
 

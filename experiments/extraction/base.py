@@ -80,7 +80,9 @@ def load_pipeline(
     return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
 
 
-def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) -> Extraction:
+def sample(
+    config: RunConfig, request: CaptureRequest, observer: RunObserver, decodes: str = ""
+) -> Extraction:
     """Generate one video with the base weights (see as_one_block), and capture both branches of guidance.
 
     Raises ConfigError for bad input, before anything large is loaded, and RunError for wrong numbers.
@@ -89,7 +91,7 @@ def sample(config: RunConfig, request: CaptureRequest, observer: RunObserver) ->
     if needy := next((edit for edit in edits if edit.needs), None):
         raise ConfigError(f"runs of the base model cannot make this edit, which needs {needy.needs}: {needy}")
     base, prompts = config.base, [config.prompt, config.base.negative_prompt]
-    loaded = prepare(config, [request], prompts, observer, load_base=load_pipeline)
+    loaded = prepare(config, [request], prompts, observer, load_base=load_pipeline, decodes=decodes)
     pipeline: Any = loaded.pipeline
     (prompt, words), (negative, _) = (loaded.texts[text] for text in prompts)
     noise, _ = draw_noise(replace(config, noise="seeded"), loaded.model_config, torch.float32, loaded.device)

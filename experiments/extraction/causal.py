@@ -108,12 +108,13 @@ def prepare(
     observer: RunObserver | None = None,
     replays: bool = False,
     load_base: Callable[..., Any] | None = None,
+    decodes: str = "",
 ) -> LoadedModel:
     """Load what rollouts of a config need, for its prompt or for several. ConfigError for bad input.
 
     What that takes is said before anything is loaded, and refused where it does not fit. replays: rollouts
     are many or long, and nobody changes or hooks into the model, so that a GPU replays layers from graphs.
-    load_base loads the base model in place of the causal one.
+    load_base loads the base model in place of the causal one. decodes: what asks for a video.
     """
     observer = observer or RunObserver()
     prompts = [*(prompts or [config.prompt]), *(str(switch.prompt) for switch in config.switches)]
@@ -125,7 +126,7 @@ def prepare(
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     check_requests(config, model_config, requests, config.base.num_steps if load_base else None)
     encodes = needs_encoder(config, prompts, model_config, dtype, device)
-    memory = Memory(config, model_config, requests, dtype, device, encodes, bool(load_base), replays)
+    memory = Memory(config, model_config, requests, dtype, device, encodes, bool(load_base), replays, decodes)
     check_memory(memory, observer.quiet)
     common = {
         "schema_version": 1,  # an atlas with slots says 2
@@ -251,10 +252,14 @@ def run_in_background(function: Callable, *args) -> Future:
 
 # --- One rollout
 def extract(
-    config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    observer: RunObserver | None = None,
+    decodes: str = "",
 ) -> Extraction:
     """Load a model and extract_next() with it. Raises ConfigError before anything large is loaded."""
-    return extract_next(prepare(config, requests, observer=observer), config, requests, observer)
+    loaded = prepare(config, requests, observer=observer, decodes=decodes)
+    return extract_next(loaded, config, requests, observer)
 
 
 def extract_next(

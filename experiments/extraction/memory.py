@@ -13,8 +13,9 @@ import psutil
 import torch
 
 from experiments.extraction.devices import encoding_device
+from experiments.extraction.provenance import vae_files
 from wan import checkpoint
-from wan.blocks import block_frames, rolling_attention_size
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.capture import ALL, CaptureRequest, check_indices, queries_of
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
@@ -23,9 +24,12 @@ from wan.offload import streamed_bytes
 from wan.reductions import CHUNK_ELEMENTS
 from wan.rope import RotaryTable
 from wan.text_encoder import encoder_config, encoder_file
+from wan.vae import POSITIONS_AT_ONCE
 
 GB = 10**9
 FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
+FRAMES_HELD, FRAMES_AT_WORK = 24, 30  # of the decoder
+SAVE_VIDEO = "--save_video"
 BESIDE_TENSORS = 1 << 16  # bytes of a cache: names, numbers, the archive's directory
 
 
@@ -69,6 +73,22 @@ def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[s
         "umT5": (c.vocab_size * c.d_model + layers + c.d_model) * dtype.itemsize,
         "its activations": logits,
     }
+
+
+def decoder(config: RunConfig) -> dict[str, int]:
+    """The VAE, what its layers hold of the frames before and at work, and the video, in float32.
+
+    FRAMES_HELD of the decoder's widest layer, and FRAMES_AT_WORK for each latent frame of a call, were fitted
+    to 8.5-9.2 GiB for 21 frames at 480 x 832 on an H100.
+    """
+    folder = Path(config.ckpt_dir)
+    c = {} if checkpoint.is_native(folder) else checkpoint.read_component_config(folder / "vae")
+    pixels = config.height * config.width * 8**2
+    frame = FLOAT * (c.get("decoder_base_dim") or c.get("base_dim") or 96) * pixels
+    calls = max(1, POSITIONS_AT_ONCE // (config.height * config.width))
+    held = (FRAMES_HELD + FRAMES_AT_WORK * calls) * frame // (c.get("patch_size") or 1) ** 2
+    video = FLOAT * 3 * pixels * (1 + VIDEO_FRAMES_PER_LATENT * (config.num_frames - 1))
+    return {"VAE": sum(file["size"] for file in vae_files(config)), "its layers": held, "video": 2 * video}
 
 
 def frames_at_once(config: RunConfig) -> int:
@@ -190,6 +210,7 @@ class Memory:
     encodes: bool  # whether umT5 is to be loaded
     bidirectional: bool = False  # the base model's sampling: no KV cache, the texts of both branches
     replays: bool = False  # layers from graphs on one GPU too
+    decodes: str = ""  # what asks for a video, after the rollout: the model stays beside the VAE
 
     @property
     def on_gpu(self) -> bool:
@@ -231,6 +252,9 @@ class Memory:
             found.append(Need("rolling out", "host", {"weights": on_host} | copies))
         else:
             found.append(Need("rolling out", "host", device | copies))
+        if self.decodes:
+            held = {"weights": weights} | ({} if self.on_gpu else copies)
+            found.append(Need("decoding the video", "GPU" if self.on_gpu else "host", held | decoder(c)))
         return [need for need in found if need.total]
 
     def free(self) -> dict[str, int]:
@@ -243,6 +267,8 @@ class Memory:
         c = self.config
         if self.encodes and self.on_gpu and not c.t5_cpu:
             yield "--t5_cpu", replace(self, config=replace(c, t5_cpu=True))
+        if self.decodes == SAVE_VIDEO:
+            yield f"no {SAVE_VIDEO}", replace(self, decodes="")
         if self.on_gpu and not c.offload:
             yield "--offload", replace(self, config=replace(c, offload=True))
         if self.encodes and not c.prompt_embeds and not self.bidirectional:

@@ -236,7 +236,7 @@ CONFIG_FLAGS = {
     "dtype": "of weights and generation; auto: bfloat16 on a GPU, float32 on a CPU",
     "offload": "keep the layers' weights on the host and stream them to the GPU; the same bits, less GPU "
     "memory; umT5 runs on the CPU",
-    "t5_cpu": "run umT5 on the CPU",
+    "t5_cpu": "run umT5 on the CPU; other bits than on a GPU",
 }
 BASE = "base"  # of --checkpoints: the weights of ckpt_dir
 FILE_FIELDS = ("cache_policy", "prompt_schedule", "interventions")  # their flags name files

@@ -39,7 +39,7 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         latent_bytes = config.num_frames * model.in_dim * config.height * config.width * dtype.itemsize
         sizes = {str(place.latents): latent_bytes, str(place.attention): capture.bytes(config, model)}
         require_space(place.path.parent, sizes)
-        session = causal.prepare(config, [], observer=watch, replays=True)
+        session = causal.prepare(config, [], observer=watch, replays=True, decodes="this script")
         written = [f"{amount(size)} to {path}" for path, size in sizes.items() if size]
         watch.print(f"writes {', '.join(written)}")
         # 2. What an earlier run left

@@ -19,7 +19,7 @@ from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.formats import Cache
 from experiments.extraction import causal, devices
 from experiments.extraction.cache_builders import Extraction
-from experiments.extraction.memory import estimate_bytes
+from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.video import check_video, save_video
 from experiments.running.cli import EXPLAINED, fail, videos_of
@@ -48,7 +48,12 @@ def make_caches(
     config = join_processes(args, config)
     nbytes = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
-    make_outputs(args, config, outputs, nbytes, lambda watch: causal.extract(config, requests, watch), what)
+    decodes = "" if args.save_video is None else SAVE_VIDEO
+
+    def make(watch: RunObserver) -> Extraction:
+        return causal.extract(config, requests, watch, decodes)
+
+    make_outputs(args, config, outputs, nbytes, make, what)
 
 
 def make_outputs(

@@ -25,7 +25,7 @@ from experiments.caches.files import (
 )
 from experiments.caches.store import peek
 from experiments.extraction import causal
-from experiments.extraction.memory import estimate_bytes
+from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.provenance import fingerprint, identity, video_tag
 from experiments.extraction.video import check_video
 from experiments.running.cli import plan, videos_of
@@ -214,7 +214,10 @@ class SweepRunner:
                     mine = [self.runs[p] for p in waiting]
                     same = [r.prompt for r in mine if r.checkpoint_path == run.checkpoint_path]
                     prompts = list(dict.fromkeys(same))
-                    self.session = causal.prepare(run, self.requests, prompts, self.watch, replays=True)
+                    decodes = "" if self.args.save_video is None else SAVE_VIDEO
+                    self.session = causal.prepare(
+                        run, self.requests, prompts, self.watch, replays=True, decodes=decodes
+                    )
                     self.loaded = run.checkpoint_path
                 made = causal.extract_next(self.session, run, self.requests, self.watch)
                 save(self.args, made, {path: self.build}, self.watch)

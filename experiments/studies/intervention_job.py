@@ -33,19 +33,19 @@ VIDEO_FPS = 16
 
 
 def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
-    """Roll out with and without config's interventions -> an effects cache, and an mp4 beside it."""
-    args.save_video = args.save_video or ""  # an mp4 is always made
-    [video] = videos_of(args, [args.output_path])
-    check_outputs(args, config, [args.output_path, video])
+    """Roll out with and without config's interventions -> an effects cache, and an mp4 unless --no_video."""
+    args.save_video = None if args.no_video else args.save_video or ""
+    videos = videos_of(args, [args.output_path])
+    check_outputs(args, config, [args.output_path, *videos])
     edits, base_config = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
     with (
-        claimed({args.output_path: 0, video: 0}, args.overwrite is not False),
+        claimed(dict.fromkeys([args.output_path, *videos], 0), args.overwrite is not False),
         observed(args, unit=None) as watch,
     ):
-        if not args.dry_run:
-            require_ffmpeg()
+        if videos and not args.dry_run:
+            require_ffmpeg("leave the video out by --no_video")
         check_sources(edits, config)
-        session = causal.prepare(base_config, [], observer=watch)
+        session = causal.prepare(base_config, [], observer=watch, decodes="this script")
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)
         for edit in edits:
@@ -77,10 +77,12 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             without, with_edits = (torch.tensor(values) for values in zip(*said.values(), strict=True))
             cache |= {"questions": list(said), "answers_base": without, "answers_edited": with_edits}
         save_cache(args.output_path, cache)
-        save_side_by_side(pixels, video, video_tag(run, config))
+        for video in videos:
+            save_side_by_side(pixels, video, video_tag(run, config))
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
-        watch.print(f"{video}: without and with the edits")
+        for video in videos:
+            watch.print(f"{video}: without and with the edits")
 
 
 def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) -> tuple[Tensor, Tensor]:

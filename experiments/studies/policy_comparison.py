@@ -326,7 +326,9 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
     args.log_file = args.log_file if rank.is_first else None
     with observed(args, "policy") as watch, ExitStack() as stack:
         start = time.monotonic()
-        session = causal.prepare(first, [], list(dict.fromkeys(run.prompt for run in runs)), watch)
+        session = causal.prepare(
+            first, [], list(dict.fromkeys(run.prompt for run in runs)), watch, decodes=True
+        )
         comparison = with_session(args, session, planned)
         watch.log("rollout", videos=len(comparison.items))
         on_gpu = session.device.type == "cuda"

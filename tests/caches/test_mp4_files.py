@@ -1,13 +1,14 @@
 """Videos as mp4, and what is said where there is no ffmpeg to write them."""
 
+import re
 import sys
 
 import numpy as np
 import pytest
 from helpers.forked import exit_code
 
-from experiments import compare_policies, run_rollout
-from experiments.caches.files import CacheError, encode_mp4, require_ffmpeg
+from experiments import compare_policies, run_intervention, run_rollout
+from experiments.caches.files import CacheError, encode_mp4, mp4_tag, require_ffmpeg
 from experiments.running.cli import main
 from experiments.studies import policy_comparison as policy_comparison_job
 
@@ -46,6 +47,38 @@ def test_policies_are_not_compared_where_a_video_could_not_be_written(
     assert exit_code(lambda: main(compare_policies.run, ["--output_dir", str(tmp_path), *flags]))() == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "pip install" in said and "--videos 0" in said
+
+
+def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tmp_path, monkeypatch, capsys):
+    def prepare(*given, **more):
+        raise CacheError("this far")
+
+    monkeypatch.setattr("experiments.extraction.causal.prepare", prepare)
+    (tmp_path / "edits.yaml").write_text("- {edit: knockout, frames: first, passes: denoise}")
+    flags = ["--config_path", "configs/wan_mini.yaml", "--interventions", str(tmp_path / "edits.yaml")]
+    flags += ["--output_path", str(tmp_path / "effects.pt"), "--quiet"]
+    for more, said in (
+        ([], "pip install .*--no_video"),
+        (["--no_video"], "this far"),
+        (["--dry_run"], "this far"),
+    ):
+        assert exit_code(lambda more=more: main(run_intervention.run, [*flags, *more]))() == 2
+        assert re.search(said, capsys.readouterr().err)
+    assert exit_code(lambda: main(run_intervention.run, [*flags, "--no_video", "--save_video"]))() == 2
+    assert "leaves the mp4 out" in capsys.readouterr().err
+
+
+def test_what_a_video_is_of_is_read_back_from_a_whole_one(tmp_path):
+    path, pixels = tmp_path / "a.mp4", np.zeros((9, 16, 16, 3), np.uint8)
+    for options in ((), ("-movflags", "+faststart")):
+        content = encode_mp4(pixels, 16, options=options, tag="run vae")
+        path.write_bytes(content)
+        assert mp4_tag(path) == "run vae"
+        for size in range(0, len(content), 97):
+            path.write_bytes(content[:size])
+            assert mp4_tag(path) is None
+    path.write_bytes(encode_mp4(pixels, 16))
+    assert mp4_tag(path) is None is mp4_tag(tmp_path / "none.mp4")
 
 
 def test_a_long_rollout_stops_before_it_loads_a_model(without_ffmpeg, tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from experiments.extraction import cache_builders, causal, devices, memory
 from experiments.extraction.memory import GB, Memory, check_memory
 from experiments.running import cli
 from wan.capture import CaptureRequest
+from wan.checkpoint import VAE_FILE
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
@@ -74,6 +75,23 @@ def test_encoding_is_predicted_too(tmp_path):
     assert abs(sum(encoding.values()) / measured - 1) < 0.1
     on_host = replace(run, config=replace(run.config, t5_cpu=True))
     assert parts(on_host, "encoding the prompt", "host") == encoding
+
+
+def test_decoding_is_predicted_too(tmp_path, monkeypatch):
+    """8.5-9.2 GiB in float32 for 21 frames at 480 x 832, beside the model's weights."""
+    with open(tmp_path / VAE_FILE, "wb") as file:
+        file.truncate(507_609_880)
+    run = replace(on_gpu(tmp_path), decodes=memory.SAVE_VIDEO)
+    found = parts(run, "decoding the video")
+    assert found.pop("weights") == parts(run)["weights"]
+    assert 8.5 < sum(found.values()) / 2**30 < 9.2
+    small = replace(run, config=replace(run.config, height=8, width=8))  # 16 frames in a call
+    assert parts(small, "decoding the video")["its layers"] * 6240 == found["its layers"] * 64 * 504 // 54
+    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": 11 * GB, "host": 64 * GB})
+    with pytest.raises(ConfigError, match=r"while decoding the video .*fits with no --save_video$"):
+        check_memory(run, quiet=True)
+    mini = load_config(ROOT / "configs/wan_mini.yaml")
+    assert memory.decoder(replace(mini, ckpt_dir=str(ROOT / mini.ckpt_dir)))["VAE"] < 1e7
 
 
 def test_the_parts_follow_from_the_sizes(tmp_path):

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,40 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def pipe():
     return load("wan_mini", num_frames=6)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"context_noise": 100}, {"dtype": "bfloat16"}, {"lora_path": "a.pt"}, {"checkpoint_path": None}),
+        *({"cache_policy": {"name": "deep_sink"}}, {"t5_cpu": True}, {"denoising_step_list": [1000]}),
+    ],
+    ids=str,
+)
+def test_a_loaded_pipeline_is_what_it_says(pipe, setting, monkeypatch):
+    pipe.generate("a red circle")
+    monkeypatch.setattr(pipe, "config", replace(pipe.config, **setting))
+    with pytest.raises(
+        ConfigError, match=f"^{next(iter(setting))} is .*, and the model was loaded with .*: load"
+    ):
+        pipe.generate("a red circle")
+
+
+def test_what_a_rollout_takes_anew_is_honoured(pipe, monkeypatch):
+    plain = pipe.generate("a red circle", seed=3)
+    schedule = [{"frame": 3, "prompt": "a blue square"}]
+    monkeypatch.setattr(pipe, "config", replace(pipe.config, seed=3, prompt_schedule=schedule))
+    switched = pipe.generate("a red circle")
+    assert torch.equal(switched.latents[:, :3], plain.latents[:, :3])
+    assert not torch.equal(switched.latents, plain.latents)
+    loaded, config = pipe._session, switched.extraction.config
+    assert torch.equal(loaded.rollout(config), switched.latents)
+    pipe.config.prompt_schedule.clear()
+    assert torch.equal(pipe.generate("a red circle").latents, plain.latents)
+    pipe.config.denoising_step_list.append(0)  # in place
+    with pytest.raises(ConfigError, match=r"denoising_step_list is .* load it again"):
+        pipe.generate("a red circle")
+    pipe.config.denoising_step_list.pop()
 
 
 @pytest.mark.beside

@@ -84,6 +84,20 @@ def test_attention_of_every_video(made):
     assert one[0]["logits"].shape == (8, 12, 3, 3) and not torch.equal(one[0]["logits"], other[0]["logits"])
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_is_what_it_says(deterministic, tmp_path, monkeypatch):
+    found = []
+
+    def prepare(*given, **more):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        raise ConfigError("this far")
+
+    monkeypatch.setattr(policy_comparison.causal, "prepare", prepare)
+    with pytest.raises(ConfigError, match="this far"):
+        compare(tmp_path, deterministic=deterministic)
+    assert found == [deterministic] and not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.fixture
 def alike():
     """A comparison of prompts that begin alike, in letters of one byte and of three."""
