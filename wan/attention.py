@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import backends
-from wan.capture import Call, Site
-from wan.interventions import ACTIVE_EDITS
+from wan.capture import Call
 from wan.keys import HeadGroup, KeyBias, KeyLayout, send
 from wan.legacy_api import OlderCapture
+from wan.sites import Site, now, visit, wanted, watchers
 
 # Of q, k, v [B, H, L, D], under a mask of its own.
 MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,8 +38,7 @@ def attention(
     mask [Lq, Lk] (True: may attend), or attention that knows its mask, is for training. site says who calls
     and layout what the keys are, for edits and captures.
     """
-    edited, observed = ACTIVE_EDITS.active, ATTENTION_WEIGHT_CAPTURE.active
-    if site is None or not (edited or observed):
+    if site is None or not (watchers() or ATTENTION_WEIGHT_CAPTURE.active):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
         if mask is None:
             out, _ = attention_with_lse(q, k, v)
@@ -48,15 +47,14 @@ def attention(
         else:
             out = mask(q, k, v)
         return out.transpose(1, 2)
-    if edited and mask is not None:
+    if mask is not None and watchers():
         raise ValueError("edits are of rollouts: a training step with a mask takes none")
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError("a training step is captured with a mask [Lq, Lk]")
-    call = Call(site, ATTENTION_WEIGHT_CAPTURE.now, q, k, v, layout, mask)
-    ACTIVE_EDITS.apply(call)
-    out = _attend(call)
+    call = Call(site, now(), q, k, v, layout, mask)
+    out = _attend_watched(call)
     ATTENTION_WEIGHT_CAPTURE.observe(call)
-    return call.finish(out)
+    return visit(site_name(site, "z"), site.layer, out, site.shard)
 
 
 def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:
@@ -65,13 +63,34 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:
     num_heads = sum(len(group.heads) for group in groups)
     out, calls = groups[0].q.new_empty(batch, len_q, num_heads, head_dim), []
     for numbers, heads, q, k, v, layout in groups:
-        at = ATTENTION_WEIGHT_CAPTURE.now
-        call = Call(site, at, q, k, v, layout, of_heads=numbers, layer_heads=num_heads)
-        ACTIVE_EDITS.apply(call)
-        out[:, :, heads] = call.finish(_attend(call))  # before the next: a source stops in each call
-        calls.append(call)
+        calls.append(Call(site, now(), q, k, v, layout, of_heads=numbers, layer_heads=num_heads))
+        out[:, :, heads] = _attend_watched(calls[-1])
     ATTENTION_WEIGHT_CAPTURE.observe_groups(calls, groups)
-    return out
+    return visit(site_name(site, "z"), site.layer, out, site.shard)
+
+
+def site_name(site: Site, name: str) -> str:
+    """Return the name of a site of one of a layer's two attentions."""
+    return name if site.kind == "self" else f"cross_{name}"
+
+
+def _attend_watched(call: Call) -> Tensor:
+    """Compute the output [B, Lq, H, D] of a call that is shown to all who watch, before and after."""
+    layer, shard, of_heads = call.site.layer, call.site.shard, call.of_heads
+    visit(call.site.kind, layer, call, shard, of_heads)
+    out = _attend(call)
+    names = site_name(call.site, "scores"), site_name(call.site, "pattern")
+    if not any(wanted(name, layer) for name in names):
+        return out
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    bias = None if call.bias is None else send(call.bias.per_token(), q.device)[:, None]
+    plain = logits_of(q, k, bias)
+    scores = visit(names[0], layer, plain, shard, of_heads)
+    softmax = scores.softmax(-1)
+    pattern = visit(names[1], layer, softmax, shard, of_heads)
+    if torch.equal(scores, plain) and torch.equal(pattern, softmax):
+        return out  # the fused kernel's bits
+    return (pattern.to(v.dtype) @ v).transpose(1, 2)
 
 
 def _attend(call: Call) -> Tensor:
@@ -154,9 +173,13 @@ def _attention_by_formula(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """attention_with_lse in plain products, for other devices and sizes; logits are float32."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = (q.to(wide) @ k.to(wide).mT).float() * q.shape[-1] ** -0.5
-    if bias is not None:
-        logits = logits + bias
+    logits = logits_of(q, k, bias)
     lse = logits.logsumexp(-1)
     return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def logits_of(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+    """q·k/√D of [B, H, L, D], plus a bias, float32 [B, H, Lq, Lk]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q.to(wide) @ k.to(wide).mT).float() * q.shape[-1] ** -0.5
+    return logits if bias is None else logits + bias

@@ -5,8 +5,9 @@ call brings its KeyLayout, and nothing is counted. Whatever is kept is computed 
 q, k and log-sum-exp (wan/reductions.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,37 +17,15 @@ from torch import Tensor
 from wan import reductions
 from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, Slot, as_index, select, send
 from wan.rope import RotaryTable
+from wan.sites import Pass, Site, check_indices, during, now
 
 Kind = Literal["self", "cross"]
 
 
-# --- Who calls, and in which forward
-@dataclass(frozen=True)
-class Site:
-    """An attention module of the model: its transformer layer, counted from 0, and what it attends to."""
-
-    layer: int
-    kind: Kind
-    shard: HeadShard | None = field(default=None, compare=False, repr=False)  # where not all heads are here
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """One forward of the model as the sampler announces it. Frames are global latent frame indices."""
-
-    query_frames: tuple[int, ...]
-    block: int = 0
-    step: int = 0  # index of the pass within its block; -1 where a switch of prompts computes the cache again
-    timestep: float = 0.0
-    is_clean_pass: bool = False
-    branch: str = "cond"  # classifier-free guidance runs a second branch, "uncond"
-    parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
-    levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
-
-
+# --- A call, and what was kept of it
 @dataclass(eq=False)
 class Call:
-    """An attention call on its way: edits change q, k, v and bias before the softmax, and z by `after`."""
+    """An attention call on its way: edits change q, k, v and bias before the softmax."""
 
     site: Site
     at: Pass | None  # None where nobody announced the forward
@@ -56,12 +35,10 @@ class Call:
     layout: KeyLayout | None = None  # None for cross-attention
     mask: Tensor | None = None  # [Lq, Lk], of a training step
     bias: KeyBias | None = None
-    after: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
     layer_heads: int = 0  # and how many of the layer are here then
     lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
     tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
-    z: Tensor = field(init=False, repr=False)  # its output, where another run takes it
 
     @property
     def shard(self) -> HeadShard:
@@ -83,12 +60,6 @@ class Call:
             )
         return self.layout
 
-    def finish(self, z: Tensor) -> Tensor:
-        """Return the output of the call [B, Lq, H, D] from what attention gave."""
-        for change in self.after:
-            z = change(z)
-        return z
-
     def parts(self) -> Iterator["Call"]:
         """Yield the call of each block, where a forward is over blocks at several noise levels."""
         if self.at is None or not self.at.parts:
@@ -102,7 +73,6 @@ class Call:
             yield replace(self, at=at, q=self.q[:, rows].contiguous(), lse=lse)
 
 
-# --- What was kept
 @dataclass(frozen=True, eq=False)
 class CapturedCall(Mapping[str, Any]):
     """One attention call and what was kept of it: values by name, on the CPU once the capture has ended.
@@ -267,13 +237,6 @@ class CaptureRequest:
         check_indices("step", self.steps and [step for step in self.steps if step != -1], num_passes)
 
 
-def check_indices(name: str, chosen: Collection[int] | None, count: int | None) -> None:
-    """Raise ValueError for a chosen index that is not in 0..count - 1."""
-    for index in chosen or ():
-        if count is not None and not 0 <= index < count:
-            raise ValueError(f"{name} {index} is not in 0..{count - 1}")
-
-
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """Compute the quantities that a request asks for, by name; ValueError where the call cannot have them."""
@@ -425,14 +388,25 @@ class Asked(NamedTuple):
     calls: list[CapturedCall]
 
 
+NOTHING = Asked((), [])
+
+
 class AttentionCapture:
-    """What attention modules report to; idle until a request is made, and idle again when it ends."""
+    """What attention modules report to; idle until a request is made, and idle again when it ends.
+
+    capture() belongs to the context that opened it; _asked, of the older interface, to the whole process.
+    """
 
     call_type: type[CapturedCall] = CapturedCall
 
     def __init__(self) -> None:
-        self._asked = [Asked((), [])]  # the last one is served
-        self._pass: Pass | None = None
+        self._asked = NOTHING
+        self._inner: ContextVar[Asked | None] = ContextVar("asked", default=None)
+
+    @property
+    def asked(self) -> Asked:
+        """What is served: the innermost capture of this context."""
+        return self._inner.get() or self._asked
 
     # -- asking ----------------------------------------------------------------------------------------------
 
@@ -443,23 +417,28 @@ class AttentionCapture:
         Yields the list of calls, on the CPU once the context has ended. On exit, also on an error, what was
         asked for before is asked for again.
         """
-        calls: list[CapturedCall] = []
-        depth = len(self._asked)
-        self._asked.append(Asked(requests or (CaptureRequest(**fields),), calls))
-        try:
+        with self.serving(Asked(requests or (CaptureRequest(**fields),), [])) as calls:
             yield calls
-        finally:
-            del self._asked[depth:]
         move_to_cpu(calls)
+
+    @contextmanager
+    def serving(self, asked: Asked = NOTHING) -> Iterator[list[CapturedCall]]:
+        """Serve what is asked, or nobody, while the context lasts."""
+        before = self._inner.get()
+        self._inner.set(asked)
+        try:
+            yield asked.calls
+        finally:
+            self._inner.set(before)
 
     @property
     def active(self) -> bool:
-        return bool(self._asked[-1].requests)
+        return bool(self.asked.requests)
 
     @property
     def now(self) -> Pass | None:
         """The forward that runs, as the sampler announced it."""
-        return self._pass
+        return now()
 
     # -- being told ------------------------------------------------------------------------------------------
 
@@ -467,34 +446,29 @@ class AttentionCapture:
         self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None
     ) -> None:
         """Raise ValueError where a request does not fit the model (and rollout) that is about to run."""
-        for request in self._asked[-1].requests:
+        for request in self.asked.requests:
             request.check(num_layers, num_blocks, num_passes)
 
-    @contextmanager
-    def during(self, at: Pass) -> Iterator[None]:
+    def during(self, at: Pass) -> AbstractContextManager[None]:
         """Announce the forward that runs inside this context."""
-        before, self._pass = self._pass, at
-        try:
-            yield
-        finally:
-            self._pass = before
+        return during(at)
 
     def wants(self, site: Site) -> bool:
         """Return whether the call that a site is about to make in this pass is asked for."""
-        return any(request.wants(site, self._pass) for request in self._asked[-1].requests)
+        return any(request.wants(site, self.now) for request in self.asked.requests)
 
     def frames_weighed(self, site: Site, layout: KeyLayout | None) -> int:
         """Return in how many slots the mass of a site's next call is wanted; 0 where it is not."""
-        if layout is None or layout.chosen or self._pass is None or self._pass.parts:
+        if layout is None or layout.chosen or self.now is None or self.now.parts:
             return 0
-        requests = [request for request in self._asked[-1].requests if request.wants(site, self._pass)]
+        requests = [request for request in self.asked.requests if request.wants(site, self.now)]
         weighs = any(request.granularity == "frame" and request.mass for request in requests)
         return len(layout.slots) if weighs else 0
 
     def observe(self, call: Call) -> None:
         """Keep what is asked for of a call whose softmax is done."""
         for part in call.parts():
-            for request in self._asked[-1].requests:
+            for request in self.asked.requests:
                 if request.wants(part.site, part.at):
                     shapes = tuple(part.q.shape), tuple(part.k.shape)
                     layout = part.layout and part.layout.on_host
@@ -503,8 +477,8 @@ class AttentionCapture:
     def observe_groups(self, calls: Sequence[Call], groups: Sequence[HeadGroup]) -> None:
         """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
         site, layouts = calls[0].site, [group.layout for group in groups]
-        for request in self._asked[-1].requests:
-            if not request.wants(site, self._pass):
+        for request in self.asked.requests:
+            if not request.wants(site, self.now):
                 continue
             if request.granularity != "frame" or request.rope_bands:
                 raise ValueError("under cache_policy per_head calls are kept at granularity 'frame' alone")
@@ -535,4 +509,4 @@ class AttentionCapture:
         layout: KeyLayout | None,
     ) -> None:
         start_copies(values)
-        self._asked[-1].calls.append(self.call_type(call.site, call.at, values, q_shape, k_shape, layout))
+        self.asked.calls.append(self.call_type(call.site, call.at, values, q_shape, k_shape, layout))

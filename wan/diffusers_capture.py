@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import CapturedCall, CaptureRequest, Kind, Pass, Site
+from wan.capture import CapturedCall, CaptureRequest, Kind
 from wan.errors import ConfigError
 from wan.keys import KeyLayout
+from wan.sites import Pass, Site
 
 NAMES: dict[Kind, str] = {"self": "attn1", "cross": "attn2"}  # of a block's modules in diffusers
 

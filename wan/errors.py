@@ -1,8 +1,9 @@
 """Errors that a user can mend: the message is one printable line that names the value and the remedy."""
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -38,6 +39,13 @@ def short_repr(value: Any, limit: int = 80) -> str:
     except Exception:  # such as a number of 5000 digits, which has no decimal form
         return f"a {type(value).__name__}"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return the end of a message about a wrong name: the nearest of the known ones, or all of them."""
+    names = sorted(known)
+    nearest = get_close_matches(str(name), names, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; known ones: {', '.join(names)}"
 
 
 def reason_of(error: BaseException) -> str:

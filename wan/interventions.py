@@ -1,31 +1,47 @@
-"""Interventions: what can be changed inside attention, each as a value that is written down and run again.
+"""Interventions: what can be changed inside the model, each as a value that is written down and run again.
 
-An edit says what is done (Knockout, Bias, Ablate, Patch, Move, Jitter, Band) and in which calls. attention()
-hands every call to the edits that are active, and to nobody else:
+An edit says what is done, where (sites and whole attention calls, wan/sites.py), and in which passes:
 
     with intervene(Knockout(frames="first", layers=[5], heads=[10], passes="denoise")) as session:
+        latents = pipeline.inference(noise, ...)
+    with intervene(at("resid_post", layers=[5]), lambda x, where: 2 * x):
         latents = pipeline.inference(noise, ...)
 
 A new edit is a subclass of Edit with its own apply(), and check() where it needs one.
 """
 
 import hashlib
+import inspect
 import json
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from wan.capture import Call, Pass, Site, check_indices
-from wan.errors import ConfigError
+from wan.capture import Call
+from wan.errors import ConfigError, did_you_mean
 from wan.keys import EMPTY, MIXED, KeyBias, KeyLayout, as_index, select, send
 from wan.rope import ROPE_THETA, RotaryTable, rotate
+from wan.sites import (
+    CALLS,
+    OF_FORWARD,
+    OF_HEADS,
+    SITES,
+    Pass,
+    Watcher,
+    Where,
+    check_indices,
+    check_site,
+    check_sites,
+    watched,
+    watchers,
+)
 
 PASSES = ("denoise", "clean", "all")
 FRAME_NAMES = ("first", "sink", "past", "own")
@@ -94,6 +110,35 @@ def of_type(kind: type, noun: str) -> Callable[[str, Any], Any]:
     return check
 
 
+def as_site(name: str, value: Any) -> str:
+    """Return the name of a site."""
+    try:
+        return check_site(value)
+    except ConfigError as error:
+        raise InterventionError(str(error)) from None
+
+
+def as_patched(name: str, value: Any) -> str:
+    """Return what a patch takes: parts of attention calls, or a site."""
+    return value if value in ("qk", "kv") else as_site(name, value)
+
+
+def as_sites(name: str, value: Any) -> tuple[str, ...]:
+    """Return names of sites, at least one."""
+    names = (value,) if isinstance(value, str) else tuple(value)
+    if not names:
+        raise InterventionError("at() takes the name of a site, or several")
+    return tuple(as_site(name, each) for each in names)
+
+
+def as_direction(name: str, value: Any) -> tuple[float, ...]:
+    """Return the numbers of a vector, a tensor or a list."""
+    row = value.tolist() if isinstance(value, Tensor) else value
+    if not isinstance(row, Sequence) or isinstance(row, str) or not row:
+        raise InterventionError(f"{name} is not a vector of numbers: give a tensor [dim]")
+    return tuple(as_number(name, each) for each in row)
+
+
 def as_source(name: str, value: Any) -> Any:
     """Return a Source from its mapping; anything else as it is, for whoever takes it to check."""
     if not isinstance(value, Mapping):
@@ -115,7 +160,10 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "branch": one_of("cond", "uncond"),  # of classifier-free guidance
     "attention": one_of("self", "cross"),
     "how": one_of("zero", "mean", "frame_mean", "resample"),
-    "what": one_of("z", "qk", "kv"),
+    "what": as_patched,
+    "site": as_site,
+    "names": as_sites,
+    "direction": as_direction,
 }
 
 
@@ -197,6 +245,7 @@ class RolloutPlan:
     has_clean_pass: bool = True
     branches: tuple[str, ...] = ("cond",)
     keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
+    splits_tokens: bool = False  # over several GPUs
 
     def passes(self, edit: "Edit", block: int) -> list[int]:
         """Return the steps of a block that an edit selects."""
@@ -214,21 +263,25 @@ class RolloutPlan:
         ]
 
     def count(self, edit: "Edit") -> int:
-        """Return how many attention calls an edit changes."""
-        layers, branches = (
-            edit.layers or range(self.num_layers),
-            [edit.branch] if edit.branch else self.branches,
-        )
-        return len(self.calls(edit)) * len(layers) * len(branches)
+        """Return how many activations, or attention calls, an edit changes."""
+        layers, branches = self.layers(edit), [edit.branch] if edit.branch else self.branches
+        return len(self.calls(edit)) * sum(layers[site] for site in edit.sites) * len(branches)
+
+    def layers(self, edit: "Edit") -> dict[str, int]:
+        """Return in how many layers an edit stands, by its sites."""
+        every = len(edit.layers or range(self.num_layers))
+        return {site: 1 if site in OF_FORWARD else every for site in edit.sites}
 
     def in_words(self, edit: "Edit") -> str:
         """Say what an edit is going to do: edits 1 of 12 heads in 5 passes of 7 blocks: 35 calls."""
-        calls, count = self.calls(edit), self.count(edit)
-        layers, heads = len(edit.layers or range(self.num_layers)), len(edit.heads or range(self.num_heads))
+        calls, count, layers = self.calls(edit), self.count(edit), max(self.layers(edit).values())
         passes, blocks = len({step for _, step in calls}), len({block for block, _ in calls})
         of_layers = f" in {layers} of {self.num_layers} layers," if layers > 1 else ""
+        what = f"{len(edit.heads or range(self.num_heads))} of {self.num_heads} heads"
+        if not edit.has_heads:
+            what = ", ".join(edit.sites)
         return (
-            f"edits {heads} of {self.num_heads} heads{of_layers} in {passes} pass{'es' * (passes != 1)} of "
+            f"edits {what}{of_layers} in {passes} pass{'es' * (passes != 1)} of "
             f"{blocks} block{'s' * (blocks != 1)}: {count} call{'s' * (count != 1)}"
         )
 
@@ -241,8 +294,9 @@ class RolloutPlan:
 # --- What every edit has: which calls it selects, and how it is written down
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Edit(_Checked, ABC):
-    """A change of some attention calls; None selects all. passes has no default: denoise, clean or all.
+    """A change at some sites or of attention calls; None selects all.
 
+    passes has no default: denoise, clean or all.
     steps are denoising steps and narrow passes "denoise" and "all"; the clean pass is named by passes alone.
     """
 
@@ -258,9 +312,14 @@ class Edit(_Checked, ABC):
         if self.steps is not None and self.passes == "clean":
             raise InterventionError("steps are denoising steps: leave them out with passes='clean'")
 
+        if self.heads is not None and not self.has_heads:
+            raise InterventionError(f"{self.sites[0]} has no heads: leave heads out")
+        if self.layers is not None and set(self.sites) <= set(OF_FORWARD):
+            raise InterventionError(f"{self.sites[0]} is of no layer: leave layers out")
+
     @abstractmethod
-    def apply(self, call: Call, data: Any = None) -> bool:
-        """Change a call that is selected; return whether it has anything to change.
+    def apply(self, x: Any, where: Where, data: Any = None) -> Any:
+        """Return what takes the place of x, an activation or a Call, which is selected; None for nothing.
 
         data: the means (HeadOutputs, ReferenceMeans) or the run in step that the edit needs.
         """
@@ -269,6 +328,16 @@ class Edit(_Checked, ABC):
     def kind(self) -> str:
         """The attention it edits: self or cross."""
         return getattr(self, "attention", "self")
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Where it stands: at sites, or in whole calls of an attention."""
+        return (self.kind,)
+
+    @property
+    def has_heads(self) -> bool:
+        """True where heads can be chosen."""
+        return {*self.sites} <= OF_HEADS | {*CALLS}
 
     @property
     def key_frames(self) -> Frames | None:
@@ -287,11 +356,11 @@ class Edit(_Checked, ABC):
             return is_clean_pass and step >= 0 and self.passes != "denoise"
         return self.passes != "clean" and (self.steps is None or step in self.steps)
 
-    def selects(self, site: Site, at: Pass) -> bool:
-        """Return whether a call is one of those that it is for."""
+    def selects(self, site: str, layer: int | None, at: Pass) -> bool:
+        """Return whether an activation or a call is one of those that it is for."""
         return (
-            site.kind == self.kind
-            and (self.layers is None or site.layer in self.layers)
+            site in self.sites
+            and (self.layers is None or layer in self.layers)
             and (self.blocks is None or at.block in self.blocks)
             and (self.branch is None or at.branch == self.branch)
             and self.selects_pass(at.step, at.is_clean_pass)
@@ -309,6 +378,7 @@ class Edit(_Checked, ABC):
             check_indices("block", self.blocks, len(plan.blocks))
             check_indices("step", self.steps, plan.num_steps)
             check_indices("prompt token", getattr(self, "tokens", None), plan.text_len)
+            check_sites(self.sites, plan)
         except ValueError as error:
             raise InterventionError(f"{error}: {self}") from None
         if self.passes == "clean" and not plan.has_clean_pass:
@@ -396,23 +466,28 @@ def replace_values(
     setattr(call, name, x)
 
 
-def replace_output(call: Call, heads: Sequence[int], values: Tensor) -> None:
-    """Let heads put out other values, [B or 1, Lq, heads, D] or a number."""
+def with_heads(x: Tensor, where: Where, heads: Sequence[int] | None, new: Tensor) -> Tensor:
+    """Return x with heads of the model (None: with everything) taken from new, which broadcasts to it."""
+    new = new.to(x.dtype).expand_as(x)
+    if heads is None:
+        return new.clone()
+    axis = SITES[where.site].split().index("H")
+    first = where.shard.heads.start if where.shard else 0
+    numbers = where.of_heads or range(x.shape[axis])
+    here = [n for n, number in enumerate(numbers) if number + first in heads]
+    index = (slice(None),) * axis + (as_index(here, x.device),)
+    x = x.clone()
+    x[index] = new[index]
+    return x
 
-    def change(z: Tensor) -> Tensor:
-        z = z.clone()
-        z[:, :, as_index(heads, z.device)] = values
-        return z
 
-    call.after.append(change)
-
-
-def source_call(call: Call, data: Any) -> Call:
-    """Return the same call of another run, with its z; InterventionError where its shapes are others."""
-    source: Call = data.call(call.site, call.at, call.of_heads)
-    theirs, mine = (tuple(x.shape for x in (each.q, each.k)) for each in (source, call))
+def of_source(x: Any, where: Where, data: Any) -> Any:
+    """Return what stands in the place of x in another run; InterventionError where its shapes are others."""
+    source = data.value(where)
+    parts = [(each.q, each.k) if isinstance(each, Call) else (each,) for each in (source, x)]
+    theirs, mine = (tuple(part.shape for part in each) for each in parts)
     if theirs != mine:
-        raise InterventionError(f"the source's call is of another shape: {theirs}, not {mine}")
+        raise InterventionError(f"{where}: the source's call is of another shape: {theirs}, not {mine}")
     return source
 
 
@@ -453,13 +528,13 @@ class KeySelection(Edit):
     def kind(self) -> str:
         return "self" if self.frames is not None else "cross"
 
-    def apply(self, call: Call, data: Any = None) -> bool:
+    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
         slots = list(self.tokens or ()) if self.frames is None else slots_in(call, self.frames)
         if not slots:
-            return False
+            return None
         heads = torch.tensor(heads_in(self, call), dtype=torch.long)
         if not len(heads):
-            return True  # all of them are in other processes
+            return call  # all of them are in other processes
         if call.bias is None:
             size = call.k.shape[1] if self.frames is None else len(call.known_layout.slots)
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
@@ -467,7 +542,7 @@ class KeySelection(Edit):
         if blind := call.bias.blind_heads:
             head = call.numbers[blind[0]]
             raise InterventionError(f"{_where(call)}: head {head} would lose all its keys")
-        return True
+        return call
 
 
 @dataclass(frozen=True, repr=False)
@@ -504,6 +579,7 @@ class Ablate(Edit):
     how: str
     source: Source | str | None = None
     attention: str = "self"
+    site: str = "z"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -511,29 +587,30 @@ class Ablate(Edit):
             raise InterventionError("resample, and nothing else, takes a source of prompt, seed or weights")
         if isinstance(self.source, str) and self.how != "mean":
             raise InterventionError(f"how={self.how!r} takes no file of means: leave source out")
+        if "mean" in self.how and " L " not in f"{SITES[self.sites[0]]} ":
+            raise InterventionError(f"{self.site} has no tokens to take a mean over: take zero or resample")
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return ("cross_z" if (self.site, self.attention) == ("z", "cross") else self.site,)
 
     @property
     def needs(self) -> str:
-        return "means of head outputs, from wan.recorders" if "mean" in self.how else super().needs
+        return "means of outputs, from wan.recorders" if "mean" in self.how else super().needs
 
-    def apply(self, call: Call, data: Any = None) -> bool:
-        heads = heads_in(self, call)
+    def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor:
         if self.how == "zero":
-            values = call.q.new_zeros(())
-        elif self.how == "resample":
-            values = select(source_call(call, data).z, heads, 2)
-        else:
-            numbers = [call.numbers[head] for head in heads]
-            means = data.of(call.site, call.at)[:, :, numbers]  # [B or 1, Fq, heads, D]
-            means = send(means.to(call.q.dtype), call.q.device)
-            values = means.repeat_interleave(call.q.shape[1] // means.shape[1], 1)
-        replace_output(call, heads, values)
-        return True
+            return with_heads(x, where, self.heads, x.new_zeros(()))
+        if self.how == "resample":
+            return with_heads(x, where, self.heads, of_source(x, where, data))
+        means = data.of(where)  # [B or 1, Fq, ...]
+        means = send((where.shard.of(means) if where.shard else means).to(x.dtype), x.device)
+        return with_heads(x, where, self.heads, means.repeat_interleave(x.shape[1] // means.shape[1], 1))
 
 
 @dataclass(frozen=True, repr=False)
 class Patch(Edit):
-    """Take a head's z, its q and k (the attention map), or k and v of cached frames, from the run source."""
+    """Take from the run source a site (z of heads, resid_post), q and k (qk), or k and v of frames (kv)."""
 
     what: str
     source: Source
@@ -550,26 +627,30 @@ class Patch(Edit):
             raise InterventionError("what='kv' is of cached frames: of self-attention")
 
     @property
+    def sites(self) -> tuple[str, ...]:
+        if self.what in ("qk", "kv"):
+            return super().sites
+        return ("cross_z" if (self.what, self.attention) == ("z", "cross") else self.what,)
+
+    @property
     def key_frames(self) -> Frames | None:
         return (self.frames or ("past",)) if self.what == "kv" else None
 
-    def apply(self, call: Call, data: Any = None) -> bool:
-        heads = heads_in(self, call)
-        slots = slots_in(call, self.key_frames) if self.key_frames else []
+    def apply(self, x: Any, where: Where, data: Any = None) -> Any:
+        if self.what not in ("qk", "kv"):
+            return with_heads(x, where, self.heads, of_source(x, where, data))
+        heads, slots = heads_in(self, x), slots_in(x, self.key_frames) if self.key_frames else []
         if self.what == "kv" and not slots:
-            return False
-        source, tokens = source_call(call, data), EVERY
-        if self.what == "z":
-            replace_output(call, heads, select(source.z, heads, 2))
-            return True
+            return None
+        source, tokens = of_source(x, where, data), EVERY
         if self.what == "kv":
-            tokens = tokens_in(call, slots)
-        if call.layout is not None:  # a map of other keys would be laid over these
-            chosen = slots if self.what == "kv" else range(len(call.layout.slots))
-            self._check_same_keys(call, source.layout or call.layout, chosen)
+            tokens = tokens_in(x, slots)
+        if x.layout is not None:  # a map of other keys would be laid over these
+            chosen = slots if self.what == "kv" else range(len(x.layout.slots))
+            self._check_same_keys(x, source.layout or x.layout, chosen)
         for name in self.what:
-            replace_values(call, name, heads, select(getattr(source, name)[:, tokens], heads, 2), tokens)
-        return True
+            replace_values(x, name, heads, select(getattr(source, name)[:, tokens], heads, 2), tokens)
+        return x
 
     def _check_same_keys(self, call: Call, theirs: KeyLayout, slots: Sequence[int]) -> None:
         """Raise InterventionError where the source's policy chose other keys for one of the slots."""
@@ -601,10 +682,10 @@ class Move(Edit):
         if (self.offset is None) == (self.position is None):
             raise InterventionError("Move takes offset= or position=, in frames")
 
-    def apply(self, call: Call, data: Any = None) -> bool:
+    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
         slots = slots_in(call, self.frames)
         if not slots:
-            return False
+            return None
         turns = [self.offset] * len(slots)
         if self.position is not None:
             check_items(call, slots)
@@ -615,7 +696,7 @@ class Move(Edit):
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
         angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(call.k.shape[3])
         replace_values(call, "k", heads, turn(select(call.k[:, tokens], heads, 2), angles), tokens)
-        return True
+        return call
 
 
 def _position(layout: KeyLayout, slot: int) -> int:
@@ -653,7 +734,7 @@ class Jitter(Edit):
         e = 2 * torch.rand(num_heads, generator=generator, dtype=torch.float64) - 1
         return ROPE_THETA * (1 + self.scale * e)
 
-    def apply(self, call: Call, data: Any = None) -> bool:
+    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
         layout, heads, head_dim = call.known_layout, heads_in(self, call), call.q.shape[3]
         if MIXED in layout.positions:
             raise InterventionError(
@@ -667,7 +748,7 @@ class Jitter(Edit):
         for name, positions in (("q", layout.query_positions), ("k", stands)):
             angles = torch.tensor(positions).double()[:, None, None] * drift
             replace_values(call, name, heads, turn(select(getattr(call, name), heads, 2), angles))
-        return True
+        return call
 
 
 @dataclass(frozen=True, repr=False)
@@ -687,7 +768,7 @@ class Band(Edit):
         if (self.phase, self.scale) == (0, 1):
             raise InterventionError("Band changes nothing with phase 0 and scale 1: give one of them")
 
-    def apply(self, call: Call, data: Any = None) -> bool:
+    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
         heads, pairs = heads_in(self, call), time_frequencies(call.q.shape[3]).shape[1]
         if self.bands[-1] >= pairs:
             raise InterventionError(f"band {self.bands[-1]} is not in 0..{pairs - 1}: {self}")
@@ -697,12 +778,123 @@ class Band(Edit):
         factor = torch.ones(call.q.shape[3])
         factor[: 2 * pairs] += ((self.scale - 1) * chosen).float().repeat_interleave(2)
         replace_values(call, "q", heads, q * send(factor, q.device))
-        return True
+        return call
+
+
+@dataclass(frozen=True, repr=False)
+class Steer(Edit):
+    """Add scale times a direction, a vector of the last axis of a site, to every token."""
+
+    site: str
+    direction: tuple[float, ...]
+    scale: float = 1.0
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return (self.site,)
+
+    def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor:
+        if x.shape[-1] != len(self.direction):
+            raise InterventionError(
+                f"{where}: the direction has {len(self.direction)} numbers, not {x.shape[-1]}"
+            )
+        direction = send(torch.tensor(self.direction, dtype=x.dtype), x.device)
+        return with_heads(x, where, self.heads, x + self.scale * direction)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(repr(list(self.direction)), f"[{len(self.direction)} numbers]")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Custom(Edit):
+    """A function of one's own at some sites: fn(x, where) returns what takes the place of x, or None.
+
+    x is a copy, which fn may change; where says site, layer and pass (wan.sites.Where). What it returns has
+    the shape and dtype of x, and no NaN.
+    """
+
+    names: tuple[str, ...]
+    function: Any = None
+    passes: str = "all"
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self.names
+
+    def __call__(self, function: Any) -> "Custom":
+        """Return the edit of a function, or of a class or object with such a method apply."""
+        function = function() if isinstance(function, type) else function
+        if not callable(function) and not callable(getattr(function, "apply", None)):
+            raise InterventionError(f"{function!r} is no function (x, where), and has no such method apply")
+        return replace(self, function=function)
+
+    @property
+    def code(self) -> Callable[[Tensor, Where], Tensor | None]:
+        """The function itself."""
+        return self.function if callable(self.function) else self.function.apply
+
+    def check(self, plan: RolloutPlan) -> None:
+        if self.function is None:
+            raise InterventionError(f"at({', '.join(self.sites)}) has no function: intervene(at(...), fn)")
+        super().check(plan)
+
+    def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor | None:
+        new = self.code(x.clone(), where)
+        if new is None:
+            return None
+        problem = f"it returned a {type(new).__name__}"
+        if isinstance(new, Tensor):
+            problem = "it returned NaN" if new.isnan().any() else ""
+            for name in ("shape", "dtype", "device"):
+                if getattr(new, name) != getattr(x, name):
+                    theirs, mine = (getattr(each, name) for each in (new, x))
+                    problem = f"it returned {name} {_said(theirs)}, not {_said(mine)}"
+        if problem:
+            raise InterventionError(f"{self.name} at {where}: {problem}")
+        return new
+
+    @property
+    def name(self) -> str:
+        """The qualified name of the function, or of the class of an object."""
+        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def to_dict(self) -> dict[str, Any]:
+        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
+        try:
+            source = inspect.getsource(named).encode()
+        except (OSError, TypeError):  # typed into an interpreter
+            code = getattr(self.code, "__code__", None)
+            source = code.co_code + repr(code.co_consts).encode() if code else b""
+        said = {name: _plain(getattr(self, name)) for name in ("layers", "blocks", "steps", "branch")}
+        said = {name: value for name, value in said.items() if value is not None}
+        said |= {"edit": "custom", "sites": list(self.sites), "passes": self.passes, "function": self.name}
+        return said | {"source_sha256": hashlib.sha256(source).hexdigest()[:16]}
+
+    def __repr__(self) -> str:
+        said = {key: value for key, value in self.to_dict().items() if key not in ("edit", "source_sha256")}
+        return f"Custom({', '.join(f'{key}={value!r}' for key, value in said.items())})"
+
+
+def _said(value: Any) -> Any:
+    return list(value) if isinstance(value, torch.Size) else value
+
+
+def at(*sites: str, **where: Any) -> Custom:
+    """Choose sites (wan.sites.SITES) for a function of one's own, by layers, blocks, steps, passes, branch.
+
+    intervene(at("resid_post", layers=[5]), fn); or @at("resid_post", layers=[5]) above fn, which makes it an
+    edit. passes are denoise, clean or all, the default.
+    """
+    known = [each.name for each in fields(Custom) if each.name not in ("names", "function", "heads")]
+    if wrong := next((name for name in where if name not in known), None):
+        raise InterventionError(f"at() takes no {wrong}{did_you_mean(wrong, known)}")
+    return Custom(names=sites, **where)
 
 
 # --- Edits as plain values and back: what YAML, JSON and caches hold
 KINDS: dict[str, type[Edit]] = {
-    kind.__name__.lower(): kind for kind in (Knockout, Bias, Ablate, Patch, Move, Jitter, Band)
+    kind.__name__.lower(): kind for kind in (Knockout, Bias, Ablate, Patch, Move, Jitter, Band, Steer)
 }
 
 
@@ -737,107 +929,70 @@ def fingerprint(edits: Iterable[Edit]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-# --- Interventions at work: attention() asks here for every call while any is active
-class CallHook(ABC):
-    """Anything that edits or records attention calls while it is installed."""
-
-    def check(self, plan: RolloutPlan) -> None:  # noqa: B027  most hooks check nothing
-        """Raise InterventionError where it does not fit the rollout that is about to run."""
-
-    @abstractmethod
-    def apply(self, call: Call) -> None:
-        """Edit or record a call, before its softmax."""
-
-
-class ActiveEdits:
-    """The hooks of attention calls, in order of nesting."""
-
-    def __init__(self) -> None:
-        self._hooks: list[CallHook] = []
-
-    @property
-    def active(self) -> bool:
-        return bool(self._hooks)
-
-    @property
-    def edits(self) -> list[Edit]:
-        """All that apply now, in order of nesting."""
-        return [edit for hook in self._hooks if isinstance(hook, Edits) for edit in hook.edits]
-
-    def check(self, plan: RolloutPlan) -> None:
-        """Raise InterventionError for an edit that does not fit the rollout that is about to run."""
-        for hook in self._hooks:
-            hook.check(plan)
-
-    def apply(self, call: Call) -> None:
-        """Let all hooks see a call before its softmax."""
-        if self._hooks and call.at is None:
-            raise InterventionError(
-                "an edit needs to know the pass of each call: run the model through the pipeline, "
-                "or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
-            )
-        for hook in self._hooks:
-            hook.apply(call)
-
-    @contextmanager
-    def installed(self, hook: CallHook) -> Iterator[None]:
-        """Show it all calls while the context lasts."""
-        before = list(self._hooks)
-        self._hooks.append(hook)
-        try:
-            yield
-        finally:
-            self._hooks[:] = before
-
-
-ACTIVE_EDITS = ActiveEdits()
+# --- Edits at work
+def active_edits() -> list[Edit]:
+    """Return all edits that apply now, in order of nesting."""
+    return [edit for one in watchers() if isinstance(one, Edits) for edit in one.edits]
 
 
 @dataclass(eq=False)
-class Edits(CallHook):
+class Edits(Watcher):
     """Edits that were asked for together, what they need, and how many calls each of them changed so far."""
 
     edits: tuple[Edit, ...]
-    data: Mapping[Edit, object] = field(default_factory=dict)
+    data: dict[Edit, object] = field(default_factory=dict)
     changed: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.changed = [0] * len(self.edits)
-        for edit in self.edits:
-            if edit.needs and edit not in self.data:
-                raise InterventionError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
 
     def check(self, plan: RolloutPlan) -> None:
         plan.check(self.edits)
 
-    def apply(self, call: Call) -> None:
-        assert call.at is not None
+    def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
+        return at is not None and any(edit.selects(site, layer, at) for edit in self.edits)
+
+    def visit(self, x: Any, where: Where) -> Any:
         for number, edit in enumerate(self.edits):
-            if not edit.selects(call.site, call.at):
+            if not edit.selects(where.site, where.layer, where.at):
                 continue
-            data, shard = self.data.get(edit), call.shard
-            if not shard.is_whole and hasattr(data, "call"):
-                source_call(call, data)  # all processes run a source together, also where it changes nothing
-            if call.of_heads is None or heads_in(edit, call):
-                self.changed[number] += edit.apply(call, data)
-            else:  # its heads may be in other processes
-                heads = range(shard.total) if edit.heads is None else edit.heads
-                self.changed[number] += any(head not in shard.heads for head in heads)
+            data, shard = self.data.get(edit), where.shard
+            if edit.needs and data is None:
+                raise InterventionError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
+            if shard and isinstance(edit.needs, str) and "source" in edit.needs:
+                of_source(
+                    x, where, data
+                )  # all processes run a source together, also where it changes nothing
+            if isinstance(x, Call) and x.of_heads is not None and not heads_in(edit, x):
+                heads = range(x.shard.total) if edit.heads is None else edit.heads
+                self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
+                continue
+            if (new := edit.apply(x, where, data)) is not None:
+                self.changed[number] += 1
+                x = new
+        return x
 
 
 @contextmanager
-def intervene(*edits: Edit, data: Mapping[Edit, object] | None = None) -> Iterator[Edits]:
-    """Edit attention calls while the context lasts; contexts nest, and apply from the outermost in.
+def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterator[Edits]:
+    """Edit while the context lasts: edits, or at(...) and a function; contexts nest, from the outermost in.
 
     data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of what has a source;
-    experiments.load("wan_mini", interventions=[{"edit": "ablate", "how": "mean", ...}]) makes them itself.
-    Yields the edits with the number of calls that each changed. Warns of one that changed none.
+    a Pipe of experiments.load() makes them itself. Yields the edits with the number of calls that each
+    changed. Warns of one that changed none.
     """
-    if not edits or not all(isinstance(edit, Edit) for edit in edits):
-        raise InterventionError(f"intervene takes edits, at least one: {', '.join(KINDS)}")
-    session = Edits(edits, data or {})
-    with ACTIVE_EDITS.installed(session):
+    given, chosen = list(edits), list[Any]()
+    while given:
+        each = given.pop(0)
+        if isinstance(each, Custom) and each.function is None and given and not isinstance(given[0], Edit):
+            each = each(given.pop(0))
+        chosen.append(each)
+    if not chosen or not all(isinstance(edit, Edit) for edit in chosen):
+        known = ", ".join(KINDS)
+        raise InterventionError(f"intervene takes edits, at least one: {known}; or at(...) and a function")
+    session = Edits(tuple(chosen), dict(data or {}))
+    with watched(session):
         yield session
-    for edit, changed in zip(edits, session.changed, strict=True):
+    for edit, changed in zip(session.edits, session.changed, strict=True):
         if not changed:
             warnings.warn(f"no call was edited by: {edit}", stacklevel=3)

@@ -8,15 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from wan.capture import (
-    Asked,
-    AttentionCapture,
-    CapturedCall,
-    CaptureRequest,
-    Site,
-    check_indices,
-    move_to_cpu,
-)
+from wan.capture import NOTHING, Asked, AttentionCapture, CapturedCall, CaptureRequest, move_to_cpu
+from wan.sites import Site, check_indices
 
 
 def call_index(site: Site) -> int:
@@ -89,14 +82,14 @@ class OlderCapture(AttentionCapture):
         request = CallIndexRequest(
             kinds=("self", "cross"), is_logits=capture_logits, call_indices=indices, num_calls=num_layers
         )
-        self._asked[-1] = Asked((request,), [])
+        self._asked = Asked((request,), [])
 
     def disable(self) -> None:
         """Stop, and forget what was captured."""
-        self._asked[-1] = Asked((), [])
+        self._asked = NOTHING
 
     @property
     def captured_weights(self) -> list[CapturedCall]:
         """What was kept, one call after the other, on the CPU; each can be read like a dict."""
-        move_to_cpu(self._asked[-1].calls)
-        return self._asked[-1].calls
+        move_to_cpu(self._asked.calls)
+        return self._asked.calls

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
 from wan.blocks import check_window
 from wan.cache import CachePolicy, KVCache, PerHeadCache
-from wan.capture import Site
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
@@ -19,6 +18,7 @@ from wan.kernels.gelu_linear import gelu_linear
 from wan.keys import HeadShard, KeyLayout
 from wan.policies import of_window
 from wan.rope import RotaryTable, rotate
+from wan.sites import Site, visit, wanted, watchers
 
 Cache = KVCache | PerHeadCache | None
 Mask = Tensor | MaskedAttention | None
@@ -120,15 +120,27 @@ def _stored(x: Tensor, out: Tensor | None) -> Tensor:
 class FeedForward(nn.Sequential):
     """Linear, GELU (tanh), Linear."""
 
-    def __init__(self, dim: int, ffn_dim: int):
+    def __init__(self, dim: int, ffn_dim: int, layer: int = 0):
         super().__init__(nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim))
+        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        if not fused_kernels(x) or x.dtype == torch.float32:  # its tanh is not good enough for float32
-            return super().forward(x)
-        widen, _, narrow = cast(Iterator[nn.Linear], iter(self))
+        widen, gelu, narrow = cast(Iterator[nn.Linear], iter(self))
+        by_kernel = fused_kernels(x) and x.dtype != torch.float32  # its tanh is not good enough for float32
+        if by_kernel and not wanted("mlp_pre", self.layer):
+            hidden = self.widened(x)
+        else:
+            wide = widen(x)
+            changed = visit("mlp_pre", self.layer, wide)
+            same = by_kernel and torch.equal(changed, wide)
+            hidden = self.widened(x) if same else gelu(changed)
+        return narrow(visit("mlp_post", self.layer, hidden))
+
+    def widened(self, x: Tensor) -> Tensor:
+        """GELU of the first product by one kernel."""
+        widen = cast(nn.Linear, self[0])
         hidden = gelu_linear(x.flatten(0, 1), widen.weight, widen.bias)
-        return narrow(hidden).view(x.shape)
+        return hidden.unflatten(0, x.shape[:2])
 
 
 class _Attention(nn.Module):
@@ -170,6 +182,8 @@ class SelfAttention(_Attention):
 
     def out_buffers(self, kv_cache: Cache, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
         """Return views of the cache for keys and values of tokens [B, L, dim], or None where it has none."""
+        if watchers():  # who may put others in their place
+            return None
         return kv_cache.places(self.site.layer, shape) if isinstance(kv_cache, KVCache) else None
 
     # project() and merge() know nothing of the past, nor of who is looking: wan/parallel.py exchanges tokens
@@ -183,11 +197,28 @@ class SelfAttention(_Attention):
         Keys and values are written into out where it is given.
         """
         k_out, v_out = out or (None, None)
-        q = self.norm_q(self.q(x), rope.queries)  # a norm finds its product in the GPU's cache
-        projected = self.k(x)
-        k = self.norm_k(projected, rope.keys, k_out)
-        raw_k = (self.norm_k(projected),) if with_raw else ()
-        return q, k, self.values(x, v_out), *raw_k
+        q, _ = self.turned("q", self.q(x), rope.queries, False)  # a norm finds its product in the GPU's cache
+        k, raw_k = self.turned("k", self.k(x), rope.keys, with_raw, k_out)
+        return q, k, visit("v", self.site.layer, self.values(x, v_out)), *raw_k
+
+    def turned(
+        self,
+        name: str,
+        projected: Tensor,
+        rope: tuple[Tensor, Tensor],
+        with_raw: bool,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return queries or keys [B, L, H, D] of a product [B, L, dim], and with_raw those without RoPE."""
+        norm, layer = getattr(self, f"norm_{name}"), self.site.layer
+        rotated = norm(projected, rope, out)
+        if not with_raw and not wanted(name, layer):
+            return visit(f"{name}_rot", layer, rotated), ()
+        plain = norm(projected)
+        raw = visit(name, layer, plain)
+        if raw is not plain and not torch.equal(raw, plain):
+            rotated = rotate(raw, *rope)
+        return visit(f"{name}_rot", layer, rotated), (raw,) if with_raw else ()
 
     def attend(
         self,
@@ -222,7 +253,12 @@ class CrossAttention(_Attention):
         return self.norm_k(self.k(text)), self.values(text)
 
     def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
-        return self.o(attention(self.norm_q(self.q(x)), *text, self.site).flatten(2))
+        layer = self.site.layer
+        q, k, v = (
+            visit(f"cross_{name}", layer, part)
+            for name, part in zip("qkv", (self.norm_q(self.q(x)), *text), strict=True)
+        )
+        return self.o(attention(q, k, v, self.site).flatten(2))
 
 
 class Block(nn.Module):
@@ -231,11 +267,12 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         dim, eps = config.dim, config.eps
+        self.layer = layer
         self.norm1, self.norm2 = ModulatedNorm(dim, eps), ModulatedNorm(dim, eps)
         self.norm3 = nn.LayerNorm(dim, eps)
         self.self_attn = SelfAttention(config, layer)
         self.cross_attn = CrossAttention(config, layer)
-        self.ffn = FeedForward(dim, config.ffn_dim)
+        self.ffn = FeedForward(dim, config.ffn_dim, layer)
         self.gate1, self.gate2 = GatedAdd(), GatedAdd()
         self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
 
@@ -253,10 +290,17 @@ class Block(nn.Module):
 
         text are its keys and values, [B, n, H, D] each.
         """
+        x = visit("resid_pre", self.layer, x)
         attend, feed = self.modulations(time)
+        if watchers():
+            rows = [
+                visit(f"mod_{name}", self.layer, torch.stack(pair, 2)).unbind(2)
+                for name, *pair in zip(Modulation._fields, attend, feed, strict=True)
+            ]
+            attend, feed = (Modulation(*parts) for parts in zip(*rows, strict=True))
         seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
         x, fed = self.feed(x, seen, attend, feed, text)
-        return self.gate2(x, fed, feed.gate)
+        return visit("resid_post", self.layer, self.gate2(x, fed, feed.gate))
 
     def modulations(self, time: Tensor, out: Tensor | None = None) -> tuple[Modulation, Modulation]:
         """Return those of self-attention and of the FFN, whose table is written into out if given."""
@@ -266,16 +310,28 @@ class Block(nn.Module):
         self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the FFN's output before the last gated add, [B, L, dim] each."""
-        if kernels := fused_kernels(x):  # each sum with the norm behind it
+        seen = visit("attn_out", self.layer, seen)
+        x, normed = self.add_norm("resid_mid", x, seen, attend.gate, None)
+        crossed = visit("cross_out", self.layer, self.cross_attn(normed, text))
+        x, normed = self.add_norm("resid_cross", x, crossed, None, feed)
+        return x, visit("mlp_out", self.layer, self.ffn(normed))
+
+    def add_norm(
+        self, site: str, x: Tensor, y: Tensor, gate: Tensor | None, feed: Modulation | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + gate * y (None: x + y), and its norm: norm3's, or with feed that of the FFN's input."""
+        if kernels := fused_kernels(x):  # both at once
             norm = self.norm3
-            x, normed = kernels.add_norm(x, seen, attend.gate, norm.weight, norm.bias, norm.eps, affine=True)
-            x, normed = kernels.add_norm(
-                x, self.cross_attn(normed, text), None, feed.scale, feed.shift, self.norm2.eps
-            )
-            return x, self.ffn(normed)
-        x = self.gate1(x, seen, attend.gate)
-        x = x + self.cross_attn(self.norm3(x), text)
-        return x, self.ffn(self.norm2(x, feed.scale, feed.shift))
+            how: tuple = (norm.weight, norm.bias, norm.eps, True)
+            if feed is not None:
+                how = (feed.scale, feed.shift, self.norm2.eps)
+            added, normed = kernels.add_norm(x, y, gate, *how)
+            total = visit(site, self.layer, added)
+            if total is not added:
+                _, normed = kernels.add_norm(total, torch.zeros_like(total), None, *how)
+            return total, normed
+        total = visit(site, self.layer, x + y if gate is None else self.gate1(x, y, gate))
+        return total, self.norm3(total) if feed is None else self.norm2(total, feed.scale, feed.shift)
 
 
 class Head(nn.Module):
@@ -357,20 +413,26 @@ class WanModel(nn.Module):
         grid_h, grid_w = x.shape[3:]
         rope = self.rope_tables(frames, grid_h, grid_w, kv_cache)
         x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
-        time = self.time_embedding(sinusoidal_embedding(t, config.freq_dim).to(dtype))  # [B, F or 1, dim]
+        time = self.time_embedding_of(t)  # [B, F or 1, dim]
         rows = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
         layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
         for block, block_text in zip(self.blocks, text, strict=True):
             x = block(x, rows, rope, block_text, kv_cache, mask, layout)
+        return self.flow_of(x, time, grid_h, grid_w)
+
+    def flow_of(self, x: Tensor, time: Tensor, height: int, width: int) -> Tensor:
+        """Flow [B, C, F, h, w] that a residual stream [B, L, dim] stands for, of height x width tokens.
+
+        time is the time embedding [B, F or 1, dim].
+        """
+        _, ph, pw = self.config.patch_size
         x = self.head(x, time.float())  # [B, L, ph·pw·channels]
-        return rearrange(
-            x,
-            "b (f h w) (ph pw c) -> b c f (h ph) (w pw)",
-            h=grid_h,
-            w=grid_w,
-            ph=config.patch_size[1],
-            pw=config.patch_size[2],
-        )
+        pattern = "b (f h w) (ph pw c) -> b c f (h ph) (w pw)"
+        return rearrange(x, pattern, h=height, w=width, ph=ph, pw=pw)
+
+    def time_embedding_of(self, t: Tensor) -> Tensor:
+        """Embed timesteps [B, F or 1] -> [B, F or 1, dim]."""
+        return self.time_embedding(sinusoidal_embedding(t, self.config.freq_dim).to(self.dtype))
 
     def rope_tables(self, frames: Sequence[int], height: int, width: int, kv_cache: Cache) -> Rope:
         """Return tables for the positions that a cache gives to queries and keys, else for the frames'."""
@@ -440,7 +502,9 @@ class CausalWanModel(WanModel):
         if frames is None:
             frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
         t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]
-        return self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask).transpose(1, 2)
+        x = visit("x_t", None, x)
+        flow = self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask)
+        return visit("flow", None, flow.transpose(1, 2))
 
     def new_kv_cache(
         self,

@@ -28,10 +28,10 @@ from torch.distributed.rendezvous import rendezvous
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
 from wan.capture import BY_FRAME, Call, CapturedCall, joint_layout, spread
 from wan.errors import ConfigError
-from wan.interventions import ACTIVE_EDITS
 from wan.kernels.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
 from wan.keys import HeadShard
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
+from wan.sites import now, watchers
 
 # The processes: torchrun starts them and tells each its rank; torch.distributed connects them, NCCL between
 # GPUs and gloo between CPUs, which also brings together what was captured.
@@ -192,7 +192,7 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
         return (shard.exchange.send(project(x, *args)),)
 
     def attend_whole(own: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
-        whole = shard.exchange.receive(own[0], lasts=ACTIVE_EDITS.active)
+        whole = shard.exchange.receive(own[0], lasts=bool(watchers()))
         return shard.exchange.send_back(attend(whole, kv_cache, *args))
 
     def merge_all(seen: Tensor) -> Tensor:
@@ -210,15 +210,15 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
     attn.site = replace(attn.site, shard=shard)
 
     def whole(q: Tensor) -> Tensor:
-        return shard.exchange.receive(shard.exchange.send([q]), lasts=ACTIVE_EDITS.active)[0]
+        return shard.exchange.receive(shard.exchange.send([q]), lasts=bool(watchers()))[0]
 
     def forward(x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
         q, own = attn.norm_q(attn.q(x)), shard.of_text([text])[0]
-        if ACTIVE_EDITS.active:
+        if watchers():
             z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
         if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
-            call = Call(attn.site, ATTENTION_WEIGHT_CAPTURE.now, whole(q), *own)
+            call = Call(attn.site, now(), whole(q), *own)
             ATTENTION_WEIGHT_CAPTURE.observe(call)
         return attn.o(attention(q, *text).flatten(2))
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges, block_sizes, check_window, steps_of_blocks
 from wan.cache import CachePolicy, KVCache
-from wan.capture import Pass
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
-from wan.interventions import ACTIVE_EDITS, BlockKeys, RolloutPlan
+from wan.interventions import BlockKeys, RolloutPlan
 from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
+from wan.sites import Pass, check_watchers, during, visit
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
 RECACHE = -1  # the step of a forward that computes the cache again
@@ -184,8 +184,7 @@ class CausalInferencePipeline:
             self.cache_policy.require(not changes, "changes its cache in a first pass; probe full or window")
         num_layers = self.model.config.num_layers
         ATTENTION_WEIGHT_CAPTURE.check_model(num_layers, len(blocks), len(self.pass_timesteps))
-        if ACTIVE_EDITS.active:
-            ACTIVE_EDITS.check(self.plan(num_frames, num_given, prompt_schedule))
+        check_watchers(lambda: self.plan(num_frames, num_given, prompt_schedule))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 
         for block, frames in enumerate(blocks):
@@ -265,6 +264,7 @@ class CausalInferencePipeline:
             tuple(found),
             config.text_len,
             keeps_clean_keys=not context or policy.lasting_sink > 0,
+            splits_tokens=not self.model.head_shard.is_whole,
         )
 
 
@@ -318,6 +318,8 @@ class Rollout:
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
             x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigmas[step])
+            with during(self.at(block, frames, step)):
+                x0 = visit("x0", None, x0)
             # 2. Go back to the next, lower noise level.
             if number + 1 < len(steps):
                 x = add_noise(x0, self.noise.fresh(number, frames), sigmas[steps[number + 1]])
@@ -332,12 +334,20 @@ class Rollout:
 
     def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
         """Run the model once, announced to those who observe it."""
-        t = self.pipeline.pass_timesteps[step]  # step -1 has that of the clean pass
-        is_clean = step in (len(self.pipeline.timesteps), RECACHE)
-        self.kv_cache.begin_pass(is_clean)
-        at = Pass(query_frames=tuple(frames), block=block, step=step, timestep=t, is_clean_pass=is_clean)
-        with ATTENTION_WEIGHT_CAPTURE.during(at):
-            flow = self.model(x, x.new_full((), t, dtype=torch.float32), self.text, self.kv_cache)
+        at = self.at(block, frames, step)
+        self.kv_cache.begin_pass(at.is_clean_pass)
+        with during(at):
+            flow = self.model(x, x.new_full((), at.timestep, dtype=torch.float32), self.text, self.kv_cache)
         if self.on_pass:
             self.on_pass()
         return flow
+
+    def at(self, block: int, frames: range, step: int) -> Pass:
+        """Announce a pass; step -1, where the cache is computed again, has the clean pass's timestep."""
+        return Pass(
+            query_frames=tuple(frames),
+            block=block,
+            step=step,
+            timestep=self.pipeline.pass_timesteps[step],
+            is_clean_pass=step in (len(self.pipeline.timesteps), RECACHE),
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass, field
 from threading import Semaphore, Thread
 
@@ -9,32 +10,39 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import Call, Pass, Site
-from wan.interventions import ACTIVE_EDITS, CallHook, InterventionError
+from wan.capture import Call
+from wan.interventions import InterventionError
 from wan.keys import HeadShard
+from wan.sites import Watcher, Where, watched
 
-# --- What heads put out in an unedited run: the mean of z per frame, and its size
-Key = tuple[str, int, int, str]  # kind, layer, step, branch
+# --- What an unedited run puts out: the mean per frame, and its size
+Key = tuple[str, int, int, str]  # kind (self, cross for z and cross_z), or another site; layer, step, branch
+KINDS = {"z": "self", "cross_z": "cross"}
 
 
-def key_of(site: Site, at: Pass) -> Key:
-    return site.kind, site.layer, at.step, at.branch
+def key_of(where: Where) -> Key:
+    return KINDS.get(where.site, where.site), where.layer or 0, where.step, where.branch
 
 
 @dataclass(eq=False)
-class HeadOutputs(CallHook):
-    """Means and sizes of z by call, float32 on the CPU; what Ablate("frame_mean") of the same run takes.
+class HeadOutputs(Watcher):
+    """Means and sizes by call, float32 on the CPU; what Ablate("frame_mean") of the same run takes.
 
-    means [B, Fq, H, D] over the tokens of each query frame; norms [B, Fq, H], of ‖z‖ over its tokens.
+    means [B, Fq, H, D] (or [B, Fq, dim]) over the tokens of each query frame; norms [B, Fq, H], of ‖z‖ over
+    its tokens.
     """
 
+    sites: tuple[str, ...] = ("z", "cross_z")
     means: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
     norms: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
     shard: HeadShard | None = None  # where heads are in several processes
 
-    def apply(self, call: Call) -> None:
-        self.shard = call.site.shard
-        call.after.append(lambda z: self._keep(call, z))
+    def visit(self, x: Tensor, where: Where) -> None:
+        if where.site in self.sites:
+            self.shard = where.shard
+            frames = x.unflatten(1, (len(where.frames), -1))  # [B, Fq, S, H, D]
+            self.means[key_of(where), where.block] = frames.mean(2, dtype=torch.float32).cpu()
+            self.norms[key_of(where), where.block] = frames.float().norm(dim=-1).mean(2).cpu()
 
     def gather(self) -> None:
         """Bring together what other processes recorded of their heads."""
@@ -43,38 +51,22 @@ class HeadOutputs(CallHook):
                 for key, values in recorded.items():
                     recorded[key] = self.shard.gather(values, dim=2)
 
-    def of(self, site: Site, at: Pass) -> Tensor:
+    def of(self, where: Where) -> Tensor:
         """[B, Fq, H, D] of the same call; InterventionError where it was not recorded."""
         try:
-            return self.means[key_of(site, at), at.block]
+            return self.means[key_of(where), where.block]
         except KeyError:
             raise InterventionError(
-                f"layer {site.layer}, block {at.block}, step {at.step}: no output was recorded; "
+                f"{where}: no output was recorded; "
                 "record_head_outputs() must have seen a run of the same blocks and steps"
             ) from None
 
-    def _keep(self, call: Call, z: Tensor) -> Tensor:
-        assert call.at is not None
-        frames = z.unflatten(1, (len(call.at.query_frames), -1))  # [B, Fq, S, H, D]
-        where = key_of(call.site, call.at), call.at.block
-        means = frames.mean(2, dtype=torch.float32).cpu()
-        norms = frames.float().norm(dim=-1).mean(2).cpu()
-        for kept, values in ((self.means, means), (self.norms, norms)):
-            if call.of_heads is None:
-                kept[where] = values
-                continue
-            if where not in kept or len(kept[where]) != len(values):  # the first of a layer's groups
-                shape = (*values.shape[:2], call.layer_heads, *values.shape[3:])
-                kept[where] = values.new_full(shape, torch.nan)
-            kept[where][:, :, list(call.of_heads)] = values
-        return z
-
 
 @contextmanager
-def record_head_outputs() -> Iterator[HeadOutputs]:
-    """Record the outputs of all heads while the context lasts; no bit of the run changes."""
-    outputs = HeadOutputs()
-    with ACTIVE_EDITS.installed(outputs):
+def record_head_outputs(*sites: str) -> Iterator[HeadOutputs]:
+    """Record outputs of all heads, or of other sites, while the context lasts; no bit of the run changes."""
+    outputs = HeadOutputs(sites or HeadOutputs.sites)
+    with watched(outputs):
         yield outputs
     outputs.gather()
 
@@ -94,7 +86,7 @@ class ReferenceMeans:
             for (key, _), means in run.means.items():
                 batch, offsets, *rest = means.shape
                 if key not in sums or len(sums[key]) < offsets:
-                    wider = torch.zeros(offsets, *rest), torch.zeros(offsets, 1, 1)
+                    wider = torch.zeros(offsets, *rest), torch.zeros(offsets, *[1] * len(rest))
                     for mine, total in zip(wider, (sums.get(key), counts.get(key)), strict=True):
                         if total is not None:
                             mine[: len(total)] = total
@@ -103,27 +95,23 @@ class ReferenceMeans:
                 counts[key][:offsets] += batch
         return cls({key: sums[key] / counts[key] for key in sums})
 
-    def of(self, site: Site, at: Pass) -> Tensor:
+    def of(self, where: Where) -> Tensor:
         """[1, Fq, H, D] of a call; InterventionError where the set has no such layer, pass or place."""
-        means = self.values.get(key_of(site, at))
-        if means is None or len(means) < len(at.query_frames):
+        means, count = self.values.get(key_of(where)), len(where.frames)
+        if means is None or len(means) < count:
             raise InterventionError(
-                f"the means have no layer {site.layer}, step {at.step} with {len(at.query_frames)} frames "
-                "a block: they must be of the same model and steps"
+                f"the means have no layer {where.layer}, step {where.step} with {count} frames a block: they "
+                "must be of the same model and steps"
             )
-        return means[None, : len(at.query_frames)]
+        return means[None, :count]
 
 
 # --- A second run in step with the first: patches take its tensors while they are there, and store none
-OfHeads = tuple[int, ...] | None  # the heads of a call that has some of a layer's
-Place = tuple[Site, int, int, str, OfHeads]  # site, block, step, branch
-
-
 class _Cancelled(BaseException):
     """Unwinds a source that nobody waits for any more."""
 
 
-class RunInStep(CallHook):
+class RunInStep(Watcher):
     """A source run: rollout() starts it from its beginning, in a thread, and makes no other edits.
 
     Use it as a context around the edited run; on leaving, the source is stopped where it is.
@@ -133,11 +121,10 @@ class RunInStep(CallHook):
         self._rollout = rollout
         self._thread: Thread | None = None
         self._mine, self._theirs = Semaphore(0), Semaphore(0)  # whose turn it is
-        self._wanted: Place | None = None
-        self._found: tuple[Place, Call] | None = None
+        self._wanted: Where | None = None
+        self._found: tuple[Where, Tensor | Call] | None = None
         self._error: BaseException | None = None
         self._cancelled = False
-        self._state: list[dict] = []  # what the source had announced, captures and edits
 
     def __enter__(self) -> "RunInStep":
         return self
@@ -149,47 +136,37 @@ class RunInStep(CallHook):
             self._thread.join()
         self._found = None
 
-    def call(self, site: Site, at: Pass, of_heads: OfHeads = None) -> Call:
-        """Return the source's own call of a site in a pass; InterventionError where it has none."""
-        place = (site, at.block, at.step, at.branch, of_heads)
-        if self._found is None or self._found[0] != place:
-            self._wanted, self._found = place, None
-            if self._thread is None:
-                self._thread = Thread(target=self._run, args=(torch.get_num_threads(),), daemon=True)
-                self._state = [vars(type(each)()) for each in (ATTENTION_WEIGHT_CAPTURE, ACTIVE_EDITS)]
-                self._let_run()
-            elif self._thread.is_alive():
+    def value(self, where: Where) -> Tensor | Call:
+        """Return what the source has in a place; InterventionError where it has none."""
+        if self._found is None or self._found[0] != where:
+            self._wanted, self._found = where, None
+            if self._thread is None or self._thread.is_alive():
                 self._let_run()
         if self._error is not None:
             raise self._error
         if self._found is None:
             raise InterventionError(
-                f"the source has no call of layer {site.layer}, block {at.block}, step {at.step}: "
-                "it must have the same frames, blocks and steps"
+                f"the source has no {where}: it must have the same frames, blocks and steps"
             )
         return self._found[1]
 
-    def apply(self, call: Call) -> None:
-        """In the source's thread, of each of its calls: stop in the one that is wanted."""
-        assert call.at is not None
-        place = (call.site, call.at.block, call.at.step, call.at.branch, call.of_heads)
+    def wants(self, site: str, layer: int | None, at: object) -> bool:
+        wanted = self._wanted
+        return wanted is not None and (site, layer, at) == (wanted.site, wanted.layer, wanted.at)
 
-        def stop(z: Tensor) -> Tensor:
-            call.z = z
-            self._found = place, call
+    def visit(self, x: Tensor | Call, where: Where) -> None:
+        """In the source's thread: stop in the place that is wanted."""
+        if where == self._wanted:
+            self._found = where, x
             self._mine.release()
             self._theirs.acquire()
             if self._cancelled:
                 raise _Cancelled
-            return z
-
-        if place == self._wanted:
-            call.after.append(stop)
 
     def _run(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # a new thread has its own count, and other counts other bits
         try:
-            with ACTIVE_EDITS.installed(self):
+            with watched(self), ATTENTION_WEIGHT_CAPTURE.serving():
                 self._rollout()
         except _Cancelled:
             pass
@@ -200,23 +177,12 @@ class RunInStep(CallHook):
             self._mine.release()
 
     def _let_run(self) -> None:
-        """Hand over to the source, with its own captures and edits, until it stops in a call or ends."""
-        before = self._swap(self._state)
-        try:
-            assert self._thread is not None
-            if self._thread.ident is None:
-                self._thread.start()
-            else:
-                self._theirs.release()
-            self._mine.acquire()
-        finally:
-            self._state = self._swap(before)
-
-    @staticmethod
-    def _swap(state: list[dict]) -> list[dict]:
-        """Give capture and edits another state -> the one before."""
-        observers = (ATTENTION_WEIGHT_CAPTURE, ACTIVE_EDITS)
-        before = [dict(vars(each)) for each in observers]
-        for each, values in zip(observers, state, strict=True):
-            vars(each).update(values)
-        return before
+        """Hand over to the source until it stops in a place or ends; its thread is a context of its own."""
+        if self._thread is None:
+            self._thread = Thread(
+                target=Context().run, args=(self._run, torch.get_num_threads()), daemon=True
+            )
+            self._thread.start()
+        else:
+            self._theirs.release()
+        self._mine.acquire()

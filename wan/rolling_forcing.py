@@ -17,14 +17,14 @@ from torch import Tensor
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import rolling_attention_size
 from wan.cache import Capacity, KVCache
-from wan.capture import Pass
 from wan.errors import ConfigError
-from wan.interventions import ACTIVE_EDITS
+from wan.interventions import active_edits
 from wan.keys import KeyLayout, Slot
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
 from wan.policies import PromptSwitch, WindowedPolicy
 from wan.rope import rotate
+from wan.sites import Pass, check_watchers, during, visit
 
 
 @dataclass
@@ -126,7 +126,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         It holds the cache and one window. Raises ConfigError for a given beginning, other prompts later,
         probes and edits.
         """
-        if num_given or prompt_schedule or probe or ACTIVE_EDITS.active:
+        if num_given or prompt_schedule or probe or active_edits():
             raise ConfigError(
                 "sampler rolling_forcing knows no given beginning, later prompts, probes or interventions; "
                 "take sampler blocks"
@@ -135,6 +135,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
         ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), levels + 1)
+        check_watchers(lambda: self.plan(num_frames))
         batch, _, _, height, width = noise.shape
         n, size = self.num_frame_per_block, self.attention_size
         policy, text = CleanFrames(window=n + size, sink=n), self.model.text_keys_values(prompt_embeds)
@@ -143,7 +144,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
 
         def forward(x: Tensor, t: Tensor, at: Pass) -> Tensor:
-            with ATTENTION_WEIGHT_CAPTURE.during(at):
+            with during(at):
                 flow = self.model(x, t, text, cache)
             if on_pass:
                 on_pass()
@@ -167,6 +168,8 @@ class RollingForcingPipeline(CausalInferencePipeline):
             for part, flow in zip(parts, flows, strict=True):
                 block, step, frames = part.block, part.step, blocks[part.block]
                 x0 = flow_to_x0(flow, window[block], self.sigmas[step])
+                with during(part):
+                    x0 = visit("x0", None, x0)
                 # 3. Each block goes on to its next lower level, unless it is at the last.
                 if step + 1 < levels:
                     window[block] = add_noise(x0, noise.fresh(step, frames), self.sigmas[step + 1])

@@ -48,7 +48,7 @@ class RotaryTable:
     ) -> tuple[Tensor, Tensor]:
         """Return cos and signed sin for rotate(), float32 [L, 1, D]; kept until others are asked for."""
         key = (tuple(frames), height, width, device)
-        if key not in self._last:
+        if (found := self._last.get(key)) is None:  # another thread may replace what is kept
             if isinstance(frames, range):  # made on the device: a copy from the host would wait for it
                 positions = torch.arange(frames.start, frames.stop, frames.step, device=device)
             else:
@@ -57,12 +57,11 @@ class RotaryTable:
             time, row, column = (self.freqs_cis(axis, p) for axis, p in enumerate((positions, rows, columns)))
             grid = (len(positions), height, width, -1)
             parts = time[:, None, None], row[None, :, None], column[None, None]
-            freqs_cis = torch.cat([part.expand(grid) for part in parts], -1).flatten(0, 2)[
-                :, None
-            ]  # [L, 1, D/2]
-            cos, sin = freqs_cis.real.float(), freqs_cis.imag.float()
-            self._last = {key: (cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2))}
-        return self._last[key]
+            turns = torch.cat([part.expand(grid) for part in parts], -1).flatten(0, 2)[:, None]  # [L, 1, D/2]
+            cos, sin = turns.real.float(), turns.imag.float()
+            found = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
+            self._last = {key: found}
+        return found
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

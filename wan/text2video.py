@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import Pass
 from wan.config import check_sampling
 from wan.errors import ConfigError
-from wan.interventions import ACTIVE_EDITS, BlockKeys, RolloutPlan
+from wan.interventions import BlockKeys, RolloutPlan
 from wan.model import TextKeysValues, WanModel
+from wan.sites import Pass, check_watchers, during
 
 if TYPE_CHECKING:
     from diffusers import UniPCMultistepScheduler
@@ -74,14 +74,13 @@ class TextToVideoPipeline:
         solver, timesteps = self.solver(), self.pass_timesteps
         ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, 1, len(timesteps))
         frames = tuple(range(noise.shape[1]))
-        if ACTIVE_EDITS.active:
-            ACTIVE_EDITS.check(self.plan(len(frames)))
+        check_watchers(lambda: self.plan(len(frames)))
         prompt, negative = map(self.model.text_keys_values, (prompt_embeds, negative_embeds))
 
         def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:
             t = x.new_full((x.shape[0], 1), timesteps[step])  # [B, 1]
             at = Pass(query_frames=frames, step=step, timestep=timesteps[step], branch=branch)
-            with ATTENTION_WEIGHT_CAPTURE.during(at):
+            with during(at):
                 return self.model.flow(x, t, text, frames=range(len(frames))).float()
 
         x = noise.float().transpose(1, 2)  # [B, C, F, h, w]

@@ -25,7 +25,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
-from wan.interventions import ACTIVE_EDITS, intervene
+from wan.interventions import active_edits, intervene
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 
@@ -97,7 +97,7 @@ def sample(
     noise, _ = draw_noise(replace(config, noise="seeded"), loaded.model_config, torch.float32, loaded.device)
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, loaded.model_config), intervene(*edits) if edits else nullcontext():
-        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
+        edits = active_edits()  # also those of one's own intervene() around this
         latents, calls, done = rollout.sample(pipeline, (prompt, negative), noise, [request], observer)
     common = loaded.common | {  # how it was sampled; the causal rollout's settings do not apply
         "orig_num_frames": base.num_video_frames,

@@ -6,6 +6,7 @@ The scripts are faces of this file and of cache_builders.py, which turns the res
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from contextvars import Context
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -27,12 +28,13 @@ from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, enco
 from experiments.extraction.provenance import fingerprint, identity, provenance
 from experiments.extraction.rollout import out_of_memory, roll_out
 from wan import checkpoint, parallel
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError, short_repr
 from wan.files import UnreadableError, load_tensors
-from wan.interventions import ACTIVE_EDITS, Ablate, Edit, Edits, Source, intervene
+from wan.interventions import Ablate, Edit, Edits, Source, active_edits, intervene
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
 from wan.noise import Noise, SeededNoise, TensorNoise, released_noise
@@ -42,6 +44,7 @@ from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch
 from wan.recorders import HeadOutputs, Key, ReferenceMeans, RunInStep, record_head_outputs
 from wan.rolling_forcing import RollingForcingPipeline
+from wan.sites import watchers
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 MEANS = Path("cache/reference_means")
@@ -285,7 +288,7 @@ def extract_next(
     inputs = {"prompt_embeds": prompt_embeds, "renoise": renoise, "prompt_schedule": loaded.switches(config)}
     edits = edits_of(config.interventions, "config")
     with threads_for(noise, loaded.model_config), edited(loaded, config, edits):
-        edits = ACTIVE_EDITS.edits  # also those of one's own intervene() around this
+        edits = active_edits()  # also those of one's own intervene() around this
         latents, records = roll_out(loaded.pipeline, noise, config.block_sizes, requests, observer, **inputs)
     common = loaded.common | {"prompt": config.prompt, "seed": config.seed}
     common["weights_sha256"], stopped = loaded.sha256.result(), ""
@@ -341,27 +344,43 @@ def _most_steps(config: RunConfig) -> int:
 # --- Edits of a rollout with what they need: means of a reference set, and runs in step
 @contextmanager
 def edited(loaded: LoadedModel, config: RunConfig, edits: Sequence[Edit]) -> Iterator[Edits | None]:
-    """Make edits while a rollout of config runs, with the means and the runs in step that they need."""
-    if not edits:
-        yield None
-        return
-    loaded.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
+    """Make edits while a rollout of config runs, with the means and the runs in step that they need.
+
+    Those of one's own intervene() around this get what they lack, too.
+    """
+    own = [one for one in watchers() if isinstance(one, Edits)]
+    lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
+    if edits:
+        loaded.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
+    with ExitStack() as stack:
+        data = data_of(loaded, config, [*edits, *lacking], stack)
+        for one in own:
+            stack.callback(setattr, one, "data", one.data)
+            one.data = {edit: data[edit] for edit in one.edits if edit in data} | one.data
+        yield stack.enter_context(intervene(*edits, data=data)) if edits else None
+
+
+def data_of(
+    loaded: LoadedModel, config: RunConfig, edits: Sequence[Edit], stack: ExitStack
+) -> dict[Edit, object]:
+    """Return what edits need beside the run itself, by edit; a stack stops the runs in step."""
     check_sources(edits, config)
     data: dict[Edit, object] = {}
     runs: dict[Source, RunInStep] = {}
-    with ExitStack() as stack:
-        for edit in edits:
-            source, how = source_of(edit), edit.how if isinstance(edit, Ablate) else None
-            if isinstance(source, Source):
-                if source not in runs:
-                    runs[source] = stack.enter_context(run_of(loaded, config, source))
-                data[edit] = runs[source]
-            elif how == "mean":
-                data[edit] = reference_means(loaded, config, source)
-            elif how == "frame_mean":
-                own = [one for one in data.values() if isinstance(one, HeadOutputs)]
-                data[edit] = own[0] if own else _head_outputs(loaded, config)
-        yield stack.enter_context(intervene(*edits, data=data))
+    outputs: dict[tuple[str, ...], HeadOutputs] = {}
+    for edit in edits:
+        source, how = source_of(edit), edit.how if isinstance(edit, Ablate) else None
+        if isinstance(source, Source):
+            if source not in runs:
+                runs[source] = stack.enter_context(run_of(loaded, config, source))
+            data[edit] = runs[source]
+        elif how == "mean":
+            data[edit] = reference_means(loaded, config, source, edit.sites)
+        elif how == "frame_mean":
+            if edit.sites not in outputs:
+                outputs[edit.sites] = _head_outputs(loaded, config, edit.sites)
+            data[edit] = outputs[edit.sites]
+    return data
 
 
 def run_of(loaded: LoadedModel, config: RunConfig, source: Source) -> RunInStep:
@@ -374,24 +393,32 @@ def run_of(loaded: LoadedModel, config: RunConfig, source: Source) -> RunInStep:
     return RunInStep(lambda: loaded.rollout(other))
 
 
-def _head_outputs(loaded: LoadedModel, config: RunConfig) -> HeadOutputs:
-    with record_head_outputs() as outputs:
-        loaded.rollout(config)
-    return outputs
+def _head_outputs(loaded: LoadedModel, config: RunConfig, sites: Sequence[str]) -> HeadOutputs:
+    def unedited() -> HeadOutputs:
+        with record_head_outputs(*sites) as outputs, ATTENTION_WEIGHT_CAPTURE.serving():
+            loaded.rollout(config)
+        return outputs
+
+    return Context().run(unedited)  # without anybody's edits
 
 
-def reference_means(loaded: LoadedModel, config: RunConfig, path: object = None) -> ReferenceMeans:
-    """Return mean head outputs over a config's reference_prompts, kept on disk, or a named file's."""
+def reference_means(
+    loaded: LoadedModel, config: RunConfig, path: object = None, sites: Sequence[str] = ("z",)
+) -> ReferenceMeans:
+    """Return mean outputs over a config's reference_prompts, kept on disk, or a named file's."""
     if isinstance(path, (str, Path)):
         return ReferenceMeans(_read_means(Path(path), loaded.model_config))
+    of_heads = set(sites) <= set(HeadOutputs.sites)
+    recorded = HeadOutputs.sites if of_heads else tuple(sites)
     plain = replace(config, prompt="", seed=0, prompt_schedule=None, interventions=[])
-    made_of = fingerprint(loaded.identity(plain, [], mean_seeds=MEANS_SEEDS))
+    others: dict[str, Any] = {} if of_heads else {"sites": recorded}
+    made_of = fingerprint(loaded.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
     kept = MEANS / f"{made_of}.pt"
     if kept.is_file():
         return ReferenceMeans(_read_means(kept, loaded.model_config, made_of))
     runs = [(prompt, seed) for prompt in config.reference_prompts for seed in MEANS_SEEDS]
     means = ReferenceMeans.over(
-        [_head_outputs(loaded, replace(plain, prompt=prompt, seed=seed)) for prompt, seed in runs]
+        [_head_outputs(loaded, replace(plain, prompt=prompt, seed=seed), recorded) for prompt, seed in runs]
     )
     values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
     with replacing(kept) as file:
@@ -416,8 +443,9 @@ def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, 
     except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
     wanted = [sizes.num_heads, sizes.head_dim]
-    for x in means.values():
-        if not isinstance(x, Tensor) or not x.is_floating_point() or list(x.shape[1:]) != wanted:
+    for (kind, *_), x in means.items():
+        fits = isinstance(x, Tensor) and x.is_floating_point()
+        if not fits or (kind in ("self", "cross") and list(x.shape[1:]) != wanted):
             raise ConfigError(
                 f"{path} holds no means of head outputs of this model's {wanted[0]} heads of {wanted[1]} "
                 "numbers; leave source out, or name another file"

@@ -111,6 +111,12 @@ def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
             require_means(source)
         if not isinstance(source, Source):
             continue
+        if (
+            source.prompt in (None, config.prompt)
+            and source.seed in (None, config.seed)
+            and source.weights in (None, config.checkpoint_path or "base")
+        ):
+            raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
         if config.offload and source.weights is None:
             raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {edit}")
         if source.weights not in (None, "base") and not Path(str(source.weights)).is_file():

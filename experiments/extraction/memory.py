@@ -16,13 +16,14 @@ from experiments.extraction.devices import encoding_device
 from experiments.extraction.provenance import vae_files
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
-from wan.capture import ALL, CaptureRequest, check_indices, queries_of
+from wan.capture import ALL, CaptureRequest, queries_of
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 from wan.offload import streamed_bytes
 from wan.reductions import CHUNK_ELEMENTS
 from wan.rope import RotaryTable
+from wan.sites import check_indices
 from wan.text_encoder import encoder_config, encoder_file
 from wan.vae import POSITIONS_AT_ONCE
 

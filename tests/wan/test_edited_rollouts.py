@@ -12,14 +12,15 @@ from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeli
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.interventions import (
-    ACTIVE_EDITS,
     Ablate,
     Bias,
+    Edits,
     InterventionError,
     Jitter,
     Knockout,
     Move,
     Patch,
+    active_edits,
     intervene,
 )
 from wan.model import WanModel
@@ -132,16 +133,16 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
     with intervene(outer) as session:
         alone = rollout(pipeline)
         with pytest.raises(RuntimeError, match="inside"), intervene(inner):
-            assert ACTIVE_EDITS.edits == [outer, inner]
+            assert active_edits() == [outer, inner]
             raise RuntimeError("inside")
-        assert ACTIVE_EDITS.edits == [outer] and torch.equal(rollout(pipeline), alone)
+        assert active_edits() == [outer] and torch.equal(rollout(pipeline), alone)
         with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"), intervene(inner):
             rollout(pipeline)
     assert session.changed == [3 * MODEL_LAYERS * 5]  # three rollouts, one block of two with a past, 5 passes
-    monkeypatch.setattr(ACTIVE_EDITS, "apply", None)
+    monkeypatch.setattr(Edits, "visit", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not ACTIVE_EDITS.active and torch.equal(rollout(pipeline), plain)
+        assert not active_edits() and torch.equal(rollout(pipeline), plain)
 
 
 @pytest.mark.parametrize("window", [{}, {"local_attn_size": 5, "sink_size": 1}], ids=["full", "window"])

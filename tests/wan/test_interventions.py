@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import Pass, Site
+from wan.capture import Call
+from wan.errors import ConfigError
 from wan.interventions import (
     Ablate,
     Band,
@@ -26,6 +27,7 @@ from wan.interventions import (
     intervene,
 )
 from wan.keys import MIXED, KeyLayout, Slot
+from wan.sites import Pass, Site, Where
 
 # --- Values. A new edit has a row here
 EDITS = [
@@ -86,7 +88,9 @@ REFUSED = {
     "resample, and nothing else, takes a source": lambda: Ablate("resample", passes="all"),
     "takes a source of prompt, seed or weights": lambda: Ablate("zero", Source(seed=1), passes="all"),
     "takes no file of means": lambda: Ablate("frame_mean", "means.pt", passes="all"),
-    "what 'k' is not one of z, qk, kv": lambda: Patch("k", Source(seed=1), passes="all"),
+    "'residpost' is no site; did you mean resid_post": lambda: Patch(
+        "residpost", Source(seed=1), passes="all"
+    ),
     "Patch takes a source": lambda: Patch("z", None, passes="all"),
     "frames are of what='kv'": lambda: Patch("z", Source(seed=1), frames=[0], passes="all"),
     "what='kv' is of cached frames": lambda: Patch("kv", Source(seed=1), attention="cross", passes="all"),
@@ -227,14 +231,14 @@ def test_a_call_on_a_device_is_edited(device):
 
 def test_ablated_heads_are_replaced_and_the_others_keep_their_bits():
     class Means:
-        def of(self, site, at):
+        def of(self, where):
             return torch.arange(2.0 * HEADS * DIM).view(1, 2, HEADS, DIM)
 
     plain = attention(*inputs(), SITE, layout=LAYOUT)
     edit = Ablate("mean", heads=[1], passes="all")
     out, call = run(edit, data={edit: Means()})
     assert torch.equal(out[:, :, [0, 2]], plain[:, :, [0, 2]]) and "attended" not in call
-    expected = Means().of(SITE, HERE)[:, :, 1].repeat_interleave(S, 1).expand(2, -1, -1)
+    expected = Means().of(HERE)[:, :, 1].repeat_interleave(S, 1).expand(2, -1, -1)
     assert torch.equal(out[:, :, 1], expected)
     assert (run(Ablate("zero", passes="all"))[0] == 0).all()
 
@@ -242,12 +246,12 @@ def test_ablated_heads_are_replaced_and_the_others_keep_their_bits():
 class OtherRun:
     """The same call of another run, with tensors that this file made."""
 
-    q, k, v = (x.flip(0) + 0.5 for x in inputs())
-    z = torch.full_like(q, 7.0)
     layout = LAYOUT
 
-    def call(self, site, at, of_heads=None):
-        return self
+    def value(self, where):
+        if where.site == "z":
+            return torch.full_like(inputs()[0], 7.0)
+        return Call(SITE, HERE, *(x.flip(0) + 0.5 for x in inputs()), self.layout)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,8 @@ def test_patched_heads_against_float64(what, frames, taken, slots):
     for name in taken:
         rows = torch.arange(len(OWN) * S) if name == "q" else keys
         for head in (0, 2):
-            mixed[name][:, rows, head] = getattr(source, name)[:, rows, head]
+            theirs = getattr(source.value(Where("self", 2, HERE)), name)
+            mixed[name][:, rows, head] = theirs[:, rows, head]
     edit = Patch(what, {"seed": 1}, frames=frames, heads=[0, 2], passes="all")
     check(run(edit, data={edit: source}), *mixed.values())
     for edit in (
@@ -411,12 +416,12 @@ def test_a_call_that_is_not_selected_keeps_its_bits_and_an_edit_without_calls_wa
 
 def test_an_edit_needs_the_pass_and_what_it_takes_its_values_from():
     knockout = Knockout(frames=0, passes="all")
-    with pytest.raises(InterventionError, match="needs to know the pass"), intervene(knockout):
+    with pytest.raises(ConfigError, match="needs to know the pass"), intervene(knockout):
         attention(*inputs(), SITE, layout=LAYOUT)
     with pytest.raises(ValueError, match="mask takes none"), intervene(knockout):
         attention(*inputs(), SITE, torch.ones(10, 30, dtype=torch.bool), LAYOUT)
     for edit in (Ablate("mean", passes="all"), Patch("z", {"seed": 1}, passes="all")):
-        with pytest.raises(InterventionError, match="needs data"), intervene(edit):
-            pass
+        with pytest.raises(InterventionError, match="needs data"):
+            run(edit)
     with pytest.raises(InterventionError, match="intervene takes"), intervene():
         pass

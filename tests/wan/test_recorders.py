@@ -1,8 +1,8 @@
 """Outputs of heads and their means against sums by hand, and patches from a second run in step."""
 
 import threading
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +10,12 @@ from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
-from wan.interventions import ACTIVE_EDITS, Ablate, InterventionError, Patch, Source, intervene
+from wan.interventions import Ablate, InterventionError, Patch, Source, intervene
 from wan.offload import StreamedBlocks
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 from wan.recorders import HeadOutputs, ReferenceMeans, RunInStep, record_head_outputs
+from wan.sites import Pass, Where, watchers
 
 FRAMES, TOKENS, HEADS = 3, 5, 4
 CHOSEN = {"layers": [1], "heads": [2], "blocks": [1], "steps": [1], "passes": "denoise"}
@@ -22,25 +23,19 @@ OTHER = Source(seed=2)
 
 
 # --- Outputs of heads
-@pytest.mark.parametrize("groups", [None, [(1,), (3, 0), (2,)]], ids=["all heads", "heads by groups"])
-def test_means_and_sizes_are_those_of_every_token(groups):
+def test_means_and_sizes_are_those_of_every_token():
     z = torch.randn(2, FRAMES * TOKENS, HEADS, 6, generator=torch.Generator().manual_seed(0))
-    at = SimpleNamespace(query_frames=range(FRAMES), block=1, step=0, branch="cond")
-    site, outputs = SimpleNamespace(kind="self", layer=2), HeadOutputs()
-    for group in groups or [None]:
-        part = z if group is None else z[:, :, list(group)]
-        call = SimpleNamespace(site=site, at=at, of_heads=group, layer_heads=HEADS)
-        assert outputs._keep(call, part) is part
+    at, outputs = Pass(query_frames=range(FRAMES), block=1), HeadOutputs()
+    outputs.visit(z, Where("z", 2, at))
     where = (("self", 2, 0, "cond"), 1)
     assert set(outputs.means) == set(outputs.norms) == {where}
     tokens = z.double().unflatten(1, (FRAMES, TOKENS))
     torch.testing.assert_close(outputs.means[where].double(), tokens.mean(2), atol=1e-6, rtol=0)
     sizes = (tokens**2).sum(-1).sqrt().mean(2)
     torch.testing.assert_close(outputs.norms[where].double(), sizes, atol=1e-6, rtol=0)
-    assert outputs.of(site, at) is outputs.means[where]
-    at.block = 2
+    assert outputs.of(Where("z", 2, at)) is outputs.means[where]
     with pytest.raises(InterventionError, match="layer 2, block 2, step 0: no output was recorded"):
-        outputs.of(site, at)
+        outputs.of(Where("z", 2, replace(at, block=2)))
 
 
 def test_a_place_that_few_blocks_have_is_a_mean_of_these():
@@ -140,7 +135,7 @@ def test_nothing_is_left_behind_also_where_the_edited_run_fails():
         pipeline.model.blocks[1].register_forward_pre_hook(fail_in_main)
         of_seed(pipeline, 1)()
     assert threading.active_count() == before and ATTENTION_WEIGHT_CAPTURE.now is None
-    assert not ACTIVE_EDITS.active and not ATTENTION_WEIGHT_CAPTURE.active
+    assert not watchers() and not ATTENTION_WEIGHT_CAPTURE.active
 
 
 def no_weights():
@@ -156,7 +151,7 @@ def wider():
 @pytest.mark.parametrize(
     "source, message",
     [
-        (of_seed(tiny_pipeline(), 2, frames=3), "the source has no call of layer 1, block 1, step 1"),
+        (of_seed(tiny_pipeline(), 2, frames=3), "the source has no (self|z): layer 1, block 1, step 1"),
         (wider, "the source's call is of another shape"),
         (no_weights, "no weights"),  # its own error reaches whoever waits for it
     ],

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.cache import KVCache, PerHeadCache
-from wan.interventions import ACTIVE_EDITS
 from wan.kernels import fused_kernels
 from wan.keys import KeyLayout
 from wan.model import (
@@ -41,6 +40,7 @@ from wan.model import (
     modulations_in,
     multiply,
 )
+from wan.sites import is_hidden
 
 Replay = Callable[[], None]
 Rows = tuple[Modulation, Modulation]  # of self-attention and of the FFN
@@ -235,7 +235,9 @@ class ReplayedBlock:
         layout: KeyLayout | None = None,
     ) -> Tensor:
         wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
-        watched = torch.is_grad_enabled() or ACTIVE_EDITS.active or wants_text  # by who needs the call itself
+        watched = (
+            torch.is_grad_enabled() or is_hidden(self.block.layer) or wants_text
+        )  # by who needs the call
         if kv_cache is None or mask is not None or watched:
             return self.eager(x, time, rope, text, kv_cache, mask, layout)
         attn = self.block.self_attn

@@ -1,0 +1,305 @@
+"""Name every activation of the model, and let others see it, or change it, on its way.
+
+The model calls visit(site, layer, x) where an activation is made. Nothing happens until somebody watches:
+
+    with watched(watcher):  # watcher.visit(x, where) returns what takes the place of x, or None
+        pipeline.inference(...)
+
+Edits (wan/interventions.py), recorders (wan/recorders.py) and SiteCapture are watchers. Each belongs to the
+context (contextvars) that opened it, so threads do not see each other's.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from wan.errors import ConfigError, did_you_mean
+from wan.keys import HeadShard
+
+# Site -> axes. B batch, L tokens of the call, K keys that it sees, T prompt tokens, H heads, D head dim,
+# F frames of the call (1 where all have one timestep), C channels, h and w of a latent frame.
+SITES: dict[str, str] = {
+    "resid_pre": "B L dim",  # residual stream before the layer
+    "resid_mid": "B L dim",  # after self-attention
+    "resid_cross": "B L dim",  # after cross-attention
+    "resid_post": "B L dim",  # after the MLP
+    "attn_out": "B L dim",  # self-attention's output, before its gate
+    "cross_out": "B L dim",  # cross-attention's, which has no gate
+    "mlp_pre": "B L ffn_dim",  # before the GELU
+    "mlp_post": "B L ffn_dim",  # behind it
+    "mlp_out": "B L dim",  # before its gate
+    "q": "B L H D",  # normed, before RoPE
+    "k": "B L H D",  # likewise, of the call's own tokens
+    "q_rot": "B L H D",  # after RoPE
+    "k_rot": "B L H D",
+    "v": "B L H D",
+    "z": "B L H D",  # what each head saw, before the projection o
+    "scores": "B H L K",  # logits q·k/√D, edits of keys included
+    "pattern": "B H L K",  # their softmax
+    "cross_q": "B L H D",
+    "cross_k": "B T H D",
+    "cross_v": "B T H D",
+    "cross_z": "B L H D",
+    "cross_scores": "B H L T",
+    "cross_pattern": "B H L T",
+    "mod_shift": "B F 2 dim",  # AdaLN: of self-attention's input (0) and of the MLP's (1)
+    "mod_scale": "B F 2 dim",
+    "mod_gate": "B F 2 dim",  # of their outputs
+    "x_t": "B F C h w",  # noisy latents, the forward's input
+    "flow": "B F C h w",  # its output
+    "x0": "B F C h w",  # the clean latents that the flow points to
+}
+CALLS = ("self", "cross")  # visited too: a whole attention call (wan.capture.Call) before its softmax
+OF_FORWARD = ("x_t", "flow", "x0")  # of no layer
+OF_HEADS = frozenset(name for name, axes in SITES.items() if "H" in axes)
+BESIDE_GRAPHS = frozenset({*OF_FORWARD, "z", "scores", "pattern"})  # which no CUDA graph hides
+WHOLE_ON_EACH_GPU = frozenset(
+    {*CALLS, *OF_FORWARD, "z", "cross_z"}
+)  # of other sites several GPUs share tokens
+
+
+# --- Who calls, and in which forward
+@dataclass(frozen=True)
+class Site:
+    """An attention module of the model: its transformer layer, counted from 0, and what it attends to."""
+
+    layer: int
+    kind: Literal["self", "cross"]
+    shard: HeadShard | None = field(default=None, compare=False, repr=False)  # where not all heads are here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward of the model as the sampler announces it. Frames are global latent frame indices."""
+
+    query_frames: tuple[int, ...]
+    block: int = 0
+    step: int = 0  # index of the pass within its block; -1 where a switch of prompts computes the cache again
+    timestep: float = 0.0
+    is_clean_pass: bool = False
+    branch: str = "cond"  # classifier-free guidance runs a second branch, "uncond"
+    parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
+    levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place of an activation: its site, layer (None for x_t, flow, x0) and pass."""
+
+    site: str
+    layer: int | None
+    at: Pass
+    shard: HeadShard | None = field(default=None, compare=False, repr=False)
+    of_heads: tuple[int, ...] | None = None  # the heads of a call that has some of a layer's
+
+    block = property(lambda self: self.at.block)
+    step = property(lambda self: self.at.step)
+    frames = property(lambda self: self.at.query_frames)
+    timestep = property(lambda self: self.at.timestep)
+    is_clean_pass = property(lambda self: self.at.is_clean_pass)
+    branch = property(lambda self: self.at.branch)
+
+    def __str__(self) -> str:
+        of_layer = "" if self.layer is None else f"layer {self.layer}, "
+        return f"{self.site}: {of_layer}block {self.block}, step {self.step}"
+
+
+class Watcher:
+    """See, and perhaps change, activations while installed."""
+
+    def visit(self, x: Any, where: Where) -> Any:
+        """Return what takes the place of x, or None."""
+
+    def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
+        """Return whether a site is looked at; those that take work are made for who wants them alone."""
+        return False
+
+    def hides(self, layer: int, at: Pass | None) -> bool:
+        """Return whether a layer must run without CUDA graphs."""
+        return True
+
+    def check(self, plan: Any) -> None:
+        """Raise ConfigError where it does not fit the rollout (RolloutPlan) that is about to run."""
+
+
+_WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
+_PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
+
+
+@contextmanager
+def watched(*watchers: Watcher) -> Iterator[None]:
+    """Let watchers see all activations while the context lasts, from the outermost in."""
+    before = _WATCHERS.get()
+    _WATCHERS.set((*before, *watchers))
+    try:
+        yield
+    finally:
+        _WATCHERS.set(before)
+
+
+@contextmanager
+def during(at: Pass) -> Iterator[None]:
+    """Announce the forward that runs inside this context."""
+    before = _PASS.get()
+    _PASS.set(at)
+    try:
+        yield
+    finally:
+        _PASS.set(before)
+
+
+def now() -> Pass | None:
+    """Return the forward that runs, as the sampler announced it."""
+    return _PASS.get()
+
+
+def watchers() -> tuple[Watcher, ...]:
+    """Return all that watch in this context, from the outermost in."""
+    return _WATCHERS.get()
+
+
+def wanted(site: str, layer: int | None) -> bool:
+    """Return whether somebody looks at a site in this pass."""
+    return any(watcher.wants(site, layer, _PASS.get()) for watcher in _WATCHERS.get())
+
+
+def visit(site: str, layer: int | None, x: Any, shard: HeadShard | None = None, of_heads: Any = None) -> Any:
+    """Show an activation to all watchers -> x, or what takes its place."""
+    for watcher in _WATCHERS.get():
+        if (at := _PASS.get()) is None:
+            raise ConfigError(
+                "whoever watches or edits needs to know the pass of each call: run the model through the "
+                "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
+            )
+        changed = watcher.visit(x, Where(site, layer, at, shard, of_heads))
+        x = x if changed is None else changed
+    return x
+
+
+def is_hidden(layer: int) -> bool:
+    """Return whether CUDA graphs would hide a layer from somebody in this pass."""
+    return any(watcher.hides(layer, _PASS.get()) for watcher in _WATCHERS.get())
+
+
+def check_watchers(plan: Callable[[], Any]) -> None:
+    """Raise ConfigError where a watcher does not fit the rollout that is about to run."""
+    if watching := _WATCHERS.get():
+        planned = plan()
+        for watcher in watching:
+            watcher.check(planned)
+
+
+def check_site(name: Any) -> str:
+    """Return the name of a site. ConfigError for others, with the nearest."""
+    if not isinstance(name, str) or name not in SITES:
+        raise ConfigError(f"{name!r} is no site{did_you_mean(name, SITES)}")
+    return name
+
+
+def check_indices(name: str, chosen: Collection[int] | None, count: int | None) -> None:
+    """Raise ValueError for a chosen index that is not in 0..count - 1."""
+    for index in chosen or ():
+        if count is not None and not 0 <= index < count:
+            raise ValueError(f"{name} {index} is not in 0..{count - 1}")
+
+
+# --- Capture of any site
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """An activation that was kept, and where it was."""
+
+    where: Where
+    value: Tensor
+
+
+Reduce = Callable[[Tensor, Where], Tensor]
+
+
+@dataclass(eq=False)
+class SiteCapture(Watcher):
+    """Keep activations of some sites; None selects all, step -1 excepted.
+
+    frames are kept of sites with tokens, heads of sites with heads. reduce(x, where) makes what is kept of
+    what was chosen. to: a device, or None to stay. on_block is called with what a block gave, when the next
+    begins, and takes it away.
+    """
+
+    sites: tuple[str, ...]
+    layers: Collection[int] | None = None
+    blocks: Collection[int] | None = None
+    steps: Collection[int] | None = None
+    frames: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    to: str | None = "cpu"
+    dtype: torch.dtype | None = None
+    reduce: Reduce | None = None
+    on_block: Callable[[list[Activation]], None] | None = None
+    kept: list[Activation] = field(default_factory=list)
+
+    def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
+        return (
+            site in self.sites
+            and at is not None
+            and (layer is None or self.layers is None or layer in self.layers)
+            and (self.blocks is None or at.block in self.blocks)
+            and (at.step >= 0 if self.steps is None else at.step in self.steps)
+            and (self.frames is None or not {*self.frames}.isdisjoint(at.query_frames))
+        )
+
+    def hides(self, layer: int, at: Pass | None) -> bool:
+        return any(self.wants(site, layer, at) for site in self.sites if site not in BESIDE_GRAPHS)
+
+    def check(self, plan: Any) -> None:
+        check_sites(self.sites, plan)
+        check_indices("layer", self.layers, plan.num_layers)
+        check_indices("block", self.blocks, len(plan.blocks))
+        check_indices("step", self.steps, plan.num_steps + 1)
+        check_indices("head", self.heads, plan.num_heads)
+
+    def visit(self, x: Tensor, where: Where) -> None:
+        if not self.wants(where.site, where.layer, where.at):
+            return
+        if self.on_block and self.kept and self.kept[-1].where.block != where.block:
+            self.flush()
+        value = self.chosen(x.detach(), where)
+        if self.reduce:
+            value = self.reduce(value.clone(), where)
+        if self.dtype:
+            value = value.to(self.dtype)
+        is_copy = self.to is not None and torch.device(self.to).type != value.device.type
+        # a value that stays must not be overwritten by the layers to come
+        value = value.contiguous().to(self.to, non_blocking=True) if is_copy else value.clone()
+        self.kept.append(Activation(where, value))
+
+    def chosen(self, x: Tensor, where: Where) -> Tensor:
+        """Return the frames and heads of an activation that were asked for."""
+        axes, F = SITES[where.site].split(), len(where.frames)
+        for axis, name in enumerate(axes):
+            if name == "H" and self.heads is not None:
+                x = x.index_select(axis, torch.tensor(self.heads, device=x.device))
+            of_frames = name == "L" or (name == "F" and x.shape[axis] == F)
+            if of_frames and self.frames is not None:
+                rows = [n for n, frame in enumerate(where.frames) if frame in self.frames]
+                by_frame = x.unflatten(axis, (F, -1))
+                x = by_frame.index_select(axis, torch.tensor(rows, device=x.device)).flatten(axis, axis + 1)
+        return x
+
+    def flush(self) -> None:
+        """Wait for what is on its way to the host, and hand it on where somebody takes it."""
+        if any(one.value.is_pinned() for one in self.kept if one.value.device.type == "cpu"):
+            torch.cuda.synchronize()
+        if self.on_block and self.kept:
+            self.on_block(self.kept)
+            self.kept = []
+
+
+def check_sites(sites: Collection[str], plan: Any) -> None:
+    """Raise ConfigError for sites whose tokens several GPUs share."""
+    if plan.splits_tokens and (lost := sorted(set(sites) - WHOLE_ON_EACH_GPU)):
+        known = ", ".join(sorted(WHOLE_ON_EACH_GPU - {*CALLS}))
+        raise ConfigError(f"several GPUs share the tokens of {lost[0]}: take one GPU, or one of {known}")
