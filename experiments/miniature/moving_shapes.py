@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -270,13 +270,16 @@ def render_table(table: Tensor, frames: int, size: int) -> Tensor:
     return 2 * video - 1
 
 
-def coverage(centre: Tensor, radius: Tensor, kind: Tensor, size: int) -> Tensor:
-    """Return pixels' shares that outlines cover: centre [..., 2], radius, number [...] -> [..., H, W]."""
+def coverage(centre: Tensor, radius: Tensor, kind: Tensor | int, size: int) -> Tensor:
+    """Return pixels' shares that outlines cover: centre [..., 2], radius [...] -> [..., H, W].
+
+    kind: the number of the outline, of all or [...].
+    """
     axis = (torch.arange(size, device=centre.device) + 0.5) / size
     x = axis - centre[..., 0, None, None]  # [..., 1, W]
     y = axis[:, None] - centre[..., 1, None, None]  # [..., H, 1]
-    distance = _signed_distance(x, y, radius[..., None, None], kind[..., None, None])
-    return (0.5 - distance * size).clamp(0, 1)
+    kinds = kind if isinstance(kind, int) else kind[..., None, None]
+    return (0.5 - _signed_distance(x, y, radius[..., None, None], kinds) * size).clamp(0, 1)
 
 
 def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -> Tensor:
@@ -287,20 +290,22 @@ def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -
     return margin + room - (path % (2 * room) - room).abs()
 
 
-def _signed_distance(x: Tensor, y: Tensor, radius: Tensor, kind: Tensor) -> Tensor:
+def _signed_distance(x: Tensor, y: Tensor, radius: Tensor, kind: Tensor | int) -> Tensor:
     """Return the distance to outlines by number, negative inside; [..., H, W]. The last two are walls."""
     ax, ay = x.abs(), y.abs()
     long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
-    outlines = (
-        torch.hypot(x, y) - 0.95 * radius,
-        long - 0.82 * radius,
-        torch.maximum(0.87 * ax - 0.5 * y, y) - 0.55 * radius,
-        (ax + ay - 1.1 * radius) / math.sqrt(2),
-        torch.maximum(long - radius, short - 0.36 * radius),
-        ax - radius,
-        ay - radius,
+    outlines: tuple[Callable[[], Tensor], ...] = (
+        lambda: torch.hypot(x, y) - 0.95 * radius,
+        lambda: long - 0.82 * radius,
+        lambda: torch.maximum(0.87 * ax - 0.5 * y, y) - 0.55 * radius,
+        lambda: (ax + ay - 1.1 * radius) / math.sqrt(2),
+        lambda: torch.maximum(long - radius, short - 0.36 * radius),
+        lambda: ax - radius,
+        lambda: ay - radius,
     )
-    distance = outlines[0].expand_as(outlines[1])
+    if isinstance(kind, int):
+        return outlines[kind]()
+    distance = outlines[0]().expand(torch.broadcast_shapes(long.shape, radius.shape))
     for k, outline in enumerate(outlines[1:], 1):
-        distance = torch.where(kind == k, outline, distance)
+        distance = torch.where(kind == k, outline(), distance)
     return distance

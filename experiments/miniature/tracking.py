@@ -59,12 +59,12 @@ def held_out_scenes(kinds: Iterable[str], count: int) -> list[Scene]:
 
 @dataclass(frozen=True)
 class Track:
-    """One shape through a video: where and how large it is, its colour and outline in each frame."""
+    """One shape through a video: where and how large it is, its colour and coverage in each frame."""
 
     centre: Tensor  # [F, 2] (x, y)
     area: Tensor  # [F], share of the picture
     color: Tensor  # [F, 3], NaN where nothing is seen
-    likeness: Tensor  # [F, shapes]: soft intersection over union with each outline at its place and area
+    alpha: Tensor  # [F, H, W], share of each pixel
 
     @property
     def seen(self) -> Tensor:
@@ -78,8 +78,21 @@ class Track:
 
     def shape_name(self, frames: slice | Tensor = slice(None)) -> str | None:
         """The outline that fits best over these frames."""
-        likeness = self.likeness[frames][self.seen[frames]]
-        return SHAPES[int(likeness.mean(0).argmax())] if len(likeness) else None
+        chosen = torch.zeros_like(self.seen)
+        chosen[frames] = self.seen[frames]
+        return SHAPES[int(self.likeness(chosen).mean(0).argmax())] if chosen.any() else None
+
+    def likeness(self, frames: Tensor) -> Tensor:
+        """Return soft intersections over union with outlines at the shape's place and area [n, shapes]."""
+        alpha, centre, area, likeness = self.alpha[frames], self.centre[frames], self.area[frames], []
+        for number in range(len(SHAPES)):
+            unit_area, drop = _outline(number)
+            radius = (area / unit_area).sqrt()
+            place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
+            template = coverage(place, radius, number, alpha.shape[-1])
+            union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
+            likeness.append(torch.minimum(alpha, template).sum((1, 2)) / union)
+        return torch.stack(likeness, 1)
 
     @property
     def direction(self) -> str | None:
@@ -122,11 +135,12 @@ def background(video: Tensor, sight: Tensor) -> Tensor:
     return video.transpose(0, 1)[:, :, sight].flatten(1).median(1).values
 
 
-def track(video: Tensor, sight: Tensor) -> Track:
-    """Track the one shape that differs from the background."""
-    ground = background(video, sight)
+def track(video: Tensor, sight: Tensor, ground: Tensor | None = None) -> Track:
+    """Track the one shape that differs from the background, or from another colour `ground` [3]."""
+    ground = background(video, sight) if ground is None else ground
     difference = video - ground[:, None, None]
-    core = _shrunk((difference.norm(dim=1) > DIFFERS) & sight)  # [F, H, W]
+    red, green, blue = difference.unbind(1)  # a norm over a dimension that is not the last is slow
+    core = _shrunk(((red * red + green * green + blue * blue).sqrt() > DIFFERS) & sight)  # [F, H, W]
     color = torch.stack(
         [
             frame[:, mask].median(1).values if mask.any() else torch.full((3,), torch.nan)
@@ -160,30 +174,20 @@ def _grown(mask: Tensor, pixels: int = 2) -> Tensor:
 
 
 def _measure(alpha: Tensor, color: Tensor) -> Track:
-    """Measure place, area and outlines of coverage alpha [F, H, W]."""
-    size = alpha.shape[-1]
-    axis = (torch.arange(size) + 0.5) / size
+    """Measure place and area of coverage alpha [F, H, W]."""
+    axis = (torch.arange(alpha.shape[-1]) + 0.5) / alpha.shape[-1]
     weight = alpha.sum((1, 2)).clamp(min=1e-6)
     centre = (
         torch.stack([(alpha * axis).sum((1, 2)), (alpha * axis[:, None]).sum((1, 2))], 1) / weight[:, None]
     )
-    area = alpha.mean((1, 2))
-    likeness = []
-    for number in range(len(SHAPES)):
-        unit_area, drop = _outline(number)
-        radius = (area / unit_area).sqrt()
-        place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
-        template = coverage(place, radius, torch.full_like(radius, number), size)
-        union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
-        likeness.append(torch.minimum(alpha, template).sum((1, 2)) / union)
-    return Track(centre, area, color, torch.stack(likeness, 1))
+    return Track(centre, alpha.mean((1, 2)), color, alpha)
 
 
 @cache
 def _outline(number: int) -> tuple[float, float]:
     """Return the area of a shape of radius 1, and how far its centre of mass is below its centre."""
     radius = 0.4
-    alpha = coverage(torch.tensor([0.5, 0.5]), torch.tensor(radius), torch.tensor(number), 512)
+    alpha = coverage(torch.tensor([0.5, 0.5]), torch.tensor(radius), number, 512)
     rows = (torch.arange(512) + 0.5) / 512 - 0.5
     return alpha.mean().item() / radius**2, ((alpha * rows[:, None]).sum() / alpha.sum()).item() / radius
 
@@ -196,10 +200,11 @@ def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     if scene.kind == "crossing":
         return _judge_crossing(video, scene)
     sight = in_sight(scene, video.shape[-1])
-    mover, shape = scene.movers[0], track(video, sight)
+    ground = background(video, sight)
+    mover, shape = scene.movers[0], track(video, sight, ground)
     before = slice(0, FPS) if scene.wall else slice(None)  # later, the wall cuts its outline
     result = {
-        "background": nearest(background(video, sight), BACKGROUNDS) == scene.background,
+        "background": nearest(ground, BACKGROUNDS) == scene.background,
         "shape": shape.shape_name(before) == mover.shape,
         "direction": shape.direction == mover.direction,
     }
