@@ -43,27 +43,31 @@ Head = tuple[int, int]  # layer, head
 NumberedScenes = list[tuple[int, Scene]]
 
 
+def frame_matrices(runs: Runs, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean logits and mass of a pass of unedited runs, float64 [R, layers, H, F, F]; NaN: not seen."""
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=[step]) as calls:
+        runs.inference()
+    model, frames = runs.session.model_config, runs.configs[0].num_frames
+    shape = len(runs.configs), model.num_layers, model.num_heads, frames, frames
+    logits, mass = (np.full(shape, np.nan) for _ in range(2))
+    for call in calls:
+        assert call.at is not None and call.layout is not None
+        rows, columns = np.array(call.at.query_frames)[:, None], np.array(call.layout.frames)
+        for matrix, name in ((logits, "frame_logits"), (mass, "frame_mass")):
+            matrix[:, call.site.layer][:, :, rows, columns] = call.values[name].double().numpy()
+    return logits, mass
+
+
 def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
     """Measure what heads attend to in unedited runs -> means over frames, [steps, R, layers, H]."""
-    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=steps) as calls:
-        runs.inference()
     found: dict[str, list[np.ndarray]] = {S: [], MASS_0: [], MASS_PAST: [], RATE: []}
     sizes = runs.configs[0].block_sizes
     past = context_cells(sizes)  # [F, F]
-    layers = sorted({call.site.layer for call in calls})
-    shape = len(layers), *calls[0].values["frame_logits"].shape[:2], *past.shape  # layers, R, H, F, F
     for step in steps:
-        logits, mass = (torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2))
-        for call in calls:
-            if call.at is not None and call.layout is not None and call.at.step == step:
-                rows, columns = torch.tensor(call.at.query_frames)[:, None], torch.tensor(call.layout.frames)
-                layer = layers.index(call.site.layer)
-                logits[layer][:, :, rows, columns] = call.values["frame_logits"].double()
-                mass[layer][:, :, rows, columns] = call.values["frame_mass"].double()
-        by_run = logits.transpose(0, 1).numpy()
-        of_past = np.where(past, mass.transpose(0, 1).numpy(), 0)[..., past.any(1), :]
-        found[S].append(first_frame_effect(by_run, sizes).effect)
-        found[RATE].append(sign_rate(by_run[..., past]))
+        logits, mass = frame_matrices(runs, step)
+        of_past = np.where(past, mass, 0)[..., past.any(1), :]
+        found[S].append(first_frame_effect(logits, sizes).effect)
+        found[RATE].append(sign_rate(logits[..., past]))
         found[MASS_0].append(of_past[..., 0].mean(-1))
         found[MASS_PAST].append(of_past.sum(-1).mean(-1))
     return {name: np.stack(values) for name, values in found.items()}

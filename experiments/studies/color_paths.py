@@ -1,0 +1,281 @@
+"""Trace by path patching which heads carry a hidden shape's colour to the block in which it returns.
+
+Two runs of one noise differ in the colour that the caption names for block 0. After that both have the
+caption without a colour: what differs later is carried by cached keys and values. Those of one run are
+patched into the other, a head at a time, and x0 of the returning block is denoised again: 0 is no change, 1
+the other run's x0. Only pairs whose shape hides and returns in the same blocks are compared.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from math import dist
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.extraction.causal import LoadedModel, draw_noise
+from experiments.extraction.devices import threads_for
+from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, MIN_CONTRAST, Scene
+from experiments.miniature.tracking import EvalPool
+from experiments.studies.head_memory import hidden_frames, return_block
+from experiments.studies.hidden_shapes import Head, NumberedScenes
+from wan.blocks import block_ranges
+from wan.capture import Call, Pass, Site
+from wan.config import RunConfig
+from wan.interventions import ACTIVE_EDITS, CallHook, Edit, Patch, Source, intervene
+from wan.policies import PromptSwitch
+from wan.vae import VAE
+
+OTHER = Source(prompt="the other colour")  # a name: its calls are given as data
+Frames = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class RecordedCalls(CallHook):
+    """Self-attention calls of one pass of every block, with z; a policy that keeps all leaves them valid."""
+
+    step: int
+    calls: dict[tuple[int, int], Call] = field(default_factory=dict)
+
+    def apply(self, call: Call) -> None:
+        if call.site.kind == "self" and call.at is not None and call.at.step == self.step:
+            self.calls[call.site.layer, call.at.block] = call
+            call.after.append(lambda z: self._keep(call, z))
+
+    def call(self, site: Site, at: Pass, of_heads: Any = None) -> Call:
+        """Return the recorded call of a layer and block, whatever the step: the past is the same in all."""
+        return self.calls[site.layer, at.block]
+
+    @staticmethod
+    def _keep(call: Call, z: Tensor) -> Tensor:
+        call.z = z
+        return z
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two colours for the first mover of a scene, and the seed of their noise."""
+
+    scene: Scene
+    seed: int
+    colors: tuple[str, str]
+
+    def captions(self) -> tuple[str, str]:
+        """Return the captions of block 0."""
+        movers = (replace(self.scene.movers[0], color=color) for color in self.colors)
+        return tuple(  # type: ignore[return-value]
+            replace(self.scene, movers=(mover,), unnamed_color=False).caption for mover in movers
+        )
+
+
+def pairs_of(scenes: NumberedScenes) -> list[Pair]:
+    """Return, for every scene, the two colours that stand out most from background, wall and each other."""
+    found = []
+    for seed, scene in scenes:
+        behind = BACKGROUNDS[scene.background], COLORS[scene.wall or "white"]
+        far = [c for c, rgb in COLORS.items() if min(dist(rgb, other) for other in behind) >= MIN_CONTRAST]
+        apart = [(dist(COLORS[a], COLORS[b]), a, b) for a in far for b in far if a < b]
+        if apart:
+            found.append(Pair(scene, seed, max(apart)[1:]))
+    return found
+
+
+@dataclass
+class ColorPaths:
+    """A batch of pairs: noise, texts, and the two unedited rollouts."""
+
+    config: RunConfig
+    session: LoadedModel
+    pairs: Sequence[Pair]
+
+    def __post_init__(self) -> None:
+        drawn = [
+            draw_noise(
+                replace(self.config, seed=pair.seed),
+                self.session.model_config,
+                self.session.dtype,
+                self.session.device,
+            )
+            for pair in self.pairs
+        ]
+        noise, renoise = zip(*drawn, strict=True)
+        self.noise, self.renoise = torch.cat(noise), torch.cat(renoise, 1)
+        captions = [pair.captions() for pair in self.pairs]
+        self.texts = [self._text([both[n] for both in captions]) for n in range(2)]
+        self.later = self._text([pair.scene.caption for pair in self.pairs])
+        self.ranges = block_ranges(self.config.block_sizes)
+
+    def _text(self, captions: Sequence[str]) -> Tensor:
+        return torch.cat([self.session.texts[caption][0] for caption in captions])
+
+    def rollout(self, which: int, *records: RecordedCalls, **kwargs: Any) -> Tensor:
+        """Roll out all pairs in their first or second colour -> latents [B, F, C, h, w]."""
+        switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.later)
+        with ExitStack() as stack:
+            for record in records:
+                stack.enter_context(ACTIVE_EDITS.installed(record))
+            stack.enter_context(threads_for(self.noise[:1], self.session.model_config))
+            return self.session.pipeline.inference(
+                self.noise,
+                prompt_embeds=self.texts[which],
+                renoise=self.renoise,
+                prompt_schedule=[switch],
+                **kwargs,
+            )[1]
+
+    def some(self, rows: Sequence[int]) -> "ColorPaths":
+        """Return the same of some pairs."""
+        return ColorPaths(self.config, self.session, [self.pairs[row] for row in rows])
+
+    def blocks_of_hiding(self, vae: VAE, pool: EvalPool) -> list[tuple[int, int]]:
+        """Return, by pair, the first block that shows no shape, and that of its return; 0, 0: not alike."""
+        found = []
+        for which in range(2):
+            videos = vae.decode(self.rollout(which)).cpu()
+            futures = [
+                pool.call(hidden_frames, video.numpy(), pair.scene)
+                for video, pair in zip(videos, self.pairs, strict=True)
+            ]
+            found.append([self._hiding(future.result()) for future in futures])
+        return [one if one == other else (0, 0) for one, other in zip(*found, strict=True)]
+
+    def _hiding(self, hidden: Sequence[bool]) -> tuple[int, int]:
+        back = return_block(hidden, self.config.block_sizes)
+        gone = [n for n, own in enumerate(self.ranges) if all(hidden[f] for f in own) and n < back]
+        return (gone[0], back) if gone else (0, 0)
+
+
+@dataclass
+class Tracer:
+    """Patches in pairs whose shape is hidden in blocks first_hidden..back - 1 and returns in block back."""
+
+    paths: ColorPaths
+    first_hidden: int
+    back: int
+
+    def __post_init__(self) -> None:
+        ranges = self.paths.ranges
+        self.visible: Frames = tuple(range(ranges[self.first_hidden].start))
+        self.hidden: Frames = tuple(range(ranges[self.first_hidden].start, ranges[self.back].start))
+        self.other = RecordedCalls(0)
+        self.clean = RecordedCalls(len(self.paths.config.denoising_step_list))
+        one, other = self.paths.rollout(0), self.paths.rollout(1, self.other, self.clean)
+        own = ranges[self.back]
+        self.one = one[:, own.start : own.stop]
+        self.toward = other[:, own.start : own.stop] - self.one
+
+    def share(self, x0: Tensor) -> list[float]:
+        """Return how far x0 of the returning block is on the way to the other run's, by pair."""
+        moved = (x0 - self.one).flatten(1).double()
+        toward = self.toward.flatten(1).double()
+        return ((moved * toward).sum(1) / toward.square().sum(1)).tolist()
+
+    def read(
+        self, patches: Mapping[str, tuple[Iterable[Head] | None, Frames]], source: RecordedCalls | None = None
+    ) -> dict[str, list[float]]:
+        """Denoise the returning block of the first run with patched keys and values -> share() by name.
+
+        heads None are all; source: the run that they are taken from, the other one where left out.
+        """
+        found, data = {}, source or self.other
+
+        def probe(block: int, denoise: Callable[[], Tensor]) -> None:
+            if block == self.back:
+                for name, (heads, frames) in patches.items():
+                    edits = patch(heads, frames, passes="denoise", blocks=(block,))
+                    with intervene(*edits, data=dict.fromkeys(edits, data)):
+                        found[name] = self.share(denoise())
+
+        self.paths.rollout(0, probe=probe)
+        return found
+
+    def relayed(self) -> RecordedCalls:
+        """Roll out the first run, whose hidden blocks read the other run's visible frames as they write.
+
+        They do so in clean passes: latents stay as they are, and only the keys and values differ.
+        """
+        blocks = tuple(range(self.first_hidden, self.back))
+        return self._rolled_out(patch(None, self.visible, passes="clean", blocks=blocks), self.other)
+
+    def written(self, heads: Sequence[Head]) -> RecordedCalls:
+        """Roll out the first run with the other run's z of heads in clean passes of visible blocks."""
+        when = {"passes": "clean", "blocks": tuple(range(self.first_hidden))}
+        edits = [Patch("z", OTHER, layers=(n,), heads=h, **when) for n, h in by_layer(heads).items()]
+        return self._rolled_out(edits, self.clean)
+
+    def _rolled_out(self, edits: Sequence[Edit], source: RecordedCalls) -> RecordedCalls:
+        record = RecordedCalls(0)
+        with intervene(*edits, data=dict.fromkeys(edits, source)):
+            self.paths.rollout(0, record)
+        return record
+
+
+def by_layer(heads: Iterable[Head]) -> dict[int, tuple[int, ...]]:
+    """Return the heads of each layer."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, head in sorted(heads):
+        found[layer] = (*found.get(layer, ()), head)
+    return found
+
+
+def patch(heads: Iterable[Head] | None, frames: Frames, **when: Any) -> list[Patch]:
+    """Return patches of cached keys and values, one a layer; heads None are all."""
+    if heads is None:
+        return [Patch("kv", OTHER, frames=frames, **when)]
+    of = by_layer(heads).items()
+    return [Patch("kv", OTHER, frames=frames, layers=(layer,), heads=some, **when) for layer, some in of]
+
+
+def trace(
+    config: RunConfig, session: LoadedModel, vae: VAE, pool: EvalPool, pairs: Sequence[Pair], most: int = 6
+) -> dict[str, Any]:
+    """Trace the colour in the pairs of the commonest hiding and return -> shares by pair, from 0 to 1.
+
+    whole: all heads' keys and values of the past, of visible and of hidden frames, and of hidden frames whose
+    blocks read the other run's past as they wrote (relayed). readers: each head's keys and values of visible
+    frames, and of a layer's. writers: z of a layer, or of a head of the strongest layer, in clean passes of
+    visible blocks, as each of the strongest readers, all together and all heads see it.
+    """
+    everyone = ColorPaths(config, session, pairs)
+    blocks = everyone.blocks_of_hiding(vae, pool)
+    (hidden, back), _ = Counter(one for one in blocks if one[1]).most_common(1)[0]
+    tracer = Tracer(everyone.some([n for n, one in enumerate(blocks) if one == (hidden, back)]), hidden, back)
+    model, visible = session.model_config, tracer.visible
+    layers = [[(layer, head) for head in range(model.num_heads)] for layer in range(model.num_layers)]
+    of_layers = {f"layer {layer[0][0]}": layer for layer in layers}
+    of_heads = {f"layer {n} head {h}": [(n, h)] for layer in layers for n, h in layer}
+    everything = [head for layer in layers for head in layer]
+
+    def strongest(shares: Mapping[str, Sequence[float]], names: Iterable[str], count: int) -> list[str]:
+        return sorted(names, key=lambda name: -float(np.mean(shares[name])))[:count]
+
+    past = {"past": visible + tracer.hidden, "visible frames": visible, "hidden frames": tracer.hidden}
+    whole = tracer.read({name: (None, frames) for name, frames in past.items()})
+    whole |= tracer.read({"hidden frames, relayed": (None, tracer.hidden)}, tracer.relayed())
+    readers = tracer.read({name: (heads, visible) for name, heads in (of_layers | of_heads).items()})
+    chosen = strongest(readers, of_heads, most)
+    together = [head for name in chosen for head in of_heads[name]]
+    seen_by: dict[str, tuple[Iterable[Head] | None, Frames]]
+    seen_by = {name: (of_heads[name], visible) for name in chosen}
+    seen_by |= {"these readers": (together, visible), "all heads": (None, visible)}
+    whole["strongest readers"] = tracer.read({"": (together, visible)})[""]
+    writers = {name: tracer.read(seen_by, tracer.written(heads)) for name, heads in of_layers.items()}
+    writers["all layers"] = tracer.read(seen_by, tracer.written(everything))
+    first = strongest({name: one["all heads"] for name, one in writers.items()}, of_layers, 1)[0]
+    for name in (f"layer {n} head {h}" for n, h in of_layers[first]):
+        writers[name] = tracer.read(seen_by, tracer.written(of_heads[name]))
+    return {
+        "pairs": len(tracer.paths.pairs),
+        "of": len(pairs),
+        "captions": [pair.scene.caption for pair in tracer.paths.pairs],
+        "colors": [list(pair.colors) for pair in tracer.paths.pairs],
+        "hidden from block": hidden,
+        "returns in block": back,
+        "whole": whole,
+        "readers": readers,
+        "writers": writers,
+    }
