@@ -6,26 +6,20 @@ A module of flash-attn's signature stands in for it; CUDA tensors are pretended,
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from helpers import pretended_gpu
 from helpers.rollouts import rollout, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments import run_extraction_each
-from experiments.extraction.provenance import provenance
-from experiments.running import cli
 from wan import attention, backends
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attend_by_groups, attention_with_lse
-from wan.config import load_config
 from wan.errors import ConfigError
-from wan.kernels import gelu_linear
 from wan.keys import KeyBias
 from wan.policies import make_policy
 
@@ -103,19 +97,6 @@ def test_groups_of_keys_agree_with_a_biased_softmax(heads, slots, S, queries, se
     blind = KeyBias(values.masked_fill(torch.arange(heads)[:, None] == heads - 1, -torch.inf), S)
     with pytest.raises(ValueError, match=f"head {heads - 1} would see no key"):
         attend_by_groups(attention_with_lse, q, k, v, blind)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_groups_in_bfloat16_round_once_more_than_the_library_under_the_same_mask(seed, device):
-    q, k, v = (2 * drawn(seed + n, 2, 3, n, 16).to(device, HALF) for n in (10, 35, 35))
-    bias = KeyBias(torch.tensor([[0, 0, -1.5, 0, 0], [-torch.inf, 0, 0, 0, 2], [0, -torch.inf, 0, 0, 0]]), 7)
-    expected = by_formula(q, k, v, bias.per_token()[:, None])[0].to(device)
-    mask = bias.per_token().to(device, HALF)[None, :, None].expand(2, 3, 10, 35)
-    library = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    out, _ = attend_by_groups(attention_with_lse, q, k, v, bias)
-    assert (out.double() - expected).abs().max() <= 3 * (library.double() - expected).abs().max()
-    plain = attend_by_groups(attention_with_lse, q, k, v, KeyBias(torch.zeros(3, 5), 7))
-    assert all(map(torch.equal, plain, attention_with_lse(q, k, v)))
 
 
 def test_masks_that_cannot_be_edited_or_captured_are_refused():
@@ -238,18 +219,6 @@ def test_calls_it_was_not_made_for_stay_where_they_were(machine):
         assert not backends.gives_tails(*fake_call(LONG))
 
 
-def test_its_results_in_our_layout(machine):
-    """Heads first, natural logarithm: those of the CPU's call within bfloat16's rounding."""
-    machine()
-    q, k, v = (drawn(n, 2, n, 3, 16).to(HALF).transpose(1, 2) for n in (10, 35, 35))
-    out, lse = backends.fa4_attention(q, k, v)
-    expected, expected_lse = attention_with_lse(q.float(), k.float(), v.float())
-    assert out.shape == q.shape and out.dtype == q.dtype and lse.dtype == FLOAT
-    assert (out.float() - expected).abs().max() <= 2**-8 * v.float().abs().max()
-    assert (lse - expected_lse).abs().max() <= 1e-5
-    assert out.transpose(1, 2).is_contiguous()  # the next product takes it as it is
-
-
 POLICIES = [
     {"name": "window", "window": 4, "sink": 1},
     {"name": "ema_sink"},
@@ -321,70 +290,10 @@ def test_kernels_get_the_rows_that_they_can_read(dtype, head_dim, plain, masked,
     assert called == [one for one in (plain, masked) if one is not None]
 
 
-@pytest.mark.parametrize("dtype", [HALF, FLOAT], ids=str)
-def test_a_device_without_fused_calls_goes_by_formula(dtype, monkeypatch):
-    monkeypatch.setattr(attention, "_attention_by_formula", lambda *_: "by formula")
-    q = torch.empty(1, 3, 5, 16, dtype=dtype, device="meta")
-    assert attention_with_lse(q, q, q) == "by formula"
-
-
 # --- The FFN's kernel
-@pytest.fixture
-def quack_with(monkeypatch):
-    """A function that puts a gemm_act in the place of quack's."""
-
-    def prepare(gemm_act):
-        interface, configs = ModuleType("quack.gemm_interface"), ModuleType("quack.gemm_config")
-        interface.gemm_act, configs.GemmConfig = gemm_act, SimpleNamespace
-        monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
-        monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
-        monkeypatch.setitem(sys.modules, "quack.gemm_config", configs)
-        gelu_linear._quack.cache_clear()
-
-    yield prepare
-    gelu_linear._quack.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "found, quack, rows, columns, expected",
-    [
-        (INSTALLED, QUACK, 4680, 8960, "quack"),
-        (INSTALLED, QUACK, 1023, 8960, "cuBLAS"),
-        (INSTALLED, QUACK, 4680, 640, "cuBLAS"),  # the miniature's
-        (INSTALLED, QUACK, 4680, 8964, "cuBLAS"),  # rows without 16 bytes at their ends
-        (INSTALLED, "0.9", 4680, 8960, "cuBLAS"),  # which may be called in another way
-        ("4.0.0b99", QUACK, 4680, 8960, "cuBLAS"),
-        (None, None, 4680, 8960, "cuBLAS"),
-    ],
-)
-def test_who_applies_gelu(machine, quack_with, monkeypatch, found, quack, rows, columns, expected):
-    machine(found, quack=quack)
-    asked = []
-
-    def gemm_act(x, weight, bias, activation, store_preact, tuned, config):
-        asked.append((activation, store_preact, tuned, config.tile_m, config.tile_n))
-        return None, x @ weight + bias
-
-    quack_with(gemm_act)
-    monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: x @ weight + bias)
-    with FakeTensorMode():
-        sizes = (rows, 1536), (columns, 1536), (columns,)
-        x, weight, bias = (torch.empty(size, dtype=HALF, device=GPU) for size in sizes)
-        assert gelu_linear.gelu_linear(x, weight, bias).shape == (rows, columns)
-    assert asked == ([("gelu_tanh_approx", False, False, 128, 160)] if expected == "quack" else [])
 
 
 # --- What is refused, and what is said
-@pytest.mark.parametrize("value", ["fa3", "cudnn ", "\n", "a" * 3000])
-def test_another_value_is_refused_in_one_line(machine, monkeypatch, capsys, tmp_path, value):
-    machine(wanted=value)
-    monkeypatch.chdir(ROOT)
-    flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", str(tmp_path / "layer.pt")]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_each.run, [*flags, "--device", "cpu"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and len(said) < 300
-    assert "WAN_ATTENTION is" in said and "auto, cudnn, fa4; unset it" in said and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -403,12 +312,3 @@ def test_an_installation_that_is_broken(machine, monkeypatch):
     q = torch.zeros(1, 1, 2, 8)
     with pytest.raises(ConfigError, match=r"flash-attn-4 4.0.0b36 cannot be imported .*WAN_ATTENTION=cudnn"):
         backends.fa4_attention(q, q, q)
-
-
-def test_caches_of_a_gpu_say_which(machine, monkeypatch):
-    machine()
-    monkeypatch.chdir(ROOT)
-    config = load_config("configs/wan_mini.yaml")
-    weights = ROOT / config.checkpoint_path
-    assert provenance(config, weights, HALF, GPU)["attention"].startswith("fa4 4.0.0b36")
-    assert "attention" not in provenance(config, weights, FLOAT, torch.device("cpu"))

@@ -7,9 +7,8 @@ from conftest import golden_arrays, golden_config, golden_model
 from wan import model as layers
 from wan import rope
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import Pass
 from wan.model import WanModel
-from wan.pipeline import CausalInferencePipeline, FlowSchedule, add_noise
+from wan.pipeline import CausalInferencePipeline, FlowSchedule
 
 CASES = list(golden_config()["cases"])
 ATOL = 2e-5  # tests/golden/README.md: the smallest real mistake moves the flow by 6e-5
@@ -149,37 +148,6 @@ def test_scheduler_tables_are_exact(shift):
     assert torch.equal(
         schedule.warp([1000, 750, 500, 250]), arrays[f"fm_shift{shift}_warped_1000_750_500_250"]
     )
-
-
-def test_add_noise_is_exact():
-    arrays = golden_arrays("tables")
-    schedule = FlowSchedule(5)
-    assert schedule.sigma(0.0).item() == arrays["sigma_for_t0"].item()
-    for i, t in enumerate(arrays["add_noise_t"]):
-        noisy = add_noise(arrays["add_noise_x0"][i], arrays["add_noise_noise"][i], schedule.sigma(t).item())
-        assert torch.equal(noisy, arrays["add_noise_out"][i])
-
-
-def test_frames_must_be_announced_for_frame_granularity():
-    """Without a sampler nobody has said which frames are meant; with one, they travel with the numbers."""
-    arrays = golden_arrays("bidirectional")
-    model = golden_model(WanModel)
-    forward = (arrays["x"][None], arrays["t"], arrays["context"][None])
-    with (
-        pytest.raises(ValueError, match="frames of each call"),
-        ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"),
-    ):
-        model(*forward)
-    frames = (0, 1, 2)
-    with (
-        ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as calls,
-        ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=frames)),
-    ):
-        model(*forward)
-    for call in calls:
-        torch.testing.assert_close(
-            call["frame_logits"][0], arrays[f"frame_attention_layer{call['layer']}"], atol=LOGIT_ATOL, rtol=0
-        )
 
 
 @torch.no_grad()

@@ -94,18 +94,6 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
     torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("queries_each", [1, 3])
-def test_masses_by_query_frame(queries_each):
-    from wan.kernels.mass import query_frame_mass
-
-    q, k, v = call(CALLS["two items"])
-    _, lse, tails = attention_backend.fa4_with_tails(q, k, v, 7)
-    expected = query_frame_mass(q.transpose(1, 2), k.transpose(1, 2), lse, 7)
-    expected = expected.unflatten(3, (queries_each, -1)).mean(4).mT
-    found = reductions.mass_of_tails(tails, queries_each)
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_ffns_first_product_is_as_exact_as_cublas(dtype):
     """With its GELU, in blocks of whole tiles and others; the same bits again, also from a graph."""

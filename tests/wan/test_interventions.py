@@ -65,24 +65,14 @@ def test_equal_edits_are_one_value_and_have_one_fingerprint():
 
 REFUSED = {
     "Band changes nothing": lambda: Band(0, passes="all"),
-    "bands None are not whole numbers": lambda: Band(None, phase=1, passes="all"),
-    "phase nan is not a finite number": lambda: Band(0, phase=float("nan"), passes="all"),
     "passes 'both' is not one of denoise, clean, all": lambda: Knockout(frames=0, passes="both"),
     "takes frames .* or tokens": lambda: Knockout(passes="all"),
-    "Bias takes frames": lambda: Bias(1.0, frames=0, tokens=[1], passes="all"),
-    "b nan is not a finite number": lambda: Bias(float("nan"), frames=0, passes="all"),
-    r"b 1e\+300 is not in -65504": lambda: Bias(1e300, frames=0, passes="all"),
     "b -65505 is not in .*; Knockout": lambda: Bias(-65505, frames=0, passes="all"),
     "frame 'last' is not a number from 0": lambda: Knockout(frames="last", passes="all"),
-    "frame True is not": lambda: Knockout(frames=[True], passes="all"),
-    "frame -1 is not": lambda: Knockout(frames=-1, passes="all"),
-    "frame 'own:x' is not": lambda: Knockout(frames="own:x", passes="all"),
     r"frames \[\]: name a number": lambda: Knockout(frames=[], passes="all"),
     r"heads \[-1\]: they count from 0": lambda: Ablate("zero", heads=[-1], passes="all"),
     r"layers \[\]: name at least one": lambda: Ablate("zero", layers=[], passes="all"),
-    "layers '5' are not whole numbers": lambda: Ablate("zero", layers="5", passes="all"),
     r"blocks \[1.0\] are not whole numbers": lambda: Ablate("zero", blocks=[1.0], passes="all"),
-    "branch 'both' is not one of cond, uncond": lambda: Ablate("zero", passes="all", branch="both"),
     "steps are denoising steps": lambda: Ablate("zero", steps=[4], passes="clean"),
     "how 'one' is not one of zero, mean": lambda: Ablate("one", passes="all"),
     "resample, and nothing else, takes a source": lambda: Ablate("resample", passes="all"),
@@ -95,15 +85,11 @@ REFUSED = {
     "frames are of what='kv'": lambda: Patch("z", Source(seed=1), frames=[0], passes="all"),
     "what='kv' is of cached frames": lambda: Patch("kv", Source(seed=1), attention="cross", passes="all"),
     "name another prompt, seed or weights": Source,
-    "seed '1' is not a whole number": lambda: Source(seed="1"),
     "takes offset= or position=": lambda: Move("first", passes="all"),
-    "offset 0.5 is not a whole number": lambda: Move("first", offset=0.5, passes="all"),
     "own keys stand where their queries stand": lambda: Move("own", offset=1, passes="all"),
     "scale 1 is not in 0 .. 1": lambda: Jitter(1),
     "Jitter is of a whole rollout": lambda: Jitter(blocks=[1]),
-    "'knockout' is not an edit": lambda: edit_from_dict("knockout"),
     "edit None is not one of knockout, bias": lambda: edit_from_dict({"frames": 0, "passes": "all"}),
-    "knockout: unknown field 'frame'; it takes": lambda: edit_from_dict({"edit": "knockout", "frame": 0}),
     "knockout: passes is missing and has no default: denoise, clean, all": lambda: edit_from_dict(
         {"edit": "knockout", "frames": 0}
     ),
@@ -220,13 +206,6 @@ def test_keys_left_out_and_biased_against_float64(data):
             expected = logits if capture["is_logits"] else logits.softmax(-1)
         expected = expected.masked_fill(expected == -torch.inf, torch.nan)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0, equal_nan=True)
-
-
-def test_a_call_on_a_device_is_edited(device):
-    x = inputs(device)
-    bias = torch.zeros(HEADS, len(FRAMES))
-    bias[1, :2] = -torch.inf
-    check(run(Knockout(frames="sink", heads=[1], passes="all"), x=x), *x, bias=bias.repeat_interleave(S, 1))
 
 
 def test_ablated_heads_are_replaced_and_the_others_keep_their_bits():

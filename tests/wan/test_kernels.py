@@ -12,17 +12,12 @@ import torch
 from conftest import ROOT
 from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 from helpers.kernels import drawn, require_triton
-from helpers.rollouts import rollout, tiny_pipeline
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from wan import model as layers
 from wan import reductions, rope
 from wan.config import ModelConfig
-from wan.kernels import graphs as cuda_graphs
-from wan.kernels.graphs import apply_cuda_graphs
 from wan.model import GatedAdd, ModulatedNorm, QueryKeyNorm
-from wan.pipeline import CausalInferencePipeline
 from wan.rope import RotaryTable
 
 require_triton()
@@ -51,16 +46,6 @@ def test_mass_of_frames(call):
         found = reductions.frame_mass(q, k, lse, 1, frames)
         expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).mean(2, keepdim=True)
         torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
-
-
-def test_programs_share_the_frames(call, monkeypatch):
-    """A program's share follows from KEYS_EACH and changes no bit."""
-    q, k, lse, _ = call
-    frames = next(n for n in (7, 9, 4) if k.shape[1] % n == 0)
-    expected = mass.query_frame_mass(q, k, lse, frames, frames_each=frames)
-    for keys in (k.shape[1] // frames * 3 + 1, 1):
-        monkeypatch.setattr(mass, "KEYS_EACH", keys)
-        assert (mass.query_frame_mass(q, k, lse, frames) == expected).all()
 
 
 def test_key_tokens(call):
@@ -147,39 +132,6 @@ def test_results_are_written_into_out(dtype, monkeypatch):
     expected, before = turned(x[:1], tables), cache.clone()
     assert turned(x[:1], tables, out := cache[:, 5:20]) is out and torch.equal(out, expected)
     assert torch.equal(cache[:, :5], before[:, :5]) and torch.equal(cache[:, 20:], before[:, 20:])
-
-
-class Copies(TorchDispatchMode):
-    """Counts copies of so many numbers at least, but for those of Triton's interpreter: to the same place."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size, self.found = size, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        moved = function is torch.ops.aten.copy_.default and args[0].data_ptr() != args[1].data_ptr()
-        copies = moved or function is torch.ops.aten.clone.default
-        self.found += copies and args[0].numel() >= self.size
-        return function(*args, **kwargs or {})
-
-
-@pytest.mark.slow
-def test_graphs_copy_activations_once_a_forward(monkeypatch):
-    """A layer's input, and nothing within layers: other kernels write where graphs read, and to the cache."""
-    for module in (layers, cuda_graphs):
-        monkeypatch.setattr(module, "fused_kernels", lambda _: fused)
-    models = tiny_pipeline().model, tiny_pipeline().model
-    eager, replayed = (CausalInferencePipeline(model, denoising_step_list=[1000]) for model in models)
-    apply_cuda_graphs(replayed.model)
-    forwards, latents, counts = [], [], []
-    replayed.model.register_forward_hook(lambda *call: forwards.append(1))
-    rollout(replayed, 3)  # a first forward without graphs, and a clean one
-    forwards.clear()
-    for pipeline in (eager, replayed):
-        with Copies(15 * 48) as copies:  # tables have 15 x 16 numbers, the text 7 x 48
-            latents.append(rollout(pipeline, 3))
-        counts.append(copies.found)
-    assert torch.equal(*latents) and counts[1] - counts[0] == len(forwards) == 2
 
 
 @pytest.mark.beside

@@ -12,10 +12,9 @@ from conftest import golden_config
 from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 
 from wan import model as layers
-from wan import reductions
 from wan.config import ModelConfig
 from wan.model import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm, teacher_forcing_mask
-from wan.rope import RotaryTable, rotate
+from wan.rope import RotaryTable
 
 real_gpu = pytest.mark.real_gpu  # its kernels; test_kernels.py interprets them
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -164,19 +163,3 @@ def test_the_bands_of_a_head():
     assert named == pytest.approx((2 * math.pi / turns[1].angle()).tolist(), rel=5e-3)
     assert RotaryTable(golden_config()["model"]["head_dim"]).axes_dim == (8, 4, 4)
     assert table.axes_dim == (44, 42, 42)
-
-
-@pytest.mark.parametrize("band", range(6))
-def test_one_band_in_one_band_out(band):
-    """RoPE keeps q and k of one band where they are, and only that band is not zero."""
-    table, (q, k) = RotaryTable(16), inputs(torch.float32, "cpu", (2, 12, 3, 16), (2, 24, 3, 16))
-    sizes = list(table.bands.values())
-    mask, start = torch.zeros(16), sum(sizes[:band])
-    mask[start : start + sizes[band]] = 1
-    parts = ((q, 2, 2), (k, 0, 4))  # with the first frame, and how many
-    q, k = (rotate(x * mask, *table(range(a, a + n), 2, 3, x.device)) for x, a, n in parts)
-    means = reductions.frame_means(k, 4)
-    found = reductions.frame_logits_by_band(q, means, 2, sizes)
-    others = [n for n in range(6) if n != band]
-    assert found[..., others].abs().max() == 0 and found[..., band].abs().min() > 0
-    torch.testing.assert_close(found.sum(-1), reductions.frame_logits(q, means, 2), atol=1e-5, rtol=1e-5)

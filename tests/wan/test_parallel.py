@@ -1,7 +1,5 @@
 """One rollout in several processes, by heads: the latents and the captured numbers of one process."""
 
-import gc
-import weakref
 from functools import cache
 
 import pytest
@@ -70,20 +68,6 @@ def looked_at(group):
 def test_looking_changes_no_bit():
     for plain, seen in together(2, looked_at):
         assert torch.equal(plain, seen)
-
-
-def outlived(group):
-    """Whether a cache is there after its last use, as long as nobody collects garbage."""
-    gc.disable()
-    model = parallel_model(group)
-    cache = model.new_kv_cache(1, 3, 4, 6)
-    cache.advance(range(3), model.head_shard.of_text(model.text_keys_values(torch.zeros(1, 3, 64))))
-    cache = weakref.ref(cache)
-    return cache() is not None
-
-
-def test_a_cache_goes_with_its_rollout():
-    assert not any(together(2, outlived))
 
 
 def switched(group):

@@ -1,19 +1,11 @@
 """Passes where blocks differ: steps of the first block, a denoising step at t = 0, context computed again."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from experiments.caches.formats import check
-from experiments.caches.view import open_passes, open_profiles
-from experiments.extraction import cache_builders, causal
-from experiments.extraction import memory as memory_estimate
 from tests.helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest
-from wan.config import load_config
-from wan.errors import ConfigError
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, intervene
 from wan.pipeline import RECACHE, CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
 from wan.policies import PromptSwitch, make_policy
@@ -108,39 +100,3 @@ def test_an_edit_of_a_step_is_counted_where_blocks_have_it():
     lost = Knockout(frames="past", layers=[0], steps=[1], passes="denoise")
     with pytest.raises(InterventionError, match="no call can be edited"), intervene(lost):
         rollout(run, 3)
-
-
-def test_an_atlas_keeps_and_labels_each_pass_at_its_level():
-    """Four frames of the miniature, frame by frame in two steps, with four for the first block."""
-    config = load_config("configs/wan_mini.yaml", {**TWO_STEP, "num_frames": 4, "num_frame_per_block": 1})
-    requests = cache_builders.atlas_requests(config, mass=True, key_curve=True, cross=True)
-    atlas = cache_builders.atlas_cache(causal.extract(config, requests))
-    check(atlas)
-    assert atlas["pass_timesteps"][2] == pytest.approx(833.333)
-    whole, first = [True] * 4, [True] + [False] * 3
-    for name in ("frame_logits", "cross_mass"):  # [N, P, H, F, ...]
-        assert (~atlas[name].isnan().all(-1).all(2).all(0)).tolist() == [whole, first, whole, first, whole]
-    assert atlas["key_curve"][:, 1].isnan().all() and not atlas["key_curve"][:, 2].isnan().all()
-    labels = {view.pass_label: view.query_frames for view in open_passes(atlas, open_profiles(atlas))}
-    assert labels == {
-        "pass 0 (t = 1000)": (3,),
-        "pass 1 (t = 937.5)": (0,),
-        "pass 2 (t = 833.333)": (3,),
-        "pass 3 (t = 625)": (0,),
-        "clean pass (t = 0)": (3,),
-    }
-    at_0 = atlas | {"pass_timesteps": [1000.0, 937.0, 833.0, 0.0, 0.0], "pass_is_clean": [False] * 4 + [True]}
-    at_0 |= {name: atlas[name][:, [0, 0, 0, 0, 4]] for name in ("frame_logits", "frame_mass")}
-    views = open_passes(at_0, open_profiles(at_0))
-    assert [view.pass_label for view in views[-2:]] == ["pass 3, denoising (t = 0)", "clean pass (t = 0)"]
-    assert views[-2].noise_frames == (3,) and not views[-1].noise_frames
-
-
-def test_a_pass_that_the_last_block_has_not_is_refused_before_the_rollout():
-    config = load_config("configs/wan_mini.yaml", {**TWO_STEP, "num_frame_per_block": 1, "step": 1})
-    sizes = causal.checkpoint.read_model_config(config.ckpt_dir)
-    message = "step 1 is a pass of other blocks than block 20, which has 0, 2, 4"
-    with pytest.raises(ConfigError, match=message):
-        memory_estimate.check_requests(config, sizes, cache_builders.layer_requests(config))
-    there = replace(config, step=2)
-    memory_estimate.check_requests(there, sizes, cache_builders.layer_requests(there))

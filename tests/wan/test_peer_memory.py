@@ -7,7 +7,6 @@ import os
 import time
 from itertools import count
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +22,9 @@ from wan.kernels.peer_memory import (
     AFTER,
     BEFORE,
     TIMEOUT,
-    WIDE,
     AllToAll,
     PeerMemory,
     peer_memory_of,
-    widened,
 )
 from wan.parallel import apply_head_parallel
 from wan.policies import make_policy
@@ -128,26 +125,6 @@ def test_the_same_bits_in_the_same_layout(size):
 
 
 @torch.no_grad()
-def overtaken(group, late):
-    """Whether a process reads other numbers than it should when one of them is late."""
-    FileHandle.late = late
-    way, wrong = PeerMemory(group), 0
-    for turn in range(3):
-        x = torch.full((1, 2, 2, 4), float(10 * turn + group.rank()))
-        (there,) = way.receive(way.send([x]), lasts=False)
-        expected = torch.arange(2.0).repeat_interleave(2)[None, :, None, None] + 10 * turn
-        wrong += not torch.equal(there, expected.expand_as(there))
-        back = way.receive_back(way.send_back(there[..., :1, :] + 100 * group.rank()))
-        wrong += not torch.equal(back[0, 0, :, 0], 10.0 * turn + group.rank() + torch.tensor([0.0, 100.0]))
-    return wrong
-
-
-@pytest.mark.parametrize("late", [(1, BEFORE), (1, AFTER)], ids=["writer", "reader"])
-def test_nobody_is_overtaken(late):
-    assert together(2, lambda group: overtaken(group, late)) == [0, 0]
-
-
-@torch.no_grad()
 def overwritten(group):
     """What a late reader finds when the same buffer is written twice in a row, and what it keeps."""
     FileHandle.late = 1, AFTER
@@ -240,76 +217,4 @@ def test_what_one_cannot_have_none_uses(name, monkeypatch):
     assert together(2, decided) == [None] * 2
 
 
-def test_other_hosts_have_none(monkeypatch):
-    monkeypatch.setattr(peer_memory.platform, "node", lambda: str(os.getpid()))
-    assert together(2, decided) == [None] * 2
-
-
-def test_memory_that_is_not_the_peers_is_not_used(monkeypatch):
-    get_buffer = FileHandle.get_buffer
-    monkeypatch.setattr(FileHandle, "get_buffer", lambda self, rank, *of: get_buffer(self, 0, *of))
-    assert together(2, decided) == [None] * 2
-
-
-@pytest.mark.parametrize(
-    ("own", "visible", "without", "linked"),
-    [
-        ("ab", "ab", None, [True, True]),
-        ("ab", "cba", None, [True, True]),
-        ("ab", "ab", (0, 1), [False, True]),  # over PCIe
-        ("aa", "ab", None, [False, False]),  # two processes of one GPU
-        ("ab", "b", None, [False, False]),  # each sees its own alone
-    ],
-)
-def test_gpus_are_linked_where_atomics_reach(own, visible, without, linked, monkeypatch):
-    monkeypatch.undo()  # of what pretends that they are
-
-    def of_process(group):
-        mine = own[group.rank()]
-        seen = visible if len(visible) > 1 else mine
-        number = seen.index(mine)
-
-        def properties(device):
-            return SimpleNamespace(uuid=mine if device == CPU else seen[device])
-
-        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
-        monkeypatch.setattr(peer_memory, "_has_atomics", lambda *pair: pair != without and pair[0] == number)
-        return peer_memory._are_linked(group, CPU)
-
-    assert together(2, of_process) == linked
-
-
 # Elements of 16 bytes.
-
-SHAPE = (2, 6, 3, 8)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_wide_elements_are_the_same_bits(dtype):
-    source = torch.randn(SHAPE).to(dtype).transpose(0, 1)
-    source[0, 0, 0, :2] = torch.tensor([float("nan"), -0.0])
-    target = torch.zeros(6, 2, 5, 8, dtype=dtype)[:, :, 1:4]
-    wide = widened(target, source)
-    assert [x.dtype for x in wide] == [WIDE, WIDE]
-    wide[0].copy_(wide[1])
-    as_bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    assert torch.equal(target.contiguous().view(as_bits), source.contiguous().view(as_bits))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        torch.randn(2, 6, 3, 10)[..., 1:9],  # starts inside an element
-        torch.randn(2, 6, 3, 9)[..., :8],  # rows do, from the second on
-        torch.randn(2, 6, 8, 3).transpose(2, 3),  # numbers of a row are apart
-        torch.randn(SHAPE, dtype=torch.float64),  # other numbers to write
-        torch.randn(SHAPE, requires_grad=True),
-        torch.randn(2, 6, 3, 3),  # rows are no whole elements
-    ],
-    ids=["offset", "stride", "transposed", "dtype", "gradients", "short"],
-)
-def test_other_memory_is_not_widened(source):
-    target = torch.zeros(SHAPE)
-    found = widened(target, source)
-    assert found[0] is target and found[1] is source

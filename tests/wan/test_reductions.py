@@ -90,27 +90,6 @@ def test_in_bfloat16_no_worse_than_twice_plain_pytorch(size, device):
     assert (mass.sum(-1) - 1).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_token_matrix(dtype, device, monkeypatch):
-    size = SIZES[0]
-    q, k, _, logits, probabilities = call(size, torch.float32, device)
-    monkeypatch.setattr(reductions, "CHUNK_ELEMENTS", 4 * size[0] * k.shape[1])
-    for is_logits, expected in ((True, logits), (False, probabilities)):
-        found = reductions.token_matrix(q, k, is_logits, dtype)
-        assert found.device.type == "cpu" and found.dtype == dtype
-        tolerance = 1e-5 if dtype == torch.float32 else 2**-11
-        close(found, expected, tolerance * max(1.0, expected.abs().max().item()))
-
-
-def test_a_softmax_in_place_is_that_of_torch_and_leaves_gradients_their_logits(device):
-    logits = (torch.randn(2, 3, 5, 37, generator=torch.Generator().manual_seed(0)) * 9).to(device)
-    assert torch.equal(reductions._softmax_(logits.clone()), logits.softmax(-1))
-    if device.type == "cpu":
-        logits = logits.requires_grad_()
-        found, before = reductions._softmax_(logits), logits.clone()
-        assert found.requires_grad and torch.equal(logits, before) and torch.equal(found, logits.softmax(-1))
-
-
 # --- Any layout, any bias, in float64
 @st.composite
 def layouts(draw):
@@ -256,17 +235,3 @@ def test_captured_values_are_those_of_the_token_matrices(policy, device):
         rows = matrix["attn_weights"].double().softmax(-1)
         expected = torch.stack([rows.mean(2), rows[:, :, S + 2]], 2) * S
         close(call["map_mass"], expected, max(2e-5, S * atol), 2**-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy", [POLICIES[3], POLICIES[6] | {"bank": 4}], ids=lambda policy: policy["name"]
-)
-def test_an_item_of_a_batch_chooses_as_it_does_alone(policy):
-    request = CaptureRequest(blocks=[4, 7, 8], steps=[0], granularity="key")
-    both = roll_out(policy, request, num_frames=27)[1]
-    assert any(not torch.equal(*call["key_frame"]) for call in both)  # or this test says nothing
-    for item in range(2):
-        alone = roll_out(policy, request, items=slice(item, item + 1), num_frames=27)[1]
-        for here, there in zip(alone, both, strict=True):
-            assert torch.equal(here["key_frame"][0], there["key_frame"][item])
