@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,10 @@ from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
 from experiments.running.cli import config_from, main
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
+from wan import attention as attention_code
+from wan import model as model_code
 from wan import parallel
+from wan import pipeline as pipeline_code
 from wan.backends import kernel_name
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
@@ -42,9 +46,10 @@ from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.kernels.graphs import apply_cuda_graphs
 from wan.policies import make_policy
+from wan.sites import SiteCapture, Where, watched
 
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
-GROUPS = ("maps", "interventions", "policies", "models")
+GROUPS = ("maps", "interventions", "sites", "policies", "models")
 POLICIES: list[tuple[dict[str, Any], int]] = [  # a policy, and the size of the window beside it
     ({"name": "ema_sink", "window": 9, "sink": 3}, 9),
     ({"name": "relative", "window": 12, "sink": 3}, 12),
@@ -159,6 +164,17 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             "zero ablation, half of the heads": Ablate("zero", heads=half, passes="all"),
         }.items():
             rows[f"edit: {name}"] = partial(seconds, partial(intervene, edit))
+    if "sites" in args.what:
+        one_step = {"sites": ("resid_post",), "steps": (0,)}
+        rows["without sites in the code"] = partial(seconds, without_sites)
+        for name, watcher in {
+            "resid_post of all layers, step 0": partial(SiteCapture, **one_step, to=None),
+            "resid_post of all layers, step 0, to the host": partial(SiteCapture, **one_step),
+            "mean resid_post of a frame, all passes": partial(
+                SiteCapture, ("resid_post",), to=None, reduce=mean_of_frames
+            ),
+        }.items():
+            rows[f"sites: {name}"] = partial(seconds, partial(watching, watcher))
     yield warmed_up(rollout, rows, {})
     if "policies" in args.what:
         rows = {}
@@ -172,6 +188,31 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
                 rows[f"{name}, mass"] = partial(seconds, mass, policy=policy)
                 beside |= {name: f"window {size}", f"{name}, mass": name}
         yield warmed_up(rollout, rows, beside)
+
+
+@contextmanager
+def watching(make: Callable[[], SiteCapture]) -> Iterator[None]:
+    """Watch sites while the context lasts, until all is there."""
+    capture = make()
+    with watched(capture):
+        yield
+        capture.flush()
+
+
+@contextmanager
+def without_sites() -> Iterator[None]:
+    """Let the model's code be as if it visited no site."""
+    with ExitStack() as stack:
+        for module in (model_code, attention_code, pipeline_code):
+            for name, idle in (("visit", lambda site, layer, x, *more: x), ("watchers", tuple)):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, idle))
+        stack.enter_context(mock.patch.object(model_code, "wanted", lambda site, layer: False))
+        yield
+
+
+def mean_of_frames(x: torch.Tensor, where: Where) -> torch.Tensor:
+    return x.unflatten(1, (len(where.frames), -1)).mean(2)
 
 
 def shared_seconds(
