@@ -2,14 +2,20 @@
 
 python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --key_curve --cross
 python experiments/run_extraction_all.py --prompts prompts.txt --seeds 0 1 2 --output_dir cache/sweep
-torchrun --nproc-per-node 4 experiments/run_extraction_all.py --prompts prompts.txt --output_dir cache/sweep
+python experiments/run_extraction_all.py --prompts prompts.txt --output_dir cache/sweep --workers 4
 """
 
 import argparse
 from functools import partial
 
-from experiments.running import ranks
-from experiments.running.cli import add_config_flags, add_sweep_flags, config_from, main, run_parser
+from experiments.running.cli import (
+    add_config_flags,
+    add_engine_flags,
+    add_sweep_flags,
+    config_from,
+    main,
+    run_parser,
+)
 from wan.errors import ConfigError
 
 
@@ -23,6 +29,7 @@ def run(argv=None):
     flag("--query_key_means", action="store_true", help="also the means of q and k before RoPE, per frame")
     add_config_flags(parser, "gpus")
     add_sweep_flags(parser, checkpoints=True)
+    add_engine_flags(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
@@ -36,12 +43,11 @@ def run(argv=None):
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
-    config, rank = ranks.assign_device(args, config)
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}
     quantities |= {"frame_logits_by_band": args.rope_bands, "query_means": args.query_key_means}
-    sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities, rank)
+    sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities)
 
 
 command = partial(main, run)

@@ -296,6 +296,16 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
         )
 
 
+def add_engine_flags(parser: Parser) -> None:
+    """Add the flags of who makes a list of items: this process one by one, or workers (engine.py)."""
+    flag = parser.add_argument
+    flag("--workers", type=count, metavar="N", help="N processes of this machine, one for each GPU, by Dask")
+    flag("--scheduler", metavar="ADDRESS", help="the workers of a Dask cluster, such as tcp://host:8786")
+    flag(
+        "--slurm", metavar="FILE", help="workers that SLURM starts: a YAML as experiments/running/slurm.yaml"
+    )
+
+
 def add_run_flags(parser: Parser) -> None:
     """Add flags of memory, and of how a run behaves."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")

@@ -34,7 +34,7 @@ class Progress(RunObserver):
     Raises CacheError where log_file cannot be written.
     """
 
-    prints_blocks = True  # False for one of several ranks: they report together
+    item: "Progress | None" = None  # of an item among many, which has a log of its own
 
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
         self.quiet, self.start = quiet, time.monotonic()
@@ -55,6 +55,8 @@ class Progress(RunObserver):
     def log(self, event: str, **values) -> None:
         if event == "rollout":
             self.rollout_start, self.generating = time.monotonic(), True
+        if self.item:
+            self.item.log(event, **values)
         if self._log:
             seconds = round(time.monotonic() - self.start, 3)
             line = json.dumps({"event": event, "seconds": seconds} | values, ensure_ascii=False) + "\n"
@@ -78,7 +80,7 @@ class Progress(RunObserver):
     def _advance(self, unit: str, index: int, count: int, what: str, every: int = 1) -> None:
         passed = time.monotonic() - self.rollout_start
         left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
-        if self.prints_blocks and ((index + 1) % every == 0 or index + 1 == count):
+        if (index + 1) % every == 0 or index + 1 == count:
             self.print(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
         self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
 
@@ -157,24 +159,28 @@ def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable
 
 @contextmanager
 def observed(args: argparse.Namespace, unit: str | None = "block") -> Iterator[Progress]:
-    """Yield the progress of a run, which stops after a unit when asked to (None: at once).
-
-    Operations whose results differ from run to run are refused under --deterministic.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    """Yield the progress of a run, which stops after a unit when asked to (None: at once)."""
     with (
         Progress(args.quiet, args.log_file) as watch,
         stopping_when_asked(watch, unit) if unit else nullcontext(),
+        deterministic(args.deterministic),
     ):
-        if args.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-        try:
-            yield watch
-        finally:
-            torch.use_deterministic_algorithms(before[0])
-            torch.backends.cudnn.benchmark = before[1]
+        yield watch
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Refuse operations whose results differ from run to run, under --deterministic."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def partial_name(path: str) -> str:

@@ -1,10 +1,5 @@
-"""One of several processes: its rank, as torchrun or srun set it, its GPU and its share of the cores.
+"""One of several processes that torchrun started: its rank, its GPU and its share of the cores."""
 
-srun's SLURM_PROCID, SLURM_STEP_NUM_TASKS and SLURM_LOCALID stand in for torchrun's RANK, WORLD_SIZE and
-LOCAL_RANK. A SLURM array, or a shell loop, needs none: every process claims what is left.
-"""
-
-import argparse
 import os
 import sys
 import threading
@@ -17,7 +12,6 @@ from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 MAX_WORKERS = 1024
 PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 
@@ -29,7 +23,6 @@ class Rank:
     number: int = 0
     count: int = 1
     local: int = 0
-    has_own_view: bool = False  # srun may show every process its own GPU alone
 
     @property
     def is_first(self) -> bool:
@@ -41,17 +34,13 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
 
     Raises ConfigError for an incomplete or impossible environment.
     """
-    if any(environment.get(name) for name in TORCHRUN[:2]):
-        names, is_srun = TORCHRUN, False
-    elif all(environment.get(name) for name in SRUN):
-        names, is_srun = SRUN, True
-    else:
+    if not any(environment.get(name) for name in TORCHRUN[:2]):
         return Rank()
-    values = {name: environment[name] for name in names if environment.get(name)}
+    values = {name: environment[name] for name in TORCHRUN if environment.get(name)}
     for name, text in values.items():
         if not (text.isascii() and text.isdigit() and len(text) < 10):
             raise ConfigError(f"{name} is {short_repr(text, 40)}, not a number: start ranks by torchrun")
-    rank, world, local = names
+    rank, world, local = TORCHRUN
     for name, other in ((rank, world), (world, rank)):
         if other not in values:
             raise ConfigError(f"{name} is set and {other} is not: start ranks by torchrun, or unset {name}")
@@ -60,7 +49,7 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
         raise ConfigError(f"{rank} {number} is not one of {world} {count}: start ranks by torchrun")
     if count > 1 and local not in values:
         raise ConfigError(f"{local} is not set beside {rank} and {world}: start ranks by torchrun")
-    return Rank(number, count, int(values.get(local, 0)), has_own_view=is_srun)
+    return Rank(number, count, int(values.get(local, 0)))
 
 
 def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
@@ -77,37 +66,12 @@ def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
         return replace(config, device="cpu")
     if config.device not in ("auto", "cuda"):
         raise ConfigError(f"device {config.device} was asked for {rank.count} ranks; leave it out")
-    index = 0 if rank.has_own_view and gpus == 1 else rank.local
-    if index >= gpus:
+    if rank.local >= gpus:
         raise ConfigError(
             f"rank {rank.number} is number {rank.local} of its host, which has {gpus} "
             f"GPU{'s' * (gpus != 1)}: start at most {max(gpus, 1)} ranks a host, or use --device cpu"
         )
-    return replace(config, device=f"cuda:{index}")
-
-
-def assign_device(args: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Rank]:
-    """Return the config and rank of one process of a sweep: each has its own GPU, only the first one prints.
-
-    Raises ConfigError for --gpus and for --overwrite by several ranks.
-    """
-    rank = this_rank()
-    if config.gpus > 1:
-        raise ConfigError(
-            f"--gpus {config.gpus} is of one rollout; a sweep is shared by ranks of one GPU each: "
-            f"torchrun --nproc-per-node {config.gpus}"
-        )
-    if rank.count == 1:
-        return config, rank
-    if args.overwrite:
-        raise ConfigError(
-            f"--overwrite and {rank.count} ranks exclude each other: new files look like old ones to the "
-            "next rank; remove the folder, or start one process"
-        )
-    config = on_own_device(config, rank)
-    if not rank.is_first:
-        args.quiet, args.log_file = True, None
-    return config, rank
+    return replace(config, device=f"cuda:{rank.local}")
 
 
 def cores() -> int:
