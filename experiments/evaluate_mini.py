@@ -15,7 +15,7 @@ from pathlib import Path
 
 from experiments.miniature.recipe import Counts
 from experiments.running.cli import Parser, main, whole_number
-from experiments.running.ranks import Rank, workers_of
+from experiments.running.ranks import workers_of
 from wan.errors import ConfigError
 
 MOST = 10_000  # of anything that is counted
@@ -44,7 +44,7 @@ def run(argv=None):
     for name, value in vars(counts).items():
         if not 1 <= value <= MOST and name != "base":
             raise ConfigError(f"--{name} must be in 1..{MOST}, not {value}")
-    workers = workers_of(args.workers, Rank())
+    workers = workers_of(args.workers)
 
     from experiments.caches.files import replacing, require_writable  # no torch for --help
     from experiments.extraction.devices import choose_device

@@ -2,14 +2,22 @@
 
     python experiments/run_causal_atlas.py --config_path configs/wan_mini.yaml --prompts FILE --seeds 0 1
     python experiments/run_causal_atlas.py --each head --edit edit.yaml --output_dir cache/causal_atlas
-    torchrun --nproc-per-node 4 experiments/run_causal_atlas.py --prompts FILE --seeds 0 1
+    python experiments/run_causal_atlas.py --prompts FILE --seeds 0 1 --workers 4
 
 Without --edit every head's output is replaced by its mean over a reference set, in the denoising passes.
 docs/interventions.md says what the numbers are.
 """
 
-from experiments.running import ranks
-from experiments.running.cli import add_sweep_flags, config_from, count, main, plan, refuse, run_parser
+from experiments.running.cli import (
+    add_engine_flags,
+    add_sweep_flags,
+    config_from,
+    count,
+    main,
+    plan,
+    refuse,
+    run_parser,
+)
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame")
@@ -21,6 +29,7 @@ def run(argv=None):
     parser.add_argument("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
     parser.add_argument("--batch", type=count, default=8, help="runs that are made together")
     add_sweep_flags(parser)
+    add_engine_flags(parser)
     args = parser.parse_args(argv)
     refuse(args, "the atlas is causal_atlas.pt of --output_dir", "output_path")
     refuse(args, "an atlas is of every pass, and keeps no video", "step", "save_video")
@@ -32,8 +41,7 @@ def run(argv=None):
 
     from experiments.studies.causal_atlas import make_atlas  # after the flags: a --help needs no torch
 
-    config, rank = ranks.assign_device(args, config)
-    make_atlas(args, list(plan(args, config).values()), rank)
+    make_atlas(args, list(plan(args, config).values()))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,11 @@ class LoadedModel:
     dtype: torch.dtype
     config: RunConfig  # a copy of that of the loading
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process without the model, which loads its own (engine.loaded_here)."""
+        of_all = self.common, self.sha256.result(), self.device, self.dtype, self.config
+        return _described, (self.model_config, *of_all)
+
     def require_loaded(self, config: RunConfig) -> None:
         """Raise ConfigError where a config asks for what only loading again can give."""
         for name, loaded in vars(self.config).items():
@@ -101,6 +106,19 @@ class LoadedModel:
         """Return the same with the weights, and the settings of the rollout, of another config."""
         pipeline = load_pipeline(config, self.model_config, self.dtype, self.device)
         return replace(self, pipeline=pipeline, config=deepcopy(config))
+
+
+def _described(
+    sizes: ModelConfig,
+    common: dict[str, Any],
+    sha256: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: RunConfig,
+) -> LoadedModel:
+    hashed: Future = Future()
+    hashed.set_result(sha256)
+    return LoadedModel(sizes, None, None, common, hashed, device, dtype, config)  # type: ignore[arg-type]
 
 
 # --- Loading

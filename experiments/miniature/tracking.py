@@ -349,13 +349,13 @@ def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
 class EvalPool:
     """Processes that judge videos while the next ones are made; with one worker, this process does it.
 
-    Workers are forked: make them before a GPU is touched.
+    Workers are forked: make them before a GPU is touched, or spawn them.
     """
 
-    def __init__(self, workers: int):
+    def __init__(self, workers: int, method: str = "fork"):
         self._pool = None
         if workers > 1:
-            self._pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(),))
+            self._pool = ProcessPoolExecutor(workers, get_context(method), _start_worker, (os.getpid(),))
             self._pool.submit(os.getpid).result()  # all are forked here and now
 
     def call(self, function: Callable[..., Any], *given: Any) -> Future[Any]:

@@ -28,6 +28,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from experiments.caches.files import RunError, StoppedError, replacing
+from experiments.extraction.causal import LoadedModel, prepare
+from experiments.extraction.provenance import fingerprint
 from experiments.running.progress import Progress, memory_bytes
 from experiments.running.ranks import cores, this_rank
 from wan.errors import ConfigError, one_line
@@ -81,16 +83,23 @@ class Results:
 
 
 # --- Where an item is made
-_kept: dict[str, Any] = {}  # of this process: what the last items have loaded
+_kept: dict[str, tuple[str, Any]] = {}  # of this process: what the last items have loaded, by kind
 _asked_to_stop: set[str] = set()  # the runs of work_through that have been stopped
 
 
-def kept(fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
-    """Return what load() returned for this fingerprint before. One is kept: the one before leaves first."""
-    if fingerprint not in _kept:
-        _kept.clear()
-        _kept[fingerprint] = load()
-    return _kept[fingerprint]
+def kept(what: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
+    """Return what load() returned for this fingerprint. One of a kind is kept: the one before leaves."""
+    if _kept.get(what, ("",))[0] != fingerprint:
+        _kept.pop(what, None)
+        _kept[what] = fingerprint, load()
+    return _kept[what][1]
+
+
+def loaded_here(session: LoadedModel) -> LoadedModel:
+    """Return a session with its model: itself, or where it came from another process, one that is kept."""
+    if session.pipeline is not None:
+        return session
+    return kept("model", fingerprint(session.identity(session.config)), lambda: prepare(session.config, []))
 
 
 class _AtAWorker(Progress):
@@ -210,6 +219,11 @@ class _Here:
 
     def start(self, ended: SimpleQueue, name: str, *given: Any) -> None:
         ended.put((name, None, attempt(*given, self.watch)))
+
+
+def called(crew: Crew | None, function: Callable[..., Any], *given: Any) -> Any:
+    """Return function(*given), of a worker where there are workers: its device and its files count."""
+    return crew.call(function, *given) if crew else function(*given)
 
 
 def work_through(
@@ -353,7 +367,8 @@ def _on_this_machine(count: int, device: str, gpus: int) -> Any:
         raise ConfigError(f"--workers {count} of {gpus} GPU(s) each, and {len(there)} GPU(s) are here")
     workers = {}
     for n in range(count):
-        environment = {"OMP_NUM_THREADS": str(max(1, cores() // count)), "DASK_LOGGING__DISTRIBUTED": "error"}
+        environment = {"OMP_NUM_THREADS": str(max(1, cores() // count)), "LOCAL_WORLD_SIZE": str(count)}
+        environment["DASK_LOGGING__DISTRIBUTED"] = "error"
         if there:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(there[n * gpus : (n + 1) * gpus])
         options = {"nthreads": 1, "memory_limit": 0, "env": environment, "resources": {"GPU": gpus}}

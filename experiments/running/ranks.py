@@ -79,18 +79,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def workers_of(asked: int | None, rank: Rank, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of worker processes: as asked, else this rank's share of its host's cores.
+def workers_of(asked: int | None) -> int:
+    """Return the number of processes that a script may start: as asked, else its share of the cores.
 
     Raises ConfigError for a number out of range.
     """
-    if asked is not None:
-        if not 0 <= asked <= MAX_WORKERS:
-            raise ConfigError(f"--workers must be in 0..{MAX_WORKERS}, not {asked}")
-        return asked
-    on_this_host = environment.get("LOCAL_WORLD_SIZE", "")  # torchrun's number of ranks on this host
-    is_set = rank.count > 1 and on_this_host.isdecimal() and int(on_this_host)
-    return max(1, cores() // (int(on_this_host) if is_set else rank.count))
+    if asked is not None and not 0 <= asked <= MAX_WORKERS:
+        raise ConfigError(f"{asked} processes were asked for; 0 to {MAX_WORKERS} can be")
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this host that share the cores
+    return max(1, cores() // beside) if asked is None else asked
 
 
 def exit_with_parent(parent: int) -> None:

@@ -24,7 +24,7 @@ from experiments.extraction.provenance import fingerprint, identity, video_tag
 from experiments.extraction.video import check_video
 from experiments.running import peers
 from experiments.running.cli import plan, videos_of
-from experiments.running.engine import Crew, Results, crew_of, kept, work_through
+from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, check_outputs, deterministic, observed
 from experiments.running.run import BuildCache, save
@@ -71,7 +71,9 @@ class Sweep:
             cache, made = Path(run.path).stat(), self.results.path(name).stat().st_mtime_ns
         except OSError:
             return False
-        unchanged = (self.results.read(name) or {}).get("bytes") == cache.st_size and made >= cache.st_mtime_ns
+        unchanged = (self.results.read(name) or {}).get(
+            "bytes"
+        ) == cache.st_size and made >= cache.st_mtime_ns
         return unchanged and self.is_of(run, peek(run.path)) and self.has_video(run)
 
     def is_of(self, run: Run, cache: Mapping[str, Any]) -> bool:
@@ -101,7 +103,7 @@ class Sweep:
             remove_leftovers(Path(path))
         key = fingerprint({"model": [run.config.checkpoint_path, run.config.ckpt_dir, str(self.requests)]})
         with deterministic(self.args.deterministic):
-            extract = kept(key, lambda: self._load(run.config, watch))
+            extract = kept("model", key, lambda: self._load(run.config, watch))
             save(self.args, extract(run.config, watch), {run.path: self.build}, watch)
         self.finish(name, run)
 
@@ -207,7 +209,7 @@ def run_sweep(
 
 def _settings(config: RunConfig, crew: Crew | None) -> dict[str, Any]:
     """Return what all runs of a model share, as JSON has it; of a worker's device where there are workers."""
-    found = crew.call(identity, config) if crew else identity(config)
+    found = called(crew, identity, config)
     return {
         name: value
         for name, value in json.loads(json.dumps(found, default=str)).items()

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from experiments.caches import save_cache
-from experiments.caches.files import StoppedError, replacing, require_writable
+from experiments.caches.files import replacing
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, draw_noise, reference_means
 from experiments.extraction.devices import threads_for
 from experiments.extraction.edits import check_sources, read_edits, record_of
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.provenance import fingerprint
-from experiments.running.progress import check_outputs, memory, observed
-from experiments.running.ranks import Rank
-from experiments.running.work_items import WorkItems
+from experiments.extraction.provenance import fingerprint, identity
+from experiments.running.engine import Crew, Results, called, crew_of, kept, loaded_here, work_through
+from experiments.running.locks import claimed
+from experiments.running.progress import Progress, check_outputs, memory, observed
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -73,6 +73,7 @@ def _inference(session: LoadedModel, noise: Tensor, renoise: Tensor, text: Tenso
 
 def begin(session: LoadedModel, configs: Sequence[RunConfig]) -> Runs:
     """Roll out a batch, and the same with another seed each."""
+    session = loaded_here(session)
     text = torch.cat([session.texts[config.prompt][0] for config in configs])
 
     def drawn(more: int) -> tuple[Tensor, Tensor]:
@@ -168,6 +169,17 @@ def _in_every_block(edit: Edit, block: int) -> Edit:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What is made at a time: a layer (None: all together) in a batch of runs."""
+
+    configs: Sequence[RunConfig]
+    layer: int | None
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} of {len(self.configs)} runs from {self.configs[0].prompt[:40]!r}"
+
+
+@dataclass(frozen=True)
 class Study:
     """An edit, the runs that it is made in, and the folder of the items."""
 
@@ -176,6 +188,7 @@ class Study:
     each: str
     configs: Sequence[RunConfig]
     session: LoadedModel
+    identity: Mapping[str, Any] = field(default_factory=dict)  # of all items, but for prompt, seed and layer
 
     def __post_init__(self) -> None:
         if self.each not in EACH:
@@ -186,6 +199,9 @@ class Study:
             raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
         if self.each == "frame" and not isinstance(self.edit, (KeySelection, Move)):
             raise ConfigError("--each frame needs an edit of frames: knockout, bias or move")
+        if not self.identity:
+            config = replace(self.configs[0], prompt="", seed=0, interventions=[self.edit.to_dict()])
+            object.__setattr__(self, "identity", self.session.identity(config, each=self.each))
 
     @property
     def layers(self) -> list[int | None]:
@@ -201,12 +217,6 @@ class Study:
             return [*(self.edit.heads or range(self.session.model_config.num_heads))]
         return list(range(self.configs[0].num_frames)) if self.each == "frame" else [0]
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """Everything but prompt, seed and layer that numbers depend on, and the files that the edit reads."""
-        config = replace(self.configs[0], prompt="", seed=0, interventions=[self.edit.to_dict()])
-        return self.session.identity(config, each=self.each)
-
     @property
     def items(self) -> dict[str, tuple[RunConfig, int | None]]:
         """Run and layer of every item by its name, those of one run together."""
@@ -215,18 +225,44 @@ class Study:
     def name(self, config: RunConfig, layer: int | None) -> str:
         return fingerprint(self.identity, prompt=config.prompt, seed=config.seed, layer=layer)
 
-    def pieces(self, batch: int) -> dict[str, tuple[Sequence[RunConfig], int | None]]:
+    def pieces(self, batch: int) -> dict[str, Piece]:
         """Return what is made at a time, by name: a batch of runs and a layer, the same whoever makes it."""
         batches = [self.configs[i : i + batch] for i in range(0, len(self.configs), batch)]
         return {
-            fingerprint({"items": [self.name(config, layer) for config in configs]}): (configs, layer)
+            fingerprint({"items": [self.name(config, layer) for config in configs]}): Piece(configs, layer)
             for configs in batches
             for layer in self.layers
         }
 
     @property
-    def store(self) -> WorkItems:
-        return WorkItems(self.folder / "items")
+    def store(self) -> Results:
+        return Results(self.folder / "items")
+
+    def is_done(self, name: str, piece: Piece) -> bool:
+        """Check that the items of a piece are there (the engine's Work)."""
+        return all(self.store.read(self.name(c, piece.layer)) is not None for c in piece.configs)
+
+    def make(self, name: str, piece: Piece, watch: RunObserver) -> None:
+        """Measure the effects of a layer in a batch of runs; the unedited ones are kept for the next layer."""
+        watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
+
+        def begun() -> tuple[Runs, Tensor]:
+            runs = begin(self.session, piece.configs)
+            return runs, measure_floor(runs)
+
+        names = [self.name(config, None) for config in piece.configs]
+        runs, floor = kept("runs", fingerprint({"runs": names}), begun)
+        layer, effects = piece.layer, measure(runs, dict(self.edits(piece.layer)))
+        norms = [x for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)]
+        for row, config in enumerate(piece.configs):
+            values: dict[str, Any] = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
+            values |= {"floor": floor[row].tolist(), "between_seeds": runs.between_seeds[row].tolist()}
+            for kind in dict.fromkeys(kind for kind, _ in effects):
+                values[kind] = [effects[kind, unit][row].tolist() for unit in self.units]  # [U, F]
+            if norms:  # none of all layers together
+                norm = torch.stack([x[row].mean(0) for x in norms]).mean(0)
+                values["norm"] = (norm[self.units] if self.each == "head" else norm).tolist()
+            self.store.write(self.name(config, layer), values)
 
     def edits(self, layer: int | None) -> Iterator[tuple[tuple[str, int], EditOfBlock]]:
         """Yield ("effect" or "frame_control", unit) and a function from a block to its edit."""
@@ -254,44 +290,15 @@ class Study:
             file.write(json.dumps(index | {"items": rows}, ensure_ascii=False, indent=1).encode() + b"\n")
 
 
-def run(study: Study, batch: int, watch: RunObserver, rank: Rank | None = None) -> bool:
-    """Make what is neither done nor being made, up to batch runs at a time -> whether all is done."""
-    study.session.pipeline.plan(study.configs[0].num_frames).check([study.edit])
-    pieces, runs = study.pieces(batch), None
-    with WorkItems(study.folder / "items", rank) as items:
-
-        def is_done(piece: str) -> bool:
-            configs, layer = pieces[piece]
-            return all(items.read(study.name(config, layer)) is not None for config in configs)
-
-        def report() -> None:
-            done = sum(items.read(name) is not None for name in study.items)
-            watch.print(f"{done} of {len(study.items)} items are done")
-
-        report()
-        for piece in items.claim(list(pieces), is_done, watch):
-            configs, layer = pieces[piece]
-            if runs is None or runs.configs is not configs:
-                runs = None  # its tensors leave first
-                runs = begin(study.session, configs)
-                floor = measure_floor(runs)
-            effects = measure(runs, dict(study.edits(layer)))
-            norms = [x for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)]
-            for row, config in enumerate(configs):
-                values: dict[str, Any] = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
-                values |= {"floor": floor[row].tolist(), "between_seeds": runs.between_seeds[row].tolist()}
-                for kind in dict.fromkeys(kind for kind, _ in effects):
-                    values[kind] = [effects[kind, unit][row].tolist() for unit in study.units]  # [U, F]
-                if norms:  # none of all layers together
-                    norm = torch.stack([x[row].mean(0) for x in norms]).mean(0)
-                    values["norm"] = (norm[study.units] if study.each == "head" else norm).tolist()
-                items.write(study.name(config, layer), values)
-            report()
-            study.write_index()
-            if watch.stopping:
-                break
+def run(study: Study, batch: int, watch: Progress, crew: Crew | None = None) -> None:
+    """Make the items that are not done, up to batch runs at a time. Raises what work_through raises."""
+    light = replace(study, configs=study.configs[:1])  # items have their own
+    try:
+        work_through(
+            light, study.pieces(batch), study.folder, watch, crew, lambda name, state: study.write_index()
+        )
+    finally:
         study.write_index()
-        return all(map(is_done, pieces))
 
 
 def merged(study: Study) -> dict[str, Tensor]:
@@ -342,12 +349,20 @@ def atlas_cache(study: Study) -> dict:
     }
 
 
-def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Rank) -> None:
-    """Make the items that are missing, and the atlas when all are done. Raises StoppedError after Ctrl-C.
+def prepared(
+    folder: Path, edit: Edit, each: str, configs: Sequence[RunConfig], watch: RunObserver | None = None
+) -> Study:
+    """Return the study of an edit, with a model that is loaded here; it leaves a worker without that."""
+    prompts = list(dict.fromkeys(config.prompt for config in configs))
+    session = kept(
+        "model", fingerprint(identity(configs[0])), lambda: causal.prepare(configs[0], [], prompts, watch)
+    )
+    session.pipeline.plan(configs[0].num_frames).check([edit])
+    return Study(folder, edit, each, configs, session)
 
-    Several ranks make different items, and the first of them the atlas; without a launcher each writes it,
-    whole and with the same bytes.
-    """
+
+def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
+    """Make the items that are missing, and the atlas when all are done. Raises StoppedError after Ctrl-C."""
     folder = Path(args.output_dir)
     edits = read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")]
     if len(edits) != 1:
@@ -355,14 +370,16 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig], rank: Ran
     with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
     check_sources(edits, with_edit)
     check_outputs(args, with_edit, [folder / ATLAS, folder / "index.json"])
-    with observed(args, "layer") as watch:
-        require_writable(folder / ATLAS)
-        session = causal.prepare(configs[0], [], list(dict.fromkeys(c.prompt for c in configs)), watch)
-        start, study = time.monotonic(), Study(folder, edits[0], args.each, configs, session)
-        watch.log("rollout", items=len(study.items))  # from here on Ctrl-C ends a layer first
-        if not run(study, args.batch, watch, rank):
-            raise StoppedError("stopped; what is done will not be made again: run the same command to go on")
-        if rank.is_first:
-            save_cache(folder / ATLAS, atlas_cache(study))
-            seconds = time.monotonic() - start
-            watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {memory()}")
+    if configs[0].gpus > 1:
+        raise ConfigError(f"gpus {configs[0].gpus} is of one rollout; share an atlas by --workers N")
+    with (
+        claimed({str(folder / ATLAS): 0}),
+        observed(args, "layer") as watch,
+        crew_of(args, configs[0].device) as crew,
+    ):
+        start = time.monotonic()
+        study = called(crew, prepared, folder, edits[0], args.each, configs, *([] if crew else [watch]))
+        run(study, args.batch, watch, crew)
+        save_cache(folder / ATLAS, atlas_cache(study))
+        seconds = time.monotonic() - start
+        watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {memory()}")

@@ -7,8 +7,8 @@ all captions and seeds in one batched rollout. Beside it a study removes frame 0
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
-from experiments.running.ranks import Rank
-from experiments.running.work_items import WorkItems
+from experiments.running.engine import Crew, Results, kept, work_through
+from experiments.running.progress import Progress
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import Runs, Study, merged
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
@@ -92,6 +92,9 @@ class Condition:
     name: str
     heads: tuple[Head, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.captions}, {self.name}"
+
     @property
     def edits(self) -> list[Knockout]:
         by_layer: dict[int, list[int]] = {}
@@ -126,11 +129,13 @@ class HiddenShapes:
     design: Design
     config: RunConfig
     session: LoadedModel
-    vae: VAE
-    pool: EvalPool
     folder: Path
-    watch: RunObserver = field(default_factory=RunObserver)
-    _runs: dict[str, Runs] = field(default_factory=dict)
+    judges: int = 1  # processes that judge videos
+    pool: EvalPool | None = None  # of this process
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel to a worker without the pool, which forks."""
+        return {**self.__dict__, "pool": None}
 
     @cached_property
     def scenes(self) -> dict[str, NumberedScenes]:
@@ -138,8 +143,8 @@ class HiddenShapes:
         return {"test": test, "selection": selection}
 
     @cached_property
-    def store(self) -> WorkItems:
-        return WorkItems(self.folder / "items")
+    def store(self) -> Results:
+        return Results(self.folder / "items")
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -166,10 +171,9 @@ class HiddenShapes:
 
     def runs(self, captions: str) -> Runs:
         """Return noise, text and base rollouts of a set, made once."""
-        if captions not in self._runs:
-            self._runs.clear()  # one set's at a time
-            self._runs[captions] = causal_atlas.begin(self.session, self.configs[captions])
-        return self._runs[captions]
+        key = fingerprint(self.identity, captions=captions, design=asdict(self.design))
+        begun = partial(causal_atlas.begin, self.session, self.configs[captions])
+        return kept("runs", key, begun)
 
     # -- conditions ------------------------------------------------------------------------------------------
 
@@ -206,21 +210,23 @@ class HiddenShapes:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def run(self, rank: Rank | None = None) -> bool:
-        """Make the conditions that are missing, beside other ranks -> whether all are done."""
+    def run(self, watch: Progress, crew: Crew | None = None) -> None:
+        """Make the conditions that are missing. Raises what work_through raises."""
         for name, conditions in (("selection", self.singles), ("test", self.conditions)):
             wanted = {self.name(one): one for one in conditions()}
-            with WorkItems(self.store.folder, rank) as items:
-                for number, item in enumerate(items.claim([*wanted], watch=self.watch), 1):
-                    items.write(item, self.make(wanted[item]))
-                    if number % 10 == 0:
-                        self.watch.print(f"{name}: {number} of {len(wanted)} conditions made here")
-                    if self.watch.stopping:
-                        return False
-            self.watch.print(f"{name}: {len(wanted)} conditions are done")
-        return True
+            work_through(self, wanted, self.folder, watch, crew)
+            watch.print(f"{name}: {len(wanted)} conditions are done")
 
-    def make(self, condition: Condition) -> dict[str, Any]:
+    def is_done(self, name: str, condition: Condition) -> bool:
+        """Check that a condition's numbers are there (the engine's Work)."""
+        return self.store.read(name) is not None
+
+    def make(self, name: str, condition: Condition, watch: RunObserver) -> None:
+        """Measure a condition and write its numbers."""
+        watch.log("rollout", condition=condition.name)
+        self.store.write(name, self.measure(condition))
+
+    def measure(self, condition: Condition) -> dict[str, Any]:
         """Roll out a condition -> 0 or 1 by question and run, the change of x0, what heads attend to."""
         runs, edits = self.runs(condition.captions), condition.edits
         with intervene(*edits) if edits else nullcontext():
@@ -231,8 +237,11 @@ class HiddenShapes:
             measures = measures_by_pass(runs, [0])
             values["measures"] = {name: of_pass[0].mean(0).tolist() for name, of_pass in measures.items()}
         scenes = [scene for _, scene in self.scenes[condition.captions]] * self.design.seeds
-        videos = (video for part in latents.split(DECODED_AT_ONCE) for video in self.vae.decode(part).cpu())
-        answers = self.pool.judge_all(videos, scenes)
+        ckpt_dir, device = self.config.ckpt_dir, self.session.device
+        vae = kept("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
+        pool = self.pool or kept("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
+        videos = (video for part in latents.split(DECODED_AT_ONCE) for video in vae.decode(part).cpu())
+        answers = pool.judge_all(videos, scenes)
         return values | {question: [int(one[question]) for one in answers] for question in QUESTIONS}
 
     # -- results ---------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -25,21 +24,23 @@ import torch
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.long_rollouts import CONTROLS
-from experiments.caches.files import StoppedError, mp4_tag, replacing, require_writable
+from experiments.caches.files import mp4_tag, replacing, require_writable
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, pipeline_of, seeded_noise
 from experiments.extraction.devices import threads_for
 from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
-from experiments.extraction.provenance import environment, fingerprint, vae_files
+from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import environment, fingerprint, identity, vae_files
 from experiments.extraction.rollout import capturing
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
-from experiments.running.progress import check_outputs, memory, observed
-from experiments.running.ranks import exit_with_parent, on_own_device, this_rank, workers_of
-from experiments.running.work_items import WorkItems
+from experiments.running.engine import Results, called, crew_of, kept, loaded_here, work_through
+from experiments.running.locks import claimed
+from experiments.running.progress import check_outputs, deterministic, memory, observed
+from experiments.running.ranks import exit_with_parent, workers_of
 from experiments.studies.policy_findings import FULL, NAMED
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
@@ -116,7 +117,7 @@ def write_item(
     """Measure one video and write its numbers, after the mp4s that are asked for."""
     for file, shortest in mp4s.items():
         write_mp4(torch.from_numpy(pixels), file, shortest, about["name"])
-    WorkItems(folder).write(about["name"], {**about, **measure(pixels, scene)})
+    Results(folder).write(about["name"], {**about, **measure(pixels, scene)})
 
 
 # -- what is compared --------------------------------------------------------------------------------------
@@ -133,6 +134,17 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Videos of one policy that are rolled out together."""
+
+    label: str
+    items: Sequence[Item]
+
+    def __str__(self) -> str:
+        return f"{self.label}: {len(self.items)} videos"
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Policies, runs and the folder of the items."""
 
@@ -146,10 +158,14 @@ class Comparison:
     videos: int = 0  # prompts whose first seed is written as an mp4
     controls: Sequence[str] = CONTROLS
     capture: BlockCapture = field(default_factory=BlockCapture)  # of attention, in attention/NAME
+    session: LoadedModel | None = None
+    judges: int | None = None  # processes that measure videos
+    vae_dtype: str = "float32"
+    deterministic: bool = False
 
     @property
-    def store(self) -> WorkItems:
-        return WorkItems(self.folder / "items")
+    def store(self) -> Results:
+        return Results(self.folder / "items")
 
     @cached_property
     def items(self) -> list[Item]:
@@ -166,17 +182,30 @@ class Comparison:
                 found.append(Item(label, settings, run, fingerprint(self.identity, **own)))
         return found
 
-    def groups(self) -> dict[str, list[Item]]:
+    def groups(self) -> dict[str, "Group"]:
         """Return items of one policy that are made together, by the name of the group."""
-        found: dict[str, list[Item]] = {}
-        for _, of_label in groupby(self.items, key=lambda item: item.label):
+        found: dict[str, Group] = {}
+        for label, of_label in groupby(self.items, key=lambda item: item.label):
             items = list(of_label)
             for start in range(0, len(items), self.batch):
-                group = items[start : start + self.batch]
-                found[fingerprint({"items": [item.name for item in group]})] = group
+                group = Group(label, items[start : start + self.batch])
+                found[fingerprint({"items": [item.name for item in group.items]})] = group
         return found
 
-    def is_done(self, item: Item) -> bool:
+    def is_done(self, name: str, group: "Group") -> bool:
+        """Check that all videos of a group are done (the engine's Work)."""
+        return all(map(self.has, group.items))
+
+    def make(self, name: str, group: "Group", watch: RunObserver) -> None:
+        """Make the videos of a group by the model, the VAE and the pool of this process."""
+        watch.log("rollout", videos=str(group))
+        assert self.session is not None
+        session = loaded_here(self.session)
+        with deterministic(self.deterministic):
+            maker = kept("maker", fingerprint(self.identity), lambda: Maker(self, session))
+            replace(maker, comparison=self).make(group.items)
+
+    def has(self, item: Item) -> bool:
         """Return whether an item's numbers, and the videos and the attention asked for, are there."""
         found = self.store.read(item.name)
         if found is None or any(mp4_tag(path) != item.name for path in self.mp4s(item)):
@@ -215,20 +244,32 @@ class Maker:
 
     comparison: Comparison
     session: LoadedModel
-    vae: VAE
-    pool: Executor | None
-    waiting: list[Future] = field(default_factory=list)
+    vae: VAE = field(init=False)
+    pool: Executor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        comparison, device = self.comparison, self.session.device
+        ckpt_dir, dtype = self.session.config.ckpt_dir, getattr(torch, comparison.vae_dtype)
+        self.vae = VAE.from_pretrained(ckpt_dir, dtype, device)
+        on_gpu = device.type == "cuda"
+        # the decoder's convolutions are always of one size
+        torch.backends.cudnn.benchmark = on_gpu and not comparison.deterministic
+        if judges := workers_of(comparison.judges if comparison.judges is not None or on_gpu else 0):
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
+            self.pool = ProcessPoolExecutor(
+                judges, get_context("spawn"), exit_with_parent, (os.getpid(),)
+            )  # without one, as on a CPU, this process measures videos itself
 
     def make(self, items: Sequence[Item]) -> None:
-        """Roll out and decode items of one policy, and have those not done yet measured meanwhile.
+        """Roll out and decode items of one policy, and measure those not done yet.
 
         All are rolled out where one is missing: bits may depend on the size of a batch, and not on a kill.
         """
         comparison, control = self.comparison, items[0].settings.get("control")
         pixels, cost = self._rolled_out(items) if control is None else (self._control(control, items), {})
-        self.wait()  # for the group before: a video takes 12 MB at 64 x 64 and 240 frames
+        measured: list[Future] = []
         for item, video in zip(items, pixels, strict=True):
-            if comparison.is_done(item):
+            if comparison.has(item):
                 continue
             about = {
                 "label": item.label,
@@ -242,12 +283,9 @@ class Maker:
             if self.pool is None:
                 write_item(*arguments)
             else:
-                self.waiting.append(self.pool.submit(write_item, *arguments))
-
-    def wait(self) -> None:
-        """Wait until all videos are measured."""
-        while self.waiting:
-            self.waiting.pop().result()
+                measured.append(self.pool.submit(write_item, *arguments))
+        for future in measured:
+            future.result()
 
     def _rolled_out(
         self, items: Sequence[Item], num_frames: int | None = None
@@ -319,54 +357,22 @@ class Maker:
 
 def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
-    rank = this_rank()
-    first = on_own_device(runs[0], rank)
     planned = plan(args, runs, scenes)
-    args.quiet |= not rank.is_first
-    args.log_file = args.log_file if rank.is_first else None
-    with observed(args, "policy") as watch, ExitStack() as stack:
+    path = planned.folder / TABLE
+    with (
+        claimed({str(path): 0}),
+        observed(args, "policy") as watch,
+        crew_of(args, runs[0].device) as crew,
+    ):
         start = time.monotonic()
-        session = causal.prepare(
-            first, [], list(dict.fromkeys(run.prompt for run in runs)), watch, decodes=True
-        )
-        comparison = with_session(args, session, planned)
-        watch.log("rollout", videos=len(comparison.items))
-        on_gpu = session.device.type == "cuda"
-        vae = VAE.from_pretrained(first.ckpt_dir, getattr(torch, args.vae_dtype), session.device)
-        torch.backends.cudnn.benchmark = (
-            on_gpu and not args.deterministic
-        )  # the decoder's convolutions, always of one size
-        workers = workers_of(args.workers if args.workers is not None or on_gpu else 0, rank)
-        pool = None  # on a CPU this process measures videos itself
-        if workers:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
-            context = get_context("spawn")
-            pool = ProcessPoolExecutor(workers, context, exit_with_parent, (os.getpid(),))
-            stack.enter_context(pool)
-        items = stack.enter_context(WorkItems(comparison.store.folder, rank))
-        maker, groups = Maker(comparison, session, vae, pool), comparison.groups()
-
-        def is_done(name: str) -> bool:
-            return all(comparison.is_done(item) for item in groups[name])
-
-        for name in items.claim(list(groups), is_done, watch, behind=1):
-            maker.make(groups[name])
-            watch.print(f"{groups[name][0].label}: {len(groups[name])} videos")
-            if watch.stopping:
-                break
-        maker.wait()
-        table = merged(comparison)
-        if table["missing"]:
-            left = f"{table['missing']} of {len(comparison.items)} videos are missing"
-            raise StoppedError(f"{left}; what is done is not made again: run the same command to go on")
-        if rank.is_first:
-            seconds = round(time.monotonic() - start, 1)
-            made = {"made": environment(session.device), "made_seconds": seconds}
-            table = {"measures": MEASURES | SUMMARIES} | table | made
-            path = comparison.folder / TABLE
-            with replacing(path) as file:
-                file.write(json.dumps(table, ensure_ascii=False).encode() + b"\n")
-            watch.print(f"{path}: {len(table['videos'])} videos, {seconds} s, {memory()}")
+        comparison = called(crew, with_session, planned, args.batch, *([] if crew else [watch]))
+        work_through(comparison, comparison.groups(), planned.folder, watch, crew)
+        seconds = round(time.monotonic() - start, 1)
+        made = {"made": called(crew, environment, comparison.session.device), "made_seconds": seconds}
+        table = {"measures": MEASURES | SUMMARIES} | merged(comparison) | made
+        with replacing(path) as file:
+            file.write(json.dumps(table, ensure_ascii=False).encode() + b"\n")
+        watch.print(f"{path}: {len(table['videos'])} videos, {seconds} s, {memory()}")
 
 
 def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> Comparison:
@@ -391,6 +397,9 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
         videos=args.videos,
         controls=args.controls,
         capture=BlockCapture.read(args.capture, first.step),
+        judges=args.judges,
+        vae_dtype=args.vae_dtype,
+        deterministic=args.deterministic,
     )
     for folder in folders:
         require_writable(folder / TABLE)
@@ -403,13 +412,16 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     return planned
 
 
-def with_session(args: argparse.Namespace, session: LoadedModel, planned: Comparison) -> Comparison:
-    """Return what was planned, with the weights and files that a session has read."""
-    first = replace(planned.runs[0], prompt="", seed=0)
+def with_session(planned: Comparison, batch: int | None, watch: RunObserver | None = None) -> Comparison:
+    """Return what was planned, with a model that is loaded here, and its weights and files."""
+    first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
+    session = kept("model", fingerprint(identity(first)), lambda: causal.prepare(first, [], prompts, watch))
+    plain = replace(first, prompt="", seed=0)
     return replace(
         planned,
-        identity=session.identity(first, vae=vae_files(first), vae_dtype=args.vae_dtype),
-        batch=args.batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
+        session=session,
+        identity=session.identity(plain, vae=vae_files(plain), vae_dtype=planned.vae_dtype),
+        batch=batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
     )
 
 

@@ -25,7 +25,7 @@ from experiments.extraction.provenance import environment
 from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress
-from experiments.running.ranks import this_rank, workers_of
+from experiments.running.ranks import workers_of
 from experiments.studies import causal_atlas
 from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind_a_wall
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
@@ -52,7 +52,7 @@ def run(argv=None):
     require_writable(args.output_path)
     config = load_config(args.config_path, {"device": args.device, "dtype": "float32"})
     numbered, _ = captions_behind_a_wall(Design(args.captions, selection=0))
-    with EvalPool(workers_of(args.workers, this_rank())) as judges, Progress() as watch:  # it forks
+    with EvalPool(workers_of(args.workers)) as judges, Progress() as watch:  # it forks
         session = causal.prepare(config, [], [scene.caption for _, scene in numbered], watch)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         configs = [replace(config, prompt=scene.caption, seed=number) for number, scene in numbered]

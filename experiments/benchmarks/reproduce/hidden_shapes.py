@@ -1,7 +1,7 @@
 """Which heads bring a hidden shape back, and does attention to frame 0 predict the effect of removing it?
 
     python experiments/benchmarks/reproduce/hidden_shapes.py --device cuda
-    torchrun --nproc_per_node 4 experiments/benchmarks/reproduce/hidden_shapes.py --device cuda
+    python experiments/benchmarks/reproduce/hidden_shapes.py --device cuda --workers 4
 
 Writes docs/hidden_shapes.json and two figures (docs/interventions.md). Pieces are kept in --folder: the same
 command goes on where it stopped.
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from experiments.analysis.effects import (
     BACK,
@@ -24,22 +23,22 @@ from experiments.analysis.effects import (
     rounded,
 )
 from experiments.benchmarks.harness import save_report
-from experiments.caches.files import StoppedError, require_writable
+from experiments.caches.files import require_writable
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
 from experiments.figures.style import save_svg
 from experiments.miniature.recipe import SIDE
 from experiments.miniature.tracking import EvalPool
-from experiments.running.cli import Parser, count, main
+from experiments.running.cli import Parser, add_engine_flags, count, main
+from experiments.running.engine import called, crew_of
 from experiments.running.progress import Progress, stopping_when_asked
-from experiments.running.ranks import on_own_device, this_rank, workers_of
+from experiments.running.ranks import workers_of
 from experiments.studies import causal_atlas, hidden_shapes
 from experiments.studies.hidden_shapes import QUESTIONS, Design, HiddenShapes
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.files import read_json
-from wan.vae import VAE
 
 SCALE = 8  # pixels of a latent
 FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
@@ -53,7 +52,8 @@ def run(argv=None):
     flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=count, default=96, help="captions behind a wall, on which heads are judged")
     flag("--seeds", type=int, choices=range(1, 10), default=3, help="seeds of each caption")
-    flag("--workers", type=count, help="processes that judge videos; this rank's share of the cores")
+    flag("--judges", type=count, help="processes that judge videos; this worker's share of the cores")
+    add_engine_flags(parser)
     flag("--device", default="auto")
     flag("--dtype", default="float32")
     flag("--folder", type=Path, default=Path("cache/hidden_shapes"), help="where pieces are kept")
@@ -68,14 +68,14 @@ def run(argv=None):
             raise ConfigError(f"{args.output_path} is not what this script writes: {error}") from None
         return
     require_writable(args.output_path)
-    if report := measure(args):  # of the first rank
-        save_report(report, args.output_path)
-        print(args.output_path)
-        draw_figures(report, args.figures)
+    report = measure(args)
+    save_report(report, args.output_path)
+    print(args.output_path)
+    draw_figures(report, args.figures)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Make what is not done yet; return the report to the first rank. StoppedError after Ctrl-C."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Make what is not done yet; return the report. StoppedError after Ctrl-C."""
     settings = {"device": args.device, "dtype": args.dtype}
     if args.ckpt_dir:
         weights = f"{args.ckpt_dir}/self_forcing_mini.pt"
@@ -83,34 +83,38 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     config = load_config(args.config_path, settings)
     if config.height * SCALE != SIDE:
         raise ConfigError(f"{args.config_path} is not of the miniature, whose tracker this needs")
-    rank, design = this_rank(), Design(args.captions, seeds=args.seeds)
+    design, judges, args.quiet = Design(args.captions, seeds=args.seeds), workers_of(args.judges), False
     with (
-        Progress(quiet=not rank.is_first) as watch,
+        Progress() as watch,
         stopping_when_asked(watch, "condition"),
-        EvalPool(workers_of(args.workers, rank)) as judges,  # before a GPU is touched: it forks
+        EvalPool(1 if args.workers else judges) as pool,  # before a GPU is touched: it forks
+        crew_of(args, config.device) as crew,
     ):
-        config, of_frame_0 = on_own_device(config, rank), hidden_shapes.captions(FIRST_FRAME_CAPTIONS)
+        of_frame_0 = hidden_shapes.captions(FIRST_FRAME_CAPTIONS)
         test, selection = hidden_shapes.captions_behind_a_wall(design)
         walls = [scene.caption for _, scene in (*selection, *test)]
-        session = causal.prepare(config, [], [*walls, *of_frame_0], watch)
-        vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
-        torch.backends.cudnn.benchmark = session.device.type == "cuda"  # a decoder of few sizes
-        shapes = HiddenShapes(design, config, session, vae, judges, args.folder, watch)
+        session = called(crew, causal.prepare, config, [], [*walls, *of_frame_0])
+        shapes = HiddenShapes(design, config, session, args.folder, judges, None if crew else pool)
+        shapes = called(crew, identified, shapes)
         folder = args.folder / "first_frame"
         removed = hidden_shapes.first_frame_study(of_frame_0, args.seeds, config, session, folder)
-        if not (shapes.run(rank) and causal_atlas.run(removed, len(removed.configs), watch, rank)):
-            raise StoppedError("stopped; what is done is not made again: run the same command to go on")
-        if not rank.is_first:
-            return None
-        first_frame = hidden_shapes.first_frame_numbers(removed, args.seeds)
+        shapes.run(watch, crew)
+        causal_atlas.run(removed, len(removed.configs), watch, crew)
+        first_frame = called(crew, hidden_shapes.first_frame_numbers, removed, args.seeds)
         return {
-            "environment": environment(session.device),
+            "environment": called(crew, environment, session.device),
             "model": config.model,
             "weights_sha256": session.sha256.result(),
             "dtype": str(session.dtype).removeprefix("torch."),
             "first_frame": first_frame_report(first_frame, range(session.model_config.num_layers)),
             "knockouts": knockouts(shapes),
         }
+
+
+def identified(shapes: HiddenShapes) -> HiddenShapes:
+    """Return a study that knows what it is of, by the device here."""
+    assert shapes.identity
+    return shapes
 
 
 def knockouts(study: HiddenShapes) -> dict[str, Any]:
