@@ -97,10 +97,14 @@ class Sweep:
             raise CacheError(f"{run.path} is of a sweep that captured other quantities; {REMEDY}")
         return "partial" if cache.get("partial") else "done" if self.has_video(run) else "waiting"
 
-    def make(self, name: str, run: Run, watch: Progress) -> None:
-        """Make one cache, its video where it was asked for, and the item that says that they are whole."""
+    def clean(self, name: str, run: Run) -> None:
+        """Remove what killed processes left half written."""
         for path in (run.path, *videos_of(self.args, [run.path]), str(self.results.path(name))):
             remove_leftovers(Path(path))
+
+    def make(self, name: str, run: Run, watch: Progress) -> None:
+        """Make one cache, its video where it was asked for, and the item that says that they are whole."""
+        self.clean(name, run)
         key = fingerprint({"model": [run.config.checkpoint_path, run.config.ckpt_dir, str(self.requests)]})
         with deterministic(self.args.deterministic):
             extract = kept("model", key, lambda: self._load(run.config, watch))
@@ -160,8 +164,8 @@ def run_sweep(
     """
     if config.gpus > 1 and not (args.workers or args.scheduler or args.slurm):
         raise ConfigError(f"--gpus {config.gpus} in a sweep is of each worker: give --workers N too")
-    folder, planned = Path(args.output_dir), plan(args, config)
-    manifest = folder / "manifest.json"
+    planned = plan(args, config)
+    manifest = Path(args.output_dir) / "manifest.json"
     videos = [video for path in planned for video in videos_of(args, [path])]
     models = {
         run.checkpoint_path: replace(config, checkpoint_path=run.checkpoint_path) for run in planned.values()
@@ -192,17 +196,20 @@ def run_sweep(
                 listing.states[name] = "done"
             else:
                 listing.states[name] = work.state_of_cache(one)
+                work.clean(name, one)
                 if listing.states[name] == "done":
                     work.finish(name, one)
         waiting = [one.path for name, one in runs.items() if not work.is_done(name, one)]
         if waiting and videos:
             check_video(config)
-        require_space(folder, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0})
+        require_space(
+            manifest.parent, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0}
+        )
         listing.write()
         try:
             if crew and waiting:
-                encode_first(config, prompts, folder, watch, crew)
-            work_through(work, runs, folder, watch, crew, listing.ended)
+                encode_first(config, prompts, manifest.parent, watch, crew)
+            work_through(work, runs, manifest.parent, watch, crew, listing.ended)
         finally:
             listing.write()
 

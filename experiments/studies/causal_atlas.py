@@ -11,8 +11,9 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,6 @@ class Study:
     each: str
     configs: Sequence[RunConfig]
     session: LoadedModel
-    identity: Mapping[str, Any] = field(default_factory=dict)  # of all items, but for prompt, seed and layer
 
     def __post_init__(self) -> None:
         if self.each not in EACH:
@@ -199,9 +199,6 @@ class Study:
             raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
         if self.each == "frame" and not isinstance(self.edit, (KeySelection, Move)):
             raise ConfigError("--each frame needs an edit of frames: knockout, bias or move")
-        if not self.identity:
-            config = replace(self.configs[0], prompt="", seed=0, interventions=[self.edit.to_dict()])
-            object.__setattr__(self, "identity", self.session.identity(config, each=self.each))
 
     @property
     def layers(self) -> list[int | None]:
@@ -216,6 +213,12 @@ class Study:
         if self.each == "head":
             return [*(self.edit.heads or range(self.session.model_config.num_heads))]
         return list(range(self.configs[0].num_frames)) if self.each == "frame" else [0]
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything but prompt, seed and layer that numbers depend on, and the files that the edit reads."""
+        config = replace(self.configs[0], prompt="", seed=0, interventions=[self.edit.to_dict()])
+        return self.session.identity(config, each=self.each)
 
     @property
     def items(self) -> dict[str, tuple[RunConfig, int | None]]:
@@ -243,7 +246,7 @@ class Study:
         return all(self.store.read(self.name(c, piece.layer)) is not None for c in piece.configs)
 
     def make(self, name: str, piece: Piece, watch: RunObserver) -> None:
-        """Measure the effects of a layer in a batch of runs; the unedited ones are kept for the next layer."""
+        """Measure the effects of a layer in a batch of runs, whose unedited rollouts are kept for others."""
         watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
 
         def begun() -> tuple[Runs, Tensor]:
@@ -292,11 +295,10 @@ class Study:
 
 def run(study: Study, batch: int, watch: Progress, crew: Crew | None = None) -> None:
     """Make the items that are not done, up to batch runs at a time. Raises what work_through raises."""
-    light = replace(study, configs=study.configs[:1])  # items have their own
+    pieces, light = study.pieces(batch), copy(study)  # with what it is of
+    object.__setattr__(light, "configs", study.configs[:1])  # pieces have their own, and it travels with each
     try:
-        work_through(
-            light, study.pieces(batch), study.folder, watch, crew, lambda name, state: study.write_index()
-        )
+        work_through(light, pieces, study.folder, watch, crew, lambda name, state: study.write_index())
     finally:
         study.write_index()
 
@@ -358,7 +360,9 @@ def prepared(
         "model", fingerprint(identity(configs[0])), lambda: causal.prepare(configs[0], [], prompts, watch)
     )
     session.pipeline.plan(configs[0].num_frames).check([edit])
-    return Study(folder, edit, each, configs, session)
+    study = Study(folder, edit, each, configs, session)
+    assert study.identity  # by the device here
+    return study
 
 
 def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:

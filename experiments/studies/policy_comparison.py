@@ -365,7 +365,7 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
         crew_of(args, runs[0].device) as crew,
     ):
         start = time.monotonic()
-        comparison = called(crew, with_session, planned, args.batch, *([] if crew else [watch]))
+        comparison = called(crew, prepared, planned, args.batch, *([] if crew else [watch]))
         work_through(comparison, comparison.groups(), planned.folder, watch, crew)
         seconds = round(time.monotonic() - start, 1)
         made = {"made": called(crew, environment, comparison.session.device), "made_seconds": seconds}
@@ -412,11 +412,16 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     return planned
 
 
-def with_session(planned: Comparison, batch: int | None, watch: RunObserver | None = None) -> Comparison:
-    """Return what was planned, with a model that is loaded here, and its weights and files."""
+def prepared(planned: Comparison, batch: int | None, watch: RunObserver | None = None) -> Comparison:
+    """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
     session = kept("model", fingerprint(identity(first)), lambda: causal.prepare(first, [], prompts, watch))
-    plain = replace(first, prompt="", seed=0)
+    return with_session(session, planned, batch)
+
+
+def with_session(session: LoadedModel, planned: Comparison, batch: int | None) -> Comparison:
+    """Return what was planned, with the weights and files that a session has read."""
+    plain = replace(planned.runs[0], prompt="", seed=0)
     return replace(
         planned,
         session=session,

@@ -199,9 +199,8 @@ def of_atlas(session, config, tmp_path, edit=EDIT, each="head"):
 
 
 def of_comparison(session, config, tmp_path, policy="full", vae_dtype="float32"):
-    planned = Comparison(tmp_path, {"a": {"name": policy}}, [config], {})
-    args = SimpleNamespace(vae_dtype=vae_dtype, batch=1)
-    [item] = with_session(args, session, planned).items
+    planned = Comparison(tmp_path, {"a": {"name": policy}}, [config], {}, vae_dtype=vae_dtype)
+    [item] = with_session(session, planned, 1).items
     return item.name
 
 

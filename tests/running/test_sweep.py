@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -49,8 +50,9 @@ def sweeping(prompts, folder, *flags, seeds=("0", "1")):
 
 
 def files_below(folder) -> dict[str, bytes]:
-    """Every file below a folder by its path there."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Every file below a folder by its path there, but logs, which have the time, and locks."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".jsonl", ".lock")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 NAMES = [f"{slug}_s{seed}.pt" for slug in ("a-blue-square", "a-red-circle-moving-right") for seed in (0, 1)]
@@ -85,7 +87,7 @@ def test_a_stopped_sweep_says_how_to_go_on(tmp_path, prompts, monkeypatch, capfd
         with pytest.raises(SystemExit) as ended:
             cli.main(lambda argv: sweeping(prompts, tmp_path / "out")(), [])
     said = capfd.readouterr().err
-    assert ended.value.code == 130 and "0 of 4 runs are done and will not be made again" in said, said
+    assert ended.value.code == 130 and "0 of 4 are done and will not be made again" in said, said
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     assert [run["state"] for run in manifest["runs"]] == ["partial", "waiting", "waiting", "waiting"]
     sweeping(prompts, tmp_path / "out")()
@@ -154,10 +156,17 @@ def test_one_failure_does_not_end_a_sweep(tmp_path, prompts, monkeypatch):
 
     monkeypatch.setattr(causal, "extract_next", failing)
     with pytest.raises(
-        RunError, match=r"1 of 4 runs failed; first .*a-blue-square_s0.pt: block 0: not finite"
+        RunError, match=r"1 of 4 failed; first .*a-blue-square_s0.pt: RunError: block 0: not finite"
     ):
         sweeping(prompts, tmp_path / "out")()
     assert sorted(path.name for path in (tmp_path / "out").glob("*.pt")) == NAMES[1:]
+    [record] = (tmp_path / "out/failed").iterdir()
+    assert "in failing" in json.loads(record.read_text())["traceback"]
+    states = [run["state"] for run in json.loads((tmp_path / "out/manifest.json").read_text())["runs"]]
+    assert sorted(states) == ["done", "done", "done", "failed"]
+    monkeypatch.setattr(causal, "extract_next", original)
+    sweeping(prompts, tmp_path / "out")()
+    assert not record.exists()
 
 
 @pytest.mark.parametrize(
@@ -189,9 +198,9 @@ def test_prompts_are_read_and_told_apart(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cache_that_is_being_made_by_another_script(tmp_path, prompts):
+def test_a_sweep_that_is_being_made_by_another_command(tmp_path, prompts):
 
-    with claimed({str(tmp_path / "out" / NAMES[0]): 0}):
+    with claimed({str(tmp_path / "out/manifest.json"): 0}):
         other = forked(exit_code(lambda: cli.main(lambda argv: sweeping(prompts, tmp_path / "out")(), [])))
     assert other.value == 2 and "is being made by another run" in other.said
 
@@ -250,89 +259,49 @@ def test_several_checkpoints(tmp_path, prompts, monkeypatch):
         sweeping(prompts, tmp_path / "out", "--checkpoints", weights[1], str(twin))()
 
 
-# -- several processes
-ALONE: dict[str, str] = {}
-
-
-def rank(number: int, count: int) -> dict[str, str]:
-    return {"RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_RANK": str(number)}
-
-
-def flags_of(folder, *more: str) -> list[str]:
-    (folder.parent / "prompts.txt").write_text("a red circle\na blue square\na green triangle")
-    prompts = ["--prompts", str(folder.parent / "prompts.txt")]
-    return [*SHORT, *prompts, "--seeds", "0", "1", "2", "3", "--output_dir", str(folder), *more]
-
-
-def start(folder, environment: dict[str, str]) -> int:
-    """The process id of a sweep that runs as the environment says."""
-    child = os.fork()
-    if child == 0:
-        os.environ.update(environment)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        code = 70
-        try:
-            code = exit_code(lambda: cli.main(run_extraction_all.run, flags_of(folder)))()
-        finally:
-            os._exit(code)
-    return child
-
-
-def ended(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+# -- several workers
 
 
 @pytest.mark.beside
-def test_three_ranks_one_killed_one_stopped_one_added(tmp_path):
-    assert ended(start(tmp_path / "one", ALONE)) == 0
-    whole = files_below(tmp_path / "one")
-    assert len([name for name in whole if name.endswith(".pt")]) == 12
-
-    out = tmp_path / "three"
-    ranks = [start(out, rank(number, 3)) for number in range(3)]
-    deadline = time.monotonic() + 60
-    while not list(out.glob("*.pt")):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    for number, how in ((1, signal.SIGKILL), (2, signal.SIGTERM)):
-        os.kill(ranks[number], how)
-    assert [ended(child) for child in ranks[1:]] == [-signal.SIGKILL, 130]
-    later = start(out, ALONE)  # without a launcher, such as a task of a SLURM array
-    assert [ended(child) for child in (ranks[0], later)] == [0, 0]
-    assert {name: data for name, data in files_below(out).items() if not name.endswith(".lock")} == whole
-    assert [run["state"] for run in json.loads((out / "manifest.json").read_text())["runs"]] == ["done"] * 12
-
-
-@pytest.mark.slow
-def test_the_slurm_script(tmp_path):
-    """It goes where it was submitted, and becomes the Python that the signals are for."""
-    script = ["bash", str(ROOT / "experiments/running/slurm_sweep.sh")]
-    few = subprocess.run([*script, "x"], capture_output=True, text=True)
-    assert (
-        few.returncode == 2 and few.stderr.startswith("error: usage: sbatch") and few.stderr.count("\n") == 1
-    )
-    (tmp_path / "python").write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
-    (tmp_path / "python").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
-    words = ["c.yaml", "p.txt", "out", "--seeds", "0", "1"]
-    done = subprocess.run([*script, *words], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    expected = ["experiments/run_extraction_all.py", "--config_path", "c.yaml", "--prompts", "p.txt"]
-    assert done.stdout.split() == [str(ROOT), *expected, "--output_dir", "out", "--seeds", "0", "1"]
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_workers_make_the_same_files_also_where_one_is_killed(tmp_path, prompts, gpus):
+    sweeping(prompts, tmp_path / "one")()
+    command = [sys.executable, "experiments/run_extraction_all.py", *SHORT[:-1], "--device", "cpu"]
+    command += ["--prompts", str(prompts), "--seeds", "0", "1", "--output_dir", str(tmp_path / "two")]
+    command += ["--workers", "2" if gpus == 1 else "1", "--gpus", str(gpus)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    first = next(line for line in running.stderr if line.startswith(("1 of", "2 of")))
+    workers = [p for p in psutil.Process(running.pid).children(True) if "spawn_main" in " ".join(p.cmdline())]
+    if gpus == 1:
+        workers[-1].kill()
+    said = first + running.stderr.read()
+    assert running.wait(60) == 0 and "4 of 4 done" in said, said
+    one, two = files_below(tmp_path / "one"), files_below(tmp_path / "two")
+    if gpus == 1:
+        assert one == two
+    else:
+        made = [load_cache(tmp_path / "two" / name)["frame_logits"] for name in NAMES]
+        alone = [load_cache(tmp_path / "one" / name)["frame_logits"] for name in NAMES]
+        torch.testing.assert_close(made, alone, rtol=0, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "environment", "message"),
     [
-        (["--overwrite"], "--overwrite and 2 ranks exclude each other"),
-        (["--device", "cuda:0"], "device cuda:0 was asked for 2 ranks"),
+        (["--workers", "1", "--scheduler", "tcp://x:1"], {}, "--workers and --scheduler exclude each other"),
+        (["--workers", "1", "--device", "cuda:0"], {}, "device cuda:0 was asked for"),
+        (["--slurm", "none.yaml"], {"PATH": ""}, "needs SLURM's sbatch"),
+        (["--gpus", "2"], {}, "give --workers N too"),
+        ([], {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun is for one rollout"),
     ],
 )
-def test_what_several_ranks_refuse(flags, message, tmp_path, monkeypatch):
-    for name, value in rank(1, 2).items():
+def test_workers_that_do_not_fit(flags, environment, message, tmp_path, prompts, monkeypatch):
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        run_extraction_all.run(flags_of(tmp_path / "out", *flags))
-    assert not (tmp_path / "out").exists()
+        sweeping(prompts, tmp_path / "out", *flags)()
+    assert not files_below(tmp_path / "out")
 
 
 # -- many prompts

@@ -15,7 +15,6 @@ from experiments.caches.files import CacheError, StoppedError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
-from experiments.running.ranks import Rank
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import atlas_cache, make_atlas
 from wan.config import load_config
@@ -56,15 +55,16 @@ class Lines(RunObserver):
         self.stopping = len(self.lines) > self.most
 
 
-def make(one, batch=2, stop_after=99, rank=None):
+def make(one, batch=2, stop_after=99):
     watch = Lines(stop_after)
-    return causal_atlas.run(one, batch, watch, rank), watch.lines
+    causal_atlas.run(one, batch, watch)
+    return watch.lines
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, session, configs):
     one = study(tmp_path_factory.mktemp("atlas"), session, configs)
-    assert make(one)[0]
+    make(one)
     return one
 
 
@@ -86,18 +86,18 @@ def test_a_direct_effect_is_the_change_of_a_rollout_edited_in_that_block_alone(f
 
 
 def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, session, configs):
-    """Whichever rank begins, and wherever."""
     again = study(tmp_path, session, configs)
-    assert make(again, stop_after=1, rank=Rank(1, 2))[0] is False
-    assert {layer for name, (_, layer) in again.items.items() if again.store.read(name)} == {3}
+    with pytest.raises(StoppedError, match="1 of 2 are done and will not be made again"):
+        make(again, stop_after=0)
+    assert {layer for name, (_, layer) in again.items.items() if again.store.read(name)} == {1}
     first = {path.name: path.read_bytes() for path in (tmp_path / "items").iterdir()}
     assert len(first) == 2 and '"items"' in (tmp_path / "index.json").read_text()
     (tmp_path / "items" / min(first)).write_text("cut off")  # what cannot be read is made again
-    assert make(again, rank=Rank(0, 2))[0]
+    make(again)
     for path in (finished.folder / "items").iterdir():
         assert (tmp_path / "items" / path.name).read_bytes() == path.read_bytes()
     assert (finished.folder / "index.json").read_bytes() == (tmp_path / "index.json").read_bytes()
-    assert make(again)[1] == ["4 of 4 items are done"]
+    assert make(again) == ["2 of 2 are done already"]
     other = study(tmp_path, session, configs, replace(EDIT, frames=("past",)))
     assert not other.items.keys() & again.items.keys()
     with pytest.raises(ConfigError, match="4 of 4 items are missing"):
@@ -117,6 +117,7 @@ def flags(folder) -> Namespace:
     """Of an atlas of layers, with edit.yaml of a folder."""
     given = {"edit": str(folder / "edit.yaml"), "each": "layer", "output_dir": str(folder), "batch": 2}
     run = {"quiet": True, "log_file": None, "deterministic": False, "inputs": []}
+    run |= dict.fromkeys(("workers", "scheduler", "slurm"))
     return Namespace(**given, **run)
 
 
@@ -132,8 +133,8 @@ def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, session, configs, monkeypatc
         return measured(runs, edits)
 
     monkeypatch.setattr(causal_atlas, "measure", while_measuring)
-    with pytest.raises(StoppedError, match="what is done will not be made again"):
-        make_atlas(flags(tmp_path), configs, Rank())
+    with pytest.raises(StoppedError, match="1 of 2 are done and will not be made again"):
+        make_atlas(flags(tmp_path), configs)
     assert "stopping after this layer" in capfd.readouterr().err
     assert len(list((tmp_path / "items").glob("*.json"))) == 2  # two runs of one layer
 

@@ -13,6 +13,7 @@ from experiments.analysis import effects as knockout_curves
 from experiments.analysis.effects import head_correlation
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.benchmarks.reproduce import hidden_shapes as script
+from experiments.caches.files import StoppedError
 from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
 from experiments.miniature.tracking import EvalPool
@@ -27,7 +28,6 @@ from experiments.studies.hidden_shapes import (
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.interventions import intervene
-from wan.vae import VAE
 
 FRAMES = 6  # latent: two blocks
 DESIGN = Design(captions=2, selection=1, seeds=1, draws=1, counts=(1, 2))
@@ -51,9 +51,8 @@ def judges():
         yield one
 
 
-def study(folder, config, session, judges, **fields):
-    vae = VAE.from_pretrained(config.ckpt_dir)
-    one = HiddenShapes(DESIGN, config, session, vae, judges, folder, **fields)
+def study(folder, config, session, judges):
+    one = HiddenShapes(DESIGN, config, session, folder, pool=judges)
     one.heads = HEADS
     return one
 
@@ -61,7 +60,7 @@ def study(folder, config, session, judges, **fields):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, config, session, judges):
     one = study(tmp_path_factory.mktemp("shapes"), config, session, judges)
-    assert one.run()
+    one.run(RunObserver())
     return one
 
 
@@ -99,10 +98,13 @@ def test_measures_of_a_batch_are_those_of_each_run(finished, session):
 def test_the_study_says_what_it_was_made_of_and_is_not_made_again(finished, config, session, judges):
     said, watch = [], RunObserver()
     watch.print = said.append
-    again = study(finished.folder, config, session, judges, watch=watch)
+    again = study(finished.folder, config, session, judges)
     before = {path: path.stat().st_mtime_ns for path in made(again)}
-    assert again.run() and not again._runs  # nothing was rolled out
-    assert said == ["selection: 4 conditions are done", f"test: {len(before)} conditions are done"]
+    again.run(watch)  # nothing is rolled out
+    done = [f"{n} of {n} are done already" for n in (4, len(before))]
+    assert said[::2] == done and said[1::2] == [f"{name} are done" for name in (
+        "selection: 4 conditions", f"test: {len(before)} conditions"
+    )]  # fmt: skip
     assert before == {path: path.stat().st_mtime_ns for path in made(again)}
     orders = again.orders()
     change = again.selection_measures()["change"]
@@ -120,15 +122,16 @@ def made(one):
 
 def test_a_stopped_study_keeps_what_is_judged(tmp_path, config, session, judges, monkeypatch):
     watch = RunObserver()
-    one = study(tmp_path, config, session, judges, watch=watch)
+    one = study(tmp_path, config, session, judges)
     make = HiddenShapes.make
 
-    def asked_to_stop(self, condition):
+    def asked_to_stop(self, *given):
         watch.stopping = True
-        return make(self, condition)
+        return make(self, *given)
 
     monkeypatch.setattr(HiddenShapes, "make", asked_to_stop)
-    assert not one.run()
+    with pytest.raises(StoppedError):
+        one.run(watch)
     done = [one.store.path(one.name(condition)).is_file() for condition in one.singles()]
     assert done == [True, False, False, False]
 
@@ -178,7 +181,7 @@ def test_frame_0_is_removed_from_the_view_of_each_head(tmp_path, config, session
     prompts = {scene.caption: number for number, scene in captions_behind_a_wall(DESIGN)[0]}
     study = hidden_shapes.first_frame_study(prompts, 1, config, session, tmp_path)
     study = replace(study, edit=replace(study.edit, layers=(6,)))
-    assert causal_atlas.run(study, 2, RunObserver())
+    causal_atlas.run(study, 2, RunObserver())
     found = hidden_shapes.first_frame_numbers(study, 1)
     atlas = causal_atlas.merged(study)
     np.testing.assert_allclose(found["effect"], np.nanmean(atlas["effects"].numpy(), -1))
