@@ -55,13 +55,13 @@ checkpoints() {
         --output_path "$OUT/checkpoints/moments.json"
 }
 policies() { # no mp4s: they would need ffmpeg
-    all policies 1800 experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --videos 0 \
+    one policies 1800 experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --videos 0 --workers "$COUNT" \
         --ckpt_dir "$MINIATURE" --checkpoint_path "$MINIATURE/self_forcing_mini.pt" --output_dir outputs/policies
     one long_rollouts 60 experiments/benchmarks/reproduce/long_rollouts.py outputs/policies/comparison.json \
         --output_path "$OUT/long_rollouts.json"
 }
 hidden_shapes() {
-    all hidden_shapes 1800 experiments/benchmarks/reproduce/hidden_shapes.py --ckpt_dir "$MINIATURE" \
+    one hidden_shapes 1800 experiments/benchmarks/reproduce/hidden_shapes.py --ckpt_dir "$MINIATURE" --workers "$COUNT" \
         --output_path "$OUT/hidden_shapes.json" --figures "$OUT"
 }
 rollout() { WAN_ATTENTION=cudnn random rollout 200; }

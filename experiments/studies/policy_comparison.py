@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
@@ -415,7 +415,8 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
 def prepared(planned: Comparison, batch: int | None, watch: RunObserver | None = None) -> Comparison:
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
-    session = kept("model", fingerprint(identity(first)), lambda: causal.prepare(first, [], prompts, watch))
+    load = partial(causal.prepare, first, [], prompts, watch, decodes="the comparison")
+    session = kept("model", fingerprint(identity(first)), load)
     return with_session(session, planned, batch)
 
 
