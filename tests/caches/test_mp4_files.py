@@ -38,13 +38,12 @@ def test_a_missing_ffmpeg_is_named_with_its_remedy(without_ffmpeg):
         encode_mp4(np.zeros((3, 16, 16, 3), np.uint8), 16)
 
 
-@pytest.mark.parametrize("flags", [[], ["--videos", "1"], ["--videos", "0", "--vbench_dir", "{}"]])
 def test_policies_are_not_compared_where_a_video_could_not_be_written(
-    flags, without_ffmpeg, tmp_path, monkeypatch, capsys
+    without_ffmpeg, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(policy_comparison_job, "compare", lambda *given: pytest.fail("videos were made"))
-    flags = [flag.format(tmp_path) for flag in flags]
-    assert exit_code(lambda: main(compare_policies.run, ["--output_dir", str(tmp_path), *flags]))() == 2
+    flags = ["--output_dir", str(tmp_path), "--videos", "0", "--vbench_dir", str(tmp_path)]
+    assert exit_code(lambda: main(compare_policies.run, flags))() == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "pip install" in said and "--videos 0" in said
 

@@ -67,65 +67,42 @@ def other_sizes(path):
     save_checkpoint(path, CausalWanModel(**vars(other)).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("file", "spoil", "message"),
-    [
-        ("", lambda f: shard(f).unlink(), "00002.*safetensors not found; run: bash experiments/download"),
-        ("", lambda f: truncate(shard(f)), "00002.*safetensors cannot be read: "),
-        ("", lambda f: save_file({"unet.w": torch.ones(3)}, shard(f)), "keys unexpected: unet.w"),
-        (
-            "",
-            lambda f: checkpoint.transformer_file(f / "wan").write_text('{"weight_map": {}}'),
-            "not an index",
-        ),
-        ("", lambda f: checkpoint.transformer_file(f / "wan").write_text("{"), "is not JSON"),
-        (
-            "sf.pt",
-            lambda f: (f / "sf.pt").unlink(),
-            "sf.pt not found; run: bash experiments/download_weights.sh",
-        ),
-        ("sf.pt", lambda f: truncate(f / "sf.pt"), "sf.pt cannot be read as a checkpoint of tensors"),
-        (
-            "sf.pt",
-            lambda f: (f / "sf.pt").write_bytes(b""),
-            "sf.pt cannot be read as a checkpoint of tensors",
-        ),
-        (
-            "sf.pt",
-            lambda f: code_in_a_pickle(f / "sf.pt"),
-            "it holds a .*open, which is neither tensor nor plain",
-        ),
-        (
-            "sf.pt",
-            lambda f: torch.save({"critic": {"a": torch.ones(2)}}, f / "sf.pt"),
-            "of tensors, but: critic",
-        ),
-        ("sf.pt", lambda f: other_sizes(f / "sf.pt"), "holds a model of dim .*, and ckpt_dir one of"),
-        ("w.safetensors", lambda f: truncate(f / "w.safetensors"), "w.safetensors cannot be read"),
-        (
-            "w.safetensors",
-            lambda f: (f / "w.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}"),
-            "w.safetensors cannot be read",
-        ),
-        (
-            "w.safetensors",
-            lambda f: header(f / "w.safetensors", shape=[1 << 40, 1 << 40], data_offsets=[0, 8]),
-            "w.safetensors cannot be read",
-        ),
-        (
-            "w.safetensors",
-            lambda f: header(f / "w.safetensors", shape=[4], data_offsets=[0, 8]),
-            "149 of 150 keys missing",
-        ),
-    ],
-)
-def test_a_spoilt_transformer(tmp_path, real, capfd, file, spoil, message):
+def index(folder):
+    return checkpoint.transformer_file(folder / "wan")
+
+
+SPOILT = {  # what is said -> the checkpoint ("" the base), and what happens to its file
+    "00002.*safetensors not found": ("", lambda f: shard(f).unlink()),
+    "00002.*safetensors cannot be read": ("", lambda f: truncate(shard(f))),
+    "keys unexpected: unet.w": ("", lambda f: save_file({"unet.w": torch.ones(3)}, shard(f))),
+    "not an index": ("", lambda f: index(f).write_text('{"weight_map": {}}')),
+    "is not JSON": ("", lambda f: index(f).write_text("{")),
+    "sf.pt not found; run": ("sf.pt", lambda f: (f / "sf.pt").unlink()),
+    "sf.pt cannot be read": ("sf.pt", lambda f: truncate(f / "sf.pt")),
+    "sf.pt cannot be": ("sf.pt", lambda f: (f / "sf.pt").write_bytes(b"")),
+    "it holds a .*open, which is neither": ("sf.pt", lambda f: code_in_a_pickle(f / "sf.pt")),
+    "of tensors, but: critic": ("sf.pt", lambda f: torch.save({"critic": {"a": torch.ones(2)}}, f / "sf.pt")),
+    "holds a model of dim .*, and ckpt_dir one of": ("sf.pt", lambda f: other_sizes(f / "sf.pt")),
+    "w.safetensors cannot be read": ("w.safetensors", lambda f: truncate(f / "w.safetensors")),
+    "w.safetensors cannot be": (
+        "w.safetensors",
+        lambda f: header(f / "w.safetensors", shape=[1 << 40, 1 << 40], data_offsets=[0, 8]),
+    ),
+    "149 of 150 keys missing": (
+        "w.safetensors",
+        lambda f: header(f / "w.safetensors", shape=[4], data_offsets=[0, 8]),
+    ),
+}
+
+
+@pytest.mark.parametrize("said", SPOILT)
+def test_a_spoilt_transformer(tmp_path, real, capfd, said):
+    file, spoil = SPOILT[said]
     if file == "w.safetensors":  # as Krea ships one
-        state = torch.load(tmp_path / "sf.pt", weights_only=True)["generator_ema"]
-        save_file(state, tmp_path / "w.safetensors")
+        save_file(torch.load(tmp_path / "sf.pt", weights_only=True)["generator_ema"], tmp_path / file)
     spoil(tmp_path)
     flags = ["--checkpoint_path", str(tmp_path / file)] if file else ["--no_checkpoint"]
-    refused(tmp_path, [*real, *flags], capfd, message)
+    refused(tmp_path, [*real, *flags], capfd, said)
 
 
 def lora(path, rank=2, **spoilt):
@@ -139,13 +116,10 @@ def lora(path, rank=2, **spoilt):
     ("more", "spoil", "message"),
     [
         ("", lambda path: path.unlink(), "lora.pt not found"),
-        ("", truncate, "lora.pt cannot be read as a checkpoint of tensors"),
         ("", code_in_a_pickle, "lora.pt cannot be read as a checkpoint of tensors: it holds a"),
         ("", lambda path: lora(path, A=torch.ones(2, 7)), "it is of another model"),
         ("lora_rank: 3\n", lora, "has rank 2, not 3"),
         ("lora_alpha: .nan\n", lora, "lora_alpha must be above 0"),
-        ("lora_rank: 100000000000\n", lora, "lora_rank must be above 0"),
-        ("lora_rank: two\n", lora, "lora_rank"),
     ],
 )
 def test_a_spoilt_lora(tmp_path, real, capfd, more, spoil, message):

@@ -83,14 +83,9 @@ def test_capture_changes_no_bit_and_a_pipeline_runs_twice():
 
 def test_what_cannot_be():
     model, (noise, prompt, negative) = golden_model(WanModel), inputs()
-    for wrong in ({"num_steps": 0}, {"shift": 0.0}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            TextToVideoPipeline(model, **wrong)
     pipeline = TextToVideoPipeline(model)
     with pytest.raises(ConfigError, match=r"is not \[B, F, C, h, w\]"):
         pipeline.inference(noise[0], prompt, negative)
-    with pytest.raises(ConfigError, match="prompt embeddings of batch 1 for latents of batch 2"):
-        pipeline.inference(noise.repeat(2, 1, 1, 1, 1), prompt.repeat(2, 1, 1), negative)
     for request, message in (
         ({"layers": [5]}, r"5 is not in 0\.\.4"),
         ({"steps": [50]}, r"50 is not in 0\.\.49"),
