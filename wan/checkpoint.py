@@ -299,11 +299,6 @@ class LoadReport:
         return one_line("; ".join(filter(None, parts)))
 
 
-def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
-    """Read the generator of a checkpoint under native names: read_checkpoint() without its report."""
-    return read_checkpoint(path, use_ema)[0]
-
-
 def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, LoadReport]:
     """Read the generator of a checkpoint under native names, and report what was found.
 
@@ -401,6 +396,11 @@ def _without_wrappers(name: str) -> tuple[str, list[str]]:
     return name, wrapped
 
 
+def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
+    """Read the generator of a checkpoint under native names: read_checkpoint() without its report."""
+    return read_checkpoint(path, use_ema)[0]
+
+
 def prefixes_of(names: Iterable[str]) -> str:
     """Return the beginnings of names with their counts, most frequent first: "encoder.blocks (40), ..."."""
     starts = Counter(re.sub(r"\d+", "N", ".".join(name.split(".")[:2])) for name in names)
@@ -450,8 +450,7 @@ def read_lora(path: str | Path, rank: int | None = None, alpha: float | None = N
 
 def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha: float | None) -> LoRA:
     """Make a LoRA of keys that are read already; see read_lora()."""
-    A: StateDict = {}
-    B: StateDict = {}
+    halves: tuple[StateDict, StateDict] = {}, {}  # A and B by layer
     alphas = set() if alpha is None else {float(alpha)}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -462,7 +461,7 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
             layer = KOHYA_LAYERS.get(match[3], match[3])
             bare = ".".join(filter(None, (match[1], match[2], layer, match[4])))
         if match := LORA_KEY.fullmatch(bare):
-            half = A if match[2] in ("lora_A", "lora_down") else B
+            half = halves[match[2] in ("lora_B", "lora_up")]
             layer = next(iter(to_native_names({f"{match[1]}.": value}))).removesuffix(".")
             if layer in half:
                 raise CheckpointError(f"{path} has two keys for one half of {layer}: {name}")
@@ -470,18 +469,17 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
         elif bare.endswith(".alpha") and value.numel() == 1:
             alphas.add(float(value))
         else:
-            raise CheckpointError(
-                f"{path}: {name} is not of a LoRA's names; its keys begin with {prefixes_of(state)}"
-            )
-    if not A and not B:
-        raise CheckpointError(f"{path} holds no LoRA: neither lora_A nor lora_B")
-    if unpaired := sorted(A.keys() ^ B.keys()):
+            starts = prefixes_of(state)
+            raise CheckpointError(f"{path}: {name} is not of a LoRA's names; its keys begin with {starts}")
+    layers = sorted(halves[0] | halves[1])
+    if unpaired := sorted(halves[0].keys() ^ halves[1].keys()):
         raise CheckpointError(
-            f"{path} holds half a LoRA: {len(unpaired)} of {len(A.keys() | B.keys())} layers have one half, "
-            f"such as {unpaired[0]} without {'lora_B' if unpaired[0] in A else 'lora_A'}; get the file again"
+            f"{path} holds half a LoRA: {len(unpaired)} of {len(layers)} layers have one half, "
+            f"such as {unpaired[0]} without lora_{'AB'[unpaired[0] in halves[0]]}; get the file again"
         )
-    for layer, down in A.items():
-        up, problem = B[layer], ""
+    pairs = {layer: (halves[0][layer], halves[1][layer]) for layer in layers}
+    for layer, (down, up) in pairs.items():
+        problem = ""
         if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
             problem = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}, which do not multiply"
         elif not (down.is_floating_point() and up.is_floating_point()):
@@ -490,20 +488,23 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
             problem = "values that are not finite; get it again"
         if problem:
             raise CheckpointError(f"{path}: {layer} has {problem}")
-    ranks = {down.shape[0]: layer for layer, down in A.items()}
-    if len(ranks) > 1:
+    ranks = {down.shape[0]: layer for layer, (down, _) in pairs.items()}
+    if len(ranks) != 1:
         parts = ", ".join(f"{other} of {layer}" for other, layer in list(ranks.items())[:SHOWN])
-        raise CheckpointError(f"{path} has layers of different ranks: {parts}")
+        raise CheckpointError(
+            f"{path} has layers of different ranks: {parts}"
+            if parts
+            else f"{path} holds no LoRA: neither lora_A nor lora_B"
+        )
     found = next(iter(ranks))
     if rank is not None and found != rank:
         raise CheckpointError(f"{path} has rank {found}, not {rank} as lora_rank says; name the right file")
     if not alphas:
         raise CheckpointError(f"{path} does not say its alpha; give lora_alpha in the config")
-    scale = max(alphas)
-    if len(alphas) > 1 or not 0 < scale < float("inf"):
+    if len(alphas) > 1 or not 0 < max(alphas) < float("inf"):
         said = ", ".join(f"{value:g}" for value in sorted(alphas))
         raise CheckpointError(f"{path} and lora_alpha say alpha {said}, not one number above 0")
-    return LoRA(Path(path).name, {layer: (A[layer], B[layer]) for layer in A}, found, scale)
+    return LoRA(Path(path).name, pairs, found, max(alphas))
 
 
 def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:

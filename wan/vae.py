@@ -1,5 +1,9 @@
-"""Latents to video and back: diffusers' AutoencoderKLWan, with the transformer's normalisation."""
+"""Latents to video and back: weights of AutoencoderKLWan, with the transformer's normalisation.
 
+diffusers' network encodes; wan/vae_decoder.py decodes with its weights.
+"""
+
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +22,12 @@ from wan.checkpoint import (
     require_file,
 )
 from wan.errors import library_reads
+from wan.vae_decoder import Decoder, Past
 
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
     from diffusers import AutoencoderKLWan
 
-POSITIONS_AT_ONCE = 1024  # of latents, in one call of the decoder: 16 latent frames of 8 x 8, one of 60 x 104
+POSITIONS_AT_ONCE = 1024  # of latents, encoded in one call: 16 latent frames of 8 x 8, one of 60 x 104
 
 
 def load_native_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes: object) -> "AutoencoderKLWan":
@@ -72,6 +77,11 @@ class VAE(nn.Module):
                 channels_last(vae)
             return cls(vae).to(device)
 
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The weights that decode, as they are when this is first asked for."""
+        return Decoder(self.vae)
+
     def decode(self, latents: Tensor) -> Tensor:
         """Normalised latents [B, F, C, h, w] -> video [B, 1 + 4 (F − 1), 3, 8h, 8w] in 0..1."""
         return StreamedDecoder(self)(latents)
@@ -85,25 +95,29 @@ class VAE(nn.Module):
         whole = 1 + (video.shape[1] - 1) // 4 * 4
         x = (video[:, :whole].transpose(1, 2) * 2 - 1).to(self.vae.dtype)  # [B, 3, frames, H, W]
         features = [None] * self.vae._cached_conv_counts["encoder"]
-        parts = [
-            self.vae.encoder(to_patches(self.vae, part), feat_cache=features, feat_idx=[0])
-            for part in _pieces(x, 1, 4 * _at_once(x.shape[3] // 8, x.shape[4] // 8))
-        ]
-        z, _ = self.vae.quant_conv(torch.cat(parts, 2)).chunk(2, 1)  # mean and log variance
+        at_once = 4 * max(1, POSITIONS_AT_ONCE // (x.shape[3] * x.shape[4] // 64))
+        z, _ = self.vae.quant_conv(
+            torch.cat(
+                [
+                    self.vae.encoder(to_patches(self.vae, part), feat_cache=features, feat_idx=[0])
+                    for part in (x[:, :, :1], *x[:, :, 1:].split(at_once, 2))
+                    if part.shape[2]
+                ],
+                2,
+            )
+        ).chunk(2, 1)  # mean and log variance
         return ((z.float() - self.latents_mean) / self.latents_std).transpose(1, 2)
 
 
 class StreamedDecoder:
-    """Decodes one video piece by piece: what its causal convolutions look back to is carried over.
+    """Decodes one video piece by piece, of any numbers of latent frames, in constant memory.
 
-    Pieces may have any number of latent frames. Small frames go through the network together: at 8 x 8
-    latents that is three times as fast on a CPU as one by one, and differs by rounding.
+    What the causal convolutions look back to is carried over.
     """
 
     def __init__(self, model: VAE):
         self.model = model
-        self.features: list[Tensor | str | None] = [None] * model.vae._cached_conv_counts["decoder"]
-        self.started = False
+        self.past: Past = {}
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
@@ -111,15 +125,13 @@ class StreamedDecoder:
 
         A latent frame is four video frames, the first of a video one.
         """
-        vae = self.model.vae
-        z = latents.transpose(1, 2).float() * self.model.latents_std + self.model.latents_mean
-        z = vae.post_quant_conv(z.to(vae.dtype))  # [B, C, F, h, w]
-        parts = []
-        for part in _pieces(z, 0 if self.started else 1, _at_once(*z.shape[3:])):
-            x = vae.decoder(part, feat_cache=self.features, feat_idx=[0], first_chunk=not self.started)
-            self.started = True
-            parts.append(from_patches(vae, x))
-        return (torch.cat(parts, 2).float() / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+        z = latents.float() * self.model.latents_std[:, 0] + self.model.latents_mean[:, 0]
+        parts = [] if self.past else [*self.model.decoder.decode(z[:, :1], self.past, is_first=True)]
+        if parts:
+            z = z[:, 1:]
+        if z.shape[1]:
+            parts += self.model.decoder.decode(z, self.past, is_first=False)
+        return torch.cat([part.float().div_(2).add_(0.5).clamp_(0, 1) for part in parts], 1)
 
 
 def to_patches(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
@@ -130,21 +142,10 @@ def to_patches(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
 
 
 def from_patches(vae: "AutoencoderKLWan", x: Tensor) -> Tensor:
-    """Undo to_patches() of what the decoder gives."""
+    """Undo to_patches() of what diffusers' decoder gives."""
     from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
     return x if vae.config.patch_size is None else unpatchify(x, vae.config.patch_size)
-
-
-def _at_once(height: int, width: int) -> int:
-    """Return how many latent frames of this size go in one call."""
-    return max(1, POSITIONS_AT_ONCE // (height * width))
-
-
-def _pieces(x: Tensor, alone: int, size: int) -> list[Tensor]:
-    """Split x [B, C, F, h, w] along its frames: the first `alone`, then at most `size` at a time."""
-    first, rest = x[:, :, :alone], x[:, :, alone:]
-    return [*([first] if alone else []), *(rest.split(size, 2) if rest.shape[2] else [])]
 
 
 def channels_last(module: nn.Module) -> None:

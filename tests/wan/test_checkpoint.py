@@ -308,7 +308,7 @@ NO_LORA = {  # what is said -> the file's content and the keywords of read_lora(
     "1 of 4 layers": (lambda s: {k: v for k, v in s.items() if "0.ffn.0.lora_B" not in k}, {"alpha": 4}),
     rf"\[3, {DIM}\] and lora_B": (lambda s: changed(s, "lora_A", torch.ones(3, DIM)), {"alpha": 4}),
     "do not multiply": (lambda s: changed(s, "lora_A", torch.ones(4)), {"alpha": 4}),
-    "2 of .*q, 4 of": (
+    "4 of .*, 2 of .*q": (
         lambda s: changed(changed(s, "lora_A", torch.ones(2, DIM)), "lora_B", torch.ones(DIM, 2)),
         {"alpha": 4},
     ),

@@ -1,23 +1,32 @@
-"""The VAE around diffusers' network: pieces of a video give the video, and what diffusers gives."""
+"""Our decoder and the encoder around diffusers' weights: pieces give the video, and what diffusers gives."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from helpers.kernels import drawn, require_triton
 
+from wan import vae_decoder
 from wan.checkpoint import CheckpointError
 from wan.vae import VAE, VAE_FILE, StreamedDecoder, channels_last, load_native_vae
+from wan.vae_decoder import Sum, feed
 
 SIZES = {"base_dim": 8, "decoder_base_dim": 4, "z_dim": 4, "num_res_blocks": 1, "dim_mult": [1, 2, 2, 2]}
 PATCHES = {"dim_mult": [1, 2, 2], "temperal_downsample": [True, True], "patch_size": 2}
 PATCHES |= {"in_channels": 12, "out_channels": 12}  # of 2 x 2 pixels
+RESIDUAL = PATCHES | {
+    "dim_mult": [1, 2, 2, 2],
+    "is_residual": True,
+    "temperal_downsample": [False, True, True],
+}
 STATISTICS = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.0, 2.0, 0.5, 1.5]}
 ROUNDING = 1e-5  # measured 2.4e-6 for values in 0..1
 
 
-@pytest.fixture(scope="module", params=[{}, PATCHES], ids=["pixels", "patches"])
+@pytest.fixture(scope="module", params=[{}, PATCHES, RESIDUAL], ids=["Wan2.1", "miniature", "Wan2.2"])
 def vae(request) -> VAE:
     torch.manual_seed(0)
     return VAE(AutoencoderKLWan(**SIZES | request.param, **STATISTICS).eval().requires_grad_(False))
@@ -36,7 +45,6 @@ def diffusers_decode(vae: VAE, latents: torch.Tensor) -> torch.Tensor:
 
 def test_decoding_is_diffusers_own(vae, latents):
     video = vae.decode(latents)
-    assert video.shape == (2, 33, 3, 24, 40)
     torch.testing.assert_close(video, diffusers_decode(vae, latents), atol=ROUNDING, rtol=0)
 
 
@@ -57,7 +65,8 @@ def test_two_videos_do_not_see_each_other(vae, latents):
 
 @pytest.mark.parametrize("frames", [1, 5, 8, 33])
 def test_encoding_is_diffusers_own(vae, frames):
-    video = torch.rand(1, frames, 3, 24, 40, generator=torch.Generator().manual_seed(2))
+    pixels = vae.decode(torch.zeros(1, 1, 4, 1, 1)).shape[-1]  # of a latent
+    video = torch.rand(1, frames, 3, 3 * pixels, 5 * pixels, generator=torch.Generator().manual_seed(2))
     raw = vae.vae.encode(video.transpose(1, 2) * 2 - 1).latent_dist.mode()
     ours = vae.encode(video)
     assert ours.shape[1] == 1 + (frames - 1) // 4
@@ -65,15 +74,65 @@ def test_encoding_is_diffusers_own(vae, frames):
     torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=1e-5)
 
 
-def test_large_frames_go_alone_and_give_diffusers_bits(vae, monkeypatch):
-    """The real model's: a latent frame of 60 x 104 is more than what goes at once."""
-    monkeypatch.setattr("wan.vae.POSITIONS_AT_ONCE", 14)
-    latents = torch.randn(1, 4, 4, 3, 5, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(vae.decode(latents), diffusers_decode(vae, latents))
+def test_few_frames_at_once_are_all_frames(vae, latents, monkeypatch):
+    """The real model's: a stage takes a few of its frames, and puts them through all that is behind it."""
+    monkeypatch.setattr(vae_decoder, "AT_ONCE", 50_000)
+    found = vae.decode(latents)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, vae.decode(latents), atol=ROUNDING, rtol=0)
+
+
+def test_memory_is_that_of_a_piece(vae):
+    """A decoder keeps two frames a convolution, however long the video is."""
+    decoder, kept = StreamedDecoder(vae), set()
+    for piece in torch.zeros(1, 13, 4, 3, 5).split(3, 1):
+        decoder(piece)
+        kept.add(sum(frames.untyped_storage().nbytes() for frames in decoder.past.values()))
+    assert len(kept) <= 2  # the first frame passes no convolution over time
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where no GPU is")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_feeds_as_pytorch_does(dtype):
+    require_triton()
+    from wan.kernels import vae as kernels
+
+    B, H, W = 2, 4, 6
+    for frames, shuffled, stack, C in itertools.product((1, 3), (False, True), (0, 1, 3), (6, 40)):
+        size = (H // 2 + 1, W // 2 + 1, 2, 2) if shuffled else (H, W)
+        y, bias, residual = drawn(B, frames, *size, C), drawn(C), drawn(B, frames, H, W, C) + 1
+        y, bias, residual = (x.to(dtype) for x in (y, bias, residual))
+        past = drawn(B, 2, H, W, C).to(dtype)
+        gamma, pasts = (drawn(C) if stack else None), (past.clone(), past.clone()) if stack else (None, None)
+        total, fed = feed(Sum(y, bias, residual, shuffled), gamma, pasts[0], stack)
+        if stack == 3:
+            fed = torch.cat([fed[:, :-2], fed[:, 1:-1], fed[:, 2:]], -1)
+        found = kernels.feed(y, bias, residual, shuffled, gamma, pasts[1], stack, keep=True)
+        tolerance = {"atol": 2e-6, "rtol": 0} if dtype == torch.float32 else {"atol": 0.04, "rtol": 2**-6}
+        torch.testing.assert_close(found[0], total, **tolerance)
+        if stack:
+            torch.testing.assert_close(found[1], fed, **tolerance)
+            torch.testing.assert_close(pasts[1], pasts[0], **tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where no GPU is")
+def test_a_decoder_of_kernels(vae, monkeypatch):
+    """As on a GPU: biases later, stacks of frames, padded channels."""
+    require_triton()
+    from wan.kernels import vae as kernels
+
+    latents, expected = drawn(1, 3, 4, 1, 2), vae.decode(drawn(1, 3, 4, 1, 2))
+    other = VAE(vae.vae)
+    monkeypatch.setattr(kernels, "PIXELS", 1 << 15)  # fewer programs to interpret
+    monkeypatch.setattr(vae_decoder, "has_kernel", lambda x: True)
+    decoder = StreamedDecoder(other)
+    found = torch.cat([decoder(piece) for piece in latents.split([2, 1], 1)], 1)
+    assert any(conv.stack == 3 for conv in decoder.past)
+    torch.testing.assert_close(found, expected, atol=ROUNDING, rtol=0)
 
 
 def test_the_layout_of_kernels_changes_rounding_alone(vae, latents):
-    other = copy.deepcopy(vae)
+    other = VAE(copy.deepcopy(vae.vae))
     channels_last(other.vae)
     torch.testing.assert_close(other.decode(latents), vae.decode(latents), atol=ROUNDING, rtol=0)
 
