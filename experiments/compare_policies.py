@@ -13,7 +13,6 @@ from experiments.caches.files import require_ffmpeg
 from experiments.running import cli
 from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
 from experiments.running.ranks import workers_of
-from wan.config import DTYPES
 from wan.errors import ConfigError
 
 CONTROLS = ("frozen", "vae", "rendered")
@@ -27,13 +26,12 @@ def run(argv=None):
     flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
     flag("--judges", type=whole_number, help="processes that measure; the cores beside a GPU, else none")
-    flag("--vae_dtype", choices=DTYPES[1:], default="float32", help="of the decoder")
     flag("--videos", type=whole_number, default=2, help="prompts whose first seed is kept as an mp4")
     flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
     cli.add_sweep_flags(parser)
     cli.add_engine_flags(parser)
-    parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240)
+    parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240, vae_dtype="float32")
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
     workers_of(args.judges)  # refused now, before anything is read

@@ -95,6 +95,8 @@ def sample(
     pipeline: Any = loaded.pipeline
     (prompt, words), (negative, _) = (loaded.texts[text] for text in prompts)
     noise, _ = draw_noise(replace(config, noise="seeded"), loaded.model_config, torch.float32, loaded.device)
+    if observer.video is not None:
+        observer.video.ready()
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
     with threads_for(noise, loaded.model_config), intervene(*edits) if edits else nullcontext():
         edits = active_edits()  # also those of one's own intervene() around this

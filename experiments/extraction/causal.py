@@ -302,6 +302,8 @@ def extract_next(
         for r in requests
     ]
     noise, renoise = draw_noise(config, loaded.model_config, loaded.dtype, loaded.device)
+    if observer.video is not None:
+        observer.video.ready()
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
     inputs = {"prompt_embeds": prompt_embeds, "renoise": renoise, "prompt_schedule": loaded.switches(config)}
     edits = edits_of(config.interventions, "config")

@@ -9,8 +9,8 @@ Attention goes into a small file for each block as it is finished: memory is tha
 import json
 import os
 import struct
-import subprocess
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,15 @@ from experiments.caches.files import (
     CacheError,
     RunError,
     StoppedError,
-    mp4_boxes,
-    part_of,
     replacing,
-    require_ffmpeg,
     require_same,
-    tag_in,
 )
 from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import video_tag
 from experiments.extraction.rollout import capturing, check_latents, check_values, out_of_memory
-from experiments.extraction.video import SHORTEST_SIDE, encoded, frames_at_once, to_pixels
+from experiments.extraction.video import GrowingVideo, decoded_by, frames_at_once, stream_of, to_pixels
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import ModelConfig, RunConfig
@@ -43,8 +39,6 @@ from wan.files import MAX_COUNT, UnreadableError, load_tensors
 from wan.vae import VAE, StreamedDecoder
 
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
-FRAGMENTED = ("-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000")
-TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -207,61 +201,7 @@ class LatentFile:
         return torch.frombuffer(content, dtype=self.dtype).view(len(frames), *self.shape[1:])
 
 
-# --- An mp4 that grows while a rollout goes on, and plays at any moment
-class GrowingVideo:
-    """Pieces of pixels as fragments of an mp4; a file that is there goes on after its last whole piece."""
-
-    def __init__(self, path: str | Path, tag: str):
-        """tag says what the video is of. Raises CacheError for a file that is there and is of another."""
-        self.path, self.tag = Path(path), tag
-        self.pieces, self.is_finished = 0, False
-        if self.path.exists():
-            with open(self.path, "rb") as file:
-                head = file.read(8)
-            if len(head) == 8 and not head.endswith(b"ftyp"):
-                raise CacheError(f"{self.path} is there and is no mp4; choose another --output_path")
-            boxes = list(mp4_boxes(self.path))
-            for start, end in ((start, end) for kind, start, end in boxes if kind == b"moov"):
-                remedy = "choose another --output_path, or --overwrite to make it again"
-                require_same(self.path, tag_in(self.path, start, end), tag, remedy)
-            self.pieces = sum(kind == b"mdat" for kind, _, _ in boxes)
-            self.is_finished = self.pieces > 0 and b"moof" not in [kind for kind, _, _ in boxes]
-            if not self.is_finished:
-                self.keep(self.pieces)
-
-    def keep(self, pieces: int) -> None:
-        """Cut the file off after so many pieces."""
-        ends = [0, *(end for kind, _, end in mp4_boxes(self.path) if kind == b"mdat")]
-        self.pieces = pieces
-        os.truncate(self.path, ends[pieces])
-
-    def append(self, pixels: Tensor, first: int) -> None:
-        """Encode uint8 pixels [frames, H, W, 3], from video frame first on, and write them to the end."""
-        number = ("-fragment_index", str(self.pieces + 1))
-        content = bytearray(encoded(pixels, SHORTEST_SIDE, (*FRAGMENTED, *number), self.tag))
-        time = content.index(b"tfdt") + 8  # when the fragment begins; a box is its size, type and content
-        content[time : time + 8] = (TICKS * first).to_bytes(8, "big")
-        start = content.index(b"moof") - 4 if self.pieces else 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab" if self.pieces else "wb") as file:
-            file.write(content[start : content.rindex(b"mfra") - 4])
-            file.flush()
-            os.fsync(file.fileno())
-        self.pieces += 1
-
-    def finish(self) -> None:
-        """Turn the pieces into an ordinary mp4, with its length in its head; the pictures stay."""
-        part = part_of(self.path)
-        command = [require_ffmpeg(), "-v", "error", "-y", "-i", str(self.path)]
-        command += ["-c", "copy", "-movflags", "+faststart", "-f", "mp4", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            part.unlink(missing_ok=True)
-            raise RunError(f"{self.path} could not be finished: {done.stderr.strip()[-200:]}")
-        os.replace(part, self.path)
-        self.is_finished = True
-
-
+# --- The video
 class VideoWriter:
     """Decodes blocks that are on disk, a piece at a time, and appends them to the video."""
 
@@ -269,6 +209,7 @@ class VideoWriter:
         self, video: GrowingVideo, vae: VAE, latents: LatentFile, blocks: list[range], device: torch.device
     ):
         self.video, self.decoder, self.latents, self.device = video, StreamedDecoder(vae), latents, device
+        self.stream = stream_of(device)
         self.pieces: list[range] = []  # whole blocks together, as many frames as are decoded at once
         for frames in blocks:
             if self.pieces and frames.stop - self.pieces[-1].start <= frames_at_once(*latents.shape[2:]):
@@ -296,8 +237,8 @@ class VideoWriter:
             self.video.append(self._decoded(frames), first)
 
     def _decoded(self, frames: range) -> Tensor:
-        latents = self.latents.read(frames)[None].to(self.device)
-        return to_pixels(self.decoder(latents))[0].cpu()
+        with torch.cuda.stream(self.stream):  # nothing on a CPU
+            return to_pixels(self.decoder(self.latents.read(frames)[None].to(self.device)))[0].cpu()
 
 
 # --- The rollout
@@ -313,7 +254,7 @@ def make_long_video(
     """Roll out what is not done yet. StoppedError where the observer asks to stop."""
     blocks = block_ranges(config.block_sizes)
     missing = capture.missing(place.attention, len(blocks), latents.made_of)
-    video = GrowingVideo(place.path, video_tag(latents.made_of, config))
+    video = GrowingVideo(place.path, video_tag(latents.made_of, config), decoded_by(vae))
     writer, finished = VideoWriter(video, vae, latents, blocks, loaded.device), video.is_finished
     if finished and latents.frames < config.num_frames:
         raise CacheError(f"{place.path} is finished and its latents are not; --overwrite makes both again")
@@ -335,7 +276,9 @@ def make_long_video(
         decoding_threads(loaded.device, *latents.shape[2:]),
         out_of_memory(lambda: f"rolling out block {at}", requests),
         capturing(requests) as calls,
+        ThreadPoolExecutor(1) as beside,  # which decodes on a GPU while blocks are denoised
     ):
+        written: list[Future] = []
         if not finished:
             writer.catch_up()
         rollout = loaded.pipeline.blocks(
@@ -362,10 +305,14 @@ def make_long_video(
                 calls.clear()
             if frames.stop > latents.frames:
                 latents.append(frames.start, x0[0])
-            if not finished:
+            if not finished and loaded.device.type == "cpu":
                 writer.write()
+            elif not finished:
+                written.append(beside.submit(writer.write))
             watch.block(block, blocks[block], len(blocks))
             if watch.stopping and block + 1 < len(blocks):
                 raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
+        for one in written:
+            one.result()
         if not finished:
             writer.video.finish()

@@ -43,6 +43,8 @@ def roll_out(
 
     def keep(block: int, latents: Tensor) -> None:
         finished.append(latents.clone())
+        if observer.video is not None:
+            observer.video.add(finished[-1])
         observer.block(block, frames[block], len(frames))
 
     def doing() -> str:

@@ -1,26 +1,48 @@
-"""Latents -> pixels -> mp4."""
+"""Latents -> pixels -> mp4, also while the rollout goes on that makes the latents."""
 
+import os
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from experiments.caches.files import encode_mp4, replacing, require_ffmpeg
+from experiments.caches.files import (
+    CacheError,
+    RunError,
+    encode_mp4,
+    mp4_boxes,
+    part_of,
+    replacing,
+    require_ffmpeg,
+    require_same,
+    tag_in,
+)
 from experiments.extraction.cache_builders import Extraction
-from experiments.extraction.devices import decoding_threads
+from experiments.extraction.devices import choose_device, choose_dtype, decoding_threads
 from experiments.extraction.provenance import video_tag
+from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, StreamedDecoder
 
 FPS = 16
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
+FRAGMENTED = ("-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000")
+TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
+ROOM = 1 << 20  # bytes of the GPU for each position of a frame of latents: what the decoder takes
 
 
-def decode(extraction: Extraction) -> Tensor:
-    """Decode the generated video, uint8 [frames, height, width, 3] on the CPU."""
-    latents = extraction.latents
-    vae = VAE.from_pretrained(extraction.config.ckpt_dir, device=latents.device)
+def load_vae(config: RunConfig, dtype: str = "float32") -> VAE:
+    """Read the VAE of a config onto its device. auto is bfloat16 on a GPU, and float32 elsewhere."""
+    device = choose_device(config.device)
+    return VAE.from_pretrained(config.ckpt_dir, choose_dtype(dtype, device), device)
+
+
+def decode(extraction: Extraction, vae: VAE | None = None) -> Tensor:
+    """Decode the generated video, uint8 [frames, height, width, 3] on the CPU; without a vae in float32."""
+    vae, latents = vae or load_vae(extraction.config), extraction.latents
     with decoding_threads(latents.device, *latents.shape[-2:]):
         return to_pixels(vae.decode(latents))[0].cpu()
 
@@ -30,31 +52,47 @@ def to_pixels(video: Tensor) -> Tensor:
     return (video.permute(0, 1, 3, 4, 2) * 255).round().byte()
 
 
-def save_video(extraction: Extraction, path: str | Path) -> None:
+def save_video(extraction: Extraction, path: str | Path, vae: VAE | None = None) -> None:
     """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
+    vae = vae or load_vae(extraction.config, "auto")
     tag = video_tag(extraction.common["fingerprint"], extraction.config)
-    write_mp4(decode(extraction), path, tag=tag)
-
-
-def write_mp4(pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE, tag: str = "") -> None:
-    """Write uint8 pixels [frames, height, width, 3] whole or not at all, with sides of shortest or more."""
-    with replacing(path) as file:
-        file.write(encoded(pixels, shortest, tag=tag))
-
-
-def encoded(
-    pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = (), tag: str = ""
-) -> bytes:
-    """Encode uint8 pixels [frames, height, width, 3] at 16 frames a second; options are ffmpeg's."""
-    enlarge = -(-shortest // min(pixels.shape[1:3]))
-    pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    return encode_mp4(pixels.numpy(), FPS, options=options, tag=tag)
+    write_mp4(decode(extraction, vae), path, tag=tag, about=decoded_by(vae))
 
 
 def check_video(config: RunConfig) -> None:
     """Raise CheckpointError for a VAE that cannot decode, CacheError where no mp4 can be written."""
     require_ffmpeg()
-    VAE.from_pretrained(config.ckpt_dir)
+    load_vae(config)
+
+
+def decoded_by(vae: VAE) -> str:
+    """Return what an mp4 says of its decoder."""
+    return f"VAE in {str(vae.vae.dtype).removeprefix('torch.')}"
+
+
+def write_mp4(
+    pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE, tag: str = "", about: str = ""
+) -> None:
+    """Write uint8 pixels [frames, height, width, 3] whole or not at all, with sides of shortest or more."""
+    with replacing(path) as file:
+        file.write(encoded(pixels, shortest, tag=tag, about=about))
+
+
+def encoded(
+    pixels: Tensor,
+    shortest: int = SHORTEST_SIDE,
+    options: Sequence[str] = (),
+    tag: str = "",
+    about: str = "",
+) -> bytes:
+    """Encode uint8 pixels [frames, height, width, 3] at 16 frames a second; options are ffmpeg's."""
+    enlarge = -(-shortest // min(pixels.shape[1:3]))
+    pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
+    return encode_mp4(pixels.numpy(), FPS, options=[*_described(about), *options], tag=tag)
+
+
+def _described(about: str) -> list[str]:
+    return ["-metadata", f"description={about}"] if about else []
 
 
 def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -76,3 +114,142 @@ def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
 def frames_at_once(height: int, width: int) -> int:
     """Return how many latent frames of this size one call of the decoder takes."""
     return max(1, POSITIONS_AT_ONCE // (height * width))
+
+
+# --- An mp4 that grows while a rollout goes on, and plays at any moment
+class GrowingVideo:
+    """Pieces of pixels as fragments of an mp4; a file that is there goes on after its last whole piece."""
+
+    def __init__(self, path: str | Path, tag: str, about: str = ""):
+        """tag says what the video is of, about what decoded it. CacheError for a file that is of another."""
+        self.path, self.tag, self.about = Path(path), tag, about
+        self.pieces, self.is_finished = 0, False
+        if self.path.exists():
+            with open(self.path, "rb") as file:
+                head = file.read(8)
+            if len(head) == 8 and not head.endswith(b"ftyp"):
+                raise CacheError(f"{self.path} is there and is no mp4; choose another --output_path")
+            boxes = list(mp4_boxes(self.path))
+            for start, end in ((start, end) for kind, start, end in boxes if kind == b"moov"):
+                remedy = "choose another --output_path, or --overwrite to make it again"
+                require_same(self.path, tag_in(self.path, start, end), tag, remedy)
+            self.pieces = sum(kind == b"mdat" for kind, _, _ in boxes)
+            self.is_finished = self.pieces > 0 and b"moof" not in [kind for kind, _, _ in boxes]
+            if not self.is_finished:
+                self.keep(self.pieces)
+
+    def keep(self, pieces: int) -> None:
+        """Cut the file off after so many pieces."""
+        ends = [0, *(end for kind, _, end in mp4_boxes(self.path) if kind == b"mdat")]
+        self.pieces = pieces
+        os.truncate(self.path, ends[pieces])
+
+    def append(self, pixels: Tensor, first: int) -> None:
+        """Encode uint8 pixels [frames, H, W, 3], from video frame first on, and write them to the end."""
+        number = ("-fragment_index", str(self.pieces + 1))
+        options = (*FRAGMENTED, *number)
+        content = bytearray(encoded(pixels, SHORTEST_SIDE, options, self.tag, self.about))
+        time = content.index(b"tfdt") + 8  # when the fragment begins; a box is its size, type and content
+        content[time : time + 8] = (TICKS * first).to_bytes(8, "big")
+        start = content.index(b"moof") - 4 if self.pieces else 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab" if self.pieces else "wb") as file:
+            file.write(content[start : content.rindex(b"mfra") - 4])
+            file.flush()
+            os.fsync(file.fileno())
+        self.pieces += 1
+
+    def finish(self) -> None:
+        """Turn the pieces into an ordinary mp4, with its length in its head; the pictures stay."""
+        part = part_of(self.path)
+        command = [require_ffmpeg(), "-v", "error", "-y", "-i", str(self.path)]
+        command += ["-c", "copy", "-metadata", f"comment={self.tag}"]
+        command += ["-movflags", "+faststart", "-f", "mp4", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            part.unlink(missing_ok=True)
+            raise RunError(f"{self.path} could not be finished: {done.stderr.strip()[-200:]}")
+        os.replace(part, self.path)
+        self.is_finished = True
+
+
+# --- The video of a run that is still going on
+class LiveVideo:
+    """The mp4 of one run: on a GPU, blocks are decoded and encoded while the next ones are denoised.
+
+    The decoder has a thread and a CUDA stream of its own, the encoder a thread. PATH.growing.mp4 plays what
+    is there already. On a CPU, and where a GPU has no room, all is decoded at the end.
+    """
+
+    def __init__(self, config: RunConfig, path: str | Path, vae_dtype: str = "auto"):
+        """Begin to read the VAE. CacheError where no mp4 can be written."""
+        require_ffmpeg()
+        self.path, self.growing = Path(path), Path(path).with_suffix(".growing.mp4")
+        self.decoding, self.encoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.vae = self.decoding.submit(load_vae, config, vae_dtype)
+        self.overlaps, self.frames = config.gpus == 1, 0  # latent frames that came
+        self.pieces: list[Future] = []  # of the decoder, each with one of the encoder
+        self.video: GrowingVideo | None = None
+
+    def __enter__(self) -> "LiveVideo":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.decoding.shutdown(cancel_futures=True)
+        self.encoding.shutdown(cancel_futures=True)
+        self.growing.unlink(missing_ok=True)
+
+    def ready(self) -> None:
+        """Wait for the VAE, before a rollout that may take hours. CheckpointError where there is none."""
+        self.vae.result()
+
+    def add(self, latents: Tensor) -> None:
+        """Take a block's latents [1, n, C, h, w], which nobody changes afterwards."""
+        if not self.frames and self.overlaps and has_room(latents):
+            self.growing.unlink(missing_ok=True)
+            self.video = GrowingVideo(self.growing, "", decoded_by(self.vae.result()))
+            self.decoder, self.stream = StreamedDecoder(self.vae.result()), stream_of(latents.device)
+        if self.video is not None:
+            first = max(0, 1 + VIDEO_FRAMES_PER_LATENT * (self.frames - 1))
+            made = None if self.stream is None else torch.cuda.current_stream(latents.device).record_event()
+            self.pieces.append(self.decoding.submit(self._decode, latents, made, first))
+        self.frames += latents.shape[1]
+
+    def _decode(self, latents: Tensor, made: "torch.cuda.Event | None", first: int) -> Future:
+        """Decode a block once it is made, and let it be encoded."""
+        with torch.cuda.stream(self.stream):  # nothing without one
+            if made is not None:
+                made.wait()
+            pixels = to_pixels(self.decoder(latents))[0].cpu()
+        return self.encoding.submit(self.video.append, pixels, first)
+
+    def save(self, extraction: Extraction) -> None:
+        """Write the mp4 of a finished run whole, from the pieces that are there or from its latents."""
+        try:
+            whole = self.video is not None and self.frames == extraction.latents.shape[1]
+            for piece in self.pieces if whole else ():
+                piece.result().result()
+        except torch.OutOfMemoryError:
+            whole = False
+        if not whole:
+            self.decoder = None
+            save_video(extraction, self.path, self.vae.result())
+            return
+        self.video.tag = video_tag(extraction.common["fingerprint"], extraction.config)
+        self.video.finish()
+        with replacing(self.path) as file:
+            file.write(self.growing.read_bytes())
+
+
+def stream_of(device: torch.device) -> "torch.cuda.Stream | None":
+    """Return a stream of one's own on a GPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def has_room(latents: Tensor) -> bool:
+    """Return True where the GPU of a rollout's first latents can hold the decoder beside it."""
+    if not latents.is_cuda:
+        return False
+    free, _ = torch.cuda.mem_get_info(latents.device)
+    unused = torch.cuda.memory_reserved(latents.device) - torch.cuda.memory_allocated(latents.device)
+    return free + unused > ROOM * latents.shape[-2] * latents.shape[-1]

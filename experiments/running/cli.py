@@ -270,6 +270,7 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
+    flag("--vae_dtype", choices=DTYPES, default="auto", help="of the video's decoder: bfloat16 on a GPU")
     flag("--cache_policy", metavar="FILE_OR_NAME", help="what a block may look at (configs/policies)")
     flag(
         "--prompt_schedule", metavar="FILE", help="a YAML of the prompts that follow, and their first frames"

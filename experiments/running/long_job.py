@@ -4,20 +4,19 @@ import argparse
 import time
 from pathlib import Path
 
-from experiments.caches.files import CacheError, require_writable
+from experiments.caches.files import CacheError, require_ffmpeg, require_writable
 from experiments.extraction import causal
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.edits import edits_of
 from experiments.extraction.long_rollout import BlockCapture, LatentFile, LongVideo, make_long_video, path_of
 from experiments.extraction.memory import amount
 from experiments.extraction.provenance import fingerprint
-from experiments.extraction.video import check_video
+from experiments.extraction.video import load_vae
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import check_outputs, memory, observed
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.vae import VAE
 
 
 def make_long(args: argparse.Namespace, config: RunConfig) -> None:
@@ -31,7 +30,8 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
     check_outputs(args, config, [place.path, place.latents, *attention])
     require_writable(place.latents)
     with claimed({str(place.path): 0}), observed(args) as watch:
-        check_video(config)
+        require_ffmpeg()
+        vae = load_vae(config, args.vae_dtype)
         # 1. Sizes, before anything is loaded
         model = checkpoint.read_model_config(config.ckpt_dir)
         dtype = choose_dtype(config.dtype, choose_device(config.device, config.offload))
@@ -53,7 +53,6 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
         latents = LatentFile(place.latents, shape, session.dtype, fingerprint(session.identity(config)))
         # 3. The video
         start, before = time.monotonic(), latents.frames
-        vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         with causal.edited(session, config, edits_of(config.interventions, "config")):
             make_long_video(session, config, place, latents, capture, vae, watch)
         made, seconds = config.num_frames - before, time.monotonic() - start

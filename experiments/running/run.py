@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from experiments.extraction import causal, devices
 from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.observer import RunObserver
-from experiments.extraction.video import check_video, save_video
+from experiments.extraction.video import LiveVideo
 from experiments.running.cli import EXPLAINED, fail, videos_of
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, memory, observed, partial_name
@@ -75,9 +75,7 @@ def make_outputs(
     writes = config.gpus == 1 or this_rank().is_first
     sizes = dict.fromkeys(outputs, nbytes) | dict.fromkeys(videos, 0)
     locks = claimed(sizes, args.overwrite is not False) if writes else nullcontext()
-    with locks, observed(args, unit) as watch:
-        if videos:
-            check_video(config)  # before the rollout, which may take hours
+    with locks, observed(args, unit) as watch, video_of(args, config, videos if writes else [], watch):
         start = time.monotonic()
         made = make(watch)
         parallel.leave()
@@ -87,6 +85,18 @@ def make_outputs(
             watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {memory()}")
     if not writes:
         end_at_once()
+
+
+@contextmanager
+def video_of(
+    args: argparse.Namespace, config: RunConfig, videos: Sequence[str], watch: RunObserver
+) -> Iterator[None]:
+    """Let a run's blocks become the first of the mp4s that are asked for, while they come."""
+    with LiveVideo(config, videos[0], args.vae_dtype) if videos else nullcontext() as watch.video:
+        try:
+            yield
+        finally:
+            watch.video = None
 
 
 def save(
@@ -113,9 +123,9 @@ def save(
                 f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
                 f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
             )
-        for video in () if result.stopped else videos_of(args, outputs):
-            save_video(result, video)
-            lines.append(f"{video}: the generated video")
+        if watch.video is not None and not result.stopped:
+            watch.video.save(result)
+            lines.append(f"{watch.video.path}: the generated video")
     except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
     if not result.stopped:

@@ -27,7 +27,7 @@ from experiments.running.cli import plan, videos_of
 from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, check_outputs, deterministic, observed
-from experiments.running.run import BuildCache, save
+from experiments.running.run import BuildCache, save, video_of
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -108,7 +108,8 @@ class Sweep:
         key = fingerprint({"model": [run.config.checkpoint_path, run.config.ckpt_dir, str(self.requests)]})
         with deterministic(self.args.deterministic):
             extract = kept("model", key, lambda: self._load(run.config, watch))
-            save(self.args, extract(run.config, watch), {run.path: self.build}, watch)
+            with video_of(self.args, run.config, videos_of(self.args, [run.path]), watch):
+                save(self.args, extract(run.config, watch), {run.path: self.build}, watch)
         self.finish(name, run)
 
     def _load(self, config: RunConfig, watch: Progress) -> Any:

@@ -27,7 +27,7 @@ from experiments.analysis.long_rollouts import CONTROLS
 from experiments.caches.files import mp4_tag, replacing, require_writable
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, pipeline_of, seeded_noise
-from experiments.extraction.devices import threads_for
+from experiments.extraction.devices import choose_dtype, threads_for
 from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.observer import RunObserver
@@ -249,7 +249,7 @@ class Maker:
 
     def __post_init__(self) -> None:
         comparison, device = self.comparison, self.session.device
-        ckpt_dir, dtype = self.session.config.ckpt_dir, getattr(torch, comparison.vae_dtype)
+        ckpt_dir, dtype = self.session.config.ckpt_dir, choose_dtype(comparison.vae_dtype, device)
         self.vae = VAE.from_pretrained(ckpt_dir, dtype, device)
         on_gpu = device.type == "cuda"
         # the decoder's convolutions are always of one size

@@ -2,15 +2,24 @@
 
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
+import imageio.v3 as iio
 import numpy as np
 import pytest
+import torch
+from conftest import ROOT
 from helpers.forked import exit_code
 
 from experiments import compare_policies, run_intervention, run_rollout
 from experiments.caches.files import CacheError, encode_mp4, mp4_tag, require_ffmpeg
+from experiments.extraction import video
+from experiments.extraction.provenance import video_tag
 from experiments.running.cli import main
 from experiments.studies import policy_comparison as policy_comparison_job
+from wan.config import load_config
+from wan.vae import StreamedDecoder
 
 
 @pytest.fixture(params=["no package", "no program"])
@@ -86,3 +95,29 @@ def test_a_long_rollout_stops_before_it_loads_a_model(without_ffmpeg, tmp_path, 
     flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", str(tmp_path / "long.mp4"), "--quiet"]
     assert exit_code(lambda: main(run_rollout.run, flags))() == 2
     assert "pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("runs_out_of_memory", [False, True])
+def test_a_video_grows_while_its_rollout_goes_on(runs_out_of_memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "has_room", lambda latents: True)
+    config = replace(load_config(ROOT / "configs/wan_mini.yaml"), ckpt_dir=str(ROOT / "checkpoints/wan-mini"))
+    latents = torch.randn(1, 9, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    run = SimpleNamespace(latents=latents, common={"fingerprint": "f"}, config=config)
+    with video.LiveVideo(config, tmp_path / "v.mp4") as live:
+        live.ready()
+        live.add(latents[:, :3])
+        live.pieces[0].result().result()
+        assert len(iio.imread(live.growing)) == 9  # the first block plays
+        if runs_out_of_memory:
+            monkeypatch.setattr(live, "decoder", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        for block in latents[:, 3:].split(3, 1):
+            live.add(block)
+        live.save(run)
+    assert [path.name for path in tmp_path.iterdir()] == ["v.mp4"]
+    assert mp4_tag(live.path) == video_tag("f", config) and b"VAE in float32" in live.path.read_bytes()
+    pixels = video.to_pixels(StreamedDecoder(live.vae.result())(latents))[0].numpy().repeat(4, 1).repeat(4, 2)
+    shown = iio.imread(live.path).astype(float)  # H.264 loses 5.7 of 255 of this noise
+    assert (
+        shown.shape == pixels.shape
+        and np.abs(shown - pixels).mean() < 8 < np.abs(shown[1:] - pixels[:-1]).mean()
+    )
