@@ -206,14 +206,17 @@ class LiveVideo:
     def add(self, latents: Tensor) -> None:
         """Take a block's latents [1, n, C, h, w], which nobody changes afterwards."""
         if not self.frames and self.overlaps and has_room(latents):
-            self.growing.unlink(missing_ok=True)
-            self.video = GrowingVideo(self.growing, "", decoded_by(self.vae.result()))
-            self.decoder, self.stream = StreamedDecoder(self.vae.result()), stream_of(latents.device)
+            self.begin(latents.device)
         if self.video is not None:
             first = max(0, 1 + VIDEO_FRAMES_PER_LATENT * (self.frames - 1))
             made = None if self.stream is None else torch.cuda.current_stream(latents.device).record_event()
             self.pieces.append(self.decoding.submit(self._decode, latents, made, first))
         self.frames += latents.shape[1]
+
+    def begin(self, device: torch.device) -> None:
+        self.growing.unlink(missing_ok=True)
+        self.video = GrowingVideo(self.growing, "", decoded_by(self.vae.result()))
+        self.decoder, self.stream = StreamedDecoder(self.vae.result()), stream_of(device)
 
     def _decode(self, latents: Tensor, made: "torch.cuda.Event | None", first: int) -> Future:
         """Decode a block once it is made, and let it be encoded."""
