@@ -23,6 +23,8 @@ SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers
 class TextToVideoPipeline:
     """Bidirectional sampling: each step follows the difference between flows with and without the prompt."""
 
+    quantised = ""  # how the weights were stored, as a causal pipeline says it
+
     def __init__(self, model: WanModel, shift: float = 8.0, guidance_scale: float = 6.0, num_steps: int = 50):
         """shift 8 and guidance_scale 6 are Wan's for 1.3B, 5 and 5 for 14B."""
         check_sampling(shift, num_steps)
