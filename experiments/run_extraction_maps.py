@@ -8,7 +8,6 @@ import argparse
 from functools import partial
 from typing import Any
 
-from experiments.extraction.cache_builders import counted_blocks
 from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from experiments.running.ranks import this_rank
 from wan.errors import ConfigError, short_repr
@@ -47,6 +46,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
 
     from experiments.extraction import maps  # after the flags: a --help needs no torch
+    from experiments.extraction.cache_builders import counted_blocks
     from experiments.extraction.memory import said_of
     from experiments.running.run import make_caches
     from wan.checkpoint import read_model_config

@@ -56,17 +56,6 @@ def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, request
         assert not any(layout.chosen.frames.is_cuda for layout in layouts)  # memory of the GPU
 
 
-def test_heads_of_their_own_policies_wait_for_nothing(tmp_path):
-    rows = [",".join("ab"[(head + layer) % 2] for head in range(12)) for layer in range(5)]
-    (tmp_path / "labels.csv").write_text("\n".join(rows) + "\n")
-    classes = {"a": {"name": "full"}, "b": {"name": "window", "window": 3}}
-    policy = {"name": "per_head", "file": str(tmp_path / "labels.csv"), "policies": classes}
-    test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, [FRAMES], 6)
-    with intervene(Knockout(frames="past", heads=(1, 4), passes="all")) as session:
-        test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy, [FRAMES], 6)
-    assert all(session.changed)
-
-
 @torch.no_grad()
 def test_edited_calls_wait_for_nothing():
     """Of one head and of heads apart: what an edit needs of the host is sent ahead."""

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 from experiments.benchmarks import rollout
-from experiments.benchmarks.harness import in_turn, median_interval
+from experiments.benchmarks.harness import in_turn
 
 MINI = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--repeats", "2"]
 
@@ -28,11 +28,6 @@ def test_rows_take_turns_and_ratios_are_of_one_round():
     assert found["b"]["seconds"] == [2.0, 9.0, 6.0] and found["b"]["median_seconds"] == 6.0
     assert found["b"]["ratio"] == 2.0 and found["a"]["ratio_interval"] == [1.0, 1.0]
     assert [len(rows["a"]["seconds"]) for rows in kept] == [1, 2, 3] or len(kept) == 3
-
-
-def test_the_interval_of_a_median_is_that_of_order_statistics():
-    assert median_interval(range(1, 16)) == (4, 12)
-    assert median_interval([3, 1]) == (1, 3)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ class Outcome:
     said: str = ""  # on stderr
 
 
-def forked(function: Callable[[], Any], timeout: float = 60, kill_after: float | None = None) -> Outcome:
+def forked(function: Callable[[], Any], timeout: float = 240, kill_after: float | None = None) -> Outcome:
     """Call function in a fork, and kill the fork by SIGKILL after kill_after seconds,
     or as hung after timeout.
     """

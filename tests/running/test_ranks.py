@@ -66,13 +66,8 @@ def test_ranks_of_torchrun():
     ("environment", "message"),
     [
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set and RANK is not"),
         (TORCHRUN | {"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"),
-        (TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"}, "RANK 0 is not one of WORLD_SIZE 0"),
         (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', not a number"),
-        (TORCHRUN | {"WORLD_SIZE": "٤"}, "WORLD_SIZE is '٤', not a number"),
-        (TORCHRUN | {"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', not a number"),
-        (TORCHRUN | {"WORLD_SIZE": "9" * 50}, "not a number"),
         (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK is not set beside RANK and WORLD_SIZE"),
     ],
 )

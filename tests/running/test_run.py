@@ -194,23 +194,10 @@ def test_a_video_is_claimed_and_written_as_a_cache_is(tmp_path, monkeypatch):
     assert video.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["a.pt", "c.pt", "v.mp4"]
 
 
-def test_a_prompt_is_text(tmp_path):
-    prompt = "\N{CLAPPER BOARD} a\ncircle"
-    extract(tmp_path / "a.pt", "--prompt", prompt, "--log_file", str(tmp_path / "log"))
-    assert load_cache(tmp_path / "a.pt")["prompt"] == prompt
-    assert json.loads((tmp_path / "log").read_text(encoding="utf-8").splitlines()[0])["prompt"] == prompt
-    with pytest.raises(ConfigError, match="prompt is not text"):
-        extract(tmp_path / "a.pt", "--prompt", "a \udcff")
-
-
-@pytest.mark.parametrize("script", [run_extraction_figure4, run_extraction_all])
-def test_the_estimate_is_close_and_never_too_small(script, tmp_path):
-    config, flags = load_config("configs/wan_mini.yaml"), []
-    if script is run_extraction_all:
-        requests, flags = cache_builders.atlas_requests(config, True, False, False, True), ["--rope_bands"]
-    else:
-        requests = cache_builders.figure4_requests(config, "token")
-    script.run([*CONFIG, "--quiet", *flags, "--output_path", str(tmp_path / "out.pt")])
+def test_the_estimate_is_close_and_never_too_small(tmp_path):
+    config = load_config("configs/wan_mini.yaml", {"num_frames": 12})
+    requests = cache_builders.atlas_requests(config, True, False, False, True)
+    run_extraction_all.run([*MINI, "--quiet", "--rope_bands", "--output_path", str(tmp_path / "out.pt")])
     estimated, real = estimate_bytes(config, requests), (tmp_path / "out.pt").stat().st_size
     assert real <= estimated <= real * 1.1 + 2**16
 
@@ -256,10 +243,9 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
 
 
 # --- Asked to stop
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_while_loading_it_ends_at_once(number, tmp_path, monkeypatch, capfd):
+def test_stopped_while_loading_it_ends_at_once(tmp_path, monkeypatch, capfd):
     generated = []
-    monkeypatch.setattr(causal, "load_pipeline", lambda *args: os.kill(os.getpid(), number))
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(causal, "roll_out", lambda *args: generated.append(1))
     with pytest.raises(SystemExit) as ended:
         cli.main(run_extraction_each.run, [*SHORT, "--output_path", str(tmp_path / "a.pt")])
@@ -312,7 +298,7 @@ def test_an_atlas_stopped_after_three_blocks(tmp_path, monkeypatch, capfd):
 
 
 def test_of_a_stopped_run_what_was_captured_is_kept(tmp_path, monkeypatch, capfd):
-    """A call before the stop is kept, the last block's are not there; no whole cache is replaced."""
+    """No whole cache is replaced."""
     path = tmp_path / "out.pt"
     run_extraction_each.run([*MINI, "--quiet", "--output_path", str(path)])
     before = path.read_bytes()
@@ -320,10 +306,6 @@ def test_of_a_stopped_run_what_was_captured_is_kept(tmp_path, monkeypatch, capfd
     flags = [*MINI, "--output_path", str(path), "--seed", "7"]
     stopped(run_extraction_each, flags, capfd)
     assert path.read_bytes() == before and load_cache(tmp_path / "out.partial.pt")["seed"] == 7
-    stopped(
-        run_extraction, [*MINI, "--blocks", "0", "-1", "--output_path", str(tmp_path / "calls.pt")], capfd
-    )
-    assert {call["block"] for call in load_cache(tmp_path / "calls.pt")["attention_weights"]} == {0}
     said = stopped(run_extraction_figure4, [*MINI, "--output_path", str(tmp_path / "last.pt")], capfd)
     assert "none of what was asked for was captured yet" in said and not (tmp_path / "last.pt").exists()
 
@@ -351,31 +333,18 @@ def test_a_line_per_block_and_a_log(tmp_path, capfd, monkeypatch):
 
 
 NO_GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore")
-NO_HOST_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
 
-@pytest.mark.parametrize(
-    ("error", "flags", "message"),
-    [
-        (
-            NO_GPU_MEMORY,
-            [],
-            r"out of GPU memory while rolling out block 0 of 1: .*; --granularity frame",
-        ),
-        (NO_GPU_MEMORY, ["--granularity", "frame"], "rolling out block 0 of 1.*fewer --num_f"),
-        (NO_HOST_MEMORY, [], "out of host memory while"),
-    ],
-)
-def test_out_of_memory_says_what_helps(error, flags, message, tmp_path, monkeypatch, capfd):
+def test_out_of_memory_says_what_helps(tmp_path, monkeypatch, capfd):
     def full(*args, **kwargs):
-        raise error
+        raise NO_GPU_MEMORY
 
     monkeypatch.setattr("wan.pipeline.CausalInferencePipeline.inference", full)
     with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_figure4.run, [*SHORT, *flags, "--output_path", str(tmp_path / "out.pt")])
+        cli.main(run_extraction_figure4.run, [*SHORT, "--output_path", str(tmp_path / "out.pt")])
     said = capfd.readouterr().err
     assert ended.value.code == 1 and said.count("\n") == 1 and not os.listdir(tmp_path)
-    assert re.search(message, said), said
+    assert "rolling out block 0 of 1" in said and "--granularity frame" in said
 
 
 # --- The base model
@@ -389,16 +358,6 @@ def stopping_after_step(monkeypatch, step: int) -> None:
             time.sleep(0.01)
 
     monkeypatch.setattr(Progress, "step", on_step)
-
-
-def test_stopped_after_the_captured_step_the_capture_is_whole(tmp_path, monkeypatch, capfd):
-    flags, path = [*BASE, "--quiet", "--step", "1", "--output_dir"], tmp_path / "part/layer7.pt"
-    extract_attention_wan.run([*flags, str(tmp_path / "whole")])
-    stopping_after_step(monkeypatch, 2)
-    said = stopped(extract_attention_wan, [*flags, str(tmp_path / "part")], capfd)
-    assert said.startswith(f"error: stopped after 3 of 4 steps; saved whole: {path}; to make the rest")
-    assert path.read_bytes() == (tmp_path / "whole/layer7.pt").read_bytes()
-    assert os.listdir(tmp_path / "part") == ["layer7.pt"]
 
 
 def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):

@@ -20,10 +20,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.figures.folder import save_contact_sheet
 from experiments.running import cli
-from experiments.running import notebooks as notebook_runs
-from experiments.running.locks import claimed
 from experiments.running.notebooks import LayerCaches, NotebookRuns
-from wan.errors import ConfigError
 
 LAYERS = (0, 3, 4)
 NOTEBOOK = ROOT / "notebooks/extract_all_attention.ipynb"
@@ -78,40 +75,6 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["layers"] == [0, 3, 4]
 
 
-def fingerprint(notebook, source, layer):
-    caches = LayerCaches(NOTEBOOK.name, source, source)
-    return NotebookRuns(notebook, caches, source).mark(layer)["fingerprint"]
-
-
-def test_what_counts_as_done(layer_folder, tmp_path):
-    mark = fingerprint(NOTEBOOK, layer_folder, 0)
-    assert mark == fingerprint(NOTEBOOK, layer_folder, 0) != fingerprint(NOTEBOOK, layer_folder, 3)
-    (tmp_path / "other.ipynb").write_text(NOTEBOOK.read_text().replace("每个头", "每头"))
-    assert fingerprint(tmp_path / "other.ipynb", layer_folder, 0) != mark
-    save_cache(layer_folder / "layer0.pt", synthetic_caches.layer(0))
-    assert fingerprint(NOTEBOOK, layer_folder, 0) != mark
-
-
-def test_figures_are_drawn_again_where_what_they_are_drawn_by_changes(layer_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(notebook_runs, "ROOT", tmp_path)
-    marks = [fingerprint(NOTEBOOK, layer_folder, 0)]
-    for name in ("configs/taxonomy.yaml", "cache/published/labels.csv", "cache/published/a.pt", "wan/b/c.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("anchor_min: 0.84")
-        marks.append(fingerprint(NOTEBOOK, layer_folder, 0))
-    assert len(set(marks)) == 5 and all(any(ROOT.glob(pattern)) for pattern in notebook_runs.DRAWN_WITH)
-
-
-def test_the_path_of_another_notebook_is_refused(tmp_path):
-    for path in ("plt_fig4.ipynb", "notebooks/plt_fig4.ipynb", str(ROOT / "notebooks/plt_fig4.ipynb")):
-        with pytest.raises(CacheError, match=r"no\.pt not found"):
-            run_notebooks.run([path, "no.pt", "all"])
-    (tmp_path / "plt_fig4.ipynb").write_text("{}")
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match=r"is not notebooks/plt_fig4.ipynb, .*; give plt_fig4.ipynb"):
-            run_notebooks.run([str(folder / "plt_fig4.ipynb"), "cache", "all"])
-
-
 def test_what_is_missing_or_damaged_is_made_again(layer_folder, tmp_path):
     notebook = ROOT / "notebooks/extract_all_attention.ipynb"
     runs = NotebookRuns(notebook, LayerCaches(notebook.name, layer_folder, tmp_path), tmp_path / "out")
@@ -131,17 +94,6 @@ def test_what_is_missing_or_damaged_is_made_again(layer_folder, tmp_path):
     assert not runs.is_done(3)
     figure.unlink()
     assert not runs.is_done(3)
-
-
-def test_two_runs_into_one_folder(layer_folder, tmp_path):
-    """The second one is refused before it deletes what the first one made."""
-    kept = tmp_path / "out/notebooks/layer0.ipynb"
-    kept.parent.mkdir(parents=True)
-    kept.write_text("the first run's")
-    arguments = ["extract_all_attention.ipynb", str(layer_folder), "0", "--output_dir", str(tmp_path / "out")]
-    with claimed({str(tmp_path / "out/index.html"): 0}), pytest.raises(CacheError, match="another run"):
-        run_notebooks.run(arguments)
-    assert kept.read_text() == "the first run's"
 
 
 def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
@@ -184,12 +136,6 @@ def test_the_parameters_of_each_notebook(tmp_path, layer_folder):
     assert calls == {"CACHE_PATH": str(tmp_path / "inference.pt"), "WEIGHT_INDEX": 1}
 
 
-def test_which_layers(layer_folder, tmp_path):
-    caches = LayerCaches(NOTEBOOK.name, layer_folder, tmp_path)
-    for words, chosen in ((["all"], [0, 3, 4]), (["3-4"], [3, 4]), (["4", "0"], [0, 4])):
-        assert caches.choose(words) == chosen
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -214,27 +160,19 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, layer_folder,
 
 
 def test_the_contact_sheet(tmp_path):
-    svg = (
-        '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" '
-        'xmlns:xlink="http://www.w3.org/1999/xlink" width="200pt" height="100pt" viewBox="0 0 200 100">\n'
-        '<metadata>x</metadata><defs><clipPath id="p1"/></defs>'
-        '<g clip-path="url(#p1)"><use xlink:href="#m2"/><text>words</text></g></svg>\n'
-    )
+    start = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+    size = 'width="200pt" height="100pt" viewBox="0 0 200 100">'
+    ids = '<metadata>x</metadata><defs><clipPath id="p1"/></defs><g clip-path="url(#p1)">'
     for i in range(5):
-        (tmp_path / f"{i}.svg").write_text(svg)
-    path = save_contact_sheet(
-        tmp_path / "sheet.svg", {f"Layer {i} & co": tmp_path / f"{i}.svg" for i in range(5)}, "title"
-    )
-    root = ET.parse(path).getroot()
-    ids = [element.get("id") for element in root.iter() if element.get("id")]
-    assert ids == [f"c{i}_p1" for i in range(5)]
+        text = f'{start}{size}{ids}<use xlink:href="#m2"/><text>words</text></g></svg>'
+        (tmp_path / f"{i}.svg").write_text(text)
+    figures = {f"Layer {i} & co": tmp_path / f"{i}.svg" for i in range(5)}
+    path = save_contact_sheet(tmp_path / "sheet.svg", figures, "title")
+    found = [element.get("id") for element in ET.parse(path).getroot().iter() if element.get("id")]
+    assert found == [f"c{i}_p1" for i in range(5)]
     text = path.read_text()
-    assert (
-        all(f"url(#c{i}_p1)" in text and f'href="#c{i}_m2"' in text for i in range(5))
-        and "metadata" not in text
-    )
-    assert text.count("<text>words</text>") == 5 and "Layer 4 &amp; co" in text
-    assert save_contact_sheet(path, {"a": tmp_path / "0.svg"}, "one").read_text().count("words") == 1
+    assert all(f"url(#c{i}_p1)" in text and f'href="#c{i}_m2"' in text for i in range(5))
+    assert "metadata" not in text and "Layer 4 &amp; co" in text
     (tmp_path / "no.svg").write_text("<p/>")
     with pytest.raises(CacheError, match=r"no.svg is not an SVG figure"):
         save_contact_sheet(path, {"a": tmp_path / "no.svg"}, "t")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from helpers.forked import FULL, exit_code
 
-from experiments import run_extraction_all, run_extraction_maps
+from experiments import run_extraction_all
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.extraction import causal
@@ -75,23 +75,6 @@ def test_the_numbers_of_one_process(tmp_path):
         torch.testing.assert_close(three[name], one[name], rtol=0, atol=1e-5, equal_nan=True)
 
 
-def test_maps_of_one_process(tmp_path):
-    flags = ["--quiet", "--query_patch", "3,2,1", "--words", "--heads", "0", "11"]
-    paths = [tmp_path / "one.pt", tmp_path / "two.pt"]
-
-    def mapping(path):
-        return lambda: cli.main(run_extraction_maps.run, [*MINI, "--output_path", str(path), *flags])
-
-    codes, said = ranks(2, mapping(paths[1]), tmp_path)
-    assert codes == [0, 0] and not said, said
-    mapping(paths[0])()
-    one, two = (load_cache(path) for path in paths)
-    assert two["gpus"] == 2 and set(two) - set(one) == {"gpus"}
-    for name in ("map_logits", "map_mass", "word_map"):
-        pair = [torch.cat([block[name].flatten() for block in cache["blocks"]]) for cache in (two, one)]
-        torch.testing.assert_close(*pair, rtol=2e-3, atol=2e-3, equal_nan=True)
-
-
 def test_one_process_fails(tmp_path):
     def spoil(rank):
         if rank == 1:
@@ -118,10 +101,9 @@ def test_one_process_does_not_answer(tmp_path):
     assert said == "error: another process of this rollout did not answer in 2 s\n"
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_all_fail_alike_and_say_it_once(tmp_path, late):
+def test_all_fail_alike_and_say_it_once(tmp_path):
     def after_the_other(rank):
-        if rank == late:
+        if rank == 1:
             first = parallel.is_first_to_fail
             parallel.is_first_to_fail = lambda message: time.sleep(0.3) or first(message)
 
@@ -180,7 +162,7 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
         (
             ["--gpus", "2", "--seeds", "1", "--output_dir", "x"],
             {},
-            "a sweep is shared by ranks of one GPU each",
+            "give --workers N too",
         ),
         (["--gpus", "3"], TWO, "--gpus 3 under 2 ranks"),
         ([], TWO | {"WORLD_SIZE": "5"}, "--gpus 5 does not split wan-mini"),
