@@ -189,7 +189,7 @@ def prepare(
     if replays and config.gpus == 1:  # several replay anyway
         replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
-    if pipeline.quantised:
+    if getattr(pipeline, "quantised", ""):
         common["quantised"] = pipeline.quantised
     if not observer.quiet and not load_base:
         print(pipeline.weights)

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from experiments.extraction.devices import encoding_device
+from experiments.extraction.devices import choose_device, choose_dtype, encoding_device
+from experiments.extraction.prompt_embeds import needs_encoder
 from experiments.extraction.provenance import vae_files
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
@@ -31,6 +32,7 @@ GB = 10**9
 FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
 FRAMES_HELD, FRAMES_AT_WORK = 24, 30  # of the decoder
 SAVE_VIDEO = "--save_video"
+NEED_A_USER = ("--num_frames", "--prompt_embeds", "no ")  # they change what is asked for, or name a file
 BESIDE_TENSORS = 1 << 16  # bytes of a cache: names, numbers, the archive's directory
 
 
@@ -76,16 +78,16 @@ def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[s
     }
 
 
-def decoder(config: RunConfig) -> dict[str, int]:
-    """The VAE, what its layers hold of the frames before and at work, and the video, in float32.
+def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
+    """The VAE, what its layers hold of the frames before and at work, and the video in float32.
 
     FRAMES_HELD of the decoder's widest layer, and FRAMES_AT_WORK for each latent frame of a call, were fitted
     to 8.5-9.2 GiB for 21 frames at 480 x 832 on an H100.
     """
     folder = Path(config.ckpt_dir)
     c = {} if checkpoint.is_native(folder) else checkpoint.read_component_config(folder / "vae")
-    pixels = config.height * config.width * 8**2
-    frame = FLOAT * (c.get("decoder_base_dim") or c.get("base_dim") or 96) * pixels
+    pixels, size = config.height * config.width * 8**2, dtype.itemsize
+    frame = size * (c.get("decoder_base_dim") or c.get("base_dim") or 96) * pixels
     calls = max(1, POSITIONS_AT_ONCE // (config.height * config.width))
     held = (FRAMES_HELD + FRAMES_AT_WORK * calls) * frame // (c.get("patch_size") or 1) ** 2
     video = FLOAT * 3 * pixels * (1 + VIDEO_FRAMES_PER_LATENT * (config.num_frames - 1))
@@ -254,14 +256,21 @@ class Memory:
         else:
             found.append(Need("rolling out", "host", device | copies))
         if self.decodes:
+            vae_dtype = torch.bfloat16 if self.on_gpu else torch.float32  # --vae_dtype auto
             held = {"weights": weights} | ({} if self.on_gpu else copies)
-            found.append(Need("decoding the video", "GPU" if self.on_gpu else "host", held | decoder(c)))
+            found.append(Need("decoding the video", "GPU" if self.on_gpu else "host", held | decoder(c, vae_dtype)))
         return [need for need in found if need.total]
 
     def free(self) -> dict[str, int]:
-        """Bytes that can still be had of each memory."""
-        gpu = {"GPU": torch.cuda.mem_get_info(self.device)[0]} if self.on_gpu else {}
-        return {"host": free_host_bytes()} | gpu
+        """Bytes that can still be had of each memory, within what this process may take of the GPU."""
+        if not self.on_gpu:
+            return {"host": free_host_bytes()}
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
+        return {
+            "host": free_host_bytes(),
+            "GPU": min(free, allowed - torch.cuda.memory_reserved(self.device)),
+        }
 
     def smaller(self) -> Iterator[tuple[str, "Memory"]]:
         """Yield flags that make this run smaller, each with that run."""
@@ -287,19 +296,40 @@ class Memory:
             ]
             yield f"--num_frames {config.num_frames}", replace(self, config=config, requests=requests)
 
-    def hint(self, free: dict[str, int]) -> str:
-        """Name a flag that makes the run fit, or flags that do together."""
+    def fitting(self, free: dict[str, int]) -> "tuple[list[str], Memory | None]":
+        """Return flags that make the run fit, the fewest that are found, and that run; None where none do."""
         run, flags = self, list[str]()
         while True:
+            if all(need.total <= free[need.where] for need in run.needs()):
+                return flags, run
             options = list(run.smaller())
             for flag, smaller in options:
                 if all(need.total <= free[need.where] for need in smaller.needs()):
-                    return f"it fits with {' '.join([*flags, flag])}"
-            lasting = [x for x in options if not x[0].startswith(("--num_frames", "--prompt_embeds"))]
+                    return [*flags, flag], smaller
+            lasting = [x for x in options if not x[0].startswith(NEED_A_USER)]
             if not lasting:
-                return "no flag makes it fit: it needs a larger machine"
+                return flags, None
             flag, run = lasting[0]
             flags.append(flag)
+
+    def hint(self, free: dict[str, int]) -> str:
+        """Name a flag that makes the run fit, or flags that do together."""
+        flags, run = self.fitting(free)
+        return f"it fits with {' '.join(flags)}" if run else "no flag makes it fit: it needs a larger machine"
+
+
+def fit(config: RunConfig, requests: Sequence[CaptureRequest], decodes: str) -> Memory:
+    """Choose flags of memory so that a run fits, and print them. ConfigError where none are enough."""
+    device = choose_device(config.device, config.offload)
+    dtype, model = choose_dtype(config.dtype, device), checkpoint.read_model_config(config.ckpt_dir)
+    encodes = needs_encoder(config, [config.prompt], model, dtype, device)
+    memory = Memory(config, model, requests, dtype, device, encodes, decodes=decodes)
+    flags, fitting = memory.fitting(memory.free())
+    if fitting is None or any(flag.startswith(NEED_A_USER) for flag in flags):
+        check_memory(memory, quiet=True)
+    assert fitting is not None
+    print(f"--fit chose {' '.join(flags) or 'nothing: all of it fits'}")
+    return replace(fitting, config=replace(fitting.config, dtype=str(fitting.dtype).removeprefix("torch.")))
 
 
 def check_memory(memory: Memory, quiet: bool = False) -> None:

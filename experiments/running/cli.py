@@ -311,6 +311,7 @@ def add_run_flags(parser: Parser) -> None:
     """Add flags of memory, and of how a run behaves."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")
     flag = parser.add_argument
+    flag("--fit", action="store_true", help="choose flags of memory so that the run fits, and say which")
     flag("--overwrite", action=argparse.BooleanOptionalAction, help="replace what is there")
     flag("--deterministic", action="store_true", help="equal bits in every run on one device")
     flag("--quiet", action="store_true", help="say nothing but errors")

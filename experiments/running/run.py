@@ -19,7 +19,7 @@ from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.formats import Cache
 from experiments.extraction import causal, devices
 from experiments.extraction.cache_builders import Extraction
-from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
+from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes, fit
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.video import LiveVideo
 from experiments.running.cli import EXPLAINED, fail, videos_of
@@ -45,10 +45,12 @@ def make_caches(
 
     Where several GPUs make the rollout, the first process writes.
     """
-    config = join_processes(args, config)
+    config, decodes = join_processes(args, config), "" if args.save_video is None else SAVE_VIDEO
+    if args.fit:
+        fitting = fit(config, requests, decodes)
+        config, requests = fitting.config, fitting.requests
     nbytes = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
-    decodes = "" if args.save_video is None else SAVE_VIDEO
 
     def make(watch: RunObserver) -> Extraction:
         return causal.extract(config, requests, watch, decodes)

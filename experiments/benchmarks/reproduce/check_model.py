@@ -119,7 +119,7 @@ class Trial:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         self.sizes = MODELS[config.model] if random_weights else read_model_config(config.ckpt_dir)
-        prompts = [f"random text {n}" for n in range(4)] if random_weights else list(PROMPTS)
+        prompts = [f"random text {n}" for n in range(2)] if random_weights else list(PROMPTS)
         self.prompts = prompts
         self.texts: dict[str, Tensor] = {}
         if random_weights:
@@ -181,14 +181,19 @@ def of_model(trial: Trial) -> dict[str, Any]:
         return row(*(beside(prompt, ours(prompt)) for prompt in trial.prompts))
 
     found: dict[str, Any] = {}
+    if trial.random:
+        eagle = open_profiles(load_cache(published.FOLDER / published.DEFAULT_ATLAS))
+        theirs = eagle.profiles(), eagle.frame_matrices(), sizes, frequencies
+        found["beside the published eagle"] = row(*(compare(one[0], *theirs) for one in right.values()))
     pairs = [(a, b) for a in trial.prompts for b in trial.prompts if a != b]
     found["another prompt"] = row(*(beside(a, right[b][0]) for a, b in pairs))
     other_seed = replace(config, seed=config.seed + 1)
     found["another seed"] = every(lambda prompt: trial.logits(prompt, other_seed)[0])
     other = torch.float32 if trial.dtype == torch.bfloat16 else torch.bfloat16
-    model.to(other)
-    found[f"the same in {str(other).removeprefix('torch.')}"] = every(lambda p: trial.logits(p)[0])
-    model.to(trial.dtype)
+    if not trial.random:
+        model.to(other)
+        found[f"the same in {str(other).removeprefix('torch.')}"] = every(lambda p: trial.logits(p)[0])
+        model.to(trial.dtype)
     if trial.random:
         same = causal.pipeline_of(trial.random_model("other weights"), config)
         found["other weights"] = every(lambda p: trial.logits(p, pipeline=same)[0])
@@ -204,6 +209,8 @@ def of_model(trial: Trial) -> dict[str, Any]:
             model.rotary._last.clear()
             found[name] = every(lambda p: trial.logits(p)[0])
         model.rotary._last.clear()
+    if trial.random:
+        return found
     for size in (1, 7):
         if config.num_frames % size == 0:
             blocks = replace(config, num_frame_per_block=size)
