@@ -88,8 +88,13 @@ def test_decoding_is_predicted_too(tmp_path, monkeypatch):
     small = replace(run, config=replace(run.config, height=8, width=8))  # 16 frames in a call
     assert parts(small, "decoding the video")["its layers"] * 6240 == found["its layers"] * 64 * 504 // 54
     monkeypatch.setattr(Memory, "free", lambda self: {"GPU": 11 * GB, "host": 64 * GB})
-    with pytest.raises(ConfigError, match=r"while decoding the video .*fits with no --save_video$"):
+    with pytest.raises(ConfigError, match=r"while decoding the video .*fits with --vae_dtype bfloat16$"):
         check_memory(run, quiet=True)
+    flags, fitting = run.fitting(run.free())
+    assert flags == ["--vae_dtype bfloat16"] and fitting.config.vae_dtype == "bfloat16"
+    assert parts(fitting, "decoding the video")["its layers"] * 2 == found["its layers"]
+    wide = replace(run, requests=[replace(FRAME, granularity="token")])  # a matrix of every call: 98 TB
+    assert wide.fitting({"GPU": 11 * GB, "host": 64 * GB})[0][-1] == "--granularity frame"
     mini = load_config(ROOT / "configs/wan_mini.yaml")
     assert memory.decoder(replace(mini, ckpt_dir=str(ROOT / mini.ckpt_dir)))["VAE"] < 1e7
 
