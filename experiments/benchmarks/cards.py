@@ -145,7 +145,7 @@ def roll_out(memory: Memory, state: dict[str, torch.Tensor]) -> float:
 def decode(config: RunConfig) -> float:
     from diffusers import AutoencoderKLWan
 
-    vae = VAE(AutoencoderKLWan().to(DEVICE, getattr(torch, config.vae_dtype))).to(DEVICE)
+    vae = VAE(AutoencoderKLWan().to(DEVICE, torch.bfloat16)).to(DEVICE)
     latents = torch.randn(1, config.num_frames, 16, config.height, config.width, device=DEVICE)
     return timed(lambda: vae.decode(latents))
 

@@ -258,7 +258,9 @@ class Memory:
         if self.decodes:
             vae_dtype = torch.bfloat16 if self.on_gpu else torch.float32  # --vae_dtype auto
             held = {"weights": weights} | ({} if self.on_gpu else copies)
-            found.append(Need("decoding the video", "GPU" if self.on_gpu else "host", held | decoder(c, vae_dtype)))
+            found.append(
+                Need("decoding the video", "GPU" if self.on_gpu else "host", held | decoder(c, vae_dtype))
+            )
         return [need for need in found if need.total]
 
     def free(self) -> dict[str, int]:
