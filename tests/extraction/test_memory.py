@@ -78,7 +78,7 @@ def test_encoding_is_predicted_too(tmp_path):
 
 
 def test_decoding_is_predicted_too(tmp_path, monkeypatch):
-    """8.5-9.2 GiB in float32 for 21 frames at 480 x 832, beside the model's weights; layers' half on a GPU."""
+    """8.5-9.2 GiB in float32 for 21 frames at 480 x 832; on a GPU its layers hold half of that."""
     with open(tmp_path / VAE_FILE, "wb") as file:
         file.truncate(507_609_880)
     run = replace(on_gpu(tmp_path), decodes=memory.SAVE_VIDEO)
