@@ -1,8 +1,8 @@
 """Attention of Wan2.1 videos: load a model, capture while it generates, look at what came of it.
 
-    from experiments import capture, load
+    from experiments import at, capture, compare, intervene, load, x0_lens
 
-experiments/session.py has both; they are imported when they are asked for.
+experiments/session.py has them; they are imported when they are asked for.
 """
 
 import importlib.util
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.session import Atlas, capture, load
+    from experiments.session import Atlas, Steer, at, capture, compare, intervene, load, x0_lens
 
-__all__ = ["Atlas", "capture", "load"]
+__all__ = ["Atlas", "Steer", "at", "capture", "compare", "intervene", "load", "x0_lens"]
 
 
 # `wan` may be another project's package, such as Wan's or Self-Forcing's own.

@@ -1,24 +1,29 @@
-"""A model in one's own code: load it, capture while it generates, plot and save what was captured.
+"""A model in one's own code: load it, generate, capture or change anything on the way, plot, save, compare.
 
     pipe = load("wan_mini")
-    with capture(pipe, layers=[1, 5]) as seen:
+    with capture(pipe, "resid_post", layers=[5]) as seen, intervene(at("z"), lambda z, where: 2 * z):
         run = pipe.generate("a red circle moving right over a dark blue background", seed=42)
-    atlas = seen.atlas()
+    seen["resid_post"].stack()
 
 The scripts go the same way: experiments/extraction/causal.py loads and generates for both.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from threading import Lock
+from types import UnionType
+from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import psutil
+import torch
 from torch import Tensor
 
 from experiments.caches import load_cache, save_cache
+from experiments.caches.activations import Activations, Place, joined, save_activations
 from experiments.caches.files import CacheError, RunError
 from experiments.caches.formats import AtlasCache
 from experiments.caches.view import Profiles, open_profiles
@@ -26,16 +31,24 @@ from experiments.extraction import causal, project_files
 from experiments.extraction import memory as memory_estimate
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.prompt_embeds import with_given_prompt
-from experiments.extraction.video import decode, save_video
+from experiments.extraction.video import decode, encoded, save_video, write_mp4
 from experiments.running.cli import FOLDER, policy_settings
 from experiments.running.progress import Progress
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
+from wan.cache import CachePolicy
 from wan.capture import CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
-from wan.config import RunConfig
-from wan.errors import ConfigError
+from wan.config import ModelConfig, RunConfig
+from wan.errors import ConfigError, did_you_mean, short_repr
+from wan.interventions import Steer, at, intervene
+from wan.pipeline import check_numerics, flow_to_x0
+from wan.policies import POLICIES
+from wan.sites import Activation, Reduce, SiteCapture, Where, check_indices, check_site, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+__all__ = ["Atlas", "Steer", "at", "capture", "compare", "intervene", "load", "x0_lens"]
 
 # others name themselves
 AXES = {"N": "layers", "P": "passes", "H": "heads", "F": "frames", "L": "key tokens"}
@@ -47,6 +60,8 @@ UNITS = {
     "frame_logits_by_band": "frame_logits by RoPE band, in logits; the bands sum to them",
     "last_block_frame_logits": "mean q·k/√D, mean over the last block's queries",
 }
+UNIONS = (UnionType, Union)
+_SEEN: ContextVar[Mapping[int, "Seen"] | None] = ContextVar("seen", default=None)  # by the pipe's id
 
 
 def load(
@@ -61,22 +76,58 @@ def load(
     """A pipeline that generates videos, from a config's name, its path, or a directory of weights.
 
     device is auto, cpu, cuda or cuda:N; offload streams the layers' weights from the host. cache_policy takes
-    the place of the config's: settings, a file, one of configs/policies or a policy by its name. settings are
-    further fields of RunConfig, such as num_frames. Weights are read by the first video, after its prompt is
-    encoded. Raises ConfigError for what is not there or does not fit.
+    the place of the config's: a policy (also of one's own class), settings, a file, one of configs/policies,
+    or a name with fields, such as "window,window=9,sink=3". settings are further fields of RunConfig, such as
+    num_frames. Weights are read by the first video, after its prompt is encoded. Raises ConfigError for what
+    is not there or does not fit.
     """
-    known = [field.name for field in fields(RunConfig)]
-    if unknown := next((name for name in settings if name not in known), None):
-        nearest = get_close_matches(unknown, known, 1)
-        said = f"did you mean {nearest[0]}?" if nearest else f"known ones: {', '.join(sorted(known))}"
-        raise ConfigError(f"{unknown} is no setting of a run; {said}")
     given = {"device": device, "dtype": dtype, "offload": offload, **settings}
+    given = {name: value for name, value in given.items() if value is not None}
+    hints = get_type_hints(RunConfig)
+    for name, value in given.items():
+        if name not in hints:
+            raise ConfigError(f"{name} is no setting of a run{did_you_mean(name, hints)}")
+        require_type(name, value, hints[name])
     if cache_policy is not None:
-        if isinstance(cache_policy, str | Path):
+        if isinstance(cache_policy, CachePolicy):
+            cache_policy = settings_of(cache_policy)
+        elif isinstance(cache_policy, str | Path):
             cache_policy = policy_settings(str(cache_policy), project_files.HOME / FOLDER)
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
-    config = project_files.find_config(source, {k: v for k, v in given.items() if v is not None})
-    return Pipe(config)
+    return Pipe(project_files.find_config(source, given))
+
+
+def settings_of(policy: CachePolicy) -> dict[str, Any]:
+    """Return the settings that make a policy again, whose class is known by its name from here on."""
+    known = POLICIES.get(policy.name, type(policy))
+    if known.__qualname__ != type(policy).__qualname__:
+        raise ConfigError(f"cache_policy {policy.name} is the name of another policy; give yours another one")
+    POLICIES[policy.name] = type(policy)  # a cell of a notebook may define it again
+    return policy.describe()
+
+
+def require_type(name: str, value: Any, hint: Any) -> None:
+    """Raise ConfigError for a value of another type: True is no number, "21" neither."""
+    kinds = [get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in UNIONS else [hint])]
+    if {list, dict, Any} & {*kinds}:
+        return  # what they hold is checked with the config
+    fits = type(value) in kinds or (float in kinds and type(value) is int)
+    if not fits and not (str in kinds and isinstance(value, Path)):
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} must be {names}, not {short_repr(value)}")
+
+
+def as_numbers(name: str, value: Any) -> list[int] | None:
+    """Return a number, or several, as a list; None stays. ConfigError for what is none."""
+    if value is None:
+        return None
+    chosen = [value] if type(value) is int else value
+    fits = isinstance(chosen, Collection) and not isinstance(chosen, str | bytes | Mapping)
+    if not fits or any(type(each) is not int for each in chosen):
+        raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
+    if not chosen:
+        raise ConfigError(f"{name} is empty; name the {name} to capture, or leave it out for every one")
+    return sorted(set(chosen))
 
 
 class Pipe:
@@ -85,35 +136,68 @@ class Pipe:
     def __init__(self, config: RunConfig):
         self.config, self.model_config = config, read_model_config(config.ckpt_dir)
         self._session: causal.LoadedModel | None = None
-        self._seen: Seen | None = None
+        self._loading = Lock()
 
-    def generate(self, prompt: str | None = None, seed: int | None = None, quiet: bool = True) -> "Run":
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        seed: int | None = None,
+        quiet: bool = True,
+        *,
+        seeds: Sequence[int] | None = None,
+    ) -> Any:
         """Generate one video; prompt and seed are the config's where not given. Equal seeds give equal bits.
 
-        Raises ConfigError where the model does not fit in memory, RunError where a number cannot be right.
+        A list of prompts, or of seeds, makes a batch and gives a list of runs: seeds has one for each prompt,
+        seed one for all. Raises ConfigError where the model does not fit in memory, RunError where a number
+        cannot be right.
         """
-        if self.config.prompt_embeds:
-            prompt = with_given_prompt(self.config, prompt)
-        prompt = self.config.prompt if prompt is None else prompt
-        config = replace(self.config, prompt=prompt, seed=self.config.seed if seed is None else seed)
-        requests = self._seen.requests if self._seen else []
+        check_numerics()
+        require_type("quiet", quiet, bool)
+        is_batch = seeds is not None or not isinstance(prompt, str | None)
+        prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
+        chosen = [seed] if seeds is None else list(seeds)
+        count = max(len(prompts), len(chosen))
+        if not {len(prompts), len(chosen)} <= {1, count} or (seeds is not None and seed is not None):
+            raise ConfigError(f"{len(prompts)} prompts and {len(chosen)} seeds: one for each, or one for all")
+        configs = []
+        for number in range(count):
+            text, own = prompts[number % len(prompts)], chosen[number % len(chosen)]
+            require_type("prompt", text, str | None)
+            require_type("seed", own, int | None)
+            if self.config.prompt_embeds:
+                text = with_given_prompt(self.config, text)
+            given: dict[str, Any] = {"prompt": text, "seed": own}
+            configs.append(replace(self.config, **{k: v for k, v in given.items() if v is not None}))
+        seen = self._seen
+        requests = seen.requests if seen else []
         with Progress(quiet) as observer:
-            if self._session is None:
-                self._session = causal.prepare(config, requests, observer=observer)
-            run = Run(causal.extract_next(self._session, config, requests, observer))
-        if self._seen:
-            self._seen.runs.append(run)
-        return run
+            with self._loading:
+                if self._session is None:
+                    self._session = causal.prepare(configs[0], requests, observer=observer)
+            watching: AbstractContextManager[list[Activation]] = nullcontext([])
+            with seen.watching(configs) if seen else watching as kept:
+                made = causal.extract_batch(self._session, configs, requests, observer)
+        is_reduced = bool(seen and seen.watcher and seen.watcher.reduce)
+        runs = [Run(each, tables(kept, item, count, is_reduced)) for item, each in enumerate(made)]
+        if seen:
+            seen.runs += runs
+        return runs if is_batch else runs[0]
+
+    @property
+    def _seen(self) -> "Seen | None":
+        return (_SEEN.get() or {}).get(id(self))
 
     @contextmanager
     def _capturing(self, seen: "Seen") -> Iterator["Seen"]:
         if self._seen:
             raise ConfigError("this pipe is captured already; ask one capture for all layers: layers=[0, 1]")
-        self._seen = seen
+        before = _SEEN.get()
+        _SEEN.set({**(before or {}), id(self): seen})
         try:
             yield seen
         finally:
-            self._seen = None
+            _SEEN.set(before)
 
     def __repr__(self) -> str:
         c, m = self.config, self.model_config
@@ -126,10 +210,10 @@ class Pipe:
 
 
 class Run:
-    """One generated video."""
+    """One generated video, with the activations that were captured at named sites."""
 
-    def __init__(self, extraction: Extraction):
-        self.extraction = extraction
+    def __init__(self, extraction: Extraction, activations: Mapping[str, Activations] | None = None):
+        self.extraction, self.activations = extraction, dict(activations or {})
 
     @property
     def latents(self) -> Tensor:
@@ -141,11 +225,22 @@ class Run:
         """uint8 [frames, height, width, 3], decoded when it is first asked for."""
         return decode(self.extraction)
 
-    def save_video(self, path: str | Path) -> None:
+    @property
+    def edits(self) -> str:
+        """The edits that were made, in words; "" for none."""
+        return self.extraction.common.get("interventions", {}).get("words", "")
+
+    def save(self, path: str | Path) -> None:
         """Write an mp4 of 16 frames a second. ConfigError for a name that does not end in .mp4."""
         if Path(path).suffix != ".mp4":
-            raise ConfigError(f"save_video writes an mp4, and {path} does not end in .mp4")
+            raise ConfigError(f"save writes an mp4, and {path} does not end in .mp4")
         save_video(self.extraction, path)
+
+    save_video = save
+
+    def show(self) -> Any:
+        """The video, for a notebook."""
+        return shown(self.video)
 
     def __repr__(self) -> str:
         c, shape = self.extraction.config, list(self.latents.shape)
@@ -153,44 +248,202 @@ class Run:
         return f"Run: {c.prompt!r}, seed {c.seed}, latents {shape}, {calls} captured calls"
 
 
+def shown(pixels: Tensor) -> Any:
+    """A video uint8 [frames, height, width, 3] for a notebook."""
+    from IPython.display import Video
+
+    return Video(data=encoded(pixels), embed=True, mimetype="video/mp4")
+
+
+def compare(run_a: Run, run_b: Run) -> "Comparison":
+    """Two runs of one length side by side, with their difference."""
+    if run_a.video.shape != run_b.video.shape:
+        shapes = f"{list(run_a.video.shape)} and {list(run_b.video.shape)}"
+        raise ConfigError(f"videos of {shapes} cannot be compared; generate both with equal num_frames")
+    return Comparison(run_a, run_b)
+
+
+class Comparison:
+    """Two runs: the first, the second, and how far they are apart."""
+
+    def __init__(self, run_a: Run, run_b: Run):
+        self.runs = run_a, run_b
+
+    @cached_property
+    def psnr(self) -> Tensor:
+        """Peak signal-to-noise ratio of every frame in dB, float32 [frames]; infinite for equal ones."""
+        one, other = (run.video.float() for run in self.runs)
+        return 10 * (255**2 / (one - other).square().mean((1, 2, 3))).log10()
+
+    @property
+    def video(self) -> Tensor:
+        """uint8 [frames, height, 3 x width, 3]: one, the other, and the distance of their colours."""
+        one, other = (run.video for run in self.runs)
+        apart = (one.short() - other.short()).abs().to(one.dtype)
+        return torch.cat([one, other, apart], 2)
+
+    def save(self, path: str | Path) -> None:
+        """Write the three side by side as an mp4."""
+        write_mp4(self.video, path)
+
+    def show(self) -> Any:
+        """The three side by side, for a notebook."""
+        return shown(self.video)
+
+    def __repr__(self) -> str:
+        names = [f"{run.edits or 'no edit'}, seed {run.extraction.config.seed}" for run in self.runs]
+        low, mean = self.psnr.min().item(), self.psnr.mean().item()
+        return f"Comparison: {names[0]} | {names[1]}: PSNR {mean:.1f} dB, at least {low:.1f}"
+
+
 @contextmanager
 def capture(
     pipe: Pipe,
+    *sites: Any,
     layers: int | Collection[int] | None = None,
-    *,
+    blocks: int | Collection[int] | None = None,
+    steps: int | Collection[int] | None = None,
+    frames: int | Collection[int] | None = None,
+    heads: int | Collection[int] | None = None,
+    granularity: str = "frame",
+    to: str | None = "cpu",
+    dtype: torch.dtype | None = None,
+    reduce: Reduce | None = None,
+    stream_to: str | Path | None = None,
     mass: bool = True,
     key_curve: bool = False,
     cross: bool = False,
     rope_bands: bool = False,
     query_key_means: bool = False,
 ) -> Iterator["Seen"]:
-    """Capture the attention of every video that a pipe generates in the context; None is every layer.
+    """Capture what a pipe's videos have at some sites (wan.sites.SITES); None is every layer, block, step.
 
-    mass keeps the softmax mass beside the mean logits, key_curve the last block's curve over key tokens,
-    cross the mass on every prompt token, rope_bands the mean logits by RoPE band,
-    query_key_means the means of q and k before RoPE. Raises ConfigError for a
-    layer that the model does not have, and inside another capture of the same pipe.
+    frames and heads choose of a tensor, dtype and to (a device, or None to stay) say how it is kept, and
+    reduce(x, where) makes what is kept of it. stream_to is a folder that gets a file a block. Without a site
+    it is attention: of granularity "frame" for an atlas, with mass, key_curve (the last block's), cross (of
+    every prompt token), rope_bands and query_key_means (before RoPE); or calls of granularity "key" or
+    "token". Raises ConfigError for what the model does not have, what does not fit in memory, and inside
+    another capture of the same pipe.
     """
-    chosen = None if layers is None else sorted({layers} if isinstance(layers, int) else set(layers))
-    if chosen == []:
-        raise ConfigError("layers is empty; name the layers to capture, or leave it out for every layer")
-    requests = atlas_requests(pipe.config, mass, key_curve, cross, rope_bands, query_key_means, chosen)
+    flags = {"mass": mass, "key_curve": key_curve, "cross": cross, "rope_bands": rope_bands}
+    flags["query_key_means"] = query_key_means
+    for name, value in flags.items():
+        require_type(name, value, bool)
+    if sites and not isinstance(sites[0], str):  # capture(pipe, [1, 5]): the layers of an atlas
+        layers, sites = sites[0], sites[1:]
+    given = {"layers": layers, "blocks": blocks, "steps": steps, "frames": frames, "heads": heads}
+    choice: dict[str, Any] = {name: as_numbers(name, value) for name, value in given.items()}
+    watcher, requests = None, list[CaptureRequest]()
+    if sites:
+        names = tuple(check_site(name) for name in sites)
+        watcher = SiteCapture(names, **choice, to=to, dtype=dtype, reduce=reduce)
+        check_capture(pipe.config, pipe.model_config, watcher, stream_to is not None)
+    elif frames is not None or heads is not None:
+        raise ConfigError("frames and heads are of sites: capture(pipe, 'z', heads=[0])")
+    elif granularity == "frame" and blocks is steps is None:
+        asked = mass, key_curve, cross, rope_bands, query_key_means
+        requests = atlas_requests(pipe.config, *asked, choice["layers"])
+    else:
+        chosen: dict[str, Any] = {name: choice[name] for name in ("layers", "blocks", "steps")}
+        chosen |= {"kinds": ("self", "cross") if cross else ("self",), "mass": mass, "rope_bands": rope_bands}
+        try:
+            requests = [CaptureRequest(**chosen, granularity=granularity)]  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     memory_estimate.check_requests(pipe.config, pipe.model_config, requests)
-    with pipe._capturing(Seen(requests)) as seen:
+    with pipe._capturing(Seen(requests, watcher, stream_to)) as seen:
         yield seen
 
 
-class Seen:
-    """What was captured: the runs made in the context, and the calls and atlas of the last one."""
+def check_capture(config: RunConfig, model: ModelConfig, watcher: SiteCapture, streams: bool) -> None:
+    """Raise ConfigError for what a run does not have, or what does not fit in memory."""
+    try:
+        check_indices("layer", watcher.layers, model.num_layers)
+        check_indices("block", watcher.blocks, len(config.block_sizes))
+        check_indices("step", watcher.steps, config.num_passes)
+        check_indices("frame", watcher.frames, config.num_frames)
+        check_indices("head", watcher.heads, model.num_heads)
+    except ValueError as error:
+        raise ConfigError(f"{config.model}: {error}") from None
+    needed, free = memory_estimate.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory()
+    if watcher.reduce is None and watcher.to == "cpu" and needed > free.available:
+        needs, has = memory_estimate.amount(needed), memory_estimate.amount(free.available)
+        raise ConfigError(
+            f"capture of {', '.join(watcher.sites)} keeps {needs}, and {has} are free: choose layers, "
+            "blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
+        )
 
-    def __init__(self, requests: Sequence[CaptureRequest]):
-        self.requests = list(requests)
+
+def tables(kept: Sequence[Activation], item: int, count: int, is_reduced: bool) -> dict[str, Activations]:
+    """Return what was kept as a table a site, of one item of a batch."""
+    found: dict[str, list[tuple[Place, Tensor]]] = {}
+    for one in kept:
+        at, value = one.where, one.value if count == 1 else one.value[item : item + 1].clone()
+        place = Place(at.layer, at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch)
+        found.setdefault(at.site, []).append((place, value))
+    made = {}
+    for site, rows in found.items():
+        places, values = zip(*rows, strict=True)
+        made[site] = Activations(site, places, values, is_reduced)
+    return made
+
+
+class Seen:
+    """What was captured: the runs made in the context, and calls, sites and atlas of the last one."""
+
+    def __init__(
+        self,
+        requests: Sequence[CaptureRequest],
+        watcher: SiteCapture | None = None,
+        folder: str | Path | None = None,
+    ):
+        self.requests, self.watcher = list(requests), watcher
+        self.folder = None if folder is None else Path(folder)
         self.runs: list[Run] = []
+
+    @contextmanager
+    def watching(self, configs: Sequence[RunConfig]) -> Iterator[list[Activation]]:
+        """Watch a rollout, which writes a file a block where there is a folder."""
+        if self.watcher is None:
+            yield []
+            return
+        watcher = replace(self.watcher, kept=[])
+
+        def write(of_block: list[Activation]) -> None:
+            assert self.folder is not None
+            name = f"block_{of_block[0].where.block:03d}.safetensors"
+            about = {"prompt": configs[0].prompt, "seed": configs[0].seed}
+            is_reduced = watcher.reduce is not None
+            save_activations(self.folder / name, tables(of_block, 0, 1, is_reduced), about)
+
+        if self.folder is not None:
+            watcher.on_block = write
+        with watched(watcher):
+            yield watcher.kept
+        watcher.flush()
 
     @property
     def calls(self) -> list[CapturedCall]:
         """The captured calls of the last run: call.site.layer, call.at.step, call.values["frame_logits"]."""
         return self._last().extraction.records
+
+    @property
+    def tables(self) -> dict[str, Activations]:
+        """The last run's activations by site; of a folder all that it holds."""
+        if self.folder is not None:
+            return joined(load_cache(path) for path in sorted(self.folder.glob("block_*.safetensors")))
+        return self._last().activations
+
+    def __getitem__(self, site: str) -> Activations:
+        if site not in (found := self.tables):
+            raise CacheError(f"{site} was not captured{did_you_mean(site, found)}")
+        return found[site]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the activations of the last run, which load_cache reads: a .safetensors."""
+        common = self._last().extraction.common
+        about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
+        return save_activations(path, self.tables, about)
 
     def atlas(self, run: Run | None = None) -> "Atlas":
         """A run's attention (None: the last one's): what experiments/run_extraction_all.py writes."""
@@ -202,8 +455,10 @@ class Seen:
         return self.runs[-1]
 
     def __repr__(self) -> str:
-        calls = len(self.runs[-1].extraction.records) if self.runs else 0
         runs = f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}"
+        if self.watcher is not None:
+            return f"Seen: {runs}, {', '.join(self.watcher.sites)}"
+        calls = len(self.runs[-1].extraction.records) if self.runs else 0
         return f"Seen: {runs}, {calls} captured calls in the last"
 
 
@@ -250,6 +505,15 @@ class Atlas(dict[str, Any]):
             view.key_profile(layer), titles, view.caption, layer=layer, note="Δ = first − middle"
         )
 
+    @classmethod
+    def mean(cls, atlases: Sequence["Atlas"]) -> "MeanAtlas":
+        """The mean over runs of one model, such as prompts and seeds, with its interval."""
+        return MeanAtlas(atlases)
+
+    def compare(self, other: "Atlas", quantity: str = "frame_logits") -> "AtlasComparison":
+        """Correlate every head's frame matrix with another atlas's."""
+        return AtlasComparison(self, other, quantity)
+
     def save(self, path: str | Path) -> Path:
         """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
         save_cache(path, self.cache)
@@ -261,3 +525,146 @@ class Atlas(dict[str, Any]):
             shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, self[name].shape, strict=True))
             lines.append(f"  {name} [{shape}]: {UNITS[name]}")
         return "\n".join(lines)
+
+
+class MeanAtlas:
+    """Means over atlases by quantity, and the half width of their 95 % interval over runs (Student's t)."""
+
+    def __init__(self, atlases: Sequence[Atlas]):
+        first = atlases[0] if atlases else None
+        if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
+            raise CacheError("a mean is of two atlases or more, of the same layers")
+        assert first is not None
+        self.count, self.layers = len(atlases), first["layers"]
+        self.means, self.half_widths = dict[str, Tensor](), dict[str, Tensor]()
+        for name in first.units:
+            values: list[Any] = [atlas.get(name) for atlas in atlases]
+            if all(isinstance(x, Tensor) and x.shape == first[name].shape for x in values):
+                stacked = torch.stack(values).float()
+                self.means[name] = stacked.mean(0)
+                self.half_widths[name] = student_t(self.count - 1) * stacked.std(0) / self.count**0.5
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.means:
+            raise CacheError(f"{name} is not in all of these atlases{did_you_mean(name, self.means)}")
+        return self.means[name]
+
+    def interval(self, name: str) -> tuple[Tensor, Tensor]:
+        """The ends of the interval of a quantity."""
+        return self[name] - self.half_widths[name], self[name] + self.half_widths[name]
+
+    def __repr__(self) -> str:
+        return f"MeanAtlas: of {self.count} atlases, {', '.join(self.means)}"
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by bisection of its cumulative distribution."""
+    x = torch.linspace(0, 200, 400_001, dtype=torch.float64)
+    density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    mass = torch.cumulative_trapezoid(density, x)
+    log_norm = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
+    whole = (torch.pi * freedom) ** 0.5 / log_norm.double().exp() / 2  # the integral from 0 on
+    return x[1 + int(torch.searchsorted(mass, 0.95 * whole))].item()
+
+
+class AtlasComparison:
+    """How alike two atlases are: the correlation [layers, heads] of every head's matrix, over all passes."""
+
+    def __init__(self, one: Atlas, other: Atlas, quantity: str):
+        if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
+            raise CacheError("atlases are compared that have the same layers, passes and frames")
+        self.layers, self.quantity = one["layers"], quantity
+        rows = [atlas[quantity].float().transpose(1, 2).flatten(2) for atlas in (one, other)]
+        there = rows[0].isfinite() & rows[1].isfinite()
+        a, b = (x.masked_fill(~there, 0) for x in rows)
+        count = there.sum(-1, keepdim=True)
+        a, b = (((x - x.sum(-1, keepdim=True) / count) * there) for x in (a, b))
+        self.correlation = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+
+    def plot(self) -> "Figure":
+        """Layers by heads."""
+        from experiments.figures.lens import correlation_map
+
+        return correlation_map(self.correlation.numpy(), self.layers, self.quantity)
+
+    def __repr__(self) -> str:
+        low, mean = self.correlation.min().item(), self.correlation.mean().item()
+        return f"AtlasComparison: {self.quantity} of heads correlate by {mean:.3f}, at least {low:.3f}"
+
+
+# --- The x0 lens
+def x0_lens(
+    pipe: Pipe,
+    prompt: str | None = None,
+    seed: int | None = None,
+    *,
+    layers: int | Collection[int] | None = None,
+    blocks: int | Collection[int] | None = None,
+) -> "Lens":
+    """Read x0 off the residual stream behind each layer, through the model's own norm, modulation and head.
+
+    The logit lens of this model (nostalgebraist 2020). It says what the head would make of a layer, which was
+    trained behind the last one alone: a layer that looks empty may hold what later layers turn to use.
+    """
+    chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
+    watcher = SiteCapture(("x_t", "resid_post"), chosen, rows, range(len(pipe.config.denoising_step_list)))
+    check_capture(pipe.config, pipe.model_config, watcher, streams=True)
+    found: dict[tuple[int, int, int], Tensor] = {}
+
+    def read(x: Tensor, where: Where) -> Tensor:
+        assert pipe._session is not None
+        model, pipeline = pipe._session.pipeline.model, pipe._session.pipeline
+        if where.site == "x_t":
+            noisy[0] = x
+        else:
+            (_, _, _, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
+            time = model.time_embedding_of(x.new_full((len(x), 1), where.timestep, dtype=torch.float32))
+            flow = model.flow_of(x, time, h // ph, w // pw).transpose(1, 2)
+            x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step])
+            found[where.layer or 0, where.block, where.step] = x0.cpu()
+        return x.new_zeros(())
+
+    noisy: list[Tensor] = [torch.empty(0)]
+    with watched(replace(watcher, reduce=read)):
+        run = pipe.generate(prompt, seed)
+    return Lens(run, found)
+
+
+class Lens:
+    """x0 that the head would read behind each layer: latents by (layer, block, step), and the run itself."""
+
+    def __init__(self, run: Run, latents: Mapping[tuple[int, int, int], Tensor]):
+        self.run, self.latents = run, dict(latents)
+        self.layers, self.blocks, self.steps = (sorted({key[n] for key in latents}) for n in range(3))
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """Root mean square distance to the final x0, [layers, blocks, steps]; NaN for no pass."""
+        found = torch.full((len(self.layers), len(self.blocks), len(self.steps)), torch.nan)
+        for (layer, block, step), x0 in self.latents.items():
+            place = self.layers.index(layer), self.blocks.index(block), self.steps.index(step)
+            found[place] = (x0 - self._final(block)).square().mean().sqrt()
+        return found
+
+    def frames(self, layer: int, block: int, step: int) -> Tensor:
+        """Decode one x0 behind the video's earlier latents: uint8 [frames of the block, height, width, 3]."""
+        first = block_frames(self.run.extraction.config.block_sizes, block)[0]
+        latents = torch.cat([self.run.latents[:, :first].cpu(), self.latents[layer, block, step]], 1)
+        video = decode(replace(self.run.extraction, latents=latents))
+        return video[1 + VIDEO_FRAMES_PER_LATENT * (first - 1) if first else 0 :]
+
+    def plot(self, block: int) -> "Figure":
+        """The last frame of a block: layers down, steps across, with the distance to the final x0."""
+        from experiments.figures.lens import lens_strip
+
+        images = [
+            [self.frames(layer, block, step)[-1].numpy() for step in self.steps] for layer in self.layers
+        ]
+        return lens_strip(images, self.layers, self.steps, self.distance[:, self.blocks.index(block)].numpy())
+
+    def _final(self, block: int) -> Tensor:
+        frames = block_frames(self.run.extraction.config.block_sizes, block)
+        return self.run.latents[:, frames[0] : frames[-1] + 1].cpu()
+
+    def __repr__(self) -> str:
+        return f"Lens: layers {self.layers}, blocks {self.blocks}, steps {self.steps} of {self.run!r}"

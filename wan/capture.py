@@ -89,6 +89,14 @@ class CapturedCall(Mapping[str, Any]):
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a call equals itself alone
 
+    def of_item(self, item: int) -> "CapturedCall":
+        """Return the call of one item of a batch."""
+        values = dict(self.values)
+        for name in values.keys() - {"map_queries"}:
+            values[name] = values[name][item : item + 1].clone()
+        q_shape, k_shape = ((1, *shape[1:]) for shape in (self.q_shape, self.k_shape))
+        return replace(self, values=values, q_shape=q_shape, k_shape=k_shape)
+
     @property
     def is_logits(self) -> bool:
         """True where the values hold logits q·k/√D; probabilities and masses otherwise."""

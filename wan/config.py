@@ -16,7 +16,7 @@ from wan.blocks import (
     rolling_attention_size,
     steps_of_blocks,
 )
-from wan.errors import ConfigError, reason_of, require_text, short_repr
+from wan.errors import ConfigError, did_you_mean, reason_of, require_text, short_repr
 from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, read_yaml
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     known = {f.name for f in fields(RunConfig)}
     if unknown := [name for name in from_file if name not in known]:
         said = short_repr(unknown[0])
-        raise ConfigError(f"{path}: unknown key {said}; known keys: {', '.join(sorted(known))}")
+        raise ConfigError(f"{path}: unknown key {said}{did_you_mean(unknown[0], known)}")
     chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
     for name in {"cache_policy", "prompt_schedule"} & chosen.keys():
         from_file.pop(name, None)  # replaced as a whole, not merged

@@ -55,6 +55,15 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: float) -> Tensor:
     return ((1 - sigma) * x0.float() + sigma * noise.float()).to(x0.dtype)
 
 
+def check_numerics() -> None:
+    """Raise ConfigError under autocast or another default dtype, which would change numbers."""
+    dtype = torch.get_default_dtype()
+    if dtype != torch.float32:
+        raise ConfigError(f"torch's default dtype is {dtype}; set it back to torch.float32 around rollouts")
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise ConfigError("autocast is active, which changes numbers; leave it around rollouts")
+
+
 class CausalInferencePipeline:
     """Text to video: a few denoising steps per block, then one clean pass that writes its keys and values."""
 
@@ -173,6 +182,7 @@ class CausalInferencePipeline:
         denoises it, from other noise [B, n, C, h, w] where that is given -> x0, as often as wanted, without
         a trace in the rollout.
         """
+        check_numerics()
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks = self.block_ranges(num_given, num_frames)
         check_frames(noise, range(num_given, num_given + num_frames))

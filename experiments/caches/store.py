@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from experiments.caches import legacy
+from experiments.caches.activations import load_activations
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import (
     FORMATS,
@@ -95,6 +96,8 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     of another format, or with fields that are missing or wrong. Nothing in the file is executed.
     """
     path, expect = Path(path), tuple(expect)
+    if path.suffix == ".safetensors" and path.is_file() and not expect:
+        return load_activations(path)
     if not path.is_file():
         others = ""
         if re.fullmatch(r"layer\d+\.pt", path.name):

@@ -294,35 +294,58 @@ def extract_next(
     config may differ from that of the loading in OF_A_ROLLOUT alone, such as prompt and seed: ConfigError.
     RunError where a result cannot be right.
     """
-    loaded.require_loaded(config)
+    return extract_batch(loaded, [config], requests, observer)[0]
+
+
+def extract_batch(
+    loaded: LoadedModel,
+    configs: Sequence[RunConfig],
+    requests: Sequence[CaptureRequest],
+    observer: RunObserver | None = None,
+) -> list[Extraction]:
+    """extract_next() of videos that differ in prompt and seed, made together."""
+    config = configs[0]
+    for each in configs:
+        loaded.require_loaded(each)
     observer = observer or RunObserver()
-    prompt_embeds, tokens = loaded.texts[config.prompt]
+    states, tokens = zip(*(loaded.texts[each.prompt] for each in configs), strict=True)
     requests = [  # maps of words are of the prompt's, unless it is said how many
-        replace(r, num_words=len(tokens)) if r.granularity == "map" and r.num_words is None else r
+        replace(r, num_words=max(map(len, tokens))) if r.granularity == "map" and r.num_words is None else r
         for r in requests
     ]
-    noise, renoise = draw_noise(config, loaded.model_config, loaded.dtype, loaded.device)
+    drawn = [draw_noise(each, loaded.model_config, loaded.dtype, loaded.device) for each in configs]
+    noise, renoise = torch.cat([pair[0] for pair in drawn]), torch.cat([pair[1] for pair in drawn], 1)
     if observer.video is not None:
         observer.video.ready()
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    inputs = {"prompt_embeds": prompt_embeds, "renoise": renoise, "prompt_schedule": loaded.switches(config)}
+    schedule = loaded.switches(config)
+    for number, switch in enumerate(schedule):
+        embeds = switch.prompt_embeds
+        shared = None if embeds is None else embeds.expand(len(configs), -1, -1)
+        schedule[number] = replace(switch, prompt_embeds=shared)
+    inputs = {"prompt_embeds": torch.cat(states), "renoise": renoise, "prompt_schedule": schedule}
     edits = edits_of(config.interventions, "config")
-    with threads_for(noise, loaded.model_config), edited(loaded, config, edits):
+    with threads_for(noise, loaded.model_config), edited(loaded, config, edits, len(configs)):
         edits = active_edits()  # also those of one's own intervene() around this
         latents, records = roll_out(loaded.pipeline, noise, config.block_sizes, requests, observer, **inputs)
-    common = loaded.common | {"prompt": config.prompt, "seed": config.seed}
-    common["weights_sha256"], stopped = loaded.sha256.result(), ""
-    common["fingerprint"] = fingerprint(loaded.identity(config, edits))
-    if config.sampler == "rolling_forcing":
-        common |= {"schema_version": 2, "rolling_timesteps": loaded.pipeline.timesteps}
-    if edits:
-        common["interventions"] = record_of(edits)
-    if latents.shape[1] < config.num_frames:
-        done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
-        common |= {"partial": True, "blocks_done": done}
-        stopped = f"{done} of {len(config.block_sizes)} blocks"
-    layers, timesteps = loaded.model_config.num_layers, loaded.pipeline.pass_timesteps
-    return Extraction(config, layers, records, latents, timesteps, tokens, common, stopped)
+    found = []
+    for item, each in enumerate(configs):
+        common = loaded.common | {"prompt": each.prompt, "seed": each.seed}
+        common["weights_sha256"], stopped = loaded.sha256.result(), ""
+        common["fingerprint"] = fingerprint(loaded.identity(each, edits))
+        if config.sampler == "rolling_forcing":
+            common |= {"schema_version": 2, "rolling_timesteps": loaded.pipeline.timesteps}
+        if edits:
+            common["interventions"] = record_of(edits)
+        if latents.shape[1] < config.num_frames:
+            done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
+            common |= {"partial": True, "blocks_done": done}
+            stopped = f"{done} of {len(config.block_sizes)} blocks"
+        layers, timesteps = loaded.model_config.num_layers, loaded.pipeline.pass_timesteps
+        own = records if len(configs) == 1 else [call.of_item(item) for call in records]
+        mine = latents[item : item + 1]
+        found.append(Extraction(each, layers, own, mine, timesteps, tokens[item], common, stopped))
+    return found
 
 
 def policy_atlas(config_path: str | Path, settings: Mapping[str, Any], num_frames: int) -> dict[str, Any]:
@@ -363,13 +386,17 @@ def _most_steps(config: RunConfig) -> int:
 
 # --- Edits of a rollout with what they need: means of a reference set, and runs in step
 @contextmanager
-def edited(loaded: LoadedModel, config: RunConfig, edits: Sequence[Edit]) -> Iterator[Edits | None]:
+def edited(
+    loaded: LoadedModel, config: RunConfig, edits: Sequence[Edit], batch: int = 1
+) -> Iterator[Edits | None]:
     """Make edits while a rollout of config runs, with the means and the runs in step that they need.
 
     Those of one's own intervene() around this get what they lack, too.
     """
     own = [one for one in watchers() if isinstance(one, Edits)]
     lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
+    if batch > 1 and (needy := next((e for e in (*edits, *lacking) if e.needs), None)):
+        raise ConfigError(f"videos that are made together take no edit that needs {needy.needs}: {needy}")
     if edits:
         loaded.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from wan.model import CausalWanModel
 from wan.offload import streamed_bytes
 from wan.reductions import CHUNK_ELEMENTS
 from wan.rope import RotaryTable
-from wan.sites import check_indices
+from wan.sites import OF_FORWARD, SITES, SiteCapture, check_indices
 from wan.text_encoder import encoder_config, encoder_file
 from wan.vae import POSITIONS_AT_ONCE
 
@@ -172,6 +173,32 @@ def _kept_of_call(
     if request.query_key_means:
         values += 2 * RotaryTable(model.head_dim).axes_dim[0]
     return model.num_heads * queries * FLOAT * values
+
+
+def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: SiteCapture, streams: bool) -> int:
+    """Bytes that a capture of sites keeps of a rollout, or where it streams, of its largest block."""
+    S, grid = model.tokens_per_frame(config.height, config.width), (config.height, config.width)
+    sizes = {
+        "B": 1,
+        "dim": model.dim,
+        "ffn_dim": model.ffn_dim,
+        "D": model.head_dim,
+        "2": 2,
+        "C": model.in_dim,
+    }
+    sizes |= {"T": model.text_len, "K": cached_frames(config) * S, "h": grid[0], "w": grid[1]}
+    sizes["H"] = _count(watcher.heads, model.num_heads)
+    of_blocks = [0]
+    for block in range(len(config.block_sizes)) if watcher.blocks is None else watcher.blocks:
+        frames = block_frames(config.block_sizes, block)
+        F = len(frames if watcher.frames is None else {*frames} & {*watcher.frames})
+        passes = config.passes_of_block(block)
+        calls = len(passes if watcher.steps is None else {*passes} & {*watcher.steps})
+        for site in watcher.sites:
+            layers = 1 if site in OF_FORWARD else _count(watcher.layers, model.num_layers)
+            numbers = prod((sizes | {"F": F, "L": F * S})[axis] for axis in SITES[site].split())
+            of_blocks.append(numbers * layers * calls * (watcher.dtype or torch.float32).itemsize)
+    return max(of_blocks) if streams else sum(of_blocks)
 
 
 def estimate_bytes(

@@ -7,7 +7,7 @@ from typing import Any
 
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, RunConfig, load_config
-from wan.errors import ConfigError
+from wan.errors import ConfigError, did_you_mean
 
 HOME = Path(__file__).resolve().parents[2]
 PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir")
@@ -42,8 +42,9 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     elif (HOME / "configs" / f"{path}.yaml").is_file():
         path = HOME / "configs" / f"{path}.yaml"
     else:
-        known = ", ".join(sorted(p.stem for p in (HOME / "configs").glob("*.yaml")))
-        raise ConfigError(f"{source} is no config, its path, or a directory of weights; configs: {known}")
+        known = [p.stem for p in (HOME / "configs").glob("*.yaml")]
+        said = did_you_mean(source, known)
+        raise ConfigError(f"{source} is no config, its path, or a directory of weights{said}")
     config = load_config(path, given)
     named = {name: getattr(config, name) for name in PATHS if getattr(config, name) is not None}
     found: dict[str, Any] = {name: str(_below_home(Path(value))) for name, value in named.items()}

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import json
 import math
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, NoReturn, TextIO
 from experiments.caches.files import RunError, StoppedError
 from experiments.running.locks import require_distinct
 from wan.config import DTYPES, NOISES, RunConfig, check_seed, load_config
-from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
+from wan.errors import ConfigError, UserError, did_you_mean, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
@@ -263,7 +264,12 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     """Return a parser with the flags of all extractions; output_path is the default place of the cache."""
     parser = Parser(description=description.strip().splitlines()[0])
     flag = parser.add_argument
-    flag("--config_path", default="configs/self_forcing_dmd.yaml", help="YAML of the run; flags override it")
+    flag(
+        "--config_path",
+        type=config_file,
+        default="configs/self_forcing_dmd.yaml",
+        help="YAML of the run, or the name of one of configs/; flags override it",
+    )
     flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
     flag("--output_path", default=output_path, help="where the cache goes")
     add_config_flags(parser, "checkpoint_path", "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
@@ -452,7 +458,8 @@ FOLDER = Path("configs/policies")  # the published settings of every policy
 def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
     """Read the settings of a policy: a YAML file, one of configs/policies by its stem, or a policy's name.
 
-    folder is configs/policies, where the working folder is not the project's.
+    FIELD=VALUE may follow: window,window=9,sink=3. folder is configs/policies, where the working folder is
+    not the project's.
     """
     for path in (Path(name), folder.parents[1] / name, folder / f"{name}.yaml"):
         if isfile(path):  # False for a name that is too long, where Path.is_file raises
@@ -461,11 +468,27 @@ def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
 
     if name in POLICIES:
         return {"name": name}
-    published = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-    raise ConfigError(
-        f"cache_policy {short_repr(name)} is no file, none of {folder} ({published}) and no policy "
-        f"({', '.join(POLICIES)})"
-    )
+    first, *pairs = name.split(",")
+    if not pairs:
+        published = {path.stem for path in folder.glob("*.yaml")} | {*POLICIES}
+        said = did_you_mean(name, published)
+        raise ConfigError(f"cache_policy {short_repr(name)} is no file and no policy{said}")
+    settings = {str(key): value for key, value in policy_settings(first, folder).items()}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (key and equals and text):
+            raise ConfigError(f"cache_policy: {short_repr(pair)} in {short_repr(name)} is not FIELD=VALUE")
+        try:
+            settings[key] = json.loads(text)  # true, false, a number
+        except ValueError:
+            settings[key] = text
+    return settings
+
+
+def config_file(name: str) -> str:
+    """Return the path of a config: itself, or of configs/ by its stem, such as wan_mini."""
+    named = FOLDER.parent / f"{name}.yaml"
+    return str(named) if not isfile(name) and isfile(named) else name
 
 
 def schedule_settings(path: str) -> list[Any]:

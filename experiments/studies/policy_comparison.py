@@ -63,16 +63,7 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for word in (each for name in words for each in NAMED.get(name, (name,))):
-        name, *pairs = word.split(",")
-        settings = {str(key): value for key, value in policy_settings(name).items()}
-        for pair in pairs:
-            key, equals, text = pair.partition("=")
-            if not (key and equals and text):
-                raise ConfigError(f"--policies: {short_repr(pair)} in {short_repr(word)} is not FIELD=VALUE")
-            try:
-                settings[key] = json.loads(text)  # true, false, a number
-            except ValueError:
-                settings[key] = text
+        settings = policy_settings(word)
         read_policy(settings)
         if found.setdefault(word, settings) != settings:
             raise ConfigError(f"--policies names {short_repr(word)} twice")
