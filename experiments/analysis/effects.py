@@ -171,13 +171,18 @@ def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float,
 
 
 def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute every order's curve and heads_for_half from the seeds that come back in each condition."""
+    """Compute every order's curve from the seeds that come back in each condition.
 
-    def answers(name: str) -> np.ndarray:
-        return np.array([int(digit) for digit in found["seeds_that_come_back"][name]]) / found["seeds"]
+    Of captions that do not name the shape's colour, whose answer the text cannot give; the ends and the
+    effect's curve of the others beside them.
+    """
+    named = np.array([digit == "1" for digit in found["names_color"]])
 
-    def by_count(name: str) -> np.ndarray:
-        return np.stack([answers(f"{name}: {count}") for count in found["counts"]])
+    def answers(name: str, of: np.ndarray = ~named) -> np.ndarray:
+        return np.array([int(digit) for digit in found["seeds_that_come_back"][name]])[of] / found["seeds"]
+
+    def by_count(name: str, of: np.ndarray = ~named) -> np.ndarray:
+        return np.stack([answers(f"{name}: {count}", of) for count in found["counts"]])
 
     def curve(shares: np.ndarray) -> list[list[float]]:
         return [rounded(bootstrap(row)) for row in shares]
@@ -185,25 +190,31 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
     orders = {name: by_count(name) for name in ORDERS}
     random = np.stack([by_count(f"random {draw}") for draw in range(found["draws"])])
     means = {name: values.mean(1) for name, values in orders.items()} | {"random": random.mean((0, 2))}
-    ends = float(answers("base").mean()), float(answers("all").mean())
+    ends = {name: curve(answers(name)[None])[0] for name in ("base", "all")}
     paired = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
+    of_named = {name: curve(answers(name, named)[None])[0] for name in ends}
     return {
+        "captions without colour": int((~named).sum()),
+        "ends": ends,
         "curves": {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)},
         "more_than_by_effect": paired,
         "heads_for_half": {
-            name: heads_for_half(each.tolist(), found["counts"], *ends) for name, each in means.items()
+            name: heads_for_half(each.tolist(), found["counts"], ends["base"][0], ends["all"][0])
+            for name, each in means.items()
         },
+        "colour named": {"ends": of_named, "effect": curve(by_count("effect", named))},
     }
 
 
 def knockouts_of(report: Mapping[str, Any]) -> tuple:
-    """Return counts, orders, random draws, ends and title of a report, for figures.knockout_curves."""
+    """Return counts, orders, random draws, ends, title and ceilings, for figures.knockout_curves."""
     found = report["knockouts"]
     curves = {name: np.array(rows) for name, rows in found["curves"].items()}
     orders = {label: curves[name] for name, label in ORDERS.items()}
-    ends = np.array(found["base"][BACK]), np.array(found["all"][BACK])
-    about = f"{report['model']}, {found['captions']} captions × {found['seeds']} seeds"
-    return found["counts"], orders, curves["random"], ends, f"Which heads bring a hidden shape back: {about}"
+    ends = np.array(found["ends"]["base"]), np.array(found["ends"]["all"])
+    about = f"{found['captions without colour']} captions without its colour × {found['seeds']} seeds"
+    title = f"Which heads bring a hidden shape back: {report['model']}, {about}"
+    return found["counts"], orders, curves["random"], ends, title, found["ceilings"]
 
 
 def read_knockouts(path: str | Path) -> tuple:

@@ -371,9 +371,13 @@ def knockout_curves(
     random: np.ndarray,
     ends: tuple[np.ndarray, np.ndarray],
     subtitle: str,
+    ceilings: Mapping[str, float],
     what="Share back in colour and shape",
 ) -> Figure:
-    """Draw a line an order [counts, 3] over the heads knocked out; random [counts, 5]; ends: none and all."""
+    """Draw a line an order [counts, 3] over the heads knocked out; random [counts, 5]; ends: none and all.
+
+    ceilings: what the same judge says of videos that no model made.
+    """
     figure, axis = plt.subplots(figsize=(7.4, 4.0))
     x = np.arange(len(counts) + 2)
     band: dict[str, Any] = {"color": "0.88", "linewidth": 0, "label": "range of random orders"}
@@ -388,6 +392,9 @@ def knockout_curves(
         share, low, high = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]]).T
         shifted = x + 0.06 * (n - (len(lines) - 1) / 2) * ((x > 0) & (x < x[-1]))
         axis.errorbar(shifted, share, [share - low, high - share], color=color, label=name, **style)
+    for name, value in ceilings.items():
+        axis.axhline(value, color="0.4", linewidth=0.8, linestyle=":")
+        axis.text(x[-1] + 0.45, value, name, fontsize=7, ha="right", va="bottom", color="0.3")
     axis.set_xticks(x, ["none", *map(str, counts), "all"])
     axis.set(xlabel="Heads that do not see the past", ylabel=what, ylim=(-0.02, 1.02))
     axis.legend(fontsize=8, loc="upper right")

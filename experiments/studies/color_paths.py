@@ -8,7 +8,6 @@ the other run's x0. Only pairs whose shape hides and returns in the same blocks 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import dist
 from typing import Any
@@ -21,13 +20,12 @@ from experiments.extraction.causal import LoadedModel, draw_noise
 from experiments.extraction.devices import threads_for
 from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, MIN_CONTRAST, Scene
 from experiments.miniature.tracking import EvalPool
-from experiments.studies.head_memory import hidden_frames, return_block
-from experiments.studies.hidden_shapes import Head, NumberedScenes
+from experiments.studies.hidden_shapes import Head, NumberedScenes, by_layer, hidden_frames, return_block
 from wan.blocks import block_ranges
-from wan.capture import Call, Pass, Site
 from wan.config import RunConfig
-from wan.interventions import ACTIVE_EDITS, CallHook, Edit, Patch, Source, intervene
+from wan.interventions import Edit, Patch, Source, intervene
 from wan.policies import PromptSwitch
+from wan.sites import Pass, Watcher, Where, watched
 from wan.vae import VAE
 
 OTHER = Source(prompt="the other colour")  # a name: its calls are given as data
@@ -35,25 +33,22 @@ Frames = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class RecordedCalls(CallHook):
-    """Self-attention calls of one pass of every block, with z; a policy that keeps all leaves them valid."""
+class RecordedCalls(Watcher):
+    """Self-attention calls and z of one pass of every block; a policy that keeps all leaves them valid."""
 
     step: int
-    calls: dict[tuple[int, int], Call] = field(default_factory=dict)
+    found: dict[tuple[str, int | None, int], Any] = field(default_factory=dict)
 
-    def apply(self, call: Call) -> None:
-        if call.site.kind == "self" and call.at is not None and call.at.step == self.step:
-            self.calls[call.site.layer, call.at.block] = call
-            call.after.append(lambda z: self._keep(call, z))
+    def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
+        return site in ("self", "z") and at is not None and at.step == self.step
 
-    def call(self, site: Site, at: Pass, of_heads: Any = None) -> Call:
-        """Return the recorded call of a layer and block, whatever the step: the past is the same in all."""
-        return self.calls[site.layer, at.block]
+    def visit(self, x: Any, where: Where) -> None:
+        if self.wants(where.site, where.layer, where.at):
+            self.found[where.site, where.layer, where.block] = x
 
-    @staticmethod
-    def _keep(call: Call, z: Tensor) -> Tensor:
-        call.z = z
-        return z
+    def value(self, where: Where) -> Any:
+        """Return what was there in this block, whatever the step: the past is the same in all."""
+        return self.found[where.site, where.layer, where.block]
 
 
 @dataclass(frozen=True)
@@ -115,10 +110,7 @@ class ColorPaths:
     def rollout(self, which: int, *records: RecordedCalls, **kwargs: Any) -> Tensor:
         """Roll out all pairs in their first or second colour -> latents [B, F, C, h, w]."""
         switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.later)
-        with ExitStack() as stack:
-            for record in records:
-                stack.enter_context(ACTIVE_EDITS.installed(record))
-            stack.enter_context(threads_for(self.noise[:1], self.session.model_config))
+        with watched(*records), threads_for(self.noise[:1], self.session.model_config):
             return self.session.pipeline.inference(
                 self.noise,
                 prompt_embeds=self.texts[which],
@@ -203,8 +195,8 @@ class Tracer:
 
     def written(self, heads: Sequence[Head]) -> RecordedCalls:
         """Roll out the first run with the other run's z of heads in clean passes of visible blocks."""
-        when = {"passes": "clean", "blocks": tuple(range(self.first_hidden))}
-        edits = [Patch("z", OTHER, layers=(n,), heads=h, **when) for n, h in by_layer(heads).items()]
+        blocks, of = tuple(range(self.first_hidden)), by_layer(heads).items()
+        edits = [Patch("z", OTHER, layers=(n,), heads=some, passes="clean", blocks=blocks) for n, some in of]
         return self._rolled_out(edits, self.clean)
 
     def _rolled_out(self, edits: Sequence[Edit], source: RecordedCalls) -> RecordedCalls:
@@ -212,14 +204,6 @@ class Tracer:
         with intervene(*edits, data=dict.fromkeys(edits, source)):
             self.paths.rollout(0, record)
         return record
-
-
-def by_layer(heads: Iterable[Head]) -> dict[int, tuple[int, ...]]:
-    """Return the heads of each layer."""
-    found: dict[int, tuple[int, ...]] = {}
-    for layer, head in sorted(heads):
-        found[layer] = (*found.get(layer, ()), head)
-    return found
 
 
 def patch(heads: Iterable[Head] | None, frames: Frames, **when: Any) -> list[Patch]:

@@ -1,14 +1,15 @@
 """Find the heads that bring a hidden shape back, by knocking the past out of more and more of them.
 
-Heads are ranked on selection captions, in several orders, and judged on others. A condition is a work item:
-all captions and seeds in one batched rollout. Beside it a study removes frame 0 from the view of each head.
+Heads are ranked on selection captions, in several orders, and judged on others. A trial is one batched
+rollout of some captions and seeds under some edits, and a work item. Beside it a study removes frame 0 from
+the view of each head.
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,257 @@ from torch import Tensor
 from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
+from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.causal import LoadedModel
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint
 from experiments.miniature.moving_shapes import KINDS, Scene
+from experiments.miniature.recipe import SIDE
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Crew, Results, kept, work_through
 from experiments.running.progress import Progress
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import Runs, Study, merged
+from experiments.studies.shape_attention import cover_of
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.interventions import Knockout, intervene
+from wan.interventions import Edit, Knockout, intervene
 from wan.vae import VAE
 
 S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
-QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "background")
+QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
 SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 DECODED_AT_ONCE = 96  # videos
 
 Head = tuple[int, int]  # layer, head
 NumberedScenes = list[tuple[int, Scene]]
+Dropped = Callable[[range], Iterable[int]]  # the frames of a block -> frames of its past that are left out
+
+PAST: dict[str, Dropped] = {
+    "past": lambda own: range(own.start),
+    "older past": lambda own: range(max(0, own.start - len(own))),
+    "last block": lambda own: range(max(0, own.start - len(own)), own.start),
+    "frame 0": lambda own: range(min(1, own.start)),
+}
+
+
+def outside(window: int, sink: int = 0) -> Dropped:
+    """Return the frames that a window, of which the first `sink` frames are a sink, does not hold."""
+    return lambda own: range(sink, max(sink, own.stop - (window - sink)))
+
+
+def by_layer(heads: Iterable[Head]) -> dict[int, tuple[int, ...]]:
+    """Return the heads of each layer."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, head in sorted(heads):
+        found[layer] = (*found.get(layer, ()), head)
+    return found
+
+
+def knockouts(
+    heads: Iterable[Head],
+    dropped: Dropped,
+    block_sizes: Sequence[int],
+    passes: str = "all",
+    blocks: Iterable[int] | None = None,
+) -> tuple[Knockout, ...]:
+    """Leave frames of their past out of the view of heads, in some passes and blocks."""
+    ranges, layers = block_ranges(list(block_sizes)), by_layer(heads)
+    return tuple(
+        Knockout(frames=tuple(frames), layers=(layer,), heads=some, blocks=(block,), passes=passes)
+        for block in (range(len(ranges)) if blocks is None else blocks)
+        if (frames := [*dropped(ranges[block])])
+        for layer, some in layers.items()
+    )
+
+
+# -- scenes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Design:
+    """Sizes of the study."""
+
+    captions: int = 96
+    selection: int = 24
+    seeds: int = 3
+    draws: int = 20  # of random orders
+    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # heads without a past
+
+
+def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
+    """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
+    chosen = different(SETS["behind a wall"], design.captions + design.selection)
+    return chosen[: design.captions], chosen[design.captions :]
+
+
+def different(
+    kinds: Sequence[str], count: int, wanted: Callable[[Scene], bool] = lambda scene: True, among: int = 4
+) -> NumberedScenes:
+    """Return the first held-out scenes of different captions, with their numbers."""
+    found: dict[str, tuple[int, Scene]] = {}
+    for number, scene in enumerate(held_out_scenes(kinds, among * count)):
+        if wanted(scene):
+            found.setdefault(scene.caption, (number, scene))
+    if len(found) < count:
+        raise ConfigError(f"{count} captions of {', '.join(kinds)} are asked for, {len(found)} are held out")
+    return list(found.values())[:count]
+
+
+# -- trials --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Runs, by their rows, under some edits."""
+
+    name: str
+    rows: tuple[int, ...]
+    edits: tuple[Edit, ...] = ()
+    measured: bool = False  # what heads attend to as well
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Trials:
+    """Trials of runs of one model: scenes, each with its seed. Items lie in folder (the engine's Work)."""
+
+    scenes: NumberedScenes
+    config: RunConfig
+    session: LoadedModel
+    folder: Path
+    judges: int = 1  # processes that judge videos
+    pool: EvalPool | None = None  # of this process
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel to a worker without the pool, which forks."""
+        return {**self.__dict__, "pool": None}
+
+    @cached_property
+    def store(self) -> Results:
+        return Results(self.folder / "items")
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Return all that trials depend on, but for prompts, seeds and edits."""
+        return self.session.identity(replace(self.config, prompt="", seed=0), tracker=hashes()["tracker"])
+
+    @cached_property
+    def configs(self) -> list[RunConfig]:
+        return [replace(self.config, prompt=scene.caption, seed=seed) for seed, scene in self.scenes]
+
+    @property
+    def runs(self) -> Runs:
+        """Noise, text and unedited rollouts of all scenes."""
+        key = fingerprint(self.identity, runs=self.of(self.everyone))
+        return kept("runs", key, lambda: causal_atlas.begin(self.session, self.configs))
+
+    def of(self, rows: Iterable[int]) -> list[list[Any]]:
+        """Return prompts and seeds of rows."""
+        return [[self.configs[row].prompt, self.configs[row].seed] for row in rows]
+
+    @cached_property
+    def heads(self) -> list[Head]:
+        model = self.session.model_config
+        return [(layer, head) for layer in range(model.num_layers) for head in range(model.num_heads)]
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(len(self.scenes)))
+
+    def base(self, measured: bool = True) -> Trial:
+        """Return the unedited runs."""
+        return Trial("base", self.everyone, measured=measured)
+
+    def trial(self, name: str, heads: Iterable[Head], dropped: Dropped, rows=None, **when: Any) -> Trial:
+        """Return a trial in which heads lose part of their past."""
+        edits = knockouts(heads, dropped, self.config.block_sizes, **when)
+        return Trial(name, self.everyone if rows is None else rows, edits)
+
+    def singles(self) -> Iterator[Trial]:
+        """Yield one head after another without a past."""
+        for head in self.heads:
+            yield self.trial(f"without {head}", [head], PAST["past"])
+
+    def name(self, trial: Trial) -> str:
+        """Return the name of a trial's work item: of what its numbers depend on."""
+        edits, about = [edit.to_dict() for edit in trial.edits], {"measured": trial.measured}
+        return fingerprint(self.identity, runs=self.of(trial.rows), edits=edits, **about)
+
+    def read(self, trial: Trial) -> dict[str, Any]:
+        """Return the numbers of a trial, lists over its rows; nothing where it is not done."""
+        return self.store.read(self.name(trial)) or {}
+
+    def run(self, stage: str, trials: Iterable[Trial], watch: Progress, crew: Crew | None = None) -> None:
+        """Make the trials that are missing. Raises what work_through raises."""
+        wanted = {self.name(one): one for one in trials}
+        work_through(self, wanted, self.folder, watch, crew)
+        watch.print(f"{stage}: {len(wanted)} trials are done")
+
+    def is_done(self, name: str, trial: Trial) -> bool:
+        """Check that a trial's numbers are there."""
+        return self.store.read(name) is not None
+
+    def make(self, name: str, trial: Trial, watch: RunObserver) -> None:
+        """Measure a trial and write its numbers."""
+        watch.log("rollout", trial=trial.name)
+        self.store.write(name, self.measure(trial))
+
+    def measure(self, trial: Trial) -> dict[str, Any]:
+        """Roll out a trial -> by row: 0 or 1 for each question, the change of x0; of base runs more."""
+        runs = select_runs(self.runs, trial.rows)
+        with intervene(*trial.edits) if trial.edits else nullcontext():
+            latents = runs.inference() if trial.edits else runs.latents
+        change = causal_atlas.distance(latents, runs.latents) / runs.between_seeds
+        ckpt_dir, device = self.config.ckpt_dir, self.session.device
+        vae = kept("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
+        pool = self.pool or kept("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
+        videos = [v for part in latents.split(DECODED_AT_ONCE) for v in vae.decode(part).cpu()]
+        scenes = [self.scenes[row][1] for row in trial.rows]
+        answers = pool.judge_all(videos, scenes)
+        found: dict[str, Any] = {"trial": trial.name, "change": change.mean(1).tolist()}
+        found |= {question: [int(one[question]) for one in answers] for question in QUESTIONS}
+        if trial.measured:
+            pairs = zip(videos, scenes, strict=True)
+            hidden = [pool.call(hidden_frames, video.numpy(), scene) for video, scene in pairs]
+            found["returns"] = [return_block(one.result(), self.config.block_sizes) for one in hidden]
+            found["measures"] = {name: x.round(4).tolist() for name, x in attention_measures(runs).items()}
+        return found
+
+
+def select_runs(runs: Runs, rows: Sequence[int]) -> Runs:
+    """Return some runs of a batch."""
+    if len(rows) == len(runs.configs):
+        return runs
+    at = torch.tensor(rows, device=runs.noise.device)
+    return replace(
+        runs,
+        configs=[runs.configs[row] for row in rows],
+        noise=runs.noise[at],
+        renoise=runs.renoise[:, at],
+        text=runs.text[at],
+        latents=runs.latents[at],
+        between_seeds=runs.between_seeds[list(rows)],
+    )
+
+
+def hidden_frames(video: np.ndarray, scene: Scene) -> list[bool]:
+    """Return which latent frames of a video [T, 3, H, W] in 0..1 show no shape where it could be seen."""
+    return cover_of(torch.from_numpy(video), scene, SIDE // 16, SIDE // 16).hidden.tolist()
+
+
+def return_block(hidden: Sequence[bool], block_sizes: Sequence[int]) -> int:
+    """Return the first block after hidden frames in which a frame is seen again; 0 where there is none."""
+    first = list(hidden).index(True) if any(hidden) else len(hidden)
+    seen = next((frame for frame in range(first, len(hidden)) if not hidden[frame]), None)
+    return next((block for block, own in enumerate(block_ranges(list(block_sizes))) if seen in own), 0)
+
+
+# -- what heads attend to ------------------------------------------------------------------------------------
 
 
 def frame_matrices(runs: Runs, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -58,203 +288,81 @@ def frame_matrices(runs: Runs, step: int) -> tuple[np.ndarray, np.ndarray]:
     return logits, mass
 
 
-def measures_by_pass(runs: Runs, steps: Sequence[int]) -> dict[str, np.ndarray]:
-    """Measure what heads attend to in unedited runs -> means over frames, [steps, R, layers, H]."""
-    found: dict[str, list[np.ndarray]] = {S: [], MASS_0: [], MASS_PAST: [], RATE: []}
+def measures_of_pass(runs: Runs, step: int) -> dict[str, np.ndarray]:
+    """Measure what heads attend to in a pass of unedited runs -> means over frames, [R, layers, H]."""
     sizes = runs.configs[0].block_sizes
     past = context_cells(sizes)  # [F, F]
-    for step in steps:
-        logits, mass = frame_matrices(runs, step)
-        of_past = np.where(past, mass, 0)[..., past.any(1), :]
-        found[S].append(first_frame_effect(logits, sizes).effect)
-        found[RATE].append(sign_rate(logits[..., past]))
-        found[MASS_0].append(of_past[..., 0].mean(-1))
-        found[MASS_PAST].append(of_past.sum(-1).mean(-1))
-    return {name: np.stack(values) for name, values in found.items()}
+    logits, mass = frame_matrices(runs, step)
+    of_past = np.where(past, mass, 0)[..., past.any(1), :]
+    return {
+        S: first_frame_effect(logits, sizes).effect,
+        RATE: sign_rate(logits[..., past]),
+        MASS_0: of_past[..., 0].mean(-1),
+        MASS_PAST: of_past.sum(-1).mean(-1),
+    }
 
 
-@dataclass(frozen=True)
-class Design:
-    """Sizes of the study."""
+def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
+    """Return scores [R, layers, H] of unedited runs: of the first pass, and of the clean pass of block 1.
 
-    captions: int = 96
-    selection: int = 24
-    seeds: int = 3
-    draws: int = 20  # of random orders
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # heads without a past
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Heads without a past, in one set of captions; name and count say where it belongs."""
-
-    captions: str  # test or selection
-    name: str
-    heads: tuple[Head, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.captions}, {self.name}"
-
-    @property
-    def edits(self) -> list[Knockout]:
-        by_layer: dict[int, list[int]] = {}
-        for layer, head in sorted(self.heads):
-            by_layer.setdefault(layer, []).append(head)
-        return [
-            Knockout(frames=("past",), layers=(layer,), heads=tuple(heads), passes="all")
-            for layer, heads in by_layer.items()
-        ]
+    Those of published rules are high for heads to which the rule would give more of the past.
+    """
+    sizes, clean = runs.configs[0].block_sizes, len(runs.configs[0].denoising_step_list)
+    ranges, frames = block_ranges(sizes), range(sum(sizes))
+    older = np.array([[key in PAST["older past"](own) for key in frames] for own in ranges for _ in own])
+    found, own = measures_of_pass(runs, 0), ranges[1]
+    mass, clean_mass = (np.nan_to_num(frame_matrices(runs, step)[1]) for step in (0, clean))
+    first, middle = (
+        clean_mass[..., own.start : own.stop, keys].sum(-1).mean(-1)
+        for keys in (slice(1), slice(1, own.start))
+    )
+    shares = (x / x.sum((1, 2), keepdims=True) for x in (first, middle))  # of what all heads read
+    near = local_mass_share(mass[..., -sizes[-1] :, :].mean(-2), Thresholds())
+    return found | {
+        "mass on the older past": np.where(older, mass, 0)[..., own.start :, :].sum(-1).mean(-1),
+        "Pyramid Forcing": found[RATE],
+        "Forcing-KV": 1 - near,
+        "Dummy Forcing": np.maximum(*shares),
+    }
 
 
-def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
-    """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
-    chosen = different(SETS["behind a wall"], design.captions + design.selection)
-    return chosen[: design.captions], chosen[design.captions :]
-
-
-def different(kinds: Sequence[str], count: int) -> NumberedScenes:
-    """Return the first held-out scenes of different captions, with their numbers."""
-    found: dict[str, tuple[int, Scene]] = {}
-    for number, scene in enumerate(held_out_scenes(kinds, 4 * count)):
-        found.setdefault(scene.caption, (number, scene))
-    if len(found) < count:
-        raise ConfigError(f"{count} captions of {', '.join(kinds)} are asked for, {len(found)} are held out")
-    return list(found.values())[:count]
+# -- more and more heads without a past ----------------------------------------------------------------------
 
 
 @dataclass
 class HiddenShapes:
-    """The study of one model; items lie in folder."""
+    """The study of one model: heads are ranked by trials of selection, and judged by those of test."""
 
     design: Design
-    config: RunConfig
-    session: LoadedModel
-    folder: Path
-    judges: int = 1  # processes that judge videos
-    pool: EvalPool | None = None  # of this process
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Travel to a worker without the pool, which forks."""
-        return {**self.__dict__, "pool": None}
-
-    @cached_property
-    def scenes(self) -> dict[str, NumberedScenes]:
-        test, selection = captions_behind_a_wall(self.design)
-        return {"test": test, "selection": selection}
-
-    @cached_property
-    def store(self) -> Results:
-        return Results(self.folder / "items")
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """Return all that the conditions depend on, but for prompts, seeds and edits."""
-        config = replace(self.config, prompt="", seed=0)
-        return self.session.identity(config, tracker=hashes()["tracker"])
-
-    @cached_property
-    def heads(self) -> list[Head]:
-        sizes = self.session.model_config
-        return [(layer, head) for layer in range(sizes.num_layers) for head in range(sizes.num_heads)]
-
-    @cached_property
-    def configs(self) -> dict[str, list[RunConfig]]:
-        """Runs of each set, seeds outermost: all captions with their first seed, then with the next."""
-        return {
-            captions: [
-                replace(self.config, prompt=scene.caption, seed=number + SEED_STEP * n)
-                for n in range(self.design.seeds)
-                for number, scene in scenes
-            ]
-            for captions, scenes in self.scenes.items()
-        }
-
-    def runs(self, captions: str) -> Runs:
-        """Return noise, text and base rollouts of a set, made once."""
-        key = fingerprint(self.identity, captions=captions, design=asdict(self.design))
-        begun = partial(causal_atlas.begin, self.session, self.configs[captions])
-        return kept("runs", key, begun)
-
-    # -- conditions ------------------------------------------------------------------------------------------
-
-    def singles(self) -> Iterator[Condition]:
-        """Yield conditions of the selection captions: nothing, then the past of one head after another."""
-        yield Condition("selection", "base")
-        for layer, head in self.heads:
-            yield Condition("selection", f"layer {layer} head {head}", ((layer, head),))
+    selection: Trials
+    test: Trials
 
     def orders(self) -> dict[str, list[Head]]:
         """Return heads in every order; of the measured ones the largest first."""
-        measured = self.selection_measures()
+        measured, heads = self.selection_measures(), self.test.heads
         by = {
-            name: sorted(self.heads, key=lambda head: measured[name][head], reverse=True)
-            for name in ("effect", "change", "s", "mass on the past")
+            name: sorted(heads, key=lambda head: measured[name][head], reverse=True)
+            for name in ("effect", "change", S, MASS_PAST)
         }
-        for draw in range(self.design.draws):
-            by[f"random {draw}"] = random.Random(draw).sample(self.heads, len(self.heads))
-        return by
+        random_orders = (random.Random(draw).sample(heads, len(heads)) for draw in range(self.design.draws))
+        return by | {f"random {draw}": order for draw, order in enumerate(random_orders)}
 
-    def conditions(self) -> Iterator[Condition]:
-        """Yield the conditions of the test captions: nothing, all heads, the first heads of every order."""
-        yield Condition("test", "base")
-        yield Condition("test", "all", tuple(self.heads))
+    def conditions(self) -> Iterator[Trial]:
+        """Yield trials of the test captions: nothing, all heads, the first heads of every order."""
+        yield self.test.base(measured=False)
+        yield self.test.trial("all", self.test.heads, PAST["past"])
         for name, heads in self.orders().items():
             for count in self.design.counts:
-                yield Condition("test", f"{name}: {count}", tuple(sorted(heads[:count])))
-
-    def name(self, condition: Condition) -> str:
-        """Return the name of a condition's work item."""
-        runs = [[config.prompt, config.seed] for config in self.configs[condition.captions]]
-        edits = [edit.to_dict() for edit in condition.edits]
-        return fingerprint(self.identity, runs=runs, edits=edits)
-
-    # -- running ---------------------------------------------------------------------------------------------
+                yield self.test.trial(f"{name}: {count}", heads[:count], PAST["past"])
 
     def run(self, watch: Progress, crew: Crew | None = None) -> None:
-        """Make the conditions that are missing. Raises what work_through raises."""
-        for name, conditions in (("selection", self.singles), ("test", self.conditions)):
-            wanted = {self.name(one): one for one in conditions()}
-            work_through(self, wanted, self.folder, watch, crew)
-            watch.print(f"{name}: {len(wanted)} conditions are done")
+        """Make the trials that are missing. Raises what work_through raises."""
+        self.selection.run("selection", [self.selection.base(), *self.selection.singles()], watch, crew)
+        self.test.run("test", self.conditions(), watch, crew)
 
-    def is_done(self, name: str, condition: Condition) -> bool:
-        """Check that a condition's numbers are there (the engine's Work)."""
-        return self.store.read(name) is not None
-
-    def make(self, name: str, condition: Condition, watch: RunObserver) -> None:
-        """Measure a condition and write its numbers."""
-        watch.log("rollout", condition=condition.name)
-        self.store.write(name, self.measure(condition))
-
-    def measure(self, condition: Condition) -> dict[str, Any]:
-        """Roll out a condition -> 0 or 1 by question and run, the change of x0, what heads attend to."""
-        runs, edits = self.runs(condition.captions), condition.edits
-        with intervene(*edits) if edits else nullcontext():
-            latents = runs.inference() if edits else runs.latents
-        change = causal_atlas.distance(latents, runs.latents) / runs.between_seeds
-        values: dict[str, Any] = {"change": change.mean(1).tolist()}
-        if not edits and condition.captions == "selection":
-            measures = measures_by_pass(runs, [0])
-            values["measures"] = {name: of_pass[0].mean(0).tolist() for name, of_pass in measures.items()}
-        scenes = [scene for _, scene in self.scenes[condition.captions]] * self.design.seeds
-        ckpt_dir, device = self.config.ckpt_dir, self.session.device
-        vae = kept("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
-        pool = self.pool or kept("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
-        videos = (video for part in latents.split(DECODED_AT_ONCE) for video in vae.decode(part).cpu())
-        answers = pool.judge_all(videos, scenes)
-        return values | {question: [int(one[question]) for one in answers] for question in QUESTIONS}
-
-    # -- results ---------------------------------------------------------------------------------------------
-
-    def read(self, condition: Condition) -> dict[str, Any]:
-        """Return the numbers of a condition that is done."""
-        values = self.store.read(self.name(condition))
-        assert values is not None, f"{condition.name} is not done"
-        return values
-
-    def answers(self, condition: Condition, question: str = BACK) -> Tensor:
-        """Return the share over seeds of a condition that is done, float64 [captions]."""
-        values = torch.tensor(self.read(condition)[question], dtype=torch.float64)
+    def answers(self, trials: Trials, trial: Trial, question: str = BACK) -> Tensor:
+        """Return the share over seeds of a trial that is done, float64 [captions]."""
+        values = torch.tensor(trials.read(trial)[question], dtype=torch.float64)
         return values.view(self.design.seeds, -1).mean(0)
 
     def selection_measures(self) -> Mapping[str, Mapping[Head, float]]:
@@ -262,15 +370,18 @@ class HiddenShapes:
 
         effect: fall of the share that comes back, ties broken by the change of x0.
         """
-        base, *singles = self.singles()
-        back = self.answers(base).mean().item()
-        change = {one.heads[0]: self.answers(one, "change").mean().item() for one in singles}
-        fall = {one.heads[0]: back - self.answers(one).mean().item() for one in singles}
+        base = self.selection.base()
+        singles = dict(zip(self.selection.heads, self.selection.singles(), strict=True))
+
+        def mean(trial: Trial, question: str = BACK) -> float:
+            return self.answers(self.selection, trial, question).mean().item()
+
+        change = {head: mean(one, "change") for head, one in singles.items()}
+        effect = {head: mean(base) - mean(one) + 1e-6 * change[head] for head, one in singles.items()}
         measures = {
-            name: {(layer, head): values[layer][head] for layer, head in self.heads}
-            for name, values in self.read(base)["measures"].items()
+            name: {head: np.array(values)[:, head[0], head[1]].mean() for head in singles}
+            for name, values in self.selection.read(base)["measures"].items()
         }
-        effect = {head: fall[head] + 1e-6 * change[head] for head in fall}
         return {"effect": effect, "change": change} | measures
 
 
@@ -302,15 +413,15 @@ def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:
     and s and masses, of the first pass and as the mean over the denoising passes.
     """
     atlas = merged(study)
-    runs = {
+    found = {
         "effect": np.nanmean(atlas["effects"].numpy(), -1),
         "control": np.nanmean(atlas["frame_control"].numpy(), -1),
         "norm": atlas["head_norms"].numpy(),
         "floor": np.nanmean(atlas["floor"].numpy(), -1),
     }
-    steps = range(len(study.configs[0].denoising_step_list))
-    measures = measures_by_pass(causal_atlas.begin(study.session, study.configs), steps)
-    for name, values in measures.items():
-        of_layers = values[:, :, [layer or 0 for layer in study.layers]]
-        runs |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}
-    return {name: x.reshape(seeds, -1, *x.shape[1:]).mean(0) for name, x in runs.items()}
+    runs, steps = causal_atlas.begin(study.session, study.configs), study.configs[0].denoising_step_list
+    passes = [measures_of_pass(runs, step) for step in range(len(steps))]
+    for name in passes[0]:
+        of_layers = np.stack([one[name] for one in passes])[:, :, [layer or 0 for layer in study.layers]]
+        found |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}
+    return {name: x.reshape(seeds, -1, *x.shape[1:]).mean(0) for name, x in found.items()}

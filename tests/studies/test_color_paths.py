@@ -1,12 +1,11 @@
 """Path patching: everything patched is the other run, nothing is no change, and parts lie where they must."""
 
-import numpy as np
 import pytest
 from helpers.rollouts import TWO_STEPS
 
 from experiments.extraction import causal
-from experiments.studies.color_paths import ColorPaths, RecordedCalls, Tracer, by_layer, pairs_of, trace
-from experiments.studies.head_memory import return_block, unnamed_captions
+from experiments.studies.color_paths import ColorPaths, RecordedCalls, Tracer, pairs_of, trace
+from experiments.studies.head_memory import unnamed_captions
 from wan.config import load_config
 
 
@@ -53,11 +52,3 @@ def test_a_trace_names_the_strongest(tracer, monkeypatch):
     found = trace(tracer.paths.config, tracer.paths.session, None, None, tracer.paths.pairs)
     assert found["pairs"] == found["of"] == 1 and found["returns in block"] == 2
     assert len(found["readers"]) == 8 + 96 and len(found["writers"]) == 8 + 1 + 12
-
-
-def test_blocks_of_hiding():
-    sizes = [3] * 4
-    assert return_block([False] * 4 + [True] * 4 + [False] * 4, sizes) == 2
-    assert return_block([False] * 12, sizes) == return_block([False] * 6 + [True] * 6, sizes) == 0
-    assert by_layer([(2, 1), (0, 5), (2, 0)]) == {0: (5,), 2: (0, 1)}
-    assert np.all([scene.unnamed_color for _, scene in unnamed_captions(3, {})])

@@ -1,32 +1,18 @@
-"""Heads with less of their past: knockouts are windows, halves do not mix, a report of planted answers."""
+"""Heads with less of their past: controls, budgets, rules, and a report of planted answers."""
 
 import json
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from helpers.rollouts import TWO_STEPS
 
 from experiments.benchmarks.reproduce import head_memory as script
 from experiments.extraction import causal
-from experiments.miniature.tracking import EvalPool
-from experiments.studies.head_memory import (
-    PAST,
-    QUESTIONS,
-    HeadMemory,
-    Sizes,
-    attention_measures,
-    knockouts,
-    outside,
-    regressed,
-    select_runs,
-    unnamed_captions,
-)
+from experiments.running.progress import Progress
+from experiments.studies.head_memory import HeadMemory, Sizes, regressed, unnamed_captions
+from experiments.studies.hidden_shapes import QUESTIONS, attention_measures
 from wan.config import load_config
-from wan.interventions import intervene
-from wan.vae import VAE
 
 SIZES = Sizes(captions=2, draws=2, budget_draws=1, samples=2, budgets=(5, 7), narrow=4, sink=1)
 KNOWN = [(1, 6), (3, 6)]
@@ -37,28 +23,8 @@ def study(tmp_path_factory):
     config = load_config("configs/wan_mini.yaml", {"num_frames": 9} | TWO_STEPS)
     scenes = unnamed_captions(2, {})
     session = causal.prepare(config, [], [scene.caption for _, scene in scenes])
-    vae, folder = VAE.from_pretrained(config.ckpt_dir), tmp_path_factory.mktemp("memory")
-    return HeadMemory(SIZES, scenes, KNOWN, config, session, vae, EvalPool(1), folder)
-
-
-def test_knockouts_are_the_windows_of_a_policy(study):
-    window = study.session.with_weights(replace(study.config, local_attn_size=5, sink_size=1))
-    expected = torch.cat([window.rollout(one) for one in study.configs])
-    with intervene(*knockouts(study.heads, outside(5, 1), study.config.block_sizes)):
-        found = study.runs.inference()
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
-    own = range(6, 9)
-    parts = {name: [*dropped(own)] for name, dropped in PAST.items()}
-    assert parts["older past"] + parts["last block"] == parts["past"] and parts["frame 0"] == [0]
-
-
-def test_a_trial_of_some_captions_is_theirs_alone(study):
-    trial = study.trial("one", [(3, 6)], PAST["past"], rows=(1,))
-    runs = select_runs(study.runs, torch.tensor([1]))
-    assert runs.configs == study.configs[1:] and torch.equal(runs.latents, study.runs.latents[1:])
-    found = study.make(trial)
-    assert len(found["same"]) == len(found["change"]) == 1 and found["change"][0] > 0.01
-    assert study.name(trial) != study.name(replace(trial, rows=(0,)))
+    folder = tmp_path_factory.mktemp("memory")
+    return HeadMemory(scenes, config, session, folder, sizes=SIZES, known=KNOWN)
 
 
 def test_matched_heads_are_others_of_the_same_layers(study):
@@ -80,7 +46,7 @@ def test_budgets_cost_what_they_say(study):
 def test_what_heads_attend_to_is_a_share(study):
     found = attention_measures(study.runs)
     assert {values.shape for values in found.values()} == {(2, 8, 12)}
-    assert all(np.isfinite(values).all() and values.min() >= 0 for values in found.values())
+    assert all(np.isfinite(x).all() and (x.min() >= 0 or name == "s") for name, x in found.items())
     assert (found["mass on the older past"] <= found["mass on the past"] + 1e-9).all()
     assert found["mass on the past"].max() < 1
 
@@ -96,16 +62,15 @@ def test_a_report_of_planted_answers(study, monkeypatch):
     def planted(self, trial):
         rng, count = random.Random(trial.name), len(trial.rows)
         found = {q: [rng.randint(0, 1) for _ in range(count)] for q in QUESTIONS}
-        found |= {"name": trial.name, "change": [rng.random() for _ in range(count)]}
+        found |= {"trial": trial.name, "change": [rng.random() for _ in range(count)]}
         if trial.measured:
             measures = {name: x.tolist() for name, x in attention_measures(self.runs).items()}
             found |= {"returns": [2, 1], "measures": measures, "same": [1, 1]}
         return found
 
-    monkeypatch.setattr(HeadMemory, "make", planted)
-    monkeypatch.setattr(script, "ceilings_of", lambda study: {"rendered": [1, 1], "VAE": [1, 0]})
-    assert study.run()
-    report = script.report_of(study)
+    monkeypatch.setattr(HeadMemory, "measure", planted)
+    study.make_all(Progress(quiet=True))
+    report = script.report_of(study, {"rendered": [1, 1], "VAE": [1, 0]})
     json.dumps(report)
     assert report["ceilings"]["VAE"][0] == 0.5 and report["base"]["same"][0] == 1
     assert len(report["matched"]["draws"]) == 2

@@ -3,8 +3,7 @@
     python experiments/benchmarks/reproduce/head_memory.py --device cuda
 
 Writes docs/head_memory.json and figures (docs/head_memory.md). Trials are kept in --folder: the same command
-goes on where it stopped, and several at once, on one GPU too, share the work. --ckpt_dir takes another
-miniature, such as one trained with `train_mini.py --seed 1`.
+goes on where it stopped. --ckpt_dir takes another miniature, such as one of `train_mini.py --seed 1`.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import torch
 
 from experiments.analysis.effects import bootstrap, partial_spearman, rounded, spearman
 from experiments.benchmarks.harness import save_report
-from experiments.caches.files import StoppedError, require_writable
+from experiments.caches.files import require_writable
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.miniature.evaluation import rendered
@@ -25,17 +24,16 @@ from experiments.miniature.recipe import FRAMES
 from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress, stopping_when_asked
-from experiments.running.ranks import this_rank, workers_of
+from experiments.running.ranks import workers_of
 from experiments.studies.color_paths import pairs_of, trace
 from experiments.studies.head_memory import (
     HALVES,
-    QUESTIONS,
     RULES,
     HeadMemory,
     Sizes,
     unnamed_captions,
 )
-from experiments.studies.hidden_shapes import Design, captions_behind_a_wall
+from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind_a_wall
 from wan.config import load_config
 from wan.files import read_json
 from wan.vae import VAE
@@ -54,27 +52,23 @@ def run(argv=None):
     )
     flag("--samples", type=count, default=Sizes.samples, help="random halves of all heads")
     flag("--draws", type=count, default=Sizes.draws, help="random sets of heads, matched by layer")
-    flag("--only", choices=("trials", "paths", "report"), help="a part of the work; nothing for all of it")
     flag("--ranking", type=Path, default=Path("docs/hidden_shapes.json"), help="the heads known before")
-    flag("--workers", type=count, help="processes that judge videos")
+    flag("--judges", type=count, help="processes that judge videos")
     flag("--device", default="auto")
     flag("--folder", type=Path, default=Path("cache/head_memory"), help="where trials are kept")
     flag("--output_path", type=Path, default=Path("docs/head_memory.json"))
     args = parser.parse_args(argv)
     require_writable(args.output_path)
-    if report := measure(args):
-        save_report(report, args.output_path)
-        print(args.output_path)
+    save_report(measure(args), args.output_path)
+    print(args.output_path)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Make what is not done yet, and return the report where all is done. StoppedError after Ctrl-C."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Make what is not done yet, and return the report. StoppedError after Ctrl-C."""
     settings = {"device": args.device, "dtype": "float32"}
     if args.ckpt_dir:
-        settings |= {
-            "ckpt_dir": args.ckpt_dir,
-            "checkpoint_path": f"{args.ckpt_dir}/self_forcing_mini.pt",
-        }
+        weights = f"{args.ckpt_dir}/self_forcing_mini.pt"
+        settings |= {"ckpt_dir": args.ckpt_dir, "checkpoint_path": weights}
     config = load_config(args.config_path, settings)
     _, selection = captions_behind_a_wall(Design())  # on which the known heads were found
     ranked = {scene.caption: scene for _, scene in selection}
@@ -82,33 +76,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     pairs = pairs_of(scenes[: args.pairs])
     known = [(row["layer"], row["head"]) for row in read_json(args.ranking)["knockouts"]["ranking"][:KNOWN]]
     sizes = Sizes(args.captions, args.draws, samples=args.samples)
-    paths_file = args.folder / "paths.json"
     with (
         Progress() as watch,
         stopping_when_asked(watch, "trial"),
-        EvalPool(workers_of(args.workers, this_rank())) as pool,  # before a GPU is touched: it forks
+        EvalPool(workers_of(args.judges)) as pool,  # before a GPU is touched: it forks
     ):
         captions = [scene.caption for _, scene in scenes]
         session = causal.prepare(config, [], captions + [c for pair in pairs for c in pair.captions()], watch)
-        vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
-        torch.backends.cudnn.benchmark = session.device.type == "cuda"
-        found = HeadMemory(
-            sizes, scenes[: args.captions], known, config, session, vae, pool, args.folder, watch
-        )
-        if args.only in (None, "paths") and not paths_file.is_file():
-            save_report({"paths": trace(config, session, vae, pool, pairs)}, paths_file)
-        if args.only == "paths":
-            return None
-        if args.only != "report" and not found.run():
-            raise StoppedError("stopped; what is done is not made again: run the same command to go on")
-        if args.only == "trials":
-            return None
+        vae, paths = VAE.from_pretrained(config.ckpt_dir, device=session.device), args.folder / "paths.json"
+        if not paths.is_file():
+            save_report({"paths": trace(config, session, vae, pool, pairs)}, paths)
+        made_by = config, session, args.folder, 1, pool
+        study = HeadMemory(scenes[: args.captions], *made_by, sizes=sizes, known=known)
+        study.make_all(watch)
         about = {
             "environment": environment(session.device),
             "model": config.model,
             "weights_sha256": session.sha256.result(),
         }
-        return about | report_of(found) | (read_json(paths_file) if paths_file.is_file() else {})
+        return about | report_of(study, ceilings_of(study, vae, pool)) | read_json(paths)
 
 
 # -- the report --------------------------------------------------------------------------------------------
@@ -119,12 +105,11 @@ def share(values: Sequence[float] | np.ndarray) -> list[float]:
     return rounded(bootstrap(np.asarray(values, float)))
 
 
-def report_of(study: HeadMemory) -> dict[str, Any]:
+def report_of(study: HeadMemory, ceilings: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Return shares with intervals over captions, of trials that are done, and each caption's answers."""
     trials = {one.name: one for _, stage in study.stages() for one in stage()}
     done = {name: found for name, trial in trials.items() if (found := study.read(trial))}
     base = done["base"]
-    ceilings = ceilings_of(study)
 
     def numbers(name: str) -> dict[str, Any]:
         one = done[name]
@@ -154,17 +139,16 @@ def report_of(study: HeadMemory) -> dict[str, Any]:
     }
 
 
-def ceilings_of(study: HeadMemory) -> dict[str, list[int]]:
+def ceilings_of(study: HeadMemory, vae: VAE, pool: EvalPool) -> dict[str, list[int]]:
     """Return whether the judge says `same` of the scenes as rendered, and after the VAE."""
     scenes = [scene for _, scene in study.scenes]
     videos = rendered(scenes, FRAMES)
-    through = [
-        v
-        for some in torch.stack(videos).split(32)
-        for v in study.vae.decode(study.vae.encode(some.to(study.session.device))).cpu()
-    ]
-    judged = {"rendered": study.pool.judge_all(videos, scenes), "VAE": study.pool.judge_all(through, scenes)}
-    return {name: [int(one["same"]) for one in answers] for name, answers in judged.items()}
+    parts = (vae.decode(vae.encode(x.to(study.session.device))) for x in torch.stack(videos).split(32))
+    judged = pool.judge_all(videos, scenes), pool.judge_all((v.cpu() for x in parts for v in x), scenes)
+    return {
+        name: [int(one["same"]) for one in answers]
+        for name, answers in zip(("rendered", "VAE"), judged, strict=True)
+    }
 
 
 def before_and_after(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:

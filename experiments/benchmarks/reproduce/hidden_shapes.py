@@ -28,14 +28,21 @@ from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
 from experiments.figures.style import save_svg
-from experiments.miniature.recipe import SIDE
+from experiments.miniature.recipe import SHIPPED, SIDE
 from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, add_engine_flags, count, main
 from experiments.running.engine import called, crew_of
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.studies import causal_atlas, hidden_shapes
-from experiments.studies.hidden_shapes import QUESTIONS, Design, HiddenShapes
+from experiments.studies.hidden_shapes import (
+    QUESTIONS,
+    SEED_STEP,
+    Design,
+    HiddenShapes,
+    NumberedScenes,
+    Trials,
+)
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -43,6 +50,7 @@ from wan.files import read_json
 SCALE = 8  # pixels of a latent
 FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
 SHOWN = 12  # heads of the ranking in the report
+EVALUATION = SHIPPED / "evaluation.json"  # what the same judge says of rendered videos
 
 
 def run(argv=None):
@@ -59,19 +67,17 @@ def run(argv=None):
     flag("--folder", type=Path, default=Path("cache/hidden_shapes"), help="where pieces are kept")
     flag("--output_path", type=Path, default=Path("docs/hidden_shapes.json"))
     flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the two SVGs")
-    flag("--draw", action="store_true", help="only draw the figures of --output_path again")
+    flag("--draw", action="store_true", help="only compute and draw --output_path's curves again")
     args = parser.parse_args(argv)
-    if args.draw:
-        try:
-            draw_figures(read_json(args.output_path), args.figures)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"{args.output_path} is not what this script writes: {error}") from None
-        return
     require_writable(args.output_path)
-    report = measure(args)
-    save_report(report, args.output_path)
-    print(args.output_path)
-    draw_figures(report, args.figures)
+    try:
+        report = read_json(args.output_path) if args.draw else measure(args)
+        report["knockouts"] |= curves_of(report["knockouts"])
+        save_report(report, args.output_path)
+        print(args.output_path)
+        draw_figures(report, args.figures)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{args.output_path} is not what this script writes: {error}") from None
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,12 +97,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         crew_of(args, config.device) as crew,
     ):
         of_frame_0 = hidden_shapes.captions(FIRST_FRAME_CAPTIONS)
-        test, selection = hidden_shapes.captions_behind_a_wall(design)
-        walls = [scene.caption for _, scene in (*selection, *test)]
+        sets = hidden_shapes.captions_behind_a_wall(design)
+        walls = [scene.caption for scenes in sets for _, scene in scenes]
         session = called(crew, causal.prepare, config, [], [*walls, *of_frame_0])
-        shapes = HiddenShapes(design, config, session, args.folder, judges, None if crew else pool)
-        shapes = called(crew, identified, shapes)
-        folder = args.folder / "first_frame"
+        made_by = config, session, args.folder, judges, None if crew else pool
+        test, selection = (
+            called(crew, identified, Trials(seeded(one, args.seeds), *made_by)) for one in sets
+        )
+        shapes, folder = HiddenShapes(design, selection, test), args.folder / "first_frame"
         removed = hidden_shapes.first_frame_study(of_frame_0, args.seeds, config, session, folder)
         shapes.run(watch, crew)
         causal_atlas.run(removed, len(removed.configs), watch, crew)
@@ -111,46 +119,53 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def identified(shapes: HiddenShapes) -> HiddenShapes:
-    """Return a study that knows what it is of, by the device here."""
-    assert shapes.identity
-    return shapes
+def identified(trials: Trials) -> Trials:
+    """Return trials that know what they are of, by the device here."""
+    assert trials.identity
+    return trials
+
+
+def seeded(scenes: NumberedScenes, seeds: int) -> NumberedScenes:
+    """Return all scenes with their first seed, then with the next."""
+    return [(number + SEED_STEP * n, scene) for n in range(seeds) for number, scene in scenes]
 
 
 def knockouts(study: HiddenShapes) -> dict[str, Any]:
-    """Return the shares of captions whose shape comes back, by order and number of heads."""
+    """Return what came back in each trial, by caption, and shares of captions."""
     design, made = study.design, {one.name: one for one in study.conditions()}
 
-    def shares(name: str) -> dict[str, list[float]]:
-        return {q: rounded(bootstrap(study.answers(made[name], q).numpy())) for q in QUESTIONS}
+    def answers(name: str, question: str = BACK) -> np.ndarray:
+        return study.answers(study.test, made[name], question).numpy()
 
     def means(name: str, question: str) -> list[float]:
-        answers = [study.answers(made[f"{name}: {n}"], question).numpy() for n in design.counts]
-        return [round(float(x.mean()), 3) for x in answers]
+        return [round(float(answers(f"{name}: {n}", question).mean()), 3) for n in design.counts]
 
-    measured = study.selection_measures()
-    best = sorted(study.heads, key=lambda head: measured["effect"][head], reverse=True)[:SHOWN]
-    found = {
+    measured, heads = study.selection_measures(), study.test.heads
+    best = sorted(heads, key=lambda head: measured["effect"][head], reverse=True)[:SHOWN]
+    scenes = [scene for _, scene in study.test.scenes][: design.captions]
+    judged = read_json(EVALUATION)["captions"]["behind a wall"]["shares"]
+    return {
         "captions": design.captions,
         "selection": design.selection,
         "seeds": design.seeds,
         "draws": design.draws,
         "counts": list(design.counts),
-        "heads": len(study.heads),
-        "base": shares("base"),
-        "all": shares("all"),
+        "heads": len(heads),
+        "ceilings": {"rendered": judged["rendered"][BACK], "through the VAE": judged["vae"][BACK]},
+        "base": {q: rounded(bootstrap(answers("base", q))) for q in QUESTIONS},
+        "all": {q: rounded(bootstrap(answers("all", q))) for q in QUESTIONS},
         "other_answers": {name: {q: means(name, q) for q in QUESTIONS if q != BACK} for name in ORDERS},
         "ranking": [
             {"layer": head[0], "head": head[1]}
             | {name: round(float(values[head]), 3) for name, values in measured.items()}
             for head in best
         ],
+        "texts": [scene.caption for scene in scenes],
+        "names_color": "".join(str(int(not scene.unnamed_color)) for scene in scenes),
         "seeds_that_come_back": {  # a digit a caption
-            name: "".join(str(round(x * design.seeds)) for x in study.answers(one).tolist())
-            for name, one in made.items()
+            name: "".join(str(round(x * design.seeds)) for x in answers(name)) for name in made
         },
     }
-    return found | curves_of(found)
 
 
 def draw_figures(report: dict[str, Any], folder: Path) -> None:
