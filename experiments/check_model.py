@@ -102,11 +102,9 @@ def run(argv=None):
     says = agreement.verdict(best)
     figure = heads_by_agreement(curves, worst, f"{config.model}, noise {best_noise}: {says}")
     print(save_svg(figure, args.output_path))
-    print(f"{says}: {agreement.MEANING[says]}")
     if says == agreement.VERDICTS[2]:
-        raise RunError(
-            "the heads are not those of the published model; docs/real_model.md says what to look at"
-        )
+        raise RunError(f"{config.model} is wrong: {agreement.MEANING[says]}")
+    print(f"{config.model} {says}: {agreement.MEANING[says]}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""The check of a model: right, wrong and other ones, and borders that separate what was measured."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from experiments import check_model, run_extraction_all
+from experiments.analysis import agreement
+from experiments.caches.files import RunError
+from wan.errors import ConfigError
+
+MINI = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--device", "cpu", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, capsys):
+    atlas, figure = tmp_path / "atlas.pt", tmp_path / "check.svg"
+    run_extraction_all.run([*MINI, "--num_frames", "12", "--no-mass", "--output_path", str(atlas)])
+    flags = [*MINI, "--reference", str(atlas), "--output_path", str(figure)]
+    check_model.run(flags)
+    said = capsys.readouterr().out
+    assert "wan-mini agrees" in said and len(said.split("atlas\n")[-1].splitlines()) >= 10
+    assert "All heads, ordered" in figure.read_text()
+    with pytest.raises(RunError, match="wan-mini is wrong"):
+        check_model.run([*flags, "--no_checkpoint"])
+    with pytest.raises(ConfigError, match="name an atlas of this model by --reference"):
+        check_model.run(MINI)
+
+
+@pytest.mark.parametrize("length", [21, 72])
+def test_a_head_is_itself_and_no_other(length):
+    rng, F = np.random.default_rng(0), length
+    A = rng.normal(size=(3, 4, F, F))
+    same = agreement.compare(A, A[..., -3:, :].mean(-2), A, [3] * (F // 3), np.array([1.0]))
+    assert same.verdict == "agrees" and same.is_best.all() and same.numbers()["r of s over heads"] == 1
+    assert agreement.verdict([same, same._replace(r=same.r - 0.1)]) == "differs like another prompt"
+    shifted = agreement.compare(
+        np.roll(A, 1, 1), A[..., -3:, :].mean(-2), None, [3] * (F // 3), np.array([1.0])
+    )
+    assert shifted.verdict == "wrong" and not shifted.is_best.any()
+    assert shifted.numbers()["r of whole matrices, median"] is None and len(shifted.worst(3)) == 3
+
+
+def test_the_borders_separate_what_was_measured():
+    report = json.loads((ROOT / "docs/check_model.json").read_text())
+    borders = agreement.AGREES, agreement.OTHER_R, agreement.OTHER_OWN
+    assert tuple(report["borders"].values()) == borders
+    verdicts = {
+        name: set(row["verdicts"]) for part in ("published", "wan-mini") for name, row in report[part].items()
+    }
+    for name, found in verdicts.items():
+        if name.startswith("another prompt"):
+            assert found == {"differs like another prompt"}, name
+        if name.startswith(
+            ("heads", "layers", "base", "no ", "RoPE off", "RoPE of base 1,000,000", "blocks of 1")
+        ):
+            assert found == {"wrong"}, name
+    assert verdicts["the same in bfloat16"] == {"agrees"}
