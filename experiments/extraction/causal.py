@@ -50,7 +50,7 @@ FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames
 MEANS = Path("cache/reference_means")
 MEANS_SEEDS = (0, 1)
 OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
-    *("prompt", "seed", "num_frames", "height", "width", "prompt_schedule", "interventions"),
+    *("prompt", "seed", "noise", "num_frames", "height", "width", "prompt_schedule", "interventions"),
     *("reference_prompts", "layer_indices", "layer_index", "step", "base", "release", "embeds_dir"),
 )
 
@@ -331,6 +331,8 @@ def extract_batch(
     found = []
     for item, each in enumerate(configs):
         common = loaded.common | {"prompt": each.prompt, "seed": each.seed}
+        drawn = {} if each.noise == "seeded" else {"noise": each.noise}
+        common["config"] = {k: v for k, v in common["config"].items() if k != "noise"} | drawn
         common["weights_sha256"], stopped = loaded.sha256.result(), ""
         common["fingerprint"] = fingerprint(loaded.identity(each, edits))
         if config.sampler == "rolling_forcing":

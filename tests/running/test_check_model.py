@@ -8,6 +8,7 @@ from conftest import ROOT
 
 from experiments import check_model, run_extraction_all
 from experiments.analysis import agreement
+from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from wan.errors import ConfigError
 
@@ -31,6 +32,12 @@ def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, 
         check_model.run([*flags, "--no_checkpoint"])
     with pytest.raises(ConfigError, match="name an atlas of this model by --reference"):
         check_model.run(MINI)
+    other = tmp_path / "other.pt"  # an atlas says whose noise it has, and is compared with that
+    flags = [*MINI, "--num_frames", "12", "--no-mass", "--noise", "L40"]
+    run_extraction_all.run([*flags, "--output_path", str(other)])
+    assert load_cache(other)["config"]["noise"] == "L40" and "noise" not in load_cache(atlas)["config"]
+    check_model.run([*MINI, "--reference", str(other), "--output_path", str(figure)])
+    assert "wan-mini agrees" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [21, 72])
