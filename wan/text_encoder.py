@@ -41,6 +41,16 @@ UMT5_XXL = {
     "dropout_rate": 0.0,
 }
 
+USUAL_SIZES = {  # transformers', where a config does not say
+    "vocab_size": 250112,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "num_layers": 8,
+    "num_heads": 6,
+    "relative_attention_num_buckets": 32,
+}
+
 # native -> transformers, inside blocks.N. of the one and encoder.block.N.layer. of the other
 UMT5_BLOCK_NAMES = {
     "norm1.": "0.layer_norm.",
@@ -79,8 +89,21 @@ def encoder_file(ckpt_dir: str | Path) -> Path:
     return file_or_index(require_dir(Path(ckpt_dir) / "text_encoder") / "model.safetensors")
 
 
+def encoder_sizes(ckpt_dir: str | Path) -> dict[str, int]:
+    """Return umT5's sizes without transformers, whose import takes seconds. CheckpointError for others."""
+    if is_native(ckpt_dir):
+        return {name: size for name, size in UMT5_XXL.items() if name in USUAL_SIZES}
+    path = encoder_file(ckpt_dir).parent
+    config = read_component_config(path)
+    sizes = {name: config.get(name, usual) for name, usual in USUAL_SIZES.items()}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise CheckpointError(f"{path}/config.json: {name} is {short_repr(size)}; get it again")
+    return sizes
+
+
 def encoder_config(ckpt_dir: str | Path) -> "UMT5Config":
-    """Return umT5's sizes."""
+    """Return umT5's config."""
     from transformers import UMT5Config
 
     if is_native(ckpt_dir):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -26,7 +27,7 @@ from wan.offload import streamed_bytes
 from wan.reductions import CHUNK_ELEMENTS
 from wan.rope import RotaryTable
 from wan.sites import OF_FORWARD, SITES, SiteCapture, check_indices
-from wan.text_encoder import encoder_config, encoder_file
+from wan.text_encoder import encoder_file, encoder_sizes
 from wan.vae import POSITIONS_AT_ONCE
 
 GB = 10**9
@@ -68,9 +69,9 @@ def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[
 
 def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[str, int]:
     """umT5, and the widest of its activations: the logits of a layer with their bias, and their softmax."""
-    c = encoder_config(config.ckpt_dir)
+    c = SimpleNamespace(**encoder_sizes(config.ckpt_dir))
     attention = 4 * c.d_model * c.d_kv * c.num_heads + c.relative_attention_num_buckets * c.num_heads
-    feed_forward = (2 + c.is_gated_act) * c.d_model * c.d_ff
+    feed_forward = 3 * c.d_model * c.d_ff  # gated
     layers = c.num_layers * (attention + feed_forward + 2 * c.d_model)
     logits = c.num_heads * text_len**2 * (3 * dtype.itemsize + 2 * FLOAT)
     return {

@@ -90,6 +90,20 @@ def test_umt5_computes_what_its_definition_says(folder):
     assert ((found - expected)[mask.bool()]).abs().max() < 1e-5 * expected.abs().max()
 
 
+def test_sizes_are_those_of_transformers(tmp_path):
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "text_encoder/model.safetensors").touch()
+    (tmp_path / "text_encoder/config.json").write_text('{"d_model": 24}')
+    for folder in (ROOT / "checkpoints/wan-mini", tmp_path):
+        config = text_encoder.encoder_config(folder)
+        sizes = text_encoder.encoder_sizes(folder)
+        assert sizes == {name: getattr(config, name) for name in sizes} and config.is_gated_act
+    (tmp_path / "text_encoder/config.json").write_text('{"d_model": "wide"}')
+    with pytest.raises(CheckpointError, match="d_model is 'wide'"):
+        text_encoder.encoder_sizes(tmp_path)
+
+
 def test_the_real_umt5_has_these_keys():
     """Every parameter of the xxl encoder is filled from native names, without the memory for it."""
     tiny = UMT5Config(vocab_size=2, d_model=2, d_kv=1, d_ff=2, num_layers=24, num_heads=1)
