@@ -261,6 +261,12 @@ class CrossAttention(_Attention):
         return self.o(attention(q, k, v, self.site).flatten(2))
 
 
+def random_rows(rows: int, dim: int) -> nn.Parameter:
+    """Draw a modulation [1, rows, dim]. On meta nothing is drawn: that imports torch._dynamo, for seconds."""
+    x = torch.empty(1, rows, dim)
+    return nn.Parameter(x if x.is_meta else x.normal_().div_(dim**0.5))
+
+
 class Block(nn.Module):
     """One transformer layer: modulated self-attention, cross-attention to the text, modulated FFN."""
 
@@ -274,7 +280,7 @@ class Block(nn.Module):
         self.cross_attn = CrossAttention(config, layer)
         self.ffn = FeedForward(dim, config.ffn_dim, layer)
         self.gate1, self.gate2 = GatedAdd(), GatedAdd()
-        self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
+        self.modulation = random_rows(6, dim)
 
     def forward(
         self,
@@ -342,7 +348,7 @@ class Head(nn.Module):
         patch_h, patch_w = config.patch_size[1:]
         self.norm = ModulatedNorm(config.dim, config.eps)
         self.head = nn.Linear(config.dim, config.out_dim * patch_h * patch_w)
-        self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
+        self.modulation = random_rows(2, config.dim)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x [B, L, dim], time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
