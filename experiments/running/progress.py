@@ -171,11 +171,13 @@ def observed(args: argparse.Namespace, unit: str | None = "block") -> Iterator[P
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
     """Refuse operations whose results differ from run to run, under --deterministic."""
+    if not wanted:  # torch imports its compiler to set either, for seconds
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
