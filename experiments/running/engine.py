@@ -159,11 +159,21 @@ class Crew:
         if self.client.status != "running":
             return 0
         if time.monotonic() > self.looked + 1:
+            self._revive()
             self.looked, threads = time.monotonic(), self.client.nthreads()
             self.workers = len(threads)
             if busy := next((name for name, count in threads.items() if count > 1), None):
                 raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
         return max(1, self.per_worker * self.workers)
+
+    def _revive(self) -> None:
+        """Start workers of this machine anew whose process died while Dask started it again."""
+        cluster = self.client.cluster
+        workers = getattr(cluster, "workers", {})
+        if gone := [name for name, one in workers.items() if one.status.name in ("closed", "failed")]:
+            for name in gone:
+                del workers[name]
+            cluster.sync(cluster._correct_state)
 
     def start(self, ended: SimpleQueue, name: str, *given: Any) -> None:
         future = self.client.submit(attempt, *given, pure=False, resources=self.resources)

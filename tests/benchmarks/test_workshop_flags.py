@@ -17,6 +17,7 @@ CASES: dict[str, list[list[str]]] = {
         ["--what", "models", "--models", "wan_mini", "--device", "cpu"],
         ["--config_path", "{}/none.yaml"],
     ],
+    "engine": [["--items", "0"]],
     "kernels": [["--frames", "0"]],
     "public": [[*MINI], ["{}/none", *MINI]],
     "random_weights": [["{}/out", "--model", "Wan3"]],
