@@ -1,12 +1,9 @@
 """Interventions from YAML and CSV files, and the files that they need."""
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
@@ -43,13 +40,6 @@ def read_edits(path: str | Path) -> list[Edit]:
     if not edits:
         raise ConfigError(f"{path} holds no intervention; write - {{edit: knockout, frames: first, ...}}")
     return edits
-
-
-def to_yaml(edits: Sequence[Edit]) -> str:
-    """Return the text of a file that read_edits reads."""
-    said = {"interventions": [edit.to_dict() for edit in edits]}
-    plain = json.loads(json.dumps(said))  # nothing stands in it twice, so that no alias is written
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def read_ablated_heads(

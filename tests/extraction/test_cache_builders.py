@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
 
 from experiments.caches import formats as schema
 from experiments.caches.files import RunError
-from experiments.extraction import cache_builders, causal
+from experiments.extraction import cache_builders
 from wan.blocks import block_frames, visible_frames
 from wan.capture import CapturedCall, Pass, Site
-from wan.config import RunConfig, load_config
+from wan.config import RunConfig
 from wan.keys import KeyLayout
 
 S, H, LAYERS, TIMESTEPS = 4, 3, 3, [1000.0, 625.0, 0.0]
@@ -104,21 +103,6 @@ def same(a, b):
     torch.testing.assert_close(a, b, atol=1e-4, rtol=0, equal_nan=True)
 
 
-def test_the_rollout_announces_these_blocks(monkeypatch):
-    """The KV cache of a real rollout and the pure functions agree on every block's frames."""
-    monkeypatch.chdir(ROOT)
-    config = replace(load_config("configs/wan_mini_window.yaml"), num_frames=18, denoising_step_list=[1000])
-    run = causal.extract(config, cache_builders.inference_requests(config, blocks=range(6), steps=[0, 1]))
-    assert len(run.records) == 6 * 2 * 2 and run.pass_timesteps == [1000.0, 0.0]
-    for call in run.records:
-        assert call["query_frames"] == block_frames(config.block_sizes, call["block"])
-        assert call["key_frames"] == visible_frames(config.block_sizes, call["block"], 9, 3)
-        assert call["layer_idx"] == 2 * call["layer"] and call["timestep"] == run.pass_timesteps[call["step"]]
-    cache = cache_builders.inference_cache(run)
-    schema.check(cache)
-    assert [call["layer_idx"] for call in cache["attention_weights"]] == [1, 5] * 12
-
-
 def only(run, **tags):
     return replace(
         run, records=[r for r in run.records if all(r[name] in values for name, values in tags.items())]
@@ -187,24 +171,6 @@ def test_figure4_keeps_the_order_of_its_layers_and_absent_frames(config):
     assert cache["key_frames"] == visible_frames(
         config.block_sizes, last, config.local_attn_size, config.sink_size
     )
-
-
-@CONFIGS
-@pytest.mark.parametrize("is_logits", [True, False])
-def test_every_call_of_an_inference_cache_carries_its_tags(config, is_logits):
-    run = only(hand_made(config, "token"), layer=[0, 2])
-    name = "token_logits" if is_logits else "token_probabilities"
-    run = replace(run, records=[replace(r, values={name: r.values["token_logits"]}) for r in run.records])
-    cache = cache_builders.inference_cache(run)
-    schema.check(cache)
-    assert len(cache["attention_weights"]) == 2 * len(config.block_sizes) * len(TIMESTEPS)
-    for call in cache["attention_weights"]:
-        assert ("attn_logits" in call, "attn_weights" in call) == (is_logits, not is_logits)
-        tokens = call["attn_logits" if is_logits else "attn_weights"]
-        same(
-            tokens[..., ::S, ::S],
-            value(call["layer_idx"], call["step"], call["query_frames"], call["key_frames"]),
-        )
 
 
 def test_what_was_not_captured_is_an_error():

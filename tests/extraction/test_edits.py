@@ -1,10 +1,11 @@
 """Interventions in YAML and CSV, friendly and hostile; flags that name them."""
 
+import json
 import os
 
 import pytest
 
-from experiments.extraction.edits import read_ablated_heads, read_edits, record_of, to_yaml
+from experiments.extraction.edits import read_ablated_heads, read_edits, record_of
 from experiments.running.cli import config_from, run_parser
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Bias, Knockout, Patch, Source
@@ -14,6 +15,10 @@ EDITS = [
     Bias(-0.5, tokens=[1, 3], passes="all"),
     Patch("kv", Source("雪の朝", 3), frames=[0, "sink"], passes="clean"),
 ]
+
+
+def to_yaml(edits) -> str:
+    return json.dumps([edit.to_dict() for edit in edits])  # JSON is YAML
 
 
 def written(tmp_path, text, name="edits.yaml"):

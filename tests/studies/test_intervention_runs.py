@@ -1,5 +1,6 @@
 """Edited runs end to end on the miniature: caches and subtitles say it, effects are what they are called."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,6 @@ from experiments.extraction import base as bidirectional
 from experiments.extraction import causal
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import edited
-from experiments.extraction.edits import to_yaml
 from experiments.extraction.observer import RunObserver
 from experiments.studies import intervention_job
 from experiments.studies.causal_atlas import distance
@@ -146,7 +146,7 @@ def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tm
 
 
 def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, capsys):
-    (tmp_path / "edits.yaml").write_text(to_yaml([EDIT]))
+    (tmp_path / "edits.yaml").write_text(json.dumps([EDIT.to_dict()]))
     files = {"--interventions": "edits.yaml", "--output_path": "effects.pt", "--save_base": "base.pt"}
     flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
     flags += [word for flag, name in files.items() for word in (flag, str(tmp_path / name))]
