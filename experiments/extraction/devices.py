@@ -1,6 +1,7 @@
 """Choose a run's device, dtype and number of threads, and say what computes."""
 
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -61,6 +62,7 @@ def decoding_threads(device: torch.device, height: int, width: int) -> AbstractC
     return frames.one_thread() if small else nullcontext()
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of the packages whose code computes."""
     found = {}

@@ -101,19 +101,20 @@ class BlockCapture:
             total += 2 * 4 * model.num_layers * model.num_heads * sizes[block] * keys
         return total
 
-    def tag(self, run: str) -> str:
-        """Return what says of which run, pass and keys a block is."""
-        return f"{run}, step {self.step}, band {self.band}"
-
     def missing(self, folder: Path, num_blocks: int, run: str) -> list[int]:
         """List wanted blocks that a folder lacks. CacheError for those of another run, pass or band."""
         wanted, kept = self.blocks(num_blocks), set()
-        for path in sorted(folder.glob("block_*.pt")) if wanted else ():
+        for path in sorted(folder.glob("block_*.pt")):
             try:
                 block = load_tensors(path)
             except (UnreadableError, OSError):
                 continue
-            require_same(path, block.get("fingerprint"), self.tag(run), f"move {folder} away, or --overwrite")
+            require_same(path, block.get("fingerprint"), run, f"move {folder} away, or --overwrite")
+            if wanted and (block["step"], block["band"]) != (self.step, self.band):
+                raise CacheError(
+                    f"{path} was captured in another pass or with other keys than --capture and --step say; "
+                    f"move {folder} away, or say what they said then"
+                )
             if path == path_of(folder, block["block"]):
                 kept.add(block["block"])
         return [block for block in wanted if block not in kept]
@@ -123,7 +124,7 @@ class BlockCapture:
         start = -self.band or None
         values: dict[str, Any] = {"format": "block_attention", "block": block, "step": self.step}
         values |= {"band": self.band, "query_frames": list(calls[0]["query_frames"])}
-        values |= {"timestep": calls[0]["timestep"], "fingerprint": self.tag(run)}
+        values |= {"timestep": calls[0]["timestep"], "fingerprint": run}
         for name in ("logits", "mass"):
             of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
             values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])
