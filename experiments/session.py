@@ -307,7 +307,7 @@ def capture(
     heads: int | Collection[int] | None = None,
     granularity: str = "frame",
     to: str | None = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     reduce: Reduce | None = None,
     stream_to: str | Path | None = None,
     mass: bool = True,
@@ -336,6 +336,10 @@ def capture(
     watcher, requests = None, list[CaptureRequest]()
     if sites:
         names = tuple(check_site(name) for name in sites)
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype, None)
+        if dtype is not None:
+            require_type("dtype", dtype, torch.dtype)
         watcher = SiteCapture(names, **choice, to=to, dtype=dtype, reduce=reduce)
         check_capture(pipe.config, pipe.model_config, watcher, stream_to is not None)
     elif frames is not None or heads is not None:

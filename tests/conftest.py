@@ -25,7 +25,14 @@ torch.set_num_threads(1)  # the tensors are small: threads that wait for each ot
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
 SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW_FILES = (
-    *("test_extract_attention_wan", "test_memory", "test_figures", "test_run_notebooks", "test_own_code"),
+    *(
+        "test_extract_attention_wan",
+        "test_memory",
+        "test_figures",
+        "test_run_notebooks",
+        "test_own_code",
+        "test_recipes",
+    ),
     *("test_mini", "test_tracking", "test_training", "test_evaluation", "test_long_rollout", "test_prompts"),
     *(
         "test_causal_atlas",
@@ -35,7 +42,7 @@ SLOW_FILES = (
         "test_policy_comparison",
     ),
     *("test_hidden_shapes", "test_parallel", "test_policy_keys", "test_golden_policies"),
-    *("test_sweeps", "test_policy_findings"),
+    *("test_sweeps", "test_policy_findings", "test_recipes"),
 )
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
