@@ -319,8 +319,8 @@ def _thumbnails(source: Path, video: str | Path | None, num_frames: int) -> tupl
         return [], []
     found = []
     try:
-        if video is None and not source.is_dir():
-            video_of(source, None)  # refuses that of an earlier run
+        if not source.is_dir():
+            video_of(source, video)  # refuses that of another run
         for picture in pictures(beside[0] if video is None else video, num_frames):
             file = BytesIO()
             Image.fromarray(picture).save(file, "JPEG", quality=75)

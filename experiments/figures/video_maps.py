@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from experiments.analysis.video_maps import VideoMap
-from experiments.caches.files import CacheError, encode_mp4, replacing
+from experiments.caches.files import CacheError, encode_mp4, mp4_tag, replacing, require_same
+from experiments.caches.store import peek
 from experiments.figures.style import RED, color_bar, color_scale, drop_empty, extend_of, label_figure, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 
@@ -255,12 +256,15 @@ def video_frames(
 
 
 def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
-    """Return the video given, or the mp4 beside a cache. CacheError where there is none or an older one."""
+    """Return the video given, or the mp4 beside a cache. CacheError where there is none or another run's."""
     path = Path(video) if video is not None else Path(cache_path).with_suffix(".mp4")
     if not path.is_file():
         raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
-    if video is None and path.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:  # written last
-        remedy = "make the cache again with --save_video, or name the video where it is of the same rollout"
+    remedy = "make the cache again with --save_video, or name a video of the same rollout"
+    made_of, tag = peek(cache_path).get("fingerprint"), mp4_tag(path)
+    if made_of and (tag or video is None):
+        require_same(path, (tag or "").partition(" ")[0], made_of, remedy)
+    elif video is None and path.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:  # written last
         raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {remedy}")
     return path
 
@@ -270,7 +274,7 @@ def pictures_for(
 ) -> tuple[list[np.ndarray] | None, str]:
     """Return pictures of the video given or beside a cache, and a note: a bad one beside it is left out."""
     if video is not None:
-        return pictures(video, num_frames), ""
+        return pictures(video_of(cache_path, video), num_frames), ""
     beside = Path(cache_path).with_suffix(".mp4")
     if not beside.is_file():
         return None, ""

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError, replacing
 from experiments.caches.store import layer_from_atlas, one_layer, open_layers
+from wan.checkpoint import sampled_sha256
 
 Cache = Mapping[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -143,8 +144,7 @@ class NotebookRuns:
         The inputs are the notebook, its cache, and the code and the published numbers that it draws by.
         """
         cache = self.caches.file_of(layer)
-        state = cache.stat()
-        inputs = [layer, self.code, str(cache.resolve()), state.st_size, state.st_mtime_ns]
+        inputs = [layer, self.code, str(cache.resolve()), sampled_sha256(cache)]
         figures = {path.name: _sha256(path) for path in sorted(self.figures(layer).glob("*.svg"))}
         return {"fingerprint": hashlib.sha256(json.dumps(inputs).encode()).hexdigest(), "figures": figures}
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from experiments import layer_page
 from experiments.analysis.first_frame import equal_distance_excess
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, encode_mp4
 from experiments.caches.view import open_profiles
 from experiments.figures import html_page as page_data
 from experiments.figures.html_page import MAX_MB, PARTS, SCRIPTS, STYLES, open_passes_of, save_page
@@ -205,6 +206,16 @@ def test_thumbnails(tmp_path):
         video_of(tmp_path / "a.pt", None)
     named = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt", video=tmp_path / "a.mp4"))
     assert len(named["thumbnails"]) == 9
+    (tmp_path / "of a.mp4").write_bytes(encode_mp4(film, 16, tag="run vae"))
+    for run, count in (("run", 9), ("another", 0)):  # of the cache, whatever it is called and how old it is
+        save_cache(tmp_path / "of a.pt", synthetic_caches.atlas() | {"fingerprint": run})
+        data = read_page(save_page(tmp_path / "p.html", tmp_path / "of a.pt"))
+        assert len(data["thumbnails"]) == count
+    for path in ("of a.mp4", "a.mp4"):  # a video that does not say what it is of may be named
+        own = path == "a.mp4"
+        assert own or "of a.mp4 is of another run" in data["notes"][0]
+        with nullcontext() if own else pytest.raises(CacheError, match=r"of a.mp4 is of another run"):
+            video_of(tmp_path / "of a.pt", tmp_path / path)
     (tmp_path / "a.mp4").write_bytes(b"no video")
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert data["thumbnails"] == [] and data["notes"][0].startswith("The video beside the cache is left out")
