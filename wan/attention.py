@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wan import backends
 from wan.capture import Call
-from wan.keys import HeadGroup, KeyBias, KeyLayout, send
+from wan.keys import HeadGroup, KeyBias, KeyLayout, as_index, select, send
 from wan.legacy_api import OlderCapture
 from wan.sites import Site, now, visit, wanted, watchers
 
@@ -57,15 +57,36 @@ def attention(
     return visit(site_name(site, "z"), site.layer, out, site.shard)
 
 
-def attention_by_heads(groups: Sequence[HeadGroup], site: Site) -> Tensor:
-    """attention() of heads that see keys of their own: groups of h heads each -> [B, Lq, H, D]."""
-    batch, len_q, _, head_dim = groups[0].q.shape
-    num_heads = sum(len(group.heads) for group in groups)
-    out, calls = groups[0].q.new_empty(batch, len_q, num_heads, head_dim), []
-    for numbers, heads, q, k, v, layout in groups:
-        calls.append(Call(site, now(), q, k, v, layout, of_heads=numbers, layer_heads=num_heads))
-        out[:, :, heads] = _attend_watched(calls[-1])
-    ATTENTION_WEIGHT_CAPTURE.observe_groups(calls, groups)
+def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) -> Tensor:
+    """attention() of heads that see keys of their own: groups of h heads each -> [B, Lq, H, D].
+
+    Where q of the groups has one item for a larger batch, their heads are those of all its items in turn.
+    A group goes through attention at once. Captures get a call for each of its layouts; where somebody
+    watches, who may edit, each of these calls has a softmax of its own.
+    """
+    items, len_q, _, head_dim = groups[0].q.shape
+    num_heads = sum(len(group.numbers) for group in groups)
+    out, calls = groups[0].q.new_empty(items, len_q, num_heads, head_dim), []
+    is_watched, is_captured = bool(watchers()), ATTENTION_WEIGHT_CAPTURE.active
+    for numbers, heads, q, k, v, parts in groups:
+        if not is_watched:
+            whole, lse = attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))
+            if isinstance(heads, slice):
+                out = whole.transpose(1, 2)
+            else:
+                out.index_copy_(2, heads, whole.transpose(1, 2))
+        for rows, layout in parts() if is_watched or is_captured else ():
+            of_heads = tuple(numbers[row] for row in rows)
+            own = (x if len(rows) == len(numbers) else select(x, rows, 2) for x in (q, k, v))
+            call = Call(site, now(), *own, layout, of_heads=of_heads, layer_heads=num_heads)
+            if is_watched:  # before the next: a source stops in each call
+                out[:, :, as_index(of_heads, q.device)] = _attend_watched(call)
+            else:
+                call.lse = select(lse, rows, 1)
+            calls.append(call)
+    ATTENTION_WEIGHT_CAPTURE.observe_groups(calls)
+    if items != batch:
+        out = out[0].unflatten(1, (batch, -1)).transpose(0, 1)
     return visit(site_name(site, "z"), site.layer, out, site.shard)
 
 

@@ -7,8 +7,9 @@ says (wan/policies.py has ten). Letters: B batch, S tokens per frame, H heads, D
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ class CachePolicy:
     keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own
     chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
     can_recache: ClassVar[bool] = True
+    by_heads: ClassVar[bool] = False  # heads of a layer may keep different keys
     raw_by_frame: ClassVar[bool] = False  # un-rotated keys lie at their frame's number, not at its slot
     bounds: ClassVar[dict[str, tuple[float, float]]] = {}  # the least and greatest value of a field
 
@@ -81,14 +83,21 @@ class CachePolicy:
         return None
 
     @property
+    def recomputed_frames(self) -> int | None:
+        """Frames that a change of prompts computes again at most; None for all of the past."""
+        return self.num_frames
+
+    @property
     def lasting_sink(self) -> int:
         """Frames of the sink that outlive a recache."""
         return 0
 
     def describe(self) -> dict[str, Any]:
         """Return the policy as a config has it: its name and the fields that differ from their defaults."""
-        chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return {"name": self.name, **chosen}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {f.name: f.default for f in fields(self)}
+        differ = {key: x for key, x in values.items() if type(x) is not type(plain[key]) or x != plain[key]}
+        return {"name": self.name, **differ}
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
@@ -113,6 +122,10 @@ class CachePolicy:
     def most_slots(self, frames: int) -> int:
         """Return how many slots a block sees at most once there were so many frames, its own among them."""
         return min(frames, self.num_frames or frames)
+
+    def of_video(self, has_switches: bool) -> "CachePolicy":
+        """Return the policy of one video, whose prompt may change."""
+        return self
 
     def start(self, cache: "KVCache") -> None:
         """Begin a video, or go on after the cache was computed again: set the policy's state."""
@@ -279,6 +292,15 @@ class KVCache:
         seen = self.tokens(range(len(self.slots)))
         return self.keys[layer][:, seen], self.values[layer][:, seen]
 
+    def parts(self, layer: int, num_heads: int) -> list[tuple[list[int], KeyLayout]]:
+        """Return the layout of all heads of a layer, as HeadGroup wants it."""
+        return [(list(range(num_heads)), self.layouts[layer])]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, with and without RoPE."""
+        return sum(x.nbytes for x in (*self.keys, *self.values, *self.raw_keys))
+
     def tokens(self, slots: range | int) -> slice:
         """Return the tokens of consecutive slots, or of one, in a buffer."""
         start, stop = (slots, slots + 1) if isinstance(slots, int) else (slots.start, slots.stop)
@@ -394,6 +416,10 @@ class PerHeadCache:
         for cache in self.caches:
             cache.flush()
 
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
     def begin_pass(self, is_clean: bool) -> None:
         for cache in self.caches:
             cache.begin_pass(is_clean)
@@ -412,8 +438,28 @@ class PerHeadCache:
             queries = q[:, :, row]
             seen = cast(tuple[Tensor, Tensor], cache.write(layer, queries, k[:, :, row], v[:, :, row], raw))
             if len(row):
-                groups.append(HeadGroup(numbers[layer], row, queries, *seen, cache.layouts[layer]))
+                parts = partial(cache.parts, layer, len(row))
+                groups.append(HeadGroup(numbers[layer], row, queries, *seen, parts))
         return groups
 
 
-AnyCache = KVCache | PerHeadCache
+class HeadCaches(Protocol):
+    """The face that PerHeadCache shares with the HeadwiseCache of wan/headwise.py."""
+
+    policy: CachePolicy
+    newest: range
+    stores_raw: bool
+    query_positions: Sequence[int]
+    key_positions: Sequence[int]
+
+    @property
+    def nbytes(self) -> int: ...
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None: ...
+    def flush(self) -> None: ...
+    def begin_pass(self, is_clean: bool) -> None: ...
+    def write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
+    ) -> list[HeadGroup]: ...
+
+
+AnyCache = KVCache | HeadCaches

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wan import reductions
-from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, Slot, as_index, select, send
+from wan.keys import HeadShard, KeyBias, KeyLayout, Slot, as_index, select, send
 from wan.rope import RotaryTable
 from wan.sites import Pass, Site, check_indices, during, now
 
@@ -482,28 +482,31 @@ class AttentionCapture:
                     layout = part.layout and part.layout.on_host
                     self._keep(part, values_of(request, part), *shapes, layout)
 
-    def observe_groups(self, calls: Sequence[Call], groups: Sequence[HeadGroup]) -> None:
+    def observe_groups(self, calls: Sequence[Call]) -> None:
         """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
-        site, layouts = calls[0].site, [group.layout for group in groups]
-        for request in self.asked.requests:
-            if not request.wants(site, self.now):
+        for request in self.asked.requests if calls else ():
+            if not request.wants(calls[0].site, self.now):
                 continue
             if request.granularity != "frame" or request.rope_bands:
-                raise ValueError("under cache_policy per_head calls are kept at granularity 'frame' alone")
+                raise ValueError("where heads keep keys of their own, calls are kept at granularity 'frame'")
+            request = replace(request, query_key_means=False)
             parts = [values_of(request, call) for call in calls]
-            columns = [each.columns for each in layouts]
-            layout = joint_layout(columns, layouts[0])
-            num_heads, values = sum(len(group.heads) for group in groups), dict[str, Tensor]()
+            columns = [call.known_layout.columns for call in calls]
+            first = calls[0].known_layout
+            tokens = calls[0].q.shape[1] // len(first.query_positions)
+            layout = joint_layout(columns, replace(first, tokens_per_slot=tokens))
+            num_heads, values = sum(call.q.shape[2] for call in calls), dict[str, Tensor]()
             for name in BY_FRAME:
                 if name not in parts[0]:
                     continue
                 batch, _, queries, _ = parts[0][name].shape
                 values[name] = parts[0][name].new_empty(batch, num_heads, queries, len(layout.slots))
-                for part, seen, group in zip(parts, columns, groups, strict=True):
-                    values[name][:, group.heads] = spread(part[name], seen, layout.frames)
+                for part, seen, call in zip(parts, columns, calls, strict=True):
+                    heads = as_index(call.of_heads or (), call.q.device)
+                    values[name][:, heads] = spread(part[name], seen, layout.frames)
             if any("attended" in part for part in parts):
                 values["attended"] = ~values["frame_logits"].isnan()
-            batch, length, _, head_dim = groups[0].q.shape
+            batch, length, _, head_dim = calls[0].q.shape
             keys = len(layout.slots) * layout.tokens_per_slot
             shapes = (batch, length, num_heads, head_dim), (batch, keys, num_heads, head_dim)
             self._keep(calls[0], values, *shapes, layout)

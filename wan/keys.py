@@ -4,7 +4,7 @@ Frame: global index of a latent frame. Slot: place in the keys. Position: tempor
 slot's keys stand.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -271,11 +271,11 @@ class HeadShard:
 
 
 class HeadGroup(NamedTuple):
-    """Heads that see keys of their own, and what these keys are."""
+    """Heads that go through attention together, and what each of them sees."""
 
     numbers: tuple[int, ...]  # among the heads that are here
-    heads: Tensor  # the same on the device
+    heads: Tensor | slice  # the same as an index on the device
     q: Tensor  # [B, Lq, h, D]
     k: Tensor  # [B, Lk, h, D]
     v: Tensor
-    layout: KeyLayout
+    parts: Callable[[], list[tuple[list[int], KeyLayout]]]  # layouts, each with the places here of its heads

@@ -1,7 +1,7 @@
 """The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
 from wan.blocks import check_window
-from wan.cache import CachePolicy, KVCache, PerHeadCache
+from wan.cache import AnyCache, CachePolicy, KVCache
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
@@ -20,7 +20,7 @@ from wan.policies import of_window
 from wan.rope import RotaryTable, rotate
 from wan.sites import Site, visit, wanted, watchers
 
-Cache = KVCache | PerHeadCache | None
+Cache = AnyCache | None
 Mask = Tensor | MaskedAttention | None
 TextKeysValues = list[tuple[Tensor, Tensor]]  # per layer, [B, text_len, H, D] each
 
@@ -232,7 +232,7 @@ class SelfAttention(_Attention):
         if kv_cache is not None:
             seen = kv_cache.write(self.site.layer, q, k, v, own[3] if len(own) > 3 else None)
             if isinstance(seen, list):
-                return attention_by_heads(seen, self.site)
+                return attention_by_heads(seen, self.site, len(q))
             k, v = seen  # [B, Lk, H, D]
             layout = kv_cache.layouts[self.site.layer]  # type: ignore[union-attr]  # no groups: a KVCache
         return attention(q, k, v, self.site, mask, layout)
@@ -520,7 +520,7 @@ class CausalWanModel(WanModel):
         width: int,
         policy: CachePolicy | None = None,
         block_size: int = 3,
-    ) -> KVCache | PerHeadCache:
+    ) -> AnyCache:
         """Return an empty cache for num_frames latent frames of height x width in blocks of block_size.
 
         Without a policy it is that of the model's local_attn_size and sink_size.
@@ -530,8 +530,8 @@ class CausalWanModel(WanModel):
         _, patch_h, patch_w = config.patch_size
         rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
 
-        def build(num_heads: Sequence[int], of_class: CachePolicy) -> KVCache:
-            return KVCache(
+        def build(num_heads: Sequence[int], of_class: CachePolicy, make: type = KVCache) -> Any:
+            return make(
                 num_heads,
                 batch,
                 config.head_dim,

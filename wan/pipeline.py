@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -89,9 +90,9 @@ class CausalInferencePipeline:
         sink_size describe, or the whole past. first_block_steps are block 0's in place of
         denoising_step_list. With recompute_context n the keys of the last n frames are computed again before
         each block; all other frames leave, the sink included (window's global_sink stays). weights says in
-        words what the model was loaded from.
+        words what the model was loaded from, cache_bytes what keys and values take after the newest block.
         """
-        self.weights = ""
+        self.weights, self.cache_bytes = "", 0
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         steps, self.first_steps, self.later_steps = steps_of_blocks(denoising_step_list, first_block_steps)
@@ -211,6 +212,7 @@ class CausalInferencePipeline:
 
             # 3. Remember: the clean pass overwrites this block's keys and values.
             video.remember(block, frames, x0)
+            self.cache_bytes = video.kv_cache.nbytes
             yield frames, x0
 
     def block_ranges(self, num_given: int, num_frames: int) -> list[range]:
@@ -262,7 +264,7 @@ class CausalInferencePipeline:
                 earlier = cache.frames[: cache.own.start]
                 past |= {*earlier}
                 sink |= {*earlier[: len(cache.layouts[0].sink)]}
-            remembered = min(left + len(block), policy.num_frames or block.stop)
+            remembered = min(left + len(block), policy.recomputed_frames or block.stop)
             first = [RECACHE] if how == "recache" or (context and past) else []
             steps = (*first, *(() if block.start < given else self.steps_of(number)), len(self.timesteps))
             more = bool(past) and not knows_all
@@ -295,8 +297,9 @@ class Rollout:
         self.text = self.model.text_keys_values(prompt_embeds)
         for embeds in (prompt_embeds, *(switch.prompt_embeds for switch in prompt_schedule)):
             check_batch(batch if embeds is None else len(embeds), batch)
+        policy = pipeline.cache_policy.of_video(bool(prompt_schedule))
         self.kv_cache = self.model.new_kv_cache(
-            batch, num_frames, height, width, pipeline.cache_policy, pipeline.num_frame_per_block
+            batch, num_frames, height, width, policy, pipeline.num_frame_per_block
         )
         self.switches = {switch.frame: switch for switch in prompt_schedule}
         self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
@@ -315,9 +318,8 @@ class Rollout:
         del self.past[: len(self.past) - remembered]
         text = self.model.head_shard.of_text(self.text)
         if again:
-            assert isinstance(self.kv_cache, KVCache)  # a cache per class of heads is not computed again
             past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
-            self.kv_cache.recache(past, text, lasts=not self.context)
+            cast(KVCache, self.kv_cache).recache(past, text, lasts=not self.context)
             self.predict_flow(torch.cat(self.past[-again:], 1), block, past, RECACHE)
         self.kv_cache.advance(frames, text, cut=switch.how == "cut")
 
@@ -340,7 +342,7 @@ class Rollout:
         self.predict_flow(x0, block, frames, step=len(self.pipeline.timesteps))
         if self.keeps_past:
             self.past += x0.split(1, 1)
-            del self.past[: -(self.kv_cache.policy.num_frames or len(self.past))]
+            del self.past[: -(self.kv_cache.policy.recomputed_frames or len(self.past))]
 
     def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
         """Run the model once, announced to those who observe it."""

@@ -3,18 +3,26 @@
 Each class is a policy of a publication. The face that they share is CachePolicy in wan/cache.py.
 """
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from os.path import isfile
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
 
-from wan.cache import FLUSH_KEEPS, NEEDS_ROTATION, CachePolicy, Capacity, HeadClass, KVCache, PerHeadCache
+from wan.cache import (
+    FLUSH_KEEPS,
+    NEEDS_ROTATION,
+    AnyCache,
+    CachePolicy,
+    Capacity,
+    HeadClass,
+    KVCache,
+    PerHeadCache,
+)
 from wan.errors import ConfigError, require_text, short_repr
-from wan.files import CONFIG_BYTES, MAX_FRAMES, MAX_TEXT, read_text
+from wan.files import MAX_FRAMES, MAX_TEXT
+from wan.headwise import DummyForcing, ForcingKV, HeadBudget, TriAttention, read_columns
 from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadShard, Slot, send
 from wan.rope import rotate_into
 
@@ -569,6 +577,7 @@ class PerHead(CachePolicy):
     policies: dict[str, CachePolicy] = field(default_factory=dict)
 
     name = "per_head"
+    by_heads = True
     can_recache = False
 
     def __post_init__(self) -> None:
@@ -578,7 +587,7 @@ class PerHead(CachePolicy):
         self.policies = {
             str(label): one if isinstance(one, CachePolicy) else read_policy(one) for label, one in classes
         }
-        self.labels = read_labels(self.file)
+        self.labels = next(iter(read_columns(self.name, self.file).values()))
         super().__post_init__()
 
     def describe(self) -> dict[str, Any]:
@@ -589,7 +598,7 @@ class PerHead(CachePolicy):
         for label in sorted({label for row in self.labels for label in row}):
             self.require(label in self.policies, f"class {short_repr(label)} of {self.file} has no policy")
         for label, policy in self.policies.items():
-            fits = not policy.source and not isinstance(policy, PerHead)
+            fits = not policy.source and not policy.by_heads
             self.require(fits, f"class {short_repr(label)} has no clean rule; leave released out")
             policy.check(block_sizes)
         by_slot = {label: one for label, one in self.policies.items() if one.positions_follow_slots}
@@ -638,30 +647,6 @@ class PerHead(CachePolicy):
         return PerHeadCache(self, classes)
 
 
-def read_labels(file: str) -> list[list[str]]:
-    """Read classes of layers x heads from a CSV: rows of layers, or columns layer, head and class."""
-    if not isfile(file):
-        raise ConfigError(f"cache_policy per_head: {short_repr(file)} not found; give a CSV of head classes")
-    lines = (line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#"))
-    try:
-        rows = [row for row in csv.reader(lines) if row]
-        header = rows[0]
-        if {"layer", "head"} <= {*header}:
-            layer, head = header.index("layer"), header.index("head")
-            label = min({*range(len(header))} - {layer, head})
-            found = {(int(row[layer]), int(row[head])): row[label] for row in rows[1:]}
-            layers, heads = (max(index) + 1 for index in zip(*found, strict=True))
-            rows = [[found[i, j] for j in range(heads)] for i in range(layers)]
-        if len({len(row) for row in rows}) != 1:
-            raise ValueError("rows of different lengths")
-    except (csv.Error, ValueError, LookupError) as error:
-        raise ConfigError(
-            f"cache_policy per_head: {file} is no CSV of classes, layers x heads, or of columns layer, head "
-            f"and class that name every head: {short_repr(error)}"
-        ) from None
-    return [[label.strip() for label in row] for row in rows]
-
-
 POLICIES: dict[str, type[CachePolicy]] = {
     policy.name: policy
     for policy in (
@@ -675,6 +660,10 @@ POLICIES: dict[str, type[CachePolicy]] = {
         RollingSink,
         MemoryBank,
         PerHead,
+        DummyForcing,
+        ForcingKV,
+        TriAttention,
+        HeadBudget,
     )
 }
 
@@ -692,8 +681,9 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
             names = ", ".join(known)
             raise ConfigError(f"cache_policy {name} has no field {short_repr(key)}; it has {names}")
         types = get_args(known[key]) or (known[key],)
-        fits = type(value) in types or (float in types and type(value) is int)
-        fits = fits and (type(value) is not int or value <= MAX_FRAMES)
+        fits = type(value) in types or (float in types and type(value) is int) or Any in types
+        _, most = POLICIES[name].bounds.get(key, (0, MAX_FRAMES))
+        fits = fits and (type(value) is not int or value <= most)
         if not fits and get_origin(known[key]) is not dict:
             kinds = " or ".join("null" if one is type(None) else one.__name__ for one in types)
             said = f"{kinds}, numbers at most {MAX_FRAMES}, not {short_repr(value)}"
@@ -768,7 +758,7 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
         policy.check_switch(switch.how, switch.frame)
 
 
-def apply_switch(cache: KVCache | PerHeadCache, how: How, past: int, context: int) -> tuple[int, int]:
+def apply_switch(cache: AnyCache, how: How, past: int, context: int) -> tuple[int, int]:
     """Let a cache forget what a switch wants before a block, of past frames whose latents are remembered.
 
     context is recompute_context. Returns how many of them are remembered still, and how many, the newest, are

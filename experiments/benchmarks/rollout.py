@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 
 from experiments.benchmarks.harness import Rows, benchmark_parser, in_turn, print_rows, save_report
-from experiments.benchmarks.worker import Active, Rollout, capture_requests, capturing
+from experiments.benchmarks.worker import MIB, Active, Rollout, capture_requests, capturing
 from experiments.caches.files import require_writable
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
-from experiments.running.cli import config_from, main
+from experiments.running.cli import config_from, main, policy_settings
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
 from wan import attention as attention_code
 from wan import model as model_code
@@ -45,11 +45,11 @@ from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.kernels.graphs import apply_cuda_graphs
-from wan.policies import make_policy
+from wan.policies import make_policy, read_policy
 from wan.sites import SiteCapture, Where, watched
 
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
-GROUPS = ("maps", "interventions", "sites", "policies", "models")
+GROUPS = ("maps", "interventions", "sites", "policies", "heads", "models")
 POLICIES: list[tuple[dict[str, Any], int]] = [  # a policy, and the size of the window beside it
     ({"name": "ema_sink", "window": 9, "sink": 3}, 9),
     ({"name": "relative", "window": 12, "sink": 3}, 12),
@@ -59,6 +59,12 @@ POLICIES: list[tuple[dict[str, Any], int]] = [  # a policy, and the size of the 
     ({"name": "participative", "window": 21, "sink": 10, "budget": 16, "recent": 4}, 21),
     ({"name": "rolling_sink", "window": 21}, 21),
 ]
+HEADS: dict[str, list[tuple[int, int]]] = {  # policies of configs, and windows and sinks beside them
+    "longlive": [],
+    "dummy_forcing": [(5, 1)],  # about as many keys as the mean head has
+    "forcing_kv": [(6, 1)],
+    "triattention": [(9, 1)],
+}
 Timed = dict[str, Callable[[], float]]
 Part = tuple[Timed, Rows, dict[str, str]]  # rows, what is known of them, beside which each stands
 
@@ -121,14 +127,27 @@ def sizes_of(config: RunConfig, random_weights: bool) -> ModelConfig:
     return MODELS[config.model]
 
 
-def warmed_up(rollout: Rollout, rows: Timed, beside: dict[str, str]) -> Part:
-    """Call every row once; note its peak memory, and whether its latents equal those of the row beside it."""
+def warmed_up(rollout: Rollout, rows: Timed, beside: dict[str, str], ends: bool = False) -> Part:
+    """Call every row once; note its peak memory, and whether its latents equal those of the row beside it.
+
+    ends: also what its cache holds after the last block, and in every round how long that block took.
+    """
     about, latents = {}, {}
+
+    def with_end(name: str, row: Callable[[], float]) -> float:
+        seconds = row()
+        about[name]["last_block_ms"] = round(rollout.last_block_ms, 2)
+        return seconds
+
     for name, row in rows.items():
         about[name] = {"gpu_peak_mib": rollout.peak_mib(row)}
         latents[name] = rollout.latents
+        if ends:
+            about[name]["cache_mib"] = round(rollout.pipeline.cache_bytes / MIB, 1)
     for name in rows:
         about[name]["same_bits"] = torch.equal(latents[name], latents[beside.get(name, next(iter(rows)))])
+    if ends:
+        rows = {name: partial(with_end, name, row) for name, row in rows.items()}
     return rows, about, beside
 
 
@@ -175,7 +194,8 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             ),
         }.items():
             rows[f"sites: {name}"] = partial(seconds, partial(watching, watcher))
-    yield warmed_up(rollout, rows, {})
+    if {*args.what} != {"heads"}:
+        yield warmed_up(rollout, rows, {})
     if "policies" in args.what:
         rows = {}
         beside: dict[str, str] = {}
@@ -188,6 +208,14 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
                 rows[f"{name}, mass"] = partial(seconds, mass, policy=policy)
                 beside |= {name: f"window {size}", f"{name}, mass": name}
         yield warmed_up(rollout, rows, beside)
+    if "heads" in args.what:
+        rows = {"full": partial(seconds, policy=make_policy(name="full"))}
+        for name, windows in HEADS.items():
+            rows[name] = partial(seconds, policy=read_policy(policy_settings(name)))
+            for window, sink in windows:
+                beside_it = make_policy("window", window=window, sink=sink)
+                rows[f"window {window}/{sink}"] = partial(seconds, policy=beside_it)
+        yield warmed_up(rollout, rows, {}, ends=True)
 
 
 @contextmanager

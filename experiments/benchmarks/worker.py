@@ -125,9 +125,29 @@ class Rollout:
         return model
 
     def generate(self) -> Tensor:
-        return self.pipeline.inference(
-            self.noise, prompt_embeds=self.text, renoise=self.renoise, prompt_schedule=self.switches
+        ends: list[tuple[float, Any]] = []  # of blocks, on the host's clock and on the GPU's
+
+        def end(block: int, latents: Tensor) -> None:
+            event = torch.cuda.Event(enable_timing=True) if latents.is_cuda else None
+            if event:
+                event.record()
+            ends.append((1000 * time.perf_counter(), event))
+
+        latents = self.pipeline.inference(
+            self.noise,
+            prompt_embeds=self.text,
+            renoise=self.renoise,
+            prompt_schedule=self.switches,
+            on_block=end,
         )[1]
+        self._ends = ends[-2:]
+        return latents
+
+    @property
+    def last_block_ms(self) -> float:
+        """Milliseconds of the last block of the last rollout, once the device has it."""
+        (start, before), (stop, after) = self._ends
+        return before.elapsed_time(after) if before else stop - start
 
     def seconds(self, active: Active = nullcontext, policy: Any = None) -> float:
         """Generate one video and return the seconds until the device and the host have everything."""

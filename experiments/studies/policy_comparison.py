@@ -321,7 +321,10 @@ class Maker:
         }
         if on_gpu:
             cost["peak_bytes"] = torch.cuda.max_memory_allocated(session.device)
-        cost |= {"batch": len(items), "cache_bytes": kv_cache(config, session.model_config, session.dtype)}
+        held = kv_cache(config, session.model_config, session.dtype)
+        if config.policy.by_heads:  # how many heads are of which class shows in the rollout alone
+            held = pipeline.cache_bytes // len(items)
+        cost |= {"batch": len(items), "cache_bytes": held}
         return list(pixels), cost
 
     def _control(self, control: str, items: Sequence[Item]) -> list[np.ndarray]:

@@ -162,8 +162,8 @@ def test_labels_may_be_named_by_columns(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no CSV of classes"),
-        (b"layer,head,class\n0,0,a\n99999999999,0,a\n", "is no CSV of classes"),
+        (b"", "is no CSV of"),
+        (b"layer,head,class\n0,0,a\n99999999999,0,a\n", "is no CSV of"),
         (b"a,b\nc\n", "rows of different lengths"),
         (b"\xff\xfea", "is not text in UTF-8"),
     ],

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.cache import KVCache, PerHeadCache
+from wan.cache import AnyCache
 from wan.kernels import fused_kernels
 from wan.keys import KeyLayout
 from wan.model import (
@@ -148,7 +148,7 @@ class OnOneGPU:
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
         multiply(attn.k, self.normed, self.keys)
 
-    def attend(self, attn: SelfAttention, kv_cache: KVCache | PerHeadCache) -> None:
+    def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
         """Compute what is not recorded: keys, values, attention and the product behind it."""
         k_out, v_out = attn.out_buffers(kv_cache, self.x.shape) or (None, None)
         raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
@@ -183,7 +183,7 @@ class OnSeveralGPUs(OnOneGPU):
         self.own = self.own or own
         copy_all(self.own, own)
 
-    def attend(self, attn: SelfAttention, kv_cache: KVCache | PerHeadCache) -> None:
+    def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
         heads = attn.attend(self.own, kv_cache)
         self.heads = heads if self.heads is None else self.heads
         copy_all([self.heads], [heads])

@@ -1,0 +1,100 @@
+"""Classes of heads by the rules of head-wise cache policies, and the mean queries that TriAttention needs."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.analysis.taxonomy import (
+    ABSENT,
+    Thresholds,
+    head_kinds,
+    local_mass_share,
+    locality,
+)
+from experiments.caches.files import CacheError
+from experiments.caches.view import open_profiles
+from experiments.extraction import causal
+from wan.blocks import block_frames
+from wan.config import RunConfig
+
+SINK, NEIGHBOUR, DUMMY = range(3)  # as in wan/headwise.py
+
+
+def classes_of(
+    rule: str, atlas: Any, step: int | None = None, num: int | None = None, block: int = 1
+) -> np.ndarray:
+    """Return the class of every head, int [layers, heads], by a rule of make_head_classes.py.
+
+    num heads are dummy, or have the most mass on older frames; half of all where not given. Raises CacheError
+    for an atlas that does not hold what the rule needs.
+    """
+    view = open_profiles(atlas, step, quantity="mean_logit" if rule == "pyramid" else "mass")
+    if rule == "pyramid":
+        labels = head_kinds(view, Thresholds())
+    elif rule == "forcing_kv":
+        labels = locality(local_mass_share(view.profiles(), Thresholds()), Thresholds())
+    else:
+        mass = view.frame_matrices()  # [layers, H, F, F]
+        own = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1)
+        if mass is None or not own[0]:
+            raise CacheError(f"rule {rule} needs an atlas with the masses of all frames")
+        num = mass.shape[0] * mass.shape[1] // 2 if num is None else num
+        rows = mass[:, :, own].mean(2)  # [layers, H, F]
+        labels = (
+            dummy(rows, own, num) if rule == "dummy" else most(np.nansum(rows[:, :, : own[0] - 3], -1), num)
+        )
+    if labels is None or (labels == ABSENT).any():
+        raise CacheError(f"the atlas does not say what rule {rule} needs: more frames, or all passes")
+    return labels
+
+
+def most(values: np.ndarray, num: int) -> np.ndarray:
+    """Return 1 for the num heads of the largest values, 0 for the others."""
+    found = np.zeros(values.size, int)
+    found[np.argsort(-values, axis=None, kind="stable")[:num]] = 1
+    return found.reshape(values.shape)
+
+
+def dummy(mass: np.ndarray, own: list[int], num: int) -> np.ndarray:
+    """Return SINK, NEIGHBOUR or DUMMY by masses [layers, H, F] of a block: Dummy Forcing's rule, all rows."""
+    first, middle = mass[:, :, 0], mass[:, :, 1 : own[0]].sum(-1)
+    first, middle = first / first.sum(), middle / middle.sum()
+    found = np.where(first < middle, NEIGHBOUR, SINK)
+    return np.where(most(-np.maximum(first, middle), num) == 1, DUMMY, found)
+
+
+def query_means(config: RunConfig) -> dict[str, np.ndarray]:
+    """Roll a model out with its whole past; return q_mean_real, q_mean_imag, q_abs_mean [layers, H, D / 2].
+
+    Means over tokens of all passes of queries before RoPE, as complex pairs of dims, and of their moduli.
+    """
+    config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
+    session = causal.prepare(config, [])
+    model, sums, counts = session.pipeline.model, dict[int, list[torch.Tensor]](), dict[int, int]()
+
+    def add(layer: int, attention: Any, projected: torch.Tensor) -> None:
+        q = attention.norm_q(projected).double().unflatten(-1, (-1, 2))  # [B, L, H, D / 2, 2]
+        found = [q.sum((0, 1)), q.norm(dim=-1).sum((0, 1))]
+        sums[layer] = [a + b for a, b in zip(sums.get(layer, [0.0, 0.0]), found, strict=True)]
+        counts[layer] = counts.get(layer, 0) + projected.shape[0] * projected.shape[1]
+
+    hooks = [
+        block.self_attn.q.register_forward_hook(
+            lambda module, given, out, layer=layer, attention=block.self_attn: add(layer, attention, out)
+        )
+        for layer, block in enumerate(model.blocks)
+    ]
+    try:
+        session.rollout(config)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pairs, sizes = (torch.stack([sums[n][i] / counts[n] for n in range(len(hooks))]) for i in (0, 1))
+    real, imag = pairs.float().cpu().unbind(-1)
+    return {
+        "q_mean_real": real.numpy(),
+        "q_mean_imag": imag.numpy(),
+        "q_abs_mean": sizes.float().cpu().numpy(),
+    }
