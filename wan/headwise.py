@@ -195,13 +195,13 @@ class Parts:
     def __init__(self, kind: Kind, cache: HeadwiseCache):
         self.ids, self.count = kind.ids, len(kind.heads)
         self.S, self.newest, self.own, self.sink = cache.tokens_per_frame, cache.newest, cache.own, cache.sink
-        self.items, self.name = cache.items, cache.policy.name
+        self.items, self.policy = cache.items, cache.policy
 
     def __call__(self) -> list[tuple[list[int], KeyLayout]]:
         """Return heads of the kind, by their places in it, with the layout of their keys."""
         if self.items > 1:
             problem = f"videos of a batch of {self.items} keep other frames"
-            raise ConfigError(f"cache_policy {self.name}: {problem}; capture and edit them one by one")
+            self.policy.require(False, f"{problem}; capture and edit them one by one")
         past, stop = self.ids.cpu(), self.newest.stop * self.S  # [B or 1, past, h or 1]
         own = torch.arange(stop - self.own, stop).expand(len(past), -1)
         if past.shape[2] == 1:

@@ -682,7 +682,7 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
             raise ConfigError(f"cache_policy {name} has no field {short_repr(key)}; it has {names}")
         types = get_args(known[key]) or (known[key],)
         fits = type(value) in types or (float in types and type(value) is int) or Any in types
-        _, most = POLICIES[name].bounds.get(key, (0, MAX_FRAMES))
+        most = max(MAX_FRAMES, POLICIES[name].bounds.get(key, (0, 0))[1])
         fits = fits and (type(value) is not int or value <= most)
         if not fits and get_origin(known[key]) is not dict:
             kinds = " or ".join("null" if one is type(None) else one.__name__ for one in types)

@@ -404,7 +404,7 @@ def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) ->
     for name in ("slot_logits", "slot_mass"):
         if name.replace("slot", "frame") in run.quantities:
             found[name] = stack(lambda layer, step, name=name: of_slots(name, layer, step), layers, steps)
-    if policy.name == "per_head" and "slot_mass" in found:
+    if policy.by_heads and "slot_mass" in found:
         # One slot more for the mass on averages, which heads of a class may see and which are no frames:
         mass = found["slot_mass"]  # [N, P, H, F, slots]
         rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)

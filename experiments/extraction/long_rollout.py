@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.caches.files import (
@@ -25,6 +26,7 @@ from experiments.caches.files import (
     replacing,
     require_same,
 )
+from experiments.caches.formats import NO_KEY
 from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.observer import RunObserver
@@ -120,17 +122,24 @@ class BlockCapture:
         return [block for block in wanted if block not in kept]
 
     def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], run: str, row: int = 0) -> None:
-        """Write a block's calls of one video: logits and mass [layers, H, n, keys], and the keys."""
+        """Write a block's calls of one video: logits and mass [layers, H, n, keys], and the keys.
+
+        Where heads keep keys of their own, layers see more or fewer frames: NaN, and frame -9, come before.
+        """
         start = -self.band or None
         values: dict[str, Any] = {"format": "block_attention", "block": block, "step": self.step}
         values |= {"band": self.band, "query_frames": list(calls[0]["query_frames"])}
         values |= {"timestep": calls[0]["timestep"], "fingerprint": run}
         for name in ("logits", "mass"):
             of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
+            most = max(x.shape[-1] for x in of_slots)
+            of_slots = [F.pad(x, (most - x.shape[-1], 0), value=torch.nan) for x in of_slots]
             values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])
         layouts = [call.layout for call in calls if call.layout is not None]
         for name in ("frames", "positions"):
-            values[f"key_{name}"] = torch.tensor([getattr(layout, name)[start:] for layout in layouts])
+            rows = [getattr(layout, name) for layout in layouts]
+            rows = [[NO_KEY] * (most - len(row)) + list(row) for row in rows]
+            values[f"key_{name}"] = torch.tensor(rows)[:, start:]
         with replacing(path_of(folder, block)) as file:
             torch.save(values, file)
 

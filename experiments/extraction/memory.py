@@ -102,7 +102,7 @@ def frames_at_once(config: RunConfig) -> int:
     again = [min(config.recompute_context, config.num_frames)]
     for switch in config.switches:
         if switch.how == "recache":
-            again.append(min(switch.frame, config.policy.num_frames or switch.frame))
+            again.append(min(switch.frame, config.policy.recomputed_frames or switch.frame))
     return max(min(config.num_frames, blocks * max(config.block_sizes)), *again)
 
 
@@ -399,10 +399,10 @@ def check_requests(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> None:
     """Raise ConfigError for a layer, block, pass, head or place that model or rollout do not have."""
-    if config.policy.name == "per_head" and any(request.granularity != "frame" for request in requests):
+    if config.policy.by_heads and any(request.granularity != "frame" for request in requests):
         raise ConfigError(
-            "under cache_policy per_head heads see keys of their own, of which no maps, token matrices or "
-            "key curves are kept; use --granularity frame, or run_extraction_all.py without --key_curve"
+            f"under cache_policy {config.policy.name} heads see keys of their own, of which no maps, token "
+            "matrices or key curves are kept; use --granularity frame, or run_extraction_all.py without --key_curve"
         )
     blocks = len(config.block_sizes)
     for request in requests:

@@ -32,15 +32,18 @@ from wan.vae import VAE
 
 pytestmark = pytest.mark.slow
 FRAMES = 18
+HEADS = "checkpoints/wan-mini/heads"
 POLICIES = [
     {"name": "full"},
     {"name": "window", "window": 9, "sink": 3},
     {"name": "relative", "window": 6, "sink": 1},
-    {"name": "deep_sink", "window": 9, "sink": 6},
     {"name": "ema_sink", "window": 9, "sink": 3},
-    {"name": "two_memories", "window": 12, "sink": 3},
     {"name": "rolling_sink", "window": 9},
     {"name": "memory_bank", "window": 9, "sink": 3},
+    {"name": "dummy_forcing", "num_dummy": 48, "row_seed": 3},
+    {"name": "forcing_kv", "num_frame_patch": 4, "heads": f"{HEADS}/forcing_kv.csv"},
+    {"name": "triattention", "budget_tokens": 80, "sink": 1, "statistics": f"{HEADS}/query_means.npz"},
+    {"name": "head_budget", "file": f"{HEADS}/budget.csv"},
     {"name": "participative", "window": 12, "sink": 3, "budget": 9, "recent": 3},
     {"name": "window", "window": 12, "sink": 6, "released": "longlive"},
 ]

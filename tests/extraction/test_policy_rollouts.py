@@ -166,6 +166,13 @@ def test_an_atlas_of_classes_of_heads(tmp_path):
         assert atlas["schema_version"] == 2
         torch.testing.assert_close(atlas["slot_mass"].nansum(-1), torch.ones(8, 5, 12, 12))
         assert (atlas["slot_frame"][0, -1] == -1).any() == (other["name"] == "ema_sink")
+    static = {
+        "name": "forcing_kv",
+        "num_frame_patch": 4,
+        "heads": "checkpoints/wan-mini/heads/forcing_kv.csv",
+    }
+    chosen = saved(causal.policy_atlas(CONFIG, static, 12), tmp_path / "atlas.pt")
+    torch.testing.assert_close(chosen["frame_mass"].nansum(-1), torch.ones(8, 5, 12, 12))
     config = config_of(settings | {"policies": {"a": {"name": "full"}, "b": {"name": "full"}}})
     with pytest.raises(ConfigError, match="use --granularity frame"):
         check_requests(config, read_model_config("checkpoints/wan-mini"), figure4_requests(config, "key"))

@@ -70,10 +70,10 @@ def arrays(name: str) -> dict[str, np.ndarray]:
 
 @cache
 def latents_of_cases() -> dict[str, np.ndarray]:
-    """Latents [1, 36, 16, 8, 12] of every case, stored byte by byte of their float32: it packs better."""
+    """Latents [1, 12, 16, 8, 12] of every case, each block's last frame, stored byte by byte of float32."""
     stored = arrays("policies")
     values = np.ascontiguousarray(stored["latents_bytes"].T).view(np.float32)
-    return dict(zip(stored["cases"].tolist(), values.reshape(-1, 1, 36, 16, 8, 12), strict=True))
+    return dict(zip(stored["cases"].tolist(), values.reshape(-1, 1, 12, 16, 8, 12), strict=True))
 
 
 @cache
@@ -119,7 +119,9 @@ def test_policy(case, monkeypatch):
     recorder = Recorder(monkeypatch)
     latents, calls = run(case)
     golden = {key.partition("/")[2]: x for key, x in arrays("policies").items() if key.startswith(f"{case}/")}
-    torch.testing.assert_close(latents, torch.from_numpy(latents_of_cases()[case]), atol=ATOL, rtol=0)
+    torch.testing.assert_close(
+        latents[:, 2::3], torch.from_numpy(latents_of_cases()[case]), atol=ATOL, rtol=0
+    )
     assert len(recorder.layouts) == len(golden["call_start"])
     writers: dict[bytes, int] = {}  # values are first seen in the call that wrote them
     for call, of_layers in enumerate(recorder.layouts):

@@ -173,3 +173,43 @@ def test_a_file_of_classes_that_is_none_is_one_line(content, message, tmp_path):
     (tmp_path / "labels.csv").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         make_policy("per_head", file=str(tmp_path / "labels.csv"), policies={"a": FULL})
+
+
+def test_a_budget_of_every_head_is_its_window(per_head, tmp_path):
+    """The calls of classes of windows, with keys of one length together."""
+    rows = [["layer", "head", "window", "sink"]]
+    for layer, labels in enumerate(LABELS):
+        rows += [[layer, head, *((9, 3) if label == "far" else (6, 1))] for head, label in enumerate(labels)]
+    file = write_labels(tmp_path / "budget.csv", rows)
+    request, window = CaptureRequest(granularity="frame", layers=[1]), {"name": "window", "window": 9}
+    latents, calls = roll_out(make_policy("head_budget", file=file), request)
+    expected, of_classes = roll_out(per_head(window | {"sink": 3}, WINDOW), request)
+    torch.testing.assert_close(latents, expected, atol=1e-5, rtol=0)
+    for call, other in zip(calls, of_classes, strict=True):
+        assert call["key_frames"] == other["key_frames"]
+        torch.testing.assert_close(call["frame_mass"], other["frame_mass"], atol=1e-5, rtol=0, equal_nan=True)
+    write_labels(tmp_path / "budget.csv", [*rows[:-1], [4, 11, 3, 1]])
+    with pytest.raises(ConfigError, match="layer 4, head 11: window 3 does not hold sink 1"):
+        make_policy("head_budget", file=file).check([3])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "dummy_forcing", "ar_start": 0}, "ar_start 0 has no middle frames"),
+        ({"name": "dummy_forcing", "num_dummy": 61}, "num_dummy 61 of a model of 60 heads"),
+        ({"name": "forcing_kv"}, "not found; give a CSV"),
+        ({"name": "forcing_kv", "heads": [[2]]}, "of 1 .static. and 0"),
+        ({"name": "forcing_kv", "heads": [[1, 0]], "sim_retention_ratio": 0.5}, "keeps 9 chunks"),
+        ({"name": "forcing_kv", "heads": [[1, 0]], "temporal_context_length": 4}, "length of 1 to 3"),
+        ({"name": "forcing_kv", "heads": [[1, 0]]}, "1 layers x 2 heads, the model of 5 x 12"),
+        ({"name": "forcing_kv", "heads": LABELS, "num_frame_patch": 5}, "must be a file or an array"),
+        ({"name": "triattention", "statistics": "nowhere.npz"}, "nowhere.npz' not found"),
+        ({"name": "triattention", "statistics": {"q_mean": 1}}, "need q_mean"),
+        ({"name": "head_budget", "file": "nowhere.csv"}, "not found"),
+    ],
+)
+def test_what_heads_cannot_keep_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        roll_out(make_policy(**fields))
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
