@@ -402,7 +402,7 @@ def check_requests(
     if config.policy.by_heads and any(request.granularity != "frame" for request in requests):
         raise ConfigError(
             f"under cache_policy {config.policy.name} heads see keys of their own, of which no maps, token "
-            "matrices or key curves are kept; use --granularity frame, or run_extraction_all.py without --key_curve"
+            "matrices or key curves are kept; use --granularity frame, or leave --key_curve out"
         )
     blocks = len(config.block_sizes)
     for request in requests:
