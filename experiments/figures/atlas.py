@@ -400,3 +400,49 @@ def knockout_curves(
     axis.legend(fontsize=8, loc="upper right")
     st.label_figure(figure, [], subtitle)
     return figure
+
+
+@styled
+def share_bars(
+    shares: Mapping[str, Sequence[float]], ceilings: Mapping[str, float], title: str, x: str
+) -> Figure:
+    """Draw a bar with its interval for each name -> (share, low, high); ceilings as dotted lines."""
+    figure, axis = plt.subplots(figsize=(7.4, 0.8 + 0.27 * len(shares)))
+    values, rows = np.array([row[:3] for row in shares.values()]), np.arange(len(shares))
+    ends = np.stack([values[:, 0] - values[:, 1], values[:, 2] - values[:, 0]])
+    axis.barh(rows, values[:, 0], xerr=ends, color=BLUE, height=0.65, error_kw={"linewidth": 0.9})
+    for name, value in ceilings.items():
+        axis.axvline(value, color="0.4", linewidth=0.8, linestyle=":")
+        axis.text(value, -0.65, name, fontsize=7, ha="right", va="bottom", color="0.3")
+    axis.set_yticks(rows, list(shares))
+    axis.set(xlabel=x, xlim=(0, 1.02), ylim=(len(shares) - 0.4, -1.3))
+    st.label_figure(figure, [], title)
+    return figure
+
+
+@styled
+def budget_curves(
+    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
+    ceilings: Mapping[str, float],
+    title: str,
+) -> Figure:
+    """Draw a panel for each name, a line for each rule: budget -> (share, low, high)."""
+    figure, axes = plt.subplots(1, len(panels), squeeze=False, sharey=True, figsize=(4.6 * len(panels), 4.0))
+    rules = list(dict.fromkeys(rule for panel in panels.values() for rule in panel))
+    legend: dict[str, Artist] = {}
+    for axis, (name, panel) in zip(axes[0], panels.items(), strict=True):
+        for number, rule in enumerate(rules):
+            if rule not in panel:
+                continue
+            budgets = np.array([*panel[rule]]) + 0.05 * (number - len(rules) / 2)
+            share, low, high = np.array([row[:3] for row in panel[rule].values()]).T
+            color = DARK if rule == "uniform" else plt.get_cmap("tab10")(number)
+            style: dict[str, Any] = {"fmt": "o-", "markersize": 3.5, "linewidth": 1.2, "elinewidth": 0.6}
+            legend[rule] = axis.errorbar(budgets, share, [share - low, high - share], color=color, **style)
+        for value in ceilings.values():
+            axis.axhline(value, color="0.4", linewidth=0.8, linestyle=":")
+        axis.set(title=name, xlabel="Cache of the mean head (latent frames)", ylim=(-0.02, 1.02))
+    axes[0, 0].set_ylabel("Share back in colour and shape")
+    said = ", ".join(f"{name} {value:.2f}" for name, value in ceilings.items())
+    st.label_figure(figure, [], f"{title}; dotted: {said}", legend=legend)
+    return figure

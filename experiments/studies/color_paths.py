@@ -53,18 +53,16 @@ class RecordedCalls(Watcher):
 
 @dataclass(frozen=True)
 class Pair:
-    """Two colours for the first mover of a scene, and the seed of their noise."""
+    """Two captions of block 0, the caption of all later blocks, and the seed of the noise."""
 
-    scene: Scene
+    captions: tuple[str, str]
+    later: str
     seed: int
-    colors: tuple[str, str]
+    scene: Scene | None = None  # for the tracker
 
-    def captions(self) -> tuple[str, str]:
-        """Return the captions of block 0."""
-        movers = (replace(self.scene.movers[0], color=color) for color in self.colors)
-        return tuple(  # type: ignore[return-value]
-            replace(self.scene, movers=(mover,), unnamed_color=False).caption for mover in movers
-        )
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (*self.captions, self.later)
 
 
 def pairs_of(scenes: NumberedScenes) -> list[Pair]:
@@ -75,13 +73,15 @@ def pairs_of(scenes: NumberedScenes) -> list[Pair]:
         far = [c for c, rgb in COLORS.items() if min(dist(rgb, other) for other in behind) >= MIN_CONTRAST]
         apart = [(dist(COLORS[a], COLORS[b]), a, b) for a in far for b in far if a < b]
         if apart:
-            found.append(Pair(scene, seed, max(apart)[1:]))
+            movers = (replace(scene.movers[0], color=color) for color in max(apart)[1:])
+            named = [replace(scene, movers=(mover,), unnamed_color=False).caption for mover in movers]
+            found.append(Pair((named[0], named[1]), scene.caption, seed, scene))
     return found
 
 
 @dataclass
-class ColorPaths:
-    """A batch of pairs: noise, texts, and the two unedited rollouts."""
+class PairedRuns:
+    """A batch of pairs: noise, texts, and rollouts of either caption."""
 
     config: RunConfig
     session: LoadedModel
@@ -99,9 +99,7 @@ class ColorPaths:
         ]
         noise, renoise = zip(*drawn, strict=True)
         self.noise, self.renoise = torch.cat(noise), torch.cat(renoise, 1)
-        captions = [pair.captions() for pair in self.pairs]
-        self.texts = [self._text([both[n] for both in captions]) for n in range(2)]
-        self.later = self._text([pair.scene.caption for pair in self.pairs])
+        self.texts = [self._text([pair.texts[n] for pair in self.pairs]) for n in range(3)]
         self.ranges = block_ranges(self.config.block_sizes)
 
     def _text(self, captions: Sequence[str]) -> Tensor:
@@ -109,7 +107,7 @@ class ColorPaths:
 
     def rollout(self, which: int, *records: RecordedCalls, **kwargs: Any) -> Tensor:
         """Roll out all pairs in their first or second colour -> latents [B, F, C, h, w]."""
-        switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.later)
+        switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.texts[2])
         with watched(*records), threads_for(self.noise[:1], self.session.model_config):
             return self.session.pipeline.inference(
                 self.noise,
@@ -119,9 +117,9 @@ class ColorPaths:
                 **kwargs,
             )[1]
 
-    def some(self, rows: Sequence[int]) -> "ColorPaths":
+    def some(self, rows: Sequence[int]) -> "PairedRuns":
         """Return the same of some pairs."""
-        return ColorPaths(self.config, self.session, [self.pairs[row] for row in rows])
+        return PairedRuns(self.config, self.session, [self.pairs[row] for row in rows])
 
     def blocks_of_hiding(self, vae: VAE, pool: EvalPool) -> list[tuple[int, int]]:
         """Return, by pair, the first block that shows no shape, and that of its return; 0, 0: not alike."""
@@ -145,7 +143,7 @@ class ColorPaths:
 class Tracer:
     """Patches in pairs whose shape is hidden in blocks first_hidden..back - 1 and returns in block back."""
 
-    paths: ColorPaths
+    paths: PairedRuns
     first_hidden: int
     back: int
 
@@ -224,7 +222,7 @@ def trace(
     frames, and of a layer's. writers: z of a layer, or of a head of the strongest layer, in clean passes of
     visible blocks, as each of the strongest readers, all together and all heads see it.
     """
-    everyone = ColorPaths(config, session, pairs)
+    everyone = PairedRuns(config, session, pairs)
     blocks = everyone.blocks_of_hiding(vae, pool)
     (hidden, back), _ = Counter(one for one in blocks if one[1]).most_common(1)[0]
     tracer = Tracer(everyone.some([n for n, one in enumerate(blocks) if one == (hidden, back)]), hidden, back)
@@ -255,8 +253,8 @@ def trace(
     return {
         "pairs": len(tracer.paths.pairs),
         "of": len(pairs),
-        "captions": [pair.scene.caption for pair in tracer.paths.pairs],
-        "colors": [list(pair.colors) for pair in tracer.paths.pairs],
+        "captions": [pair.later for pair in tracer.paths.pairs],
+        "captions of block 0": [list(pair.captions) for pair in tracer.paths.pairs],
         "hidden from block": hidden,
         "returns in block": back,
         "whole": whole,

@@ -43,6 +43,7 @@ class Sizes:
     budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
     narrow: int = 6  # window of the heads that get no more
     sink: int = 3
+    folds: int = HALVES  # halves on which budgets are judged; of 1, routes too
 
 
 @dataclass(kw_only=True)
@@ -89,26 +90,25 @@ class HeadMemory(Trials):
 
     def routes(self) -> Iterator[Trial]:
         """Yield the known heads, all at once and one by one, without parts of their past, in some passes."""
+        chosen = self.everyone if self.sizes.folds == HALVES else self.half(0)
         for part, dropped in PAST.items():
             for passes in ("all", "denoise", "clean"):
-                yield self.trial(f"known: {part}, {passes}", self.known, dropped, passes=passes)
-            for head in self.known:
-                yield self.trial(f"{head}: {part}, all", [head], dropped)
-        for head in self.known:
-            for passes in ("denoise", "clean"):
-                yield self.trial(f"{head}: past, {passes}", [head], PAST["past"], passes=passes)
+                yield self.trial(f"known: {part}, {passes}", self.known, dropped, chosen, passes=passes)
         blocks = len(self.config.block_sizes)
-        for back, rows in self.by_return().items():
+        for back, rows in self.by_return(chosen).items():
             for part, dropped in PAST.items():
                 for when, some in (("before", range(back)), ("after", range(back, blocks))):
                     name = f"known: {part}, {when} it returns, block {back}"
                     yield self.trial(name, self.known, dropped, rows, blocks=some)
+        for head in self.known:
+            for part, passes in (*((part, "all") for part in PAST), ("past", "denoise"), ("past", "clean")):
+                yield self.trial(f"{head}: {part}, {passes}", [head], PAST[part], chosen, passes=passes)
 
-    def by_return(self) -> dict[int, tuple[int, ...]]:
-        """Return the rows of unedited runs by the block in which the hidden shape is seen again."""
+    def by_return(self, chosen: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return some rows of unedited runs by the block in which the hidden shape is seen again."""
         found: dict[int, list[int]] = {}
         for row, back in enumerate(self.read(self.base())["returns"]):
-            if back:
+            if back and row in chosen:
                 found.setdefault(back, []).append(row)
         return {back: tuple(rows) for back, rows in sorted(found.items())}
 
@@ -131,7 +131,7 @@ class HeadMemory(Trials):
 
         The rest have narrow windows with a sink. draws: random heads, matched by layer with the effect's.
         """
-        for half in range(HALVES):
+        for half in range(self.sizes.folds):
             scores = self.scores(1 - half)
             for budget in self.sizes.budgets:
                 whole = {rule: self.chosen(scores[rule], budget) for rule in rules if rule in scores}

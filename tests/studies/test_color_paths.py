@@ -4,7 +4,7 @@ import pytest
 from helpers.rollouts import TWO_STEPS
 
 from experiments.extraction import causal
-from experiments.studies.color_paths import ColorPaths, RecordedCalls, Tracer, pairs_of, trace
+from experiments.studies.color_paths import PairedRuns, RecordedCalls, Tracer, pairs_of, trace
 from experiments.studies.head_memory import unnamed_captions
 from wan.config import load_config
 
@@ -14,14 +14,14 @@ def tracer():
     """One pair, as if its shape was hidden in block 1 and returned in block 2."""
     config = load_config("configs/wan_mini.yaml", {"num_frames": 9} | TWO_STEPS)
     pairs = pairs_of(unnamed_captions(1, {}))
-    texts = [pairs[0].scene.caption, *pairs[0].captions()]
-    return Tracer(ColorPaths(config, causal.prepare(config, [], texts), pairs), first_hidden=1, back=2)
+    session = causal.prepare(config, [], pairs[0].texts)
+    return Tracer(PairedRuns(config, session, pairs), first_hidden=1, back=2)
 
 
 def test_pairs_differ_in_the_colour_of_block_0_alone(tracer):
     (pair,) = tracer.paths.pairs
-    one, other = pair.captions()
-    assert one.replace(*pair.colors) == other != one and pair.scene.unnamed_color
+    one, other = (set(caption.split()) for caption in pair.captions)
+    assert len(one - other) == len(other - one) == 1 and pair.scene.unnamed_color
     assert tracer.visible == (0, 1, 2) and tracer.hidden == (3, 4, 5)
 
 
@@ -46,7 +46,7 @@ def test_writers_reach_deeper_layers_alone(tracer):
 
 
 def test_a_trace_names_the_strongest(tracer, monkeypatch):
-    monkeypatch.setattr(ColorPaths, "blocks_of_hiding", lambda self, vae, pool: [(1, 2)])
+    monkeypatch.setattr(PairedRuns, "blocks_of_hiding", lambda self, vae, pool: [(1, 2)])
     monkeypatch.setattr(Tracer, "read", lambda self, patches, source=None: {n: [len(n)] for n in patches})
     monkeypatch.setattr(Tracer, "written", lambda self, heads: None)
     found = trace(tracer.paths.config, tracer.paths.session, None, None, tracer.paths.pairs)

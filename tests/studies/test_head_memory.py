@@ -75,8 +75,10 @@ def test_a_report_of_planted_answers(study, monkeypatch):
     assert report["ceilings"]["VAE"][0] == 0.5 and report["base"]["same"][0] == 1
     assert len(report["matched"]["draws"]) == 2
     assert {"known: past, before it returns", "known: frame 0, clean"} <= report["routes"].keys()
-    curves = report["budgets"]["same, rest with sink 1"]
+    curves = report["budgets"]["same, sink 1"]
     assert {"effect", "interactions", "random", "uniform", "Dummy Forcing"} <= curves.keys()
     rows = [report["answers"][f"effect, 5, sink 1, half {half}"] for half in range(2)]
-    assert curves["effect"][0][0] == np.mean([int(row) for row in rows])
+    assert curves["effect"]["5"][0][0] == np.mean([int(row) for row in rows])
+    more = curves["effect"]["5"][0][0] - curves["uniform"]["5"][0]
+    assert curves["effect"]["5"][1][0] == pytest.approx(more, abs=2e-3)
     assert report["chosen"]["effect"]["rho with effect"] == 1

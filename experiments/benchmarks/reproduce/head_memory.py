@@ -13,12 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 from experiments.analysis.effects import bootstrap, partial_spearman, rounded, spearman
+from experiments.analysis.panels import HeadMap
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
+from experiments.figures.atlas import budget_curves, head_maps, share_bars
+from experiments.figures.style import save_svg
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.recipe import FRAMES
 from experiments.miniature.tracking import EvalPool
@@ -38,6 +42,7 @@ from wan.config import load_config
 from wan.files import read_json
 from wan.vae import VAE
 
+SHARE = "Share back in colour and shape"
 KNOWN = 8  # heads of the ranking of hidden_shapes.py
 
 
@@ -52,15 +57,27 @@ def run(argv=None):
     )
     flag("--samples", type=count, default=Sizes.samples, help="random halves of all heads")
     flag("--draws", type=count, default=Sizes.draws, help="random sets of heads, matched by layer")
+    flag(
+        "--folds",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="halves of the captions on which budgets are judged",
+    )
     flag("--ranking", type=Path, default=Path("docs/hidden_shapes.json"), help="the heads known before")
     flag("--judges", type=count, help="processes that judge videos")
     flag("--device", default="auto")
     flag("--folder", type=Path, default=Path("cache/head_memory"), help="where trials are kept")
     flag("--output_path", type=Path, default=Path("docs/head_memory.json"))
+    flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
+    flag("--draw", action="store_true", help="only draw the figures of --output_path again")
     args = parser.parse_args(argv)
     require_writable(args.output_path)
-    save_report(measure(args), args.output_path)
-    print(args.output_path)
+    if not args.draw:
+        save_report(measure(args), args.output_path)
+        print(args.output_path)
+    for name, figure in figures_of(read_json(args.output_path)).items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -75,14 +92,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     scenes = unnamed_captions(max(args.captions, args.pairs), ranked)
     pairs = pairs_of(scenes[: args.pairs])
     known = [(row["layer"], row["head"]) for row in read_json(args.ranking)["knockouts"]["ranking"][:KNOWN]]
-    sizes = Sizes(args.captions, args.draws, samples=args.samples)
+    sizes = Sizes(args.captions, args.draws, samples=args.samples, folds=args.folds)
     with (
         Progress() as watch,
         stopping_when_asked(watch, "trial"),
         EvalPool(workers_of(args.judges)) as pool,  # before a GPU is touched: it forks
     ):
         captions = [scene.caption for _, scene in scenes]
-        session = causal.prepare(config, [], captions + [c for pair in pairs for c in pair.captions()], watch)
+        session = causal.prepare(
+            config, [], captions + [text for pair in pairs for text in pair.texts], watch
+        )
         vae, paths = VAE.from_pretrained(config.ckpt_dir, device=session.device), args.folder / "paths.json"
         if not paths.is_file():
             save_report({"paths": trace(config, session, vae, pool, pairs)}, paths)
@@ -106,16 +125,19 @@ def share(values: Sequence[float] | np.ndarray) -> list[float]:
 
 
 def report_of(study: HeadMemory, ceilings: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return shares with intervals over captions, of trials that are done, and each caption's answers."""
+    """Return shares with intervals over captions, of the trials that are done, and each caption's answers."""
     trials = {one.name: one for _, stage in study.stages() for one in stage()}
     done = {name: found for name, trial in trials.items() if (found := study.read(trial))}
-    base = done["base"]
-
-    def numbers(name: str) -> dict[str, Any]:
-        one = done[name]
-        return {q: share(one[q]) for q in QUESTIONS} | {"change of x0": share(one["change"])}
-
     matched = np.array([done[f"matched {n}"]["same"] for n in range(study.sizes.draws)])
+
+    def numbers(*names: str) -> dict[str, Any]:
+        """Return shares over the captions of some trials together."""
+        joined = {q: np.concatenate([done[name][q] for name in names]) for q in (*QUESTIONS, "change")}
+        return {"captions": len(joined["same"])} | {q: share(values) for q, values in joined.items()}
+
+    routes = {name: [name] for name in done if name.startswith(("known: ", "(")) and ", block " not in name}
+    for name in (name for name in done if ", block " in name):  # before and after it returns, in any block
+        routes.setdefault(name.rpartition(", block")[0], []).append(name)
     return {
         "captions": [scene.caption for _, scene in study.scenes],
         "seeds": [number for number, _ in study.scenes],
@@ -125,17 +147,16 @@ def report_of(study: HeadMemory, ceilings: Mapping[str, Sequence[int]]) -> dict[
         "no past": numbers("no past"),
         "known": numbers("known"),
         "matched": {
-            "draws": [rounded([row.mean()])[0] for row in matched],
+            "draws": rounded(matched.mean(1)),
             "mean": share(matched.mean(0)),
             "known less matched": share(np.array(done["known"]["same"]) - matched.mean(0)),
         },
-        "returns in block": base["returns"],
-        "routes": {name: numbers(name) for name in done if name.startswith(("known: ", "("))}
-        | before_and_after(study, done),
+        "returns in block": done["base"]["returns"],
+        "routes": {name: numbers(*parts) for name, parts in routes.items()},
         "budgets": budgets_of(study, done),
         "chosen": agreement_of_halves(study),
         "answers": {name: "".join(map(str, one["same"])) for name, one in done.items()},
-        "rows": {name: list(one.rows) for name, one in trials.items() if len(one.rows) < len(study.scenes)},
+        "rows": {name: list(trials[name].rows) for name in done if trials[name].rows != study.everyone},
     }
 
 
@@ -151,58 +172,37 @@ def ceilings_of(study: HeadMemory, vae: VAE, pool: EvalPool) -> dict[str, list[i
     }
 
 
-def before_and_after(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:
-    """Return the routes before and after the shape returns, over all captions that have such a moment."""
-    found = {}
-    names = {name.rpartition(", block")[0] for name in done if " it returns, block " in name}
-    for name in sorted(names):
-        parts = [
-            done[f"{name}, block {block}"] for block in study.by_return() if f"{name}, block {block}" in done
-        ]
-        found[name] = {q: share(np.concatenate([one[q] for one in parts])) for q in QUESTIONS}
-    return found
-
-
 def budgets_of(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:
-    """Return for every rule [budgets] of shares, cross-fitted: each caption by heads of the other half."""
+    """Return shares by rule and budget, each caption by heads of the other half; beside uniform windows."""
+    rows = [row for half in range(study.sizes.folds) for row in study.half(half)]
 
-    def cross_fitted(rule: str, budget: int, sink: int, question: str) -> np.ndarray | None:
-        values = np.full(len(study.scenes), np.nan)
-        for half in range(HALVES):
-            one = done.get(f"{rule}, {budget}, sink {sink}, half {half}")
-            if one is None:
-                return None
-            values[list(study.half(half))] = one[question]
-        return values
+    def answers(rule: str, budget: int, sink: int, question: str) -> np.ndarray | None:
+        names = [f"{rule}, {budget}, sink {sink}, half {half}" for half in range(study.sizes.folds)]
+        if not all(name in done for name in names):
+            return None
+        return np.concatenate([done[name][question] for name in names])
 
-    found: dict[str, Any] = {"budgets": list(study.sizes.budgets), "narrow window": study.sizes.narrow}
+    def uniform(budget: int, sink: int, question: str) -> np.ndarray:
+        return np.array(done[f"window {budget}" + (", sink" if sink else "")][question])[rows]
+
+    found: dict[str, Any] = {"captions": len(rows), "narrow window": study.sizes.narrow}
     for sink in (0, study.sizes.sink):
         for question in ("same", "same_color", "comes_back", "shape"):
-            rows: dict[str, list] = {}
-            values = {
-                rule: [cross_fitted(rule, budget, sink, question) for budget in study.sizes.budgets]
-                for rule in (*RULES, "interactions")
-            }
-            values["random"] = []
-            for budget in study.sizes.budgets:
-                drawn = (f"random {n}" for n in range(study.sizes.budget_draws))
-                each = [cross_fitted(rule, budget, sink, question) for rule in drawn]
-                some = [x for x in each if x is not None]
-                values["random"].append(np.mean(some, 0) if some else None)
-            for rule, each in values.items():
-                if all(x is not None for x in each):
-                    rows[rule] = [share(x) for x in each]
-            uniform = "window {}" + (", sink" if sink else "")
-            of_windows = [np.array(done[uniform.format(b)][question]) for b in study.sizes.budgets]
-            rows["uniform"] = [share(x) for x in of_windows]
-            found[f"{question}, rest with sink {sink}"] = rows
-            if question == "same":
-                best = {
-                    rule: [share(x - y) for x, y in zip(each, of_windows, strict=True)]
-                    for rule, each in values.items()
-                    if all(x is not None for x in each)
-                }
-                found[f"more than uniform, rest with sink {sink}"] = best
+            table: dict[str, dict[str, Any]] = {"uniform": {}}
+            for budget in (study.sizes.narrow, *study.sizes.budgets):
+                beside = uniform(budget, sink, question)
+                table["uniform"][str(budget)] = share(beside)
+                each = {rule: answers(rule, budget, sink, question) for rule in (*RULES, "interactions")}
+                drawn = (
+                    answers(f"random {n}", budget, sink, question) for n in range(study.sizes.budget_draws)
+                )
+                random = [values for values in drawn if values is not None]
+                each["random"] = np.mean(random, 0) if random else None
+                for rule, values in each.items():
+                    if values is not None:
+                        of_rule = table.setdefault(rule, {})
+                        of_rule[str(budget)] = [share(values), share(values - beside)]
+            found[f"{question}, sink {sink}"] = table
     return found
 
 
@@ -222,6 +222,38 @@ def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
             "heads of half 0": sorted(map(list, chosen[0])),
         }
     return found
+
+
+def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
+    """Return the figures of a report: routes, readers of the colour, rules at equal bytes."""
+    routes, budgets = report["routes"], report["budgets"]
+    ceilings = {name: values[0] for name, values in report["ceilings"].items()} | {
+        "base": report["base"]["same"][0]
+    }
+    shown = {
+        "8 others of their layers": report["matched"]["mean"],
+        "all heads: past, all": report["no past"]["same"],
+    }
+    shown |= {name: one["same"] for name, one in routes.items() if name.startswith("known: ")}
+    about = f"{report['model']}, captions that do not name the colour"
+    readers = report["paths"]["readers"]
+    layers = sorted({int(name.split()[1]) for name in readers})
+    heads = sum(name.startswith("layer 0 head") for name in readers)
+    shares = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
+    panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", shares)
+    panels = {
+        f"others: window {budgets['narrow window']}" + (", sink 3" if sink else ""): {
+            rule: {int(n): row if rule == "uniform" else row[0] for n, row in rows.items()}
+            for rule, rows in budgets[f"same, sink {sink}"].items()
+        }
+        for sink in (0, 3)
+    }
+    title = f"Which heads keep the whole past? {budgets['captions']} captions"
+    return {
+        "routes": share_bars(shown, ceilings, f"Eight heads lose a part of their past, {about}", SHARE),
+        "color_readers": head_maps([panel], layers, subtitle=f"{report['paths']['pairs']} pairs of colours"),
+        "head_budgets": budget_curves(panels, ceilings, title),
+    }
 
 
 if __name__ == "__main__":
