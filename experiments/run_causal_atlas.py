@@ -20,12 +20,17 @@ from experiments.running.cli import (
 )
 from wan.errors import ConfigError
 
-EACH = ("head", "layer", "frame")
+EACH = ("head", "layer", "frame", "site")
 
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
-    parser.add_argument("--each", choices=EACH, default="head", help="what is edited, one after the other")
+    parser.add_argument(
+        "--each",
+        choices=EACH,
+        default="head",
+        help="what is edited, one after the other; site: attn_out, cross_out, mlp_out",
+    )
     parser.add_argument("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
     parser.add_argument("--batch", type=count, default=8, help="runs that are made together")
     add_sweep_flags(parser)

@@ -473,19 +473,21 @@ class CausalAtlasCache(Cache):
     interventions: dict[str, Any]
     prompts: Annotated[list[str], "str [R]"]
     seeds: Annotated[list[int], "int [R]"]
-    each: str  # what a unit is: head, layer or frame
+    each: str  # what a unit is: head, layer, frame or site (attn_out, cross_out, mlp_out)
     layers: Annotated[list[int], "int [N]"]  # one, of value 0, where frames are edited in all layers
     units: Annotated[list[int], "int [U]"]
     effects: Annotated[Tensor, "f32 [R, N, U, F]"]  # in units of the distance between seeds
     between_seeds: Annotated[Tensor, "f32 [R, F]"]
     floor: Annotated[Tensor, "f32 [R, F]"]
     frame_control: Annotated[Tensor | None, "f32 [R, N, U, F]"] = None  # the same on a random earlier frame
-    head_control: Annotated[Tensor | None, "f32 [R, N, U, F]"] = None  # on a random other head of the layer
+    head_control: Annotated[Tensor | None, "f32 [R, N, U, F]"] = (
+        None  # on a random other head (or site) of the layer
+    )
     head_norms: Annotated[Tensor | None, "f32 [R, N, U]"] = None  # mean ‖z‖ in the base run
 
     def check_own(self) -> None:
-        if self.each not in ("head", "layer", "frame"):
-            raise CacheError(f"each is {self.each!r}, not one of head, layer, frame")
+        if self.each not in ("head", "layer", "frame", "site"):
+            raise CacheError(f"each is {self.each!r}, not one of head, layer, frame, site")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from wan.errors import ConfigError
 from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, Patch, intervene
 from wan.recorders import HeadOutputs, record_head_outputs
 
-EACH = ("head", "layer", "frame")
+EACH = ("head", "layer", "frame", "site")
+ADDED = ("attn_out", "cross_out", "mlp_out")  # the units of --each site: what is added to the residual stream
 ATLAS = "causal_atlas.pt"
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
 FLOOR_NOISE = 1e-6  # added to the noise, in float32
@@ -72,8 +73,8 @@ def _inference(session: LoadedModel, noise: Tensor, renoise: Tensor, text: Tenso
         return session.pipeline.inference(noise, prompt_embeds=text, renoise=renoise, **kwargs)[1]
 
 
-def begin(session: LoadedModel, configs: Sequence[RunConfig]) -> Runs:
-    """Roll out a batch, and the same with another seed each."""
+def begin(session: LoadedModel, configs: Sequence[RunConfig], sites: Sequence[str] = ()) -> Runs:
+    """Roll out a batch, whose outputs of heads and sites are recorded, and the same with another seed each."""
     session = loaded_here(session)
     text = torch.cat([session.texts[config.prompt][0] for config in configs])
 
@@ -84,7 +85,7 @@ def begin(session: LoadedModel, configs: Sequence[RunConfig]) -> Runs:
         return torch.cat(noise), torch.cat(renoise, 1)
 
     noise, renoise = drawn(0)
-    with record_head_outputs() as outputs:
+    with record_head_outputs(*dict.fromkeys((*HeadOutputs.sites, *sites))) as outputs:
         latents = _inference(session, noise, renoise, text)
     other = _inference(session, *drawn(ANOTHER_SEED), text)
     return Runs(session, configs, noise, renoise, text, latents, outputs, distance(latents, other))
@@ -124,9 +125,10 @@ def _needed(runs: Runs, edit: Edit) -> object:
     if isinstance(edit, Ablate) and edit.how == "frame_mean":
         return runs.outputs
     if isinstance(edit, Ablate) and edit.how == "mean":
-        if edit.source not in runs.means:
-            runs.means[edit.source] = reference_means(runs.session, runs.configs[0], edit.source)
-        return runs.means[edit.source]
+        key = edit.source, edit.sites
+        if key not in runs.means:
+            runs.means[key] = reference_means(runs.session, runs.configs[0], *key)
+        return runs.means[key]
     return None
 
 
@@ -197,6 +199,10 @@ class Study:
             raise ConfigError("a causal atlas is of self-attention: its edit takes frames, not tokens")
         if self.edit.passes == "clean":
             raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
+        if self.each == "site" and (not isinstance(self.edit, Ablate) or self.edit.heads):
+            raise ConfigError(
+                "--each site needs an ablate without heads: it takes attn_out, cross_out, mlp_out"
+            )
         if self.each == "frame" and not isinstance(self.edit, (KeySelection, Move)):
             raise ConfigError("--each frame needs an edit of frames: knockout, bias or move")
 
@@ -212,7 +218,15 @@ class Study:
         """Rows of an item: heads, frames, or the one layer."""
         if self.each == "head":
             return [*(self.edit.heads or range(self.session.model_config.num_heads))]
+        if self.each == "site":
+            return list(range(len(ADDED)))
         return list(range(self.configs[0].num_frames)) if self.each == "frame" else [0]
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """Sites whose outputs a mean over the run itself takes."""
+        of_run = isinstance(self.edit, Ablate) and self.edit.how == "frame_mean"
+        return (ADDED if self.each == "site" else self.edit.sites) if of_run else ()
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -250,7 +264,7 @@ class Study:
         watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
 
         def begun() -> tuple[Runs, Tensor]:
-            runs = begin(self.session, piece.configs)
+            runs = begin(self.session, piece.configs, self.recorded)
             return runs, measure_floor(runs)
 
         names = [self.name(config, None) for config in piece.configs]
@@ -273,6 +287,8 @@ class Study:
             edit = self.edit if layer is None else replace(self.edit, layers=(layer,))
             if self.each == "head":
                 edit = replace(edit, heads=(unit,))
+            elif self.each == "site" and isinstance(edit, Ablate):
+                edit = replace(edit, site=ADDED[unit])
             elif self.each == "frame" and isinstance(edit, (Knockout, Bias, Move)):
                 edit = replace(edit, frames=(unit,))
             yield ("effect", unit), partial(_in_every_block, edit)
@@ -320,14 +336,16 @@ def merged(study: Study) -> dict[str, Tensor]:
     atlas["between_seeds"] = stacked("between_seeds")[:, 0]
     if "frame_control" in done[0]:
         atlas["frame_control"] = stacked("frame_control")
+    if study.each in ("head", "site"):
+        control = torch.full_like(effects, torch.nan)  # of every unit the effect of another of its layer
+        units = range(effects.shape[2])
+        for layer in range(effects.shape[1]) if len(units) > 1 else ():
+            for unit in units:
+                other = random.Random(f"{layer} {unit}").choice([n for n in units if n != unit])
+                control[:, layer, unit] = effects[:, layer, other]
+        atlas["head_control"] = control
     if study.each == "head":
-        control = torch.full_like(effects, torch.nan)  # of every head the effect of another of its layer
-        heads = range(effects.shape[2])
-        for layer in range(effects.shape[1]) if len(heads) > 1 else ():
-            for head in heads:
-                other = random.Random(f"{layer} {head}").choice([n for n in heads if n != head])
-                control[:, layer, head] = effects[:, layer, other]
-        atlas |= {"head_control": control, "head_norms": stacked("norm")}
+        atlas["head_norms"] = stacked("norm")
     return atlas
 
 
