@@ -480,9 +480,7 @@ class CausalAtlasCache(Cache):
     between_seeds: Annotated[Tensor, "f32 [R, F]"]
     floor: Annotated[Tensor, "f32 [R, F]"]
     frame_control: Annotated[Tensor | None, "f32 [R, N, U, F]"] = None  # the same on a random earlier frame
-    head_control: Annotated[Tensor | None, "f32 [R, N, U, F]"] = (
-        None  # on a random other head (or site) of the layer
-    )
+    head_control: Annotated[Tensor | None, "f32 [R, N, U, F]"] = None  # a random other head or site of it
     head_norms: Annotated[Tensor | None, "f32 [R, N, U]"] = None  # mean ‖z‖ in the base run
 
     def check_own(self) -> None:

@@ -46,3 +46,15 @@ def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: st
     axis.invert_yaxis()
     st.label_figure(figure, [], f"{quantity} of two atlases: correlation of each head")
     return figure
+
+
+@styled
+def lines_by_layer(
+    values: Sequence[Sequence[float]] | np.ndarray, layers: Sequence[int], names: Sequence[str], y: str
+) -> Figure:
+    """Draw values [layers, names] over the layers, a line a name."""
+    figure, axis = plt.subplots(figsize=(5, 3))
+    for column, name in zip(np.asarray(values).T, names, strict=True):
+        axis.plot(layers, column, marker="o", markersize=3, label=name)
+    st.label_figure(figure, [axis], f"{y}, by layer", y=y, x="layer", legend=st.handles(axis))
+    return figure

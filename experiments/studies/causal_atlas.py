@@ -74,7 +74,7 @@ def _inference(session: LoadedModel, noise: Tensor, renoise: Tensor, text: Tenso
 
 
 def begin(session: LoadedModel, configs: Sequence[RunConfig], sites: Sequence[str] = ()) -> Runs:
-    """Roll out a batch, whose outputs of heads and sites are recorded, and the same with another seed each."""
+    """Roll out a batch and record its outputs, and the same with another seed each."""
     session = loaded_here(session)
     text = torch.cat([session.texts[config.prompt][0] for config in configs])
 

@@ -148,3 +148,20 @@ def test_what_has_no_direct_effect_is_refused(tmp_path, session, configs):
     ):
         with pytest.raises(ConfigError, match=message):
             study(tmp_path, session, configs, edit, each)
+
+
+def test_attention_cross_attention_and_mlp_are_ablated_one_by_one(tmp_path, session, configs):
+    edit = Ablate("zero", layers=[1], passes="denoise")
+    one = study(tmp_path, session, configs[:1], edit, "site")
+    make(one)
+    atlas = atlas_cache(one)
+    save_cache(tmp_path / "atlas.pt", atlas)
+    assert atlas["effects"].shape == atlas["head_control"].shape == (1, 1, 3, FRAMES)
+    for unit, site in enumerate(causal_atlas.ADDED):
+        with intervene(replace(edit, site=site, blocks=(0,))):
+            latents = session.rollout(configs[0])
+        plain = session.rollout(configs[0])
+        expected = causal_atlas.distance(latents, plain)[0, :3] / atlas["between_seeds"][0, :3]
+        torch.testing.assert_close(atlas["effects"][0, 0, unit, :3], expected.float(), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="needs an ablate without heads"):
+        study(tmp_path, session, configs, EDIT, "site")
