@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The released weights of a model, into the places that its config names. Says licence, source and how much is missing, and
 # asks first; the same command goes on where it was stopped, and fetches nothing twice. Weights that are not under a common
-# open licence are asked for once more.
+# open licence are asked for once more. Then sizes and SHA-256 are compared with the hub's, and where there is a GPU
+# Self-Forcing's attention with what was published of it (experiments/check_model.py).
 #
 #     bash experiments/download_weights.sh [--yes] [--accept_licence] [NAME] [FOLDER]
 #
@@ -95,5 +96,33 @@ for file in "${files[@]}"; do
     resume "$repository" "$file" "$target"
 done
 fetch --format human
-if [ "$name" = self_forcing_dmd ]; then more=""; else more="--config_path configs/$name.yaml "; fi
-echo "next: python experiments/run_extraction_figure4.py ${more}--layer_indices 1 5"
+python - "$model" "Wan-AI/$base" "$target" "$repository" <<'PY' || exit 1
+import sys
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from wan.checkpoint import file_sha256
+
+checked = hashed = 0
+for folder, repository in zip(sys.argv[1::2], sys.argv[2::2]):
+    for entry in HfApi().list_repo_tree(repository, recursive=True):
+        file = Path(folder, entry.path)
+        if not file.is_file() or not hasattr(entry, "size"):  # not asked for, or a folder
+            continue
+        checked, wanted = checked + 1, entry.lfs.sha256 if entry.lfs else None
+        hashed += wanted is not None
+        wrong = file.stat().st_size != entry.size or (wanted and file_sha256(file) != wanted)
+        if wrong:
+            sys.exit(f"error: {file} is not the file that the hub has; remove it, and run the same command again")
+print(f"checked: the sizes of {checked} files are the hub's, and so are the SHA-256 of {hashed}")
+PY
+root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
+if [ "$name" != self_forcing_dmd ]; then
+    echo "next: python experiments/run_extraction_figure4.py --config_path configs/$name.yaml --layer_indices 1 5"
+elif [ "$folder" = "$root" ] && python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "checking the model against published attention"
+    cd "$root" && python experiments/check_model.py
+else
+    echo "next: python experiments/check_model.py"
+fi

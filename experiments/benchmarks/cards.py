@@ -6,6 +6,7 @@
 card's size for what else lies on it. Each phase (umT5, rollout, decoder) runs alone; seconds are of this GPU.
 """
 
+import gc
 import json
 import tempfile
 import time
@@ -60,6 +61,8 @@ def run(argv=None):
                 memory = Memory(
                     own, sizes, requests, torch.bfloat16, DEVICE, True, decodes=SAVE_VIDEO if decodes else ""
                 )
+                gc.collect()
+                torch.cuda.empty_cache()  # of the row before
                 flags, fitting = memory.fitting(memory.free())
                 row: dict[str, Any] = {"flags": flags, "fits": fitting is not None}
                 if fitting is not None:
