@@ -32,7 +32,14 @@ from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import video_tag
 from experiments.extraction.rollout import capturing, check_latents, check_values, out_of_memory
-from experiments.extraction.video import GrowingVideo, decoded_by, frames_at_once, stream_of, to_pixels
+from experiments.extraction.video import (
+    GrowingVideo,
+    decoded_by,
+    dtype_of,
+    frames_at_once,
+    stream_of,
+    to_pixels,
+)
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import ModelConfig, RunConfig
@@ -264,7 +271,7 @@ def make_long_video(
     """Roll out what is not done yet. StoppedError where the observer asks to stop."""
     blocks = block_ranges(config.block_sizes)
     missing = capture.missing(place.attention, len(blocks), latents.made_of)
-    video = GrowingVideo(place.path, video_tag(latents.made_of, config), decoded_by(vae))
+    video = GrowingVideo(place.path, video_tag(latents.made_of, config, dtype_of(vae)), decoded_by(vae))
     writer, finished = VideoWriter(video, vae, latents, blocks, loaded.device), video.is_finished
     if finished and latents.frames < config.num_frames:
         raise CacheError(f"{place.path} is finished and its latents are not; --overwrite makes both again")

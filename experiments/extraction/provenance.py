@@ -108,9 +108,10 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-def video_tag(run: str, config: RunConfig) -> str:
-    """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files."""
-    return f"{run} {fingerprint({'vae': vae_files(config)})}"
+def video_tag(run: str, config: RunConfig, vae_dtype: str = "auto") -> str:
+    """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files and dtype."""
+    dtype = choose_dtype(vae_dtype, choose_device(config.device))
+    return f"{run} {fingerprint({'vae': vae_files(config), 'dtype': str(dtype)})}"
 
 
 # --- What caches say

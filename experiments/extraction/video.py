@@ -55,8 +55,17 @@ def to_pixels(video: Tensor) -> Tensor:
 def save_video(extraction: Extraction, path: str | Path, vae: VAE | None = None) -> None:
     """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
     vae = vae or load_vae(extraction.config, "auto")
-    tag = video_tag(extraction.common["fingerprint"], extraction.config)
-    write_mp4(decode(extraction, vae), path, tag=tag, about=decoded_by(vae))
+    write_mp4(decode(extraction, vae), path, tag=tag_of(extraction, vae), about=decoded_by(vae))
+
+
+def tag_of(extraction: Extraction, vae: VAE) -> str:
+    """Return what the mp4 of a run carries."""
+    return video_tag(extraction.common["fingerprint"], extraction.config, dtype_of(vae))
+
+
+def dtype_of(vae: VAE) -> str:
+    """Return the dtype of a decoder as flags name it."""
+    return str(vae.vae.dtype).removeprefix("torch.")
 
 
 def check_video(config: RunConfig) -> None:
@@ -67,7 +76,7 @@ def check_video(config: RunConfig) -> None:
 
 def decoded_by(vae: VAE) -> str:
     """Return what an mp4 says of its decoder."""
-    return f"VAE in {str(vae.vae.dtype).removeprefix('torch.')}"
+    return f"VAE in {dtype_of(vae)}"
 
 
 def write_mp4(
@@ -238,7 +247,7 @@ class LiveVideo:
             self.decoder = None
             save_video(extraction, self.path, self.vae.result())
             return
-        self.video.tag = video_tag(extraction.common["fingerprint"], extraction.config)
+        self.video.tag = tag_of(extraction, self.vae.result())
         self.video.finish()
         with replacing(self.path) as file:
             file.write(self.growing.read_bytes())

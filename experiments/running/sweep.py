@@ -46,6 +46,7 @@ class Run:
     path: str
     config: RunConfig
     fingerprint: str
+    model: str = ""  # a fingerprint of all but prompt and seed
 
     def __str__(self) -> str:
         return self.path
@@ -84,7 +85,7 @@ class Sweep:
     def has_video(self, run: Run) -> bool:
         """Check that the video that was asked for is there, whole and of this run."""
         videos = videos_of(self.args, [run.path])
-        return all(mp4_tag(video) == video_tag(run.fingerprint, run.config) for video in videos)
+        return not videos or mp4_tag(videos[0]) == video_tag(run.fingerprint, run.config, self.args.vae_dtype)
 
     def state_of_cache(self, run: Run) -> str:
         """Return done, partial or waiting, by the cache itself. CacheError for one of other settings."""
@@ -105,7 +106,7 @@ class Sweep:
     def make(self, name: str, run: Run, watch: Progress) -> None:
         """Make one cache, its video where it was asked for, and the item that says that they are whole."""
         self.clean(name, run)
-        key = fingerprint({"model": [run.config.checkpoint_path, run.config.ckpt_dir, str(self.requests)]})
+        key = fingerprint({"model": run.model, "requests": str(self.requests)})
         with deterministic(self.args.deterministic):
             extract = kept("model", key, lambda: self._load(run.config, watch))
             with video_of(self.args, run.config, videos_of(self.args, [run.path]), watch):
@@ -183,7 +184,7 @@ def run_sweep(
         for path, run in planned.items():
             own = {name: x for name, x in shared[run.checkpoint_path].items() if name not in quantities}
             of_run = fingerprint(own, prompt=run.prompt, seed=run.seed)
-            runs[fingerprint({"run": of_run, **quantities})[:16]] = Run(path, run, of_run)
+            runs[fingerprint({"run": of_run, **quantities})[:16]] = Run(path, run, of_run, fingerprint(own))
         prompts = list(dict.fromkeys(run.prompt for run in planned.values()))
         quiet = argparse.Namespace(**{**vars(args), "quiet": True})  # of workers, which nobody watches
         work = Sweep(quiet if crew else args, requests, build, quantities, () if crew else prompts)

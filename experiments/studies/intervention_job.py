@@ -78,7 +78,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             cache |= {"questions": list(said), "answers_base": without, "answers_edited": with_edits}
         save_cache(args.output_path, cache)
         for video in videos:
-            save_side_by_side(pixels, video, video_tag(run, config))
+            save_side_by_side(pixels, video, video_tag(run, config, "float32"))
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
         for video in videos:
