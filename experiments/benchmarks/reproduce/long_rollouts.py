@@ -2,10 +2,12 @@
 
     python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2
     python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies/comparison.json
+    python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies --held_out 18
     python experiments/benchmarks/reproduce/long_rollouts.py --first_frame
 
-Writes docs/long_rollouts.json; where the comparison kept mp4s of its first prompt, also the strips: a PNG of
-few colours a policy, and the README's figure. --first_frame rolls the miniature out instead and measures the
+A folder is that of a comparison which was cut short: prompts whose videos are all there count. Writes
+docs/long_rollouts.json; where the comparison kept mp4s of its first prompt, also the strips: a PNG of few
+colours a policy, and the README's figure. --first_frame rolls the miniature out instead and measures the
 first-frame effect by length: mean logits of pass 0, fitted to the first frames of each length; placebos are
 the same fit for frames 1 to 14.
 """
@@ -13,11 +15,13 @@ the same fit for frames 1 to 14.
 import argparse
 import base64
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.analysis.drift import FPS
 from experiments.analysis.effects import bootstrap
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
 from experiments.analysis.long_rollouts import read_strips
@@ -29,7 +33,7 @@ from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count, main
 from experiments.session import capture, load
-from experiments.studies.policy_comparison import read_policies
+from experiments.studies.policy_comparison import held_out, read_policies
 from experiments.studies.policy_findings import findings, short_label
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -44,7 +48,7 @@ ROWS = {  # label -> what the figure calls it
     "vae": "rendered, through the VAE",
 }
 README_ROWS = ("full", "window 9, no sink", "window 9, sink 3", "deep sink 21/10")
-COLOURS, FPS, SIDE = 32, 16, 64
+COLOURS, SIDE = 32, 64
 POLICIES = ("full", "window,window=9,sink=3", "deep_sink,window=21,sink=10")
 PLACEBOS = range(1, 15)
 
@@ -52,7 +56,9 @@ PLACEBOS = range(1, 15)
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
-    flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py")
+    flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py, or its folder")
+    flag("--held_out", type=count, default=18, help="of compare_policies.py, whose folder is given")
+    flag("--num_frames", type=count, default=240, help="likewise")
     flag("--output_path", type=Path, help="docs/long_rollouts.json, or that of --first_frame")
     flag("--figure", type=Path, default=Path("notebooks/figures/long_rollouts.svg"), help="of the README")
     flag("--first_frame", action="store_true", help="measure the first-frame effect by length instead")
@@ -69,12 +75,33 @@ def run(argv=None):
     if args.first_frame:
         save_report(by_length(args), output)
         return
-    comparison = read_json(args.comparison)
+    is_folder = args.comparison.is_dir()
+    comparison = (
+        whole(args.comparison, args.held_out, args.num_frames) if is_folder else read_json(args.comparison)
+    )
     save_report(findings(comparison), output)
     print(output)
     videos = {name: args.comparison.parent / f"videos/{label}_0.mp4" for label, name in ROWS.items()}
     if found := {name: path for name, path in videos.items() if path.is_file()}:
         make_strips(comparison, found, output.with_name(f"{output.stem}_strips.json"), args.figure)
+
+
+def whole(folder: Path, num_scenes: int, num_frames: int) -> dict[str, Any]:
+    """Return the comparison of the prompts whose videos of all policies and seeds a folder has."""
+    videos = [read_json(path) for path in sorted((folder / "items").glob("*.json"))]
+    kinds = Counter((video["label"], video["seed"]) for video in videos)
+    made = Counter(video["prompt"] for video in videos)
+    scenes = {prompt: one for prompt, one in held_out(num_scenes).items() if made[prompt] == len(kinds)}
+    rows = [video for video in videos if video["prompt"] in scenes]
+    return {
+        "prompts": [*scenes],
+        "kinds": [scene.kind for scene in scenes.values()],
+        "unnamed": [scene.unnamed_color for scene in scenes.values()],
+        "num_frames": num_frames,
+        "weights_sha256": "",
+        "costs": {video["label"]: video.get("cost") for video in rows},
+        "videos": sorted(rows, key=lambda video: video["seed"]),
+    }
 
 
 # --- Frames of long videos side by side, a row a policy, small enough to be kept beside the findings
