@@ -56,7 +56,8 @@ class Hub(BaseHTTPRequestHandler):
             ]
             for entry, data in zip(tree, files.values(), strict=True):
                 if len(data) > 100:
-                    entry["lfs"] = {"oid": sha256(data), "size": len(data), "pointerSize": 130}
+                    oid = "0" * 64 if entry["path"] == self.server.spoiled else sha256(data)
+                    entry["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 130}
             about = {"id": listing[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
             self.send(200, json.dumps(tree if listing[2] == "tree" else about).encode())
         elif wanted and wanted[2] in FILES.get(wanted[1], {}):
