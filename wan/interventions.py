@@ -50,10 +50,7 @@ MAX_BIAS = 65504.0  # the largest number of float16
 Frames = tuple[int | str, ...]
 Tokens = slice | Tensor  # an index
 EVERY: Tokens = slice(None)
-
-
-class InterventionError(ConfigError):
-    """An intervention is wrong; the message is one line that says what to do."""
+InterventionError = ConfigError  # of an intervention
 
 
 # --- Fields: what is accepted, and in which form it is kept
@@ -110,25 +107,12 @@ def of_type(kind: type, noun: str) -> Callable[[str, Any], Any]:
     return check
 
 
-def as_site(name: str, value: Any) -> str:
-    """Return the name of a site."""
-    try:
-        return check_site(value)
-    except ConfigError as error:
-        raise InterventionError(str(error)) from None
-
-
-def as_patched(name: str, value: Any) -> str:
-    """Return what a patch takes: parts of attention calls, or a site."""
-    return value if value in ("qk", "kv") else as_site(name, value)
-
-
 def as_sites(name: str, value: Any) -> tuple[str, ...]:
     """Return names of sites, at least one."""
     names = (value,) if isinstance(value, str) else tuple(value)
     if not names:
         raise InterventionError("at() takes the name of a site, or several")
-    return tuple(as_site(name, each) for each in names)
+    return tuple(check_site(each) for each in names)
 
 
 def as_direction(name: str, value: Any) -> tuple[float, ...]:
@@ -160,8 +144,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "branch": one_of("cond", "uncond"),  # of classifier-free guidance
     "attention": one_of("self", "cross"),
     "how": one_of("zero", "mean", "frame_mean", "resample"),
-    "what": as_patched,
-    "site": as_site,
+    "what": lambda name, value: value if value in ("qk", "kv") else check_site(value),
+    "site": lambda name, value: check_site(value),
     "names": as_sites,
     "direction": as_direction,
 }
@@ -912,7 +896,7 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     kind = KINDS[name]
     known = {field.name: field for field in fields(kind)}
     if unknown := sorted(set(given) - set(known)):
-        raise InterventionError(f"{name}: unknown field {unknown[0]!r}; it takes {', '.join(known)}")
+        raise InterventionError(f"{name}: unknown field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     for declared in known.values():
         if declared.default is MISSING and declared.name not in given:
             choices = f": {', '.join(PASSES)}" if declared.name == "passes" else ""

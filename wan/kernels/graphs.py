@@ -59,12 +59,6 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
         vars(one.block)["forward"] = one
 
 
-def remove_cuda_graphs(model: CausalWanModel) -> None:
-    """Let layers run as before apply_cuda_graphs(), whose memory is free then."""
-    for block in model.blocks:
-        vars(block).pop("forward", None)
-
-
 def forget_cuda_graphs(model: CausalWanModel) -> None:
     """Free what was recorded, which is recorded again when it is needed: before weights are moved."""
     for block in model.blocks:
