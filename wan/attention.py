@@ -77,8 +77,8 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
                 out.index_copy_(2, heads, whole.transpose(1, 2))
         for rows, layout in parts() if is_watched or is_captured else ():
             of_heads = tuple(numbers[row] for row in rows)
-            own = (x if len(rows) == len(numbers) else select(x, rows, 2) for x in (q, k, v))
-            call = Call(site, now(), *own, layout, of_heads=of_heads, layer_heads=num_heads)
+            asks, keys, seen = (x if len(rows) == len(numbers) else select(x, rows, 2) for x in (q, k, v))
+            call = Call(site, now(), asks, keys, seen, layout, of_heads=of_heads, layer_heads=num_heads)
             if is_watched:  # before the next: a source stops in each call
                 out[:, :, as_index(of_heads, q.device)] = _attend_watched(call)
             else:

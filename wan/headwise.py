@@ -338,10 +338,8 @@ class DummyForcing(HeadwisePolicy):
     releases = block_bound = ("dummy_forcing",)
     sink = 1
     bounds: ClassVar = {
-        "ar_start": (0, MAX_FRAMES),
-        "local_context_length": (1, MAX_FRAMES),
-        "num_dummy": (0, MAX_FRAMES),
-        "num_recomputed": (1, MAX_FRAMES),
+        **dict.fromkeys(("ar_start", "num_dummy"), (0, MAX_FRAMES)),
+        **dict.fromkeys(("local_context_length", "num_recomputed"), (1, MAX_FRAMES)),
     }
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
@@ -397,7 +395,8 @@ class DummyForcing(HeadwisePolicy):
         for layer, kinds in enumerate(cache.kinds):
             kept: list[tuple[Sequence[int], Index]] = []
             for heads, n in [(kind.heads, kind.keys.shape[1]) for kind in kinds]:
-                local = tail(0, n, self.local_context_length * size * S)
+                first = S if self.head_class is None else 0
+                local = tail(first, n, self.local_context_length * size * S)
                 if is_whole and number < self.local_context_length:
                     local = range(S, n)
                 if self.head_class is None:
@@ -408,10 +407,8 @@ class DummyForcing(HeadwisePolicy):
                 kept.append(([head for head in heads if of_head[head] == NEIGHBOUR], [local]))
                 # Sink and dummy heads keep a frame each, and so go through attention together.
                 packed = [head for head in heads if of_head[head] != NEIGHBOUR]
-                first = send(
-                    torch.tensor([(of_head[head] != SINK) * (n - S) for head in packed]), cache.device
-                )
-                index = first.long() + torch.arange(S, device=cache.device)[:, None]
+                starts = torch.tensor([0 if of_head[head] == SINK else n - S for head in packed]).long()
+                index = send(starts, cache.device) + torch.arange(S, device=cache.device)[:, None]
                 kept.append((packed, index[None]))  # [1, S, h]
             cache.keep(layer, kept)
 
@@ -459,15 +456,11 @@ class ForcingKV(HeadwisePolicy):
 
     name = "forcing_kv"
     releases = block_bound = ("forcing_kv",)
+    lengths: ClassVar = ("spatial_context_length", "temporal_context_length", "dynamic_context_length")
     bounds: ClassVar = {
-        "sink": (0, MAX_FRAMES),
-        "ar_start": (0, MAX_FRAMES),
-        "spatial_context_length": (0, MAX_FRAMES),
-        "temporal_context_length": (0, MAX_FRAMES),
-        "dynamic_context_length": (0, MAX_FRAMES),
-        "num_frame_patch": (1, MAX_FRAMES),
+        **dict.fromkeys(("sink", "ar_start", *lengths), (0, MAX_FRAMES)),
+        **dict.fromkeys(("num_frame_patch", "num_recomputed"), (1, MAX_FRAMES)),
         "sim_retention_ratio": (0, 1),
-        "num_recomputed": (1, MAX_FRAMES),
     }
 
     def __post_init__(self) -> None:
@@ -694,11 +687,9 @@ class TriAttention(HeadwisePolicy):
     releases = block_bound = ("triattention",)
     is_interactive = False
     bounds: ClassVar = {
-        "sink": (0, MAX_FRAMES),
+        **dict.fromkeys(("sink", "keep_last_frames", "offset_max_frames"), (0, MAX_FRAMES)),
         "budget_tokens": (1, MAX_TOKENS),
         "compress_every_n_frames": (1, MAX_FRAMES),
-        "keep_last_frames": (0, MAX_FRAMES),
-        "offset_max_frames": (0, MAX_FRAMES),
         "tie_break_noise_scale": (0, 1),
         "random_seed": (0, 2**63 - 1),
     }
@@ -793,9 +784,9 @@ class TriAttention(HeadwisePolicy):
         if not is_due or n <= self.budget_tokens:
             super().finish(cache)
             return
-        sink = min(self.sink * S, n, self.budget_tokens) if self.protect_sink else 0
-        last = min(self.keep_last_frames * S, self.budget_tokens - sink)
-        between, count = range(sink, n - last), self.budget_tokens - sink - last
+        sink = min(self.sink * S, n) if self.protect_sink else 0  # even where it exceeds the budget
+        last = min(self.keep_last_frames * S, max(0, self.budget_tokens - sink))
+        between, count = range(sink, n - last), max(0, self.budget_tokens - sink - last)
         scores = self._scores(cache, between, done) if count else None
         self.compressions.append((done, n))
         for layer, [kind] in enumerate(cache.kinds):

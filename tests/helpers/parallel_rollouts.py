@@ -28,6 +28,9 @@ POLICIES = {
     "rolling_sink": {"name": "rolling_sink", "window": 9},
     "memory_bank": {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1},
     "per_head": {"name": "per_head"},
+    "dummy_forcing": {"name": "dummy_forcing", "num_dummy": 30, "row_seed": 2},
+    "forcing_kv": {"name": "forcing_kv", "heads": [[n % 3 == 0 for n in range(12)]] * 5},
+    "triattention": {"name": "triattention", "budget_tokens": 40, "sink": 1},
 }
 REQUESTS = (
     CaptureRequest(granularity="frame", kinds=("self", "cross"), layers=[1, 3], rope_bands=True),
@@ -51,6 +54,10 @@ def policy_of(name: str, folder):
         classes = {"a": "participative", "b": "full", "c": "memory_bank"}
         settings |= {"file": str(path)}
         settings |= {"policies": {label: POLICIES[policy] for label, policy in classes.items()}}
+    if name == "triattention":
+        random = torch.Generator().manual_seed(4)
+        means = torch.randn(5, HEADS, 8, generator=random, dtype=torch.complex64)
+        settings["statistics"] = {"q_mean": means, "q_abs_mean": means.abs() + 0.5}
     return make_policy(**settings)
 
 
@@ -69,12 +76,11 @@ def every_policy(model, folder):
     """Latents and calls under each policy; token and key captures where slots are frames."""
     found = {}
     for name in POLICIES:
-        requests = REQUESTS[: 1 if name in ("participative", "per_head") else None]
-        if name == "per_head":
+        policy = policy_of(name, folder)
+        requests = REQUESTS[: 1 if policy.by_heads or name == "participative" else None]
+        if policy.by_heads:
             requests = [dataclasses.replace(requests[0], rope_bands=False, kinds=("self",))]
-        found[name] = stripped(
-            roll_out(model, policy_of(name, folder), *requests, batch=1 + (name == "window"))
-        )
+        found[name] = stripped(roll_out(model, policy, *requests, batch=1 + (name == "window")))
     return found
 
 
