@@ -42,7 +42,8 @@ def scripts() -> list[str]:
     for folder, prefix in (("experiments", ""), ("experiments/benchmarks", "benchmarks.")):
         for path in sorted((ROOT / folder).glob("*.py")):
             text = path.read_text(encoding="utf-8")
-            own = "arser(" in text and "ArgumentParser(" not in text  # startup.py imports nothing of ours at first
+            # startup.py times imports, so its parser is argparse's
+            own = "arser(" in text and "ArgumentParser(" not in text
             if "__main__" in text and (own or not prefix):
                 found.append(prefix + path.stem)
     return found
