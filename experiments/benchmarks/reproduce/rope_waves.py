@@ -270,13 +270,16 @@ def heads_table(curves, fits) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header)
     for (prompt, length), (curve, distances) in curves.items():
-        waves, fit = fit_waves(curve, distances, FREQUENCIES), fits.get((prompt, length))
-        r2, held = r_squared(curve, waves.at(distances)), held_out_r_squared(curve, distances, FREQUENCIES)
+        frequencies = FREQUENCIES[2 * np.pi / FREQUENCIES <= len(distances)]  # longer ones are lines there
+        waves, fit = fit_waves(curve, distances, frequencies), fits.get((prompt, length))
+        r2, held = r_squared(curve, waves.at(distances)), held_out_r_squared(curve, distances, frequencies)
+        absent = [np.nan] * (NUM_BANDS - len(frequencies))
         for layer, head in np.ndindex(r2.shape):
             at = (layer, head)
-            row = [r2[at], held[at], waves.constant[at], *waves.amplitude[at], *waves.phase[at]]
+            row = [r2[at], held[at], waves.constant[at], *waves.amplitude[at], *absent]
+            row += [*waves.phase[at], *absent]
             row += [fit.s[at], fit.r_squared_within_rows[at]] if fit else []
-            writer.writerow([prompt, length, *at, *(f"{value:.3f}" for value in row)])
+            writer.writerow([prompt, length, *at, *("" if np.isnan(v) else f"{v:.3f}" for v in row)])
     return out.getvalue()
 
 
