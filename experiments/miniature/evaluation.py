@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from wan.vae import VAE
 
 GPU_BATCH, CPU_BATCH = 96, 16  # videos of 81 frames: a GPU takes about as long for all of them as for a few
 PASTS = ((-1, 0), (9, 0), (6, 3), (6, 0), (3, 0))  # frames of local_attn_size and sink_size; a block has 3
-NORMAL_95 = 1.959964  # standard deviations of a 95 % interval
+DRAWS = 10_000  # of captions, for an interval
 LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
 
 Answers = list[dict[str, bool]]
@@ -171,20 +170,19 @@ def shares(answers: Answers) -> dict[str, float]:
     return {q: round(sum(said) / len(said), 3) for q, said in by_question(answers).items()}
 
 
-def intervals(answers: Answers) -> dict[str, list[float]]:
-    """Return the 95 % score interval (Wilson 1927) of each share, by question."""
-    return {
-        q: [round(bound, 3) for bound in wilson(sum(said), len(said))]
-        for q, said in by_question(answers).items()
-    }
-
-
-def wilson(yes: int, asked: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a proportion."""
-    z2 = NORMAL_95**2
-    middle = (yes + z2 / 2) / (asked + z2)
-    half = NORMAL_95 / (asked + z2) * sqrt(yes * (asked - yes) / asked + z2 / 4)
-    return max(0.0, middle - half), min(1.0, middle + half)
+def intervals(answers: Answers, captions: Sequence[str]) -> dict[str, list[float]]:
+    """Return the 95 % interval of each share, by question, from resampling captions with all their videos."""
+    found, number = {}, {caption: n for n, caption in enumerate(dict.fromkeys(captions))}
+    for q in by_question(answers):
+        counts = np.zeros((len(number), 2))  # videos of each caption that say yes, and that are asked
+        for caption, one in zip(captions, answers, strict=True):
+            if q in one:
+                counts[number[caption]] += one[q], 1
+        counts = counts[counts[:, 1] > 0]
+        drawn = counts[np.random.default_rng(0).integers(len(counts), size=(DRAWS, len(counts)))].sum(1)
+        low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+        found[q] = [round(float(low), 3), round(float(high), 3)]
+    return found
 
 
 def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
@@ -209,7 +207,7 @@ def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, pool: 
     return {
         "count": len(chosen),
         "shares": {source: shares(each) for source, each in answers.items()},
-        "intervals": {source: intervals(each) for source, each in answers.items()},
+        "intervals": {source: intervals(each, prompts) for source, each in answers.items()},
         "each": [
             {"caption": prompt, "seed": i} | {model: answers[model][i] for model in models}
             for i, prompt in enumerate(prompts)
@@ -227,7 +225,7 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list
             videos = mini.causal(prompts, size, sink)
             done = parts.get(f"past {size} {sink}", partial(pool.judge_all, videos, chosen))
         window = {"local_attn_size": size, "sink_size": sink, "count": len(chosen)}
-        rows.append(window | shares(done) | {"intervals": intervals(done)})
+        rows.append(window | shares(done) | {"intervals": intervals(done, prompts)})
     return rows
 
 

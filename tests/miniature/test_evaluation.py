@@ -6,11 +6,12 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from experiments.miniature import evaluation, tracking
-from experiments.miniature.evaluation import wilson
+from experiments.miniature.evaluation import intervals
 from experiments.miniature.recipe import Counts
 from experiments.miniature.tracking import EvalPool, held_out_scenes
 from wan.config import RunConfig
@@ -18,12 +19,20 @@ from wan.config import RunConfig
 # -- shares --
 
 
-@pytest.mark.parametrize(
-    ("yes", "asked", "low", "high"),  # from the table in Newcombe 1998 (doi 10.1002/sim.4780170808), method 3
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_wilson_intervals_are_the_published_ones(yes, asked, low, high):
-    assert wilson(yes, asked) == pytest.approx((low, high), abs=5e-5)
+def test_an_interval_resamples_captions_and_not_their_videos():
+    dice = np.random.default_rng(1)
+    shapes = [{"shape": bool(dice.random() < 0.7)} for _ in range(40)]
+    alone = intervals(shapes, [str(n) for n in range(40)])["shape"]
+    share, spread = sum(one["shape"] for one in shapes) / 40, alone[1] - alone[0]
+    assert alone[0] < share < alone[1] and spread == pytest.approx(
+        2 * 1.96 * (share * (1 - share) / 40) ** 0.5, rel=0.1
+    )
+    often = intervals(shapes * 9, [str(n) for n in range(40)] * 9)["shape"]  # the same again is no news
+    assert often == alone
+    some = [one | ({"color": n % 2 == 0} if n < 10 else {}) for n, one in enumerate(shapes)]
+    found = intervals(some, [str(n) for n in range(40)])
+    assert found["shape"] == alone and 0.1 < found["color"][0] < 0.5 < found["color"][1] < 0.9
+    assert intervals([{"shape": True}] * 3, ["a", "b", "b"]) == {"shape": [1.0, 1.0]}
 
 
 class PerfectMiniature:
