@@ -342,12 +342,13 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
         raise ConfigError(f"--{given[0]} and --{given[1]} exclude each other")
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device} was asked for, and every worker has its own GPU; leave it out")
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "error")  # of this process and of its workers
     try:
         import dask
     except ImportError:
         raise ConfigError(f'--{given[0]} needs Dask; run: pip install ".[cluster]"') from None
-    settings = {"logging.distributed": "error", "distributed.scheduler.allowed-failures": TRIES}
-    dask.config.set(settings | {"distributed.worker.daemon": False})  # items may start processes
+    dask.config.set({"distributed.scheduler.allowed-failures": TRIES})
+    dask.config.set({"distributed.worker.daemon": False})  # items may start processes
     from distributed import Client
 
     with ExitStack() as stack:
@@ -378,15 +379,15 @@ def _on_this_machine(count: int, device: str, gpus: int) -> Any:
     workers = {}
     for n in range(count):
         environment = {"OMP_NUM_THREADS": str(max(1, cores() // count)), "LOCAL_WORLD_SIZE": str(count)}
-        environment["DASK_LOGGING__DISTRIBUTED"] = "error"
         if there:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(there[n * gpus : (n + 1) * gpus])
         options = {"nthreads": 1, "memory_limit": 0, "env": environment, "resources": {"GPU": gpus}}
         workers[n] = {"cls": Nanny, "options": {**options, "dashboard": False}}
+    # nobody else may connect: who does runs code
     own = {
         "host": "127.0.0.1",
         "dashboard_address": "127.0.0.1:8787",
-    }  # nobody else's: who connects runs code
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # another port is taken where that one is in use
         return SpecCluster(workers=workers, scheduler={"cls": Scheduler, "options": own})
