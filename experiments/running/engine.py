@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -97,7 +98,7 @@ def kept(what: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
 
 def loaded_here(session: LoadedModel) -> LoadedModel:
     """Return a session with its model: itself, or where it came from another process, one that is kept."""
-    if session.pipeline is not None:
+    if vars(session)["pipeline"]:
         return session
     return kept("model", fingerprint(session.identity(session.config)), lambda: prepare(session.config, []))
 
@@ -149,6 +150,7 @@ class Crew:
         self.client.register_worker_callbacks(_at_start)
         self.futures: dict[str, Any] = {}
         self.looked, self.workers = 0.0, 0
+        self.own: Any = None  # the cluster of this machine, where there is one
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Return function(*given) of a worker, whose device and files count."""
@@ -168,12 +170,11 @@ class Crew:
 
     def _revive(self) -> None:
         """Start workers of this machine anew whose process died while Dask started it again."""
-        cluster = self.client.cluster
-        workers = getattr(cluster, "workers", {})
-        if gone := [name for name, one in workers.items() if one.status.name in ("closed", "failed")]:
-            for name in gone:
-                del workers[name]
-            cluster.sync(cluster._correct_state)
+        if (cluster := self.own) is not None:
+            for name in [n for n, one in cluster.workers.items() if one.status.name in ("closed", "failed")]:
+                del cluster.workers[name]
+            if len(cluster.workers) < len(cluster.worker_spec):
+                cluster.sync(cluster._correct_state)
 
     def start(self, ended: SimpleQueue, name: str, *given: Any) -> None:
         future = self.client.submit(attempt, *given, pure=False, resources=self.resources)
@@ -228,7 +229,7 @@ class _Here:
         return 1
 
     def start(self, ended: SimpleQueue, name: str, *given: Any) -> None:
-        ended.put((name, None, attempt(*given, self.watch)))
+        ended.put((name, None, partial(attempt, watch=self.watch)(*given)))
 
 
 def called(crew: Crew | None, function: Callable[..., Any], *given: Any) -> Any:
@@ -349,6 +350,7 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
         raise ConfigError(f'--{given[0]} needs Dask; run: pip install ".[cluster]"') from None
     dask.config.set({"distributed.scheduler.allowed-failures": TRIES})
     dask.config.set({"distributed.worker.daemon": False})  # items may start processes
+    dask.config.set({"distributed.deploy.lost-worker-timeout": "1 h"})  # a busy machine starts them slowly
     from distributed import Client
 
     with ExitStack() as stack:
@@ -362,6 +364,7 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
         except (OSError, ValueError) as error:
             raise ConfigError(f"--{given[0]}: no scheduler answers: {one_line(error)}") from None
         stack.callback(lambda: crew.client.close())
+        crew.own = target if args.workers else None
         if not args.quiet:
             print(f"dashboard: {crew.client.dashboard_link}", file=sys.stderr)
         yield crew
@@ -397,16 +400,17 @@ def _by_slurm(path: str, gpus: int) -> Any:
     """Submit jobs as a YAML of dask-jobqueue's SLURMCluster says, `jobs` of them, each with one worker."""
     if not shutil.which("sbatch"):
         raise ConfigError("--slurm needs SLURM's sbatch, which is not here")
-    from dask_jobqueue import SLURMCluster
+    from dask_jobqueue.slurm import SLURMCluster
 
-    settings = {str(key): value for key, value in read_yaml(path).items()}
+    settings: dict[str, Any] = {str(key): value for key, value in read_yaml(path).items()}
     jobs, own = settings.pop("jobs", 1), settings.pop("job_script_prologue", [])
     env = {"PYTHONPATH": os.getcwd(), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
     env |= {f"DASK_DISTRIBUTED__WORKER__MEMORY__{name}": "False" for name in ("PAUSE", "SPILL", "TERMINATE")}
     settings["job_script_prologue"] = [*(f"export {name}={value}" for name, value in env.items()), *own]
     more = ["--resources", f"GPU={gpus}", *settings.pop("worker_extra_args", [])]
     try:
-        cluster = SLURMCluster(**{"cores": 1, "processes": 1, "worker_extra_args": more} | settings)
+        options: dict[str, Any] = {"cores": 1, "processes": 1, "worker_extra_args": more} | settings
+        cluster = SLURMCluster(**options)
         cluster.adapt(minimum_jobs=jobs, maximum_jobs=jobs)  # a job that ends is followed by another
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--slurm {path}: {one_line(error)}") from None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Self, TextIO
 
 import torch
 
@@ -41,7 +41,7 @@ class Progress(RunObserver):
         self.rollout_start = self.start
         self._log = open_log(log_file) if log_file else None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, trace) -> None:

@@ -179,7 +179,7 @@ def run_sweep(
         observed(args) as watch,
         crew_of(args, config.device, config.gpus) as crew,
     ):
-        shared = {path: _settings(model, crew) | quantities for path, model in models.items()}
+        shared = {path: _settings(model, crew) | dict(quantities) for path, model in models.items()}
         runs = {}
         for path, run in planned.items():
             own = {name: x for name, x in shared[run.checkpoint_path].items() if name not in quantities}
@@ -233,7 +233,7 @@ class Manifest:
         self.path, self.runs, self.written = path, runs, 0.0
         self.states = dict.fromkeys(runs, "waiting")  # by name: waiting, partial, done or failed
         self.has_folders = len(shared) > 1  # one for each checkpoint
-        self.settings = {
+        self.settings: dict[str, Any] = {
             Path(run.path).parent.name if self.has_folders else "": {
                 "fingerprint": fingerprint(shared[run.config.checkpoint_path]),
                 "settings": shared[run.config.checkpoint_path],
@@ -246,7 +246,7 @@ class Manifest:
         found = read_json(self.path, CacheError)
         if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
             raise CacheError(f"{self.path} is of no sweep, and this one would replace it; {REMEDY}")
-        theirs = {"": found, **found.get("checkpoints", {})}
+        theirs: dict[str, Any] = {"": found, **found.get("checkpoints", {})}
         for folder, ours in self.settings.items():
             before, settings = theirs.get(folder, {}).get("settings"), ours["settings"]
             if before is not None and before != settings:
@@ -267,9 +267,9 @@ class Manifest:
     def write(self) -> None:
         rows = []
         for name, run in self.runs.items():
-            file = Path(run.path).relative_to(self.path.parent)
-            row = {"file": str(file), "prompt": run.config.prompt, "seed": run.config.seed}
-            row |= {"checkpoint": file.parent.name} if self.has_folders else {}
+            at = Path(run.path).relative_to(self.path.parent)
+            row = {"file": str(at), "prompt": run.config.prompt, "seed": run.config.seed}
+            row |= {"checkpoint": at.parent.name} if self.has_folders else {}
             rows.append(row | {"state": self.states[name]})
         content = {**self.settings.get("", {"checkpoints": self.settings}), "runs": rows}
         with replacing(self.path) as file:

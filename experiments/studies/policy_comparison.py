@@ -166,7 +166,10 @@ class Comparison:
         classes = {path: describe_files([path]) for path in paths}  # CSVs of head classes
         found: list[Item] = []
         for label, settings in (*self.policies.items(), *controls.items()):
-            own = {"policy": dict(settings), "classes": classes.get(str(settings.get("file")))}
+            own: dict[str, Any] = {
+                "policy": dict(settings),
+                "classes": classes.get(str(settings.get("file"))),
+            }
             for run in self.runs:
                 scene = self.scenes.get(run.prompt)
                 own |= {"prompt": run.prompt, "seed": run.seed, "scene": scene and asdict(scene)}
