@@ -1,5 +1,6 @@
 """What the README files list is what there is: every cache field, every room, every figure."""
 
+import json
 import re
 
 import pytest
@@ -34,11 +35,12 @@ def test_the_guide_for_contributors_names_every_room():
 
 def test_every_figure_and_default_is_explained():
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        source = path.read_text()
-        figures = re.findall(r'(?:/ |save\(figure, )f?\\"([^"\\]+\.svg)', source)
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        code = "".join(line for cell in cells for line in cell["source"])
+        figures = re.findall(r'(?:/ |save\(figure, )f?"([^"\\]+\.svg)', code)
         assert figures, path
         for name in figures:
             shown = re.sub(r"\{(layer|LAYER)\}", "N", name).replace("{HEAD}", "M")
             assert shown.split("/")[-1] in NOTEBOOKS, (path.name, shown)
-        for default in re.findall(r'(?:CACHE|DATA)_PATH = \\"\.\./(cache/[^"\\]+)', source):
+        for default in re.findall(r'(?:CACHE|DATA)_PATH = "\.\./(cache/[^"]+)', code):
             assert f"`{default}`" in NOTEBOOKS
