@@ -3,6 +3,8 @@
 Without a GPU a replay makes its call again, with whatever lies at the addresses that were recorded.
 """
 
+import warnings
+
 import pytest
 import torch
 from conftest import golden_model
@@ -18,6 +20,7 @@ from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 from wan.rolling_forcing import RollingForcingPipeline
+from wan.sites import SiteCapture, watched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 2, "text_dim": 64, "text_len": 32}
@@ -157,6 +160,26 @@ def test_the_first_video_runs_without_and_weights_may_move(replays):
         parameter.data = parameter.data.clone()
     assert_equal(roll_out(model, seed=3), roll_out(eager, seed=3))
     assert replays[0] > recorded
+
+
+def test_activations_are_captured_where_graphs_wait(replays):
+    """Of one step: the others are replayed, which is said once; z and x0 stand beside the graphs."""
+    eager, model = golden_model().to(DEVICE), golden_model().to(DEVICE)
+    apply_cuda_graphs(model)
+    assert_equal(roll_out(model), roll_out(eager))
+    counts, seen = [], []
+    cuda_graphs.say_that_graphs_wait.cache_clear()
+    for sites in (("resid_post", "mlp_pre"), ("z", "x0")):
+        before = replays[1]
+        for each in (eager, model):
+            capture = SiteCapture(sites, steps=[1])
+            with warnings.catch_warnings(record=True) as said, watched(capture):
+                warnings.simplefilter("always")
+                assert_equal(roll_out(each), roll_out(eager))
+            seen.append([one.value for one in capture.kept])
+        counts.append(replays[1] - before)
+        assert len(said) == (sites[0] == "resid_post") and all(map(torch.equal, *seen[-2:]))
+    assert 0 < counts[0] < counts[1]
 
 
 def both_orders(group):

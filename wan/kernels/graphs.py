@@ -18,9 +18,11 @@ records. Weights may change in place afterwards; before they are moved or replac
 Hooks inside a layer are not heard while it is replayed. On a CPU a replay computes again.
 """
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ from wan.model import (
     modulations_in,
     multiply,
 )
-from wan.sites import is_hidden
+from wan.sites import SiteCapture, is_hidden, watchers
 
 Replay = Callable[[], None]
 Rows = tuple[Modulation, Modulation]  # of self-attention and of the FFN
@@ -229,10 +231,10 @@ class ReplayedBlock:
         layout: KeyLayout | None = None,
     ) -> Tensor:
         wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
-        watched = (
-            torch.is_grad_enabled() or is_hidden(self.block.layer) or wants_text
-        )  # by who needs the call
-        if kv_cache is None or mask is not None or watched:
+        hidden = is_hidden(self.block.layer) or wants_text  # to who needs the call itself
+        if kv_cache is None or mask is not None or hidden or torch.is_grad_enabled():
+            if any(isinstance(watcher, SiteCapture) for watcher in watchers()):
+                say_that_graphs_wait()
             return self.eager(x, time, rope, text, kv_cache, mask, layout)
         attn = self.block.self_attn
         with_raw = attn.site.shard is not None and kv_cache.stores_raw  # one GPU has them between the graphs
@@ -290,6 +292,13 @@ class ReplayedBlock:
 
         inputs.rehearse(finish)
         return self.recorder.record(finish)
+
+
+@cache
+def say_that_graphs_wait() -> None:
+    warnings.warn(
+        "layers run without their CUDA graphs in passes whose activations are captured", stacklevel=5
+    )
 
 
 def copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
