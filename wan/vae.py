@@ -82,9 +82,17 @@ class VAE(nn.Module):
         """The weights that decode, as they are when this is first asked for."""
         return Decoder(self.vae)
 
+    @property
+    def made_by(self) -> str:
+        """What an mp4 says of its decoder."""
+        return f"VAE in {str(self.vae.dtype).removeprefix('torch.')}"
+
+    def stream(self) -> "StreamedDecoder":
+        return StreamedDecoder(self)
+
     def decode(self, latents: Tensor) -> Tensor:
         """Normalised latents [B, F, C, h, w] -> video [B, 1 + 4 (F − 1), 3, 8h, 8w] in 0..1."""
-        return StreamedDecoder(self)(latents)
+        return self.stream()(latents)
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:

@@ -32,20 +32,14 @@ from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import video_tag
 from experiments.extraction.rollout import capturing, check_latents, check_values, out_of_memory
-from experiments.extraction.video import (
-    GrowingVideo,
-    decoded_by,
-    dtype_of,
-    frames_at_once,
-    stream_of,
-    to_pixels,
-)
+from experiments.extraction.video import GrowingVideo, dtype_of, frames_at_once, stream_of, to_pixels
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
-from wan.vae import VAE, StreamedDecoder
+from wan.preview import Preview
+from wan.vae import VAE
 
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -223,9 +217,14 @@ class VideoWriter:
     """Decodes blocks that are on disk, a piece at a time, and appends them to the video."""
 
     def __init__(
-        self, video: GrowingVideo, vae: VAE, latents: LatentFile, blocks: list[range], device: torch.device
+        self,
+        video: GrowingVideo,
+        vae: VAE | Preview,
+        latents: LatentFile,
+        blocks: list[range],
+        device: torch.device,
     ):
-        self.video, self.decoder, self.latents, self.device = video, StreamedDecoder(vae), latents, device
+        self.video, self.decoder, self.latents, self.device = video, vae.stream(), latents, device
         self.stream = stream_of(device)
         self.pieces: list[range] = []  # whole blocks together, as many frames as are decoded at once
         for frames in blocks:
@@ -265,13 +264,13 @@ def make_long_video(
     place: LongVideo,
     latents: LatentFile,
     capture: BlockCapture,
-    vae: VAE,
+    vae: VAE | Preview,
     watch: RunObserver,
 ) -> None:
     """Roll out what is not done yet. StoppedError where the observer asks to stop."""
     blocks = block_ranges(config.block_sizes)
     missing = capture.missing(place.attention, len(blocks), latents.made_of)
-    video = GrowingVideo(place.path, video_tag(latents.made_of, config, dtype_of(vae)), decoded_by(vae))
+    video = GrowingVideo(place.path, video_tag(latents.made_of, config, dtype_of(vae)), vae.made_by)
     writer, finished = VideoWriter(video, vae, latents, blocks, loaded.device), video.is_finished
     if finished and latents.frames < config.num_frames:
         raise CacheError(f"{place.path} is finished and its latents are not; --overwrite makes both again")

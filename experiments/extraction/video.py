@@ -25,6 +25,7 @@ from experiments.extraction.devices import choose_device, choose_dtype, decoding
 from experiments.extraction.provenance import video_tag
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
+from wan.preview import Preview
 from wan.vae import POSITIONS_AT_ONCE, VAE, StreamedDecoder
 
 FPS = 16
@@ -34,38 +35,12 @@ TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
 ROOM = 1 << 20  # bytes of the GPU for each position of a frame of latents: what the decoder takes
 
 
-def load_vae(config: RunConfig, dtype: str = "float32") -> VAE:
-    """Read the VAE of a config onto its device. auto is bfloat16 on a GPU, and float32 elsewhere."""
+def load_vae(config: RunConfig, dtype: str = "float32", preview: str | None = None) -> VAE | Preview:
+    """Read the VAE of a config, or a preview's decoder, onto its device. auto is bfloat16 on a GPU alone."""
     device = choose_device(config.device)
+    if preview:
+        return Preview.from_file(preview, choose_dtype(dtype, device), device)
     return VAE.from_pretrained(config.ckpt_dir, choose_dtype(dtype, device), device)
-
-
-def decode(extraction: Extraction, vae: VAE | None = None) -> Tensor:
-    """Decode the generated video, uint8 [frames, height, width, 3] on the CPU; without a vae in float32."""
-    vae, latents = vae or load_vae(extraction.config), extraction.latents
-    with decoding_threads(latents.device, *latents.shape[-2:]):
-        return to_pixels(vae.decode(latents))[0].cpu()
-
-
-def to_pixels(video: Tensor) -> Tensor:
-    """Video [B, frames, 3, H, W] in 0..1 -> uint8 [B, frames, H, W, 3]."""
-    return (video.permute(0, 1, 3, 4, 2) * 255).round().byte()
-
-
-def save_video(extraction: Extraction, path: str | Path, vae: VAE | None = None) -> None:
-    """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
-    vae = vae or load_vae(extraction.config, "auto")
-    write_mp4(decode(extraction, vae), path, tag=tag_of(extraction, vae), about=decoded_by(vae))
-
-
-def tag_of(extraction: Extraction, vae: VAE) -> str:
-    """Return what the mp4 of a run carries."""
-    return video_tag(extraction.common["fingerprint"], extraction.config, dtype_of(vae))
-
-
-def dtype_of(vae: VAE) -> str:
-    """Return the dtype of a decoder as flags name it."""
-    return str(vae.vae.dtype).removeprefix("torch.")
 
 
 def check_video(config: RunConfig) -> None:
@@ -74,9 +49,32 @@ def check_video(config: RunConfig) -> None:
     load_vae(config)
 
 
-def decoded_by(vae: VAE) -> str:
-    """Return what an mp4 says of its decoder."""
-    return f"VAE in {dtype_of(vae)}"
+def decode(extraction: Extraction, vae: VAE | Preview | None = None) -> Tensor:
+    """Decode the generated video, uint8 [frames, height, width, 3] on the CPU; without a vae in float32."""
+    vae, latents = vae or load_vae(extraction.config), extraction.latents
+    with decoding_threads(latents.device, *latents.shape[-2:]):
+        return to_pixels(vae.stream()(latents))[0].cpu()
+
+
+def to_pixels(video: Tensor) -> Tensor:
+    """Video [B, frames, 3, H, W] in 0..1 -> uint8 [B, frames, H, W, 3]."""
+    return (video.permute(0, 1, 3, 4, 2) * 255).round().byte()
+
+
+def save_video(extraction: Extraction, path: str | Path, vae: VAE | Preview | None = None) -> None:
+    """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
+    vae = vae or load_vae(extraction.config, "auto")
+    write_mp4(decode(extraction, vae), path, tag=tag_of(extraction, vae), about=vae.made_by)
+
+
+def tag_of(extraction: Extraction, vae: VAE | Preview) -> str:
+    """Return what the mp4 of a run carries."""
+    return video_tag(extraction.common["fingerprint"], extraction.config, dtype_of(vae))
+
+
+def dtype_of(vae: VAE | Preview) -> str:
+    """Return the dtype of a decoder as flags name it; a preview is none of the VAE's."""
+    return vae.made_by if isinstance(vae, Preview) else str(vae.vae.dtype).removeprefix("torch.")
 
 
 def write_mp4(
@@ -190,12 +188,14 @@ class LiveVideo:
     is there already. On a CPU, and where a GPU has no room, all is decoded at the end.
     """
 
-    def __init__(self, config: RunConfig, path: str | Path, vae_dtype: str = "auto"):
-        """Begin to read the VAE. CacheError where no mp4 can be written."""
+    def __init__(
+        self, config: RunConfig, path: str | Path, vae_dtype: str = "auto", preview: str | None = None
+    ):
+        """Begin to read the VAE, or a preview's decoder. CacheError where no mp4 can be written."""
         require_ffmpeg()
         self.path, self.growing = Path(path), Path(path).with_suffix(".growing.mp4")
         self.decoding, self.encoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self.vae = self.decoding.submit(load_vae, config, vae_dtype)
+        self.vae = self.decoding.submit(load_vae, config, vae_dtype, preview)
         self.overlaps, self.frames = config.gpus == 1, 0  # latent frames that came
         self.pieces: list[Future] = []  # of the decoder, each with one of the encoder
         self.video: GrowingVideo | None = None
@@ -224,8 +224,8 @@ class LiveVideo:
 
     def begin(self, device: torch.device) -> None:
         self.growing.unlink(missing_ok=True)
-        self.video = GrowingVideo(self.growing, "", decoded_by(self.vae.result()))
-        self.decoder, self.stream = StreamedDecoder(self.vae.result()), stream_of(device)
+        self.video = GrowingVideo(self.growing, "", self.vae.result().made_by)
+        self.decoder, self.stream = self.vae.result().stream(), stream_of(device)
 
     def _decode(self, latents: Tensor, made: "torch.cuda.Event | None", first: int) -> Future:
         """Decode a block once it is made, and let it be encoded."""

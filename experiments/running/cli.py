@@ -276,6 +276,7 @@ def run_parser(description: str, output_path: str | None) -> Parser:
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
+    flag("--preview", metavar="FILE", help="decode the video by TAEHV's small decoder, for a first look")
     flag("--vae_dtype", choices=DTYPES, default="auto", help="of the video's decoder: bfloat16 on a GPU")
     flag("--cache_policy", metavar="FILE_OR_NAME", help="what a block may look at (configs/policies)")
     flag(
@@ -396,6 +397,8 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
             raise ConfigError(f"--{one} and --{many} exclude each other")
     if args.prompts and config.prompt_embeds:
         raise ConfigError("--prompts and --prompt_embeds exclude each other: a file holds one prompt")
+    if args.preview:
+        raise ConfigError("a sweep keeps the VAE's videos: leave --preview out")
     if args.save_video:
         raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
     folder = Path(args.output_dir)

@@ -31,7 +31,7 @@ def make_long(args: argparse.Namespace, config: RunConfig) -> None:
     require_writable(place.latents)
     with claimed({str(place.path): 0}), observed(args) as watch:
         require_ffmpeg()
-        vae = load_vae(config, args.vae_dtype)
+        vae = load_vae(config, args.vae_dtype, args.preview)
         # 1. Sizes, before anything is loaded
         model = checkpoint.read_model_config(config.ckpt_dir)
         dtype = choose_dtype(config.dtype, choose_device(config.device, config.offload))

@@ -94,7 +94,9 @@ def video_of(
     args: argparse.Namespace, config: RunConfig, videos: Sequence[str], watch: RunObserver
 ) -> Iterator[None]:
     """Let a run's blocks become the first of the mp4s that are asked for, while they come."""
-    with LiveVideo(config, videos[0], args.vae_dtype) if videos else nullcontext() as watch.video:
+    with (
+        LiveVideo(config, videos[0], args.vae_dtype, args.preview) if videos else nullcontext() as watch.video
+    ):
         try:
             yield
         finally:

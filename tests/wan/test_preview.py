@@ -1,0 +1,78 @@
+"""TAEHV's decoder: the keys and shapes of the public file, and frames as its definition makes them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.kernels import drawn
+
+from wan.checkpoint import CheckpointError
+from wan.preview import Preview
+
+# taew2_1.pth has these, and an encoder's that nobody reads.
+SHAPES = {"1.weight": (256, 16, 3, 3), "1.bias": (256,), "22.weight": (3, 64, 3, 3), "22.bias": (3,)}
+SHAPES |= {
+    "7.conv.weight": (256, 256, 1, 1),
+    "13.conv.weight": (256, 128, 1, 1),
+    "19.conv.weight": (128, 64, 1, 1),
+}
+SHAPES |= {"8.weight": (128, 256, 3, 3), "14.weight": (64, 128, 3, 3), "20.weight": (64, 64, 3, 3)}
+for first, width in ((3, 256), (9, 128), (15, 64)):
+    for number in range(first, first + 3):
+        for conv, inputs in ((0, 2 * width), (2, width), (4, width)):
+            SHAPES[f"{number}.conv.{conv}.weight"] = (width, inputs, 3, 3)
+            SHAPES[f"{number}.conv.{conv}.bias"] = (width,)
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    """Random ones, of which no layer lets its input die out."""
+    found = {f"decoder.{name}": drawn(*shape) * (shape[0] * 5) ** -0.5 for name, shape in SHAPES.items()}
+    return found | {"encoder.0.weight": torch.ones(64, 3, 3, 3)}
+
+
+@pytest.fixture
+def preview(weights, tmp_path) -> Preview:
+    torch.save(weights, tmp_path / "taew2_1.pth")
+    return Preview.from_file(tmp_path / "taew2_1.pth", torch.float64, torch.device("cpu"))
+
+
+def by_definition(w: dict[str, torch.Tensor], frames: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each list of frames [C, H, W] through one layer after the other."""
+
+    def conv(name, x):
+        weight = w[f"decoder.{name}.weight"]
+        return F.conv2d(x[None], weight, w.get(f"decoder.{name}.bias"), padding=weight.shape[-1] // 2)[0]
+
+    frames = [conv("1", torch.tanh(x / 3) * 3).relu() for x in frames]
+    for first, times in ((3, 1), (9, 2), (15, 2)):
+        for layer in range(first, first + 3):
+            before = [torch.zeros_like(frames[0]), *frames]
+            seen = [
+                conv(f"{layer}.conv.0", torch.cat(pair)).relu() for pair in zip(frames, before, strict=False)
+            ]
+            seen = [conv(f"{layer}.conv.4", conv(f"{layer}.conv.2", y).relu()) for y in seen]
+            frames = [(y + x).relu() for x, y in zip(frames, seen, strict=True)]
+        wide = [x.repeat_interleave(2, 1).repeat_interleave(2, 2) for x in frames]
+        grown = [part for x in wide for part in conv(f"{first + 4}.conv", x).chunk(times)]
+        frames = [conv(str(first + 5), x) for x in grown]
+    return [conv("22", x.relu()).clamp(0, 1) for x in frames]
+
+
+def test_frames_are_those_of_the_definition(preview, weights):
+    latents = drawn(1, 4, 16, 2, 3).double()
+    exact = {name: x.double() for name, x in weights.items()}
+    expected = torch.stack(by_definition(exact, list(latents[0])))[3:].float()
+    stream = preview.stream()
+    found = torch.cat([stream(piece) for piece in latents.split([1, 2, 1], 1)], 1)[0]
+    assert found.shape == (13, 3, 16, 24) and found.std() > 0.05
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_other_files_are_refused(weights, tmp_path):
+    for name, change in (
+        ("decoder.3.conv.0.bias", {}),
+        ("decoder.22.weight", {"decoder.22.weight": torch.ones(12, 64, 3, 3)}),
+    ):
+        torch.save({key: x for key, x in weights.items() if key != name} | change, tmp_path / "t.pth")
+        with pytest.raises(CheckpointError, match=f"t.pth does not fit the model: .*{name}"):
+            Preview.from_file(tmp_path / "t.pth", torch.float32, torch.device("cpu"))
