@@ -27,6 +27,7 @@ from wan.vae_decoder import Decoder, Past
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
     from diffusers import AutoencoderKLWan
 
+DECODED_AT_ONCE = 20_000  # positions of latents in one call: three frames of 60 x 104, and any small video
 POSITIONS_AT_ONCE = 1024  # of latents, encoded in one call: 16 latent frames of 8 x 8, one of 60 x 104
 
 
@@ -134,12 +135,15 @@ class StreamedDecoder:
         A latent frame is four video frames, the first of a video one.
         """
         z = latents.float() * self.model.latents_std[:, 0] + self.model.latents_mean[:, 0]
-        parts = [] if self.past else [*self.model.decoder.decode(z[:, :1], self.past, is_first=True)]
-        if parts:
-            z = z[:, 1:]
-        if z.shape[1]:
-            parts += self.model.decoder.decode(z, self.past, is_first=False)
-        return torch.cat([part.float().div_(2).add_(0.5).clamp_(0, 1) for part in parts], 1)
+        at_once = max(1, DECODED_AT_ONCE // (z.shape[3] * z.shape[4]))
+        pieces = z.split(at_once, 1) if self.past else (z[:, :1], *z[:, 1:].split(at_once, 1))
+        parts = [
+            part.float().div_(2).add_(0.5).clamp_(0, 1)
+            for piece in pieces
+            if piece.shape[1]
+            for part in self.model.decoder.decode(piece, self.past, is_first=not self.past)
+        ]
+        return torch.cat(parts, 1)
 
 
 def to_patches(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:

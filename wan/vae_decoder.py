@@ -97,7 +97,7 @@ class Conv:
     """Norm, SiLU and a causal convolution; without a norm the convolution alone.
 
     On a GPU the next feed() adds the bias, and one of few channels at many pixels is a 2D convolution over
-    stacks of three frames, which is twice as fast (docs/benchmarks/decode_h100.json).
+    stacks of three frames, for which cuDNN is faster.
     """
 
     def __init__(self, conv: nn.Conv3d, norm: Any = None, row: int = 1):

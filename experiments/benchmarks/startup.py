@@ -88,7 +88,9 @@ def time_calls(name: str, phase: str, seconds: dict[str, float]) -> None:
         owner: Any = importlib.import_module(path)
     except ImportError:
         path, cls = path.rsplit(".", 1)
-        owner = getattr(importlib.import_module(path), cls)
+        owner = getattr(importlib.import_module(path), cls, None)
+    if not hasattr(owner, attribute):
+        return  # of another tree, where PYTHONPATH names one
     function: Callable[..., Any] = getattr(owner, attribute)
 
     def timed(*args: Any, **more: Any) -> Any:
