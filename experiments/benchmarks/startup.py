@@ -76,6 +76,7 @@ def inside(script: str, flags: list[str]) -> None:
     named = sum(value for name, value in seconds.items() if name != "python and imports")
     seconds["between"] = total - named
     seconds["total"] = time.time() - began
+    seconds["CPU seconds"] = time.process_time()
     Path(os.environ[REPORT]).write_text(
         json.dumps({name: round(value, 2) for name, value in seconds.items()})
     )
