@@ -38,8 +38,7 @@ from wan.capture import CapturedCall, CaptureRequest
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
-from wan.preview import Preview
-from wan.vae import VAE
+from wan.vae import VAE, Preview
 
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

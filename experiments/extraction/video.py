@@ -25,8 +25,7 @@ from experiments.extraction.devices import choose_device, choose_dtype, decoding
 from experiments.extraction.provenance import video_tag
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
-from wan.preview import Preview
-from wan.vae import POSITIONS_AT_ONCE, VAE, StreamedDecoder
+from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder
 
 FPS = 16
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file

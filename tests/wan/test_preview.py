@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers.kernels import drawn
 
 from wan.checkpoint import CheckpointError
-from wan.preview import Preview
+from wan.vae import Preview
 
 # taew2_1.pth has these, and an encoder's that nobody reads.
 SHAPES = {"1.weight": (256, 16, 3, 3), "1.bias": (256,), "22.weight": (3, 64, 3, 3), "22.bias": (3,)}
