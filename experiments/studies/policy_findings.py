@@ -49,7 +49,12 @@ SINK_MAP = [  # every window and sink that leave room for a block
     for window, sink in GRID
     if sink + 3 <= window and (sink or policy == "window")
 ]
-NAMED = {"family": (FULL, *FAMILY), "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP)))}
+HEADS = ("dummy_forcing", "dummy_forcing_far", "forcing_kv", "forcing_kv_wide", "triattention")
+NAMED = {
+    "family": (FULL, *FAMILY),
+    "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP))),
+    "heads": (FULL, spec("window", 6, 3), spec("window", 9, 3), *(f"mini_{name}" for name in HEADS)),
+}
 
 FROM, TO = 5, 60  # seconds that count: before, every policy sees all there is
 PRIMARY = "right"
