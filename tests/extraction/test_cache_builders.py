@@ -110,25 +110,6 @@ def only(run, **tags):
 
 
 @CONFIGS
-def test_a_layers_blocks_land_where_their_frames_are(config):
-    cache = cache_builders.layer_cache(only(hand_made(config), layer=[1], step=[1]), 1)
-    schema.check(cache)
-    same(cache["full_frame_attention"], expected(config, 1, 1))
-    last = block_frames(config.block_sizes, -1)
-    same(cache["last_block_frame_attention"], expected(config, 1, 1)[:, last].mean(1))
-    assert (cache["layer_index"], cache["step"], cache["timestep"], cache["last_block_query_frames"]) == (
-        1,
-        1,
-        625.0,
-        last,
-    )
-    same(
-        cache_builders.layer_cache(hand_made(config, "token"), 2)["full_frame_attention"],
-        expected(config, 2, 1),
-    )
-
-
-@CONFIGS
 def test_an_atlas_holds_every_layer_and_pass_in_its_place(config):
     run = hand_made(config)
     run = replace(

@@ -28,7 +28,8 @@ def test_gpus_that_share_a_model_replay_its_layers(config, device, is_streamed, 
     if is_streamed:
         blocks = StreamedBlocks(blocks, torch.float32, "cpu")
     model, found = SimpleNamespace(device=torch.device(device), blocks=blocks), []
-    monkeypatch.setattr(causal, "read_weights", lambda *given: ({}, "report"))
+    report = type("Report", (), {"quantised": "", "__str__": lambda self: "report"})()
+    monkeypatch.setattr(causal, "read_weights", lambda *given: ({}, report))
     monkeypatch.setattr(causal.checkpoint, "build_model", lambda *given, **more: model)
     monkeypatch.setattr(causal, "pipeline_of", lambda *given: SimpleNamespace())
     monkeypatch.setattr(causal.parallel, "joined", lambda: SimpleNamespace(size=lambda: 2))
@@ -40,16 +41,6 @@ def test_gpus_that_share_a_model_replay_its_layers(config, device, is_streamed, 
     assert found == done
     with pytest.raises(ConfigError, match="gpus is 3"):
         causal.load_pipeline(replace(config, gpus=3), *given)
-
-
-def test_a_sweep_on_one_gpu_replays_layers_after_a_short_video_without(config, monkeypatch):
-    found = []
-    monkeypatch.setattr(causal, "replay_layers", lambda model, after: found.append(after))
-    causal.prepare(config, [])
-    assert not found  # one's own code may hook into layers
-    causal.prepare(config, [], replays=True)
-    whole = load_config(ROOT / "configs/wan_mini.yaml")
-    assert found == [causal.FORWARDS] == [len(whole.block_sizes) * whole.num_passes]
 
 
 def test_graphs_are_forgotten_before_weights_leave_for_the_encoder(config, monkeypatch):
