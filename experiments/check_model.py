@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.caches.files import RunError
-from experiments.running.cli import config_from, main, refuse, run_parser
+from experiments.running.cli import add_fit_flag, config_from, main, refuse, run_parser
 from wan.config import CARDS
 from wan.errors import ConfigError
 
@@ -27,6 +27,7 @@ def run(argv=None):
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
     flag("--reference", nargs="+", metavar="FILE", help="atlases to compare with; the published ones")
+    add_fit_flag(parser)
     args = parser.parse_args(argv)
     refuse(args, "the references say it", *OF_REFERENCES)
 
@@ -37,11 +38,12 @@ def run(argv=None):
     from experiments.caches import load_cache
     from experiments.caches.view import open_profiles
     from experiments.extraction import cache_builders, causal
+    from experiments.extraction.memory import fit
     from experiments.figures.agreement import HeadPair, heads_by_agreement
     from experiments.figures.style import save_svg
     from experiments.running.progress import observed
 
-    config = config_from(args)
+    config = replace(config_from(args), num_frames=args.frames)
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
     paths = [Path(path) for path in args.reference or [published.FOLDER / name for name in names]]
     caches = [load_cache(path, expect=("atlas",)) for path in paths]
@@ -61,6 +63,9 @@ def run(argv=None):
         replace(config, prompt=cache["prompt"], seed=cache["seed"], num_frames=cache["num_frames"])
         for cache in caches
     ]
+    if args.fit:
+        config = fit(config, [], "").config
+    configs = [replace(one, offload=config.offload, t5_cpu=config.t5_cpu) for one in configs]
     largest = max(configs, key=lambda one: one.num_frames)
     requests = cache_builders.atlas_requests(largest, mass=False, key_curve=False, cross=False)
 

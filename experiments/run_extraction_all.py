@@ -11,9 +11,11 @@ from functools import partial
 from experiments.running.cli import (
     add_config_flags,
     add_engine_flags,
+    add_fit_flag,
     add_sweep_flags,
     config_from,
     main,
+    refuse,
     run_parser,
 )
 from wan.errors import ConfigError
@@ -30,6 +32,7 @@ def run(argv=None):
     add_config_flags(parser, "gpus")
     add_sweep_flags(parser, checkpoints=True)
     add_engine_flags(parser)
+    add_fit_flag(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
@@ -43,6 +46,7 @@ def run(argv=None):
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
+    refuse(args, "a sweep takes the flags that one run with --fit prints", "fit")
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}

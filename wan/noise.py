@@ -140,8 +140,10 @@ def released_noise(config: RunConfig, channels: int, device: torch.device) -> tu
         card = CardGenerator(config.seed, config.noise)
         draw = lambda frames: card.randn(frames, *frame).to(device)  # noqa: E731
     else:
-        options = {"generator": torch.Generator(device).manual_seed(config.seed), "device": device}
-        draw = lambda frames: torch.randn(frames, *frame, dtype=torch.bfloat16, **options)  # noqa: E731
+        generator = torch.Generator(device).manual_seed(config.seed)
+        draw = lambda frames: torch.randn(  # noqa: E731
+            frames, *frame, dtype=torch.bfloat16, device=device, generator=generator
+        )
     noise = draw(config.num_frames)
     steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
     renoise = noise.new_zeros(steps - 1, *noise.shape)

@@ -314,11 +314,16 @@ def add_engine_flags(parser: Parser) -> None:
     )
 
 
+def add_fit_flag(parser: Parser) -> None:
+    """Add --fit, to the scripts that make one rollout."""
+    said = "choose flags of memory so that the run fits, and say which"
+    parser.add_argument("--fit", action="store_const", const=True, help=said)
+
+
 def add_run_flags(parser: Parser) -> None:
     """Add flags of memory, and of how a run behaves."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")
     flag = parser.add_argument
-    flag("--fit", action="store_true", help="choose flags of memory so that the run fits, and say which")
     flag("--overwrite", action=argparse.BooleanOptionalAction, help="replace what is there")
     flag("--deterministic", action="store_true", help="equal bits in every run on one device")
     flag("--quiet", action="store_true", help="say nothing but errors")

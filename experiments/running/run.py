@@ -46,7 +46,7 @@ def make_caches(
     Where several GPUs make the rollout, the first process writes.
     """
     config, decodes = join_processes(args, config), "" if args.save_video is None else SAVE_VIDEO
-    if args.fit:
+    if getattr(args, "fit", None):
         fitting = fit(config, requests, decodes)
         config, requests = fitting.config, fitting.requests
     nbytes = estimate_bytes(config, requests) // len(outputs)

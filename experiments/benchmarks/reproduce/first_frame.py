@@ -17,7 +17,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.analysis import measures, published
-from experiments.analysis.first_frame import first_frame, key_frame_contrasts
+from experiments.analysis.first_frame import first_frame, key_frame_contrasts, matrices
 from experiments.analysis.panels import choose_heads
 from experiments.benchmarks.harness import save_report
 from experiments.caches import load_cache
@@ -100,13 +100,6 @@ def draw_atlases(views: dict[str, Profiles]) -> dict[str, Figure]:
         "first_frame_published": score_against_effect(dots, title, *axes),
         "key_frames_published": contrasts_by_frame(lines, contrasts, block=3),
     }
-
-
-def matrices(view: Profiles) -> np.ndarray:
-    """Return [layers, H, F, F] of a published atlas, which holds all of them."""
-    found = view.frame_matrices()
-    assert found is not None
-    return found
 
 
 def measured(view: Profiles):
