@@ -100,7 +100,7 @@ class Conv:
     stacks of three frames, for which cuDNN is faster.
     """
 
-    def __init__(self, conv: nn.Conv3d, norm: Any = None, row: int = 1):
+    def __init__(self, conv: Any, norm: Any = None, row: int = 1):
         """row: outputs are a multiple of it, and those too many are 0."""
         self.gamma = None if norm is None else scaled_gamma(norm)
         weight, bias = conv.weight.detach(), conv.bias.detach()
@@ -157,7 +157,8 @@ class Attention:
         x, _ = feed(s, keep=True)
         normed = (F.normalize(x.float(), dim=-1) * self.gamma).to(x.dtype)
         qkv = F.linear(normed, *self.qkv).flatten(2, 3).flatten(0, 1)[:, None]  # [BT, 1, HW, 3C]
-        out = F.scaled_dot_product_attention(*qkv.chunk(3, -1)).view(x.shape)
+        q, k, v = qkv.chunk(3, -1)
+        out = F.scaled_dot_product_attention(q, k, v).view(x.shape)
         return Sum(F.linear(out, *self.proj), residual=x)
 
 
@@ -192,7 +193,7 @@ class UpBlock:
         self.layers: list[Layer] = [Residual(resnet) for resnet in block.resnets]
         upsamplers = block.upsamplers if hasattr(block, "upsamplers") else [block.upsampler]
         self.layers += [Upsample(one) for one in upsamplers or () if one is not None]
-        self.around = getattr(block, "avg_shortcut", None)
+        self.around: Any = getattr(block, "avg_shortcut", None)
 
     def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
         x = None
@@ -223,7 +224,9 @@ class Decoder:
         for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
             inner += [Attention(attention), Residual(block)]
         first, *others = map(UpBlock, decoder.up_blocks)
-        self.stages: list[list[Layer]] = [[Conv(decoder.conv_in), *inner, first], *([one] for one in others)]
+        self.stages: list[list[Layer]] = [[Conv(decoder.conv_in), *inner, first]]
+        for block in others:
+            self.stages.append([block])
         self.stages[-1].append(
             Conv(decoder.conv_out, decoder.norm_out, ROW if has_kernel(post.weight) else 1)
         )

@@ -65,17 +65,19 @@ def decoding(args: argparse.Namespace, config: RunConfig, report: dict[str, Any]
         scale_pictures(vae, latents)
         reference = by_diffusers(vae, latents).cpu()
     report["pictures_std"] = reference.std().item() * 2
-    others = {"diffusers float32": partial(by_diffusers, vae, latents)} if args.float32 else {}
+    others: dict[str, Callable[[], Tensor]] = {}
+    if args.float32:
+        others["diffusers float32"] = partial(by_diffusers, vae, latents)
     rows = measured(others, reference, report)
     half = VAE(vae.vae.to(torch.bfloat16)).to(device)
     sizes = config.block_sizes
-    calls = {
+    calls: dict[str, Callable[[], Tensor]] = {
         "diffusers bfloat16": partial(by_diffusers, half, latents),
         "ours bfloat16": lambda: half.decode(latents),
         "ours bfloat16, block by block": lambda: in_blocks(half, latents, sizes),
     }
     rows |= measured(calls, reference, report)
-    timed = {name: partial(seconds_of, call) for name, call in (others | calls).items() if name in calls}
+    timed = {name: partial(seconds_of, call) for name, call in calls.items()}
     found = in_turn(timed, args.repeats, rows)
     print_rows(found)
     report["rows"] |= found
@@ -207,7 +209,7 @@ class Pictures(LiveVideo):
         self.decoding, self.encoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.vae, self.overlaps, self.frames = Future(), True, 0
         self.vae.set_result(vae)
-        self.pieces, self.video, self.arrived = [], None, []
+        self.pieces, self.video, self.arrived = [], None, list[float]()
         self.decoder, self.stream = StreamedDecoder(vae), stream_of(device)
 
     def begin(self, device: torch.device) -> None:

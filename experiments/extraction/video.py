@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,7 +198,8 @@ class LiveVideo:
         self.vae = self.decoding.submit(load_vae, config, vae_dtype, preview)
         self.overlaps, self.frames = config.gpus == 1, 0  # latent frames that came
         self.pieces: list[Future] = []  # of the decoder, each with one of the encoder
-        self.video: GrowingVideo | None = None
+        self.video: Any = None  # a GrowingVideo, and its decoder, once a block came
+        self.decoder: Any = None
 
     def __enter__(self) -> "LiveVideo":
         return self
