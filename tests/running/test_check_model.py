@@ -65,7 +65,7 @@ def test_the_borders_separate_what_was_measured():
         if name.startswith("another prompt"):
             assert found == {"differs like another prompt"}, name
         if name.startswith(
-            ("heads", "layers", "base", "no ", "RoPE off", "RoPE of base 1,000,000", "blocks of 1")
+            ("heads", "layers", "base", "random", "no ", "RoPE off", "RoPE of base 1,000,000", "blocks of 1")
         ):
             assert found == {"wrong"}, name
     assert verdicts["the same in bfloat16"] == {"agrees"}
