@@ -224,6 +224,24 @@ def read_knockouts(path: str | Path) -> tuple:
     return knockouts_of(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
+def read_budgets(path: str | Path) -> tuple:
+    """Read panels, ceilings and title of a report of head_memory.py, for figures.budget_curves."""
+    if not Path(path).is_file():
+        raise CacheError(f"{path} not found; run: python experiments/benchmarks/reproduce/head_memory.py")
+    report = json.loads(Path(path).read_text(encoding="utf-8"))
+    budgets, ceilings = report["budgets"], {name: row[0] for name, row in report["ceilings"].items()}
+    panels = {
+        f"others: window {budgets['narrow window']}, {name.removeprefix('same, ')}": {
+            rule: {int(n): row if rule == "uniform" else row[0] for n, row in rows.items()}
+            for rule, rows in budgets[name].items()
+        }
+        for name in budgets
+        if name.startswith("same, ")
+    }
+    ceilings |= {"whole past": report["base"]["same"][0]}
+    return panels, ceilings, f"Which heads keep the whole past? {budgets['captions']} captions"
+
+
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:
     """Report how attention predicts the effect of removing frame 0; found [prompts, layers, H] each."""
     effect, beyond = found["effect"], found["effect"] - found["control"]

@@ -407,16 +407,16 @@ def share_bars(
     shares: Mapping[str, Sequence[float]], ceilings: Mapping[str, float], title: str, x: str
 ) -> Figure:
     """Draw a bar with its interval for each name -> (share, low, high); ceilings as dotted lines."""
-    figure, axis = plt.subplots(figsize=(7.4, 0.8 + 0.27 * len(shares)))
+    figure, axis = plt.subplots(figsize=(7.4, 1.0 + 0.27 * len(shares)))
     values, rows = np.array([row[:3] for row in shares.values()]), np.arange(len(shares))
     ends = np.stack([values[:, 0] - values[:, 1], values[:, 2] - values[:, 0]])
     axis.barh(rows, values[:, 0], xerr=ends, color=BLUE, height=0.65, error_kw={"linewidth": 0.9})
-    for name, value in ceilings.items():
+    for value in ceilings.values():
         axis.axvline(value, color="0.4", linewidth=0.8, linestyle=":")
-        axis.text(value, -0.65, name, fontsize=7, ha="right", va="bottom", color="0.3")
     axis.set_yticks(rows, list(shares))
-    axis.set(xlabel=x, xlim=(0, 1.02), ylim=(len(shares) - 0.4, -1.3))
-    st.label_figure(figure, [], title)
+    axis.set(xlabel=x, xlim=(0, 1.02), ylim=(len(shares) - 0.4, -0.6))
+    said = ", ".join(f"{name} {value:.2f}" for name, value in ceilings.items())
+    st.label_figure(figure, [], f"{title}; dotted: {said}")
     return figure
 
 
@@ -438,7 +438,8 @@ def budget_curves(
             share, low, high = np.array([row[:3] for row in panel[rule].values()]).T
             color = DARK if rule == "uniform" else plt.get_cmap("tab10")(number)
             style: dict[str, Any] = {"fmt": "o-", "markersize": 3.5, "linewidth": 1.2, "elinewidth": 0.6}
-            legend[rule] = axis.errorbar(budgets, share, [share - low, high - share], color=color, **style)
+            ends = [share - low, high - share]
+            legend[rule] = axis.errorbar(budgets, share, ends, color=color, label=rule, **style)
         for value in ceilings.values():
             axis.axhline(value, color="0.4", linewidth=0.8, linestyle=":")
         axis.set(title=name, xlabel="Cache of the mean head (latent frames)", ylim=(-0.02, 1.02))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from experiments.analysis.effects import bootstrap, partial_spearman, rounded, spearman
+from experiments.analysis.effects import bootstrap, partial_spearman, read_budgets, rounded, spearman
 from experiments.analysis.panels import HeadMap
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
@@ -76,7 +76,7 @@ def run(argv=None):
     if not args.draw:
         save_report(measure(args), args.output_path)
         print(args.output_path)
-    for name, figure in figures_of(read_json(args.output_path)).items():
+    for name, figure in figures_of(args.output_path).items():
         print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
@@ -224,33 +224,22 @@ def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
     return found
 
 
-def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
+def figures_of(path: Path) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour, rules at equal bytes."""
-    routes, budgets = report["routes"], report["budgets"]
-    ceilings = {name: values[0] for name, values in report["ceilings"].items()} | {
-        "base": report["base"]["same"][0]
-    }
+    report = read_json(path)
+    routes, (panels, ceilings, title) = report["routes"], read_budgets(path)
     shown = {
         "8 others of their layers": report["matched"]["mean"],
         "all heads: past, all": report["no past"]["same"],
     }
     shown |= {name: one["same"] for name, one in routes.items() if name.startswith("known: ")}
-    about = f"{report['model']}, captions that do not name the colour"
     readers = report["paths"]["readers"]
     layers = sorted({int(name.split()[1]) for name in readers})
     heads = sum(name.startswith("layer 0 head") for name in readers)
     shares = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
     panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", shares)
-    panels = {
-        f"others: window {budgets['narrow window']}" + (", sink 3" if sink else ""): {
-            rule: {int(n): row if rule == "uniform" else row[0] for n, row in rows.items()}
-            for rule, rows in budgets[f"same, sink {sink}"].items()
-        }
-        for sink in (0, 3)
-    }
-    title = f"Which heads keep the whole past? {budgets['captions']} captions"
     return {
-        "routes": share_bars(shown, ceilings, f"Eight heads lose a part of their past, {about}", SHARE),
+        "routes": share_bars(shown, ceilings, "Eight heads lose a part of their past", SHARE),
         "color_readers": head_maps([panel], layers, subtitle=f"{report['paths']['pairs']} pairs of colours"),
         "head_budgets": budget_curves(panels, ceilings, title),
     }
