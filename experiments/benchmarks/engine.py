@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 import torch
+from distributed import get_worker
 
 from experiments.benchmarks.harness import save_report
 from experiments.extraction.observer import RunObserver
@@ -32,7 +33,9 @@ from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, count, finite_number, main
 from experiments.running.engine import Results, crew_of, work_through
 from experiments.running.progress import Progress
+from wan.files import read_json
 
+PARTS = ("cost here", "cost", "killed", "slow folder", "restarted", "files")
 SHORTEST, LONGEST = 0.005, 2.0  # seconds of an item
 ON_PAPER = {"prompts": 10_000, "gpus": 64, "seconds": 2.58}  # of a captured rollout (docs/benchmarks.md)
 
@@ -42,14 +45,16 @@ class Sleeping:
     """Items that sleep and write how long they did (the engine's Work)."""
 
     folder: Path
-    slow: float = 0.0  # seconds that the folder takes for a write, at every other worker
+    slow: float = 0.0  # seconds that the folder takes for a write, at the first worker
 
     def is_done(self, name: str, seconds: float) -> bool:
         return Results(self.folder / "items").read(name) is not None
 
     def make(self, name: str, seconds: float, watch: RunObserver) -> None:
         start = time.monotonic()
-        time.sleep(seconds + (self.slow if self.slow and os.getpid() % 2 else 0))
+        time.sleep(seconds)
+        if self.slow and get_worker().name == 0:
+            time.sleep(self.slow)
         if self.is_done(name, seconds):  # another one has made it: it was given away twice
             (self.folder / f"{name}.twice").touch()
         Results(self.folder / "items").write(name, {"seconds": time.monotonic() - start})
@@ -65,6 +70,8 @@ def made(work: Sleeping, items: dict[str, float], **flags: Any) -> dict[str, Any
     """Make items by the workers that flags ask for -> what happened, and what an item cost beside itself."""
     given = {"workers": None, "scheduler": None, "slurm": None, "quiet": True} | flags
     with crew_of(Namespace(**given), "cpu") as crew, Progress(quiet=True) as watch:
+        if crew and crew.own:
+            crew.client.run(items_of, 1)  # imports are no part of an item
         start, cpu = time.monotonic(), time.process_time()
         work_through(work, items, work.folder, watch, crew)
         seconds, cpu = time.monotonic() - start, time.process_time() - cpu
@@ -201,23 +208,30 @@ def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     flag("--items", type=count, default=2000, help="of the part with killed workers, 5 ms to 2 s each")
+    flag("--what", nargs="+", choices=PARTS, default=PARTS, help="parts; others stay as the report has them")
     flag("--kill_every", type=finite_number, default=20.0, help="seconds between two kills")
     flag("--output_path", type=Path, default=Path("docs/benchmarks/engine.json"))
     args = parser.parse_args(argv)
-    report: dict[str, Any] = {"environment": environment(torch.device("cpu")), "load": os.getloadavg()[0]}
+    report: dict[str, Any] = read_json(args.output_path) if args.output_path.is_file() else {}
+    report |= {"environment": environment(torch.device("cpu"))}
     with tempfile.TemporaryDirectory() as folder:
 
         def work(name: str, slow: float = 0.0) -> Sleeping:
             return Sleeping(Path(folder) / name, slow)
 
-        short = items_of(500, 0.006)
-        report["cost here"] = made(work("here"), short)
-        report["cost"] = made(work("cost"), items_of(1000, 0.006), workers=2)
-        report["killed"] = killing(work("killed"), items_of(args.items), args.kill_every)
-        report["slow folder"] = made(work("slow", 0.5), items_of(60, 0.2), workers=2)
-        report["scheduler restarted"] = restarting(work("restarted"), items_of(60, 1.0, 0.1))
-        report["files"] = parts(2000, Path(folder) / "files")
-    report["on paper"] = on_paper(report)
+        rows: dict[str, Callable[[], dict[str, Any]]] = {
+            "cost here": lambda: made(work("here"), items_of(500, 0.006)),
+            "cost": lambda: made(work("cost"), items_of(1000, 0.006), workers=2),
+            "killed": lambda: killing(work("killed"), items_of(args.items), args.kill_every),
+            "slow folder": lambda: made(work("slow", 0.5), items_of(60, 0.2), workers=2),
+            "restarted": lambda: restarting(work("restarted"), items_of(60, 1.0, 0.1)),
+            "files": lambda: parts(2000, Path(folder) / "files"),
+        }
+        for name in args.what:
+            report[name] = rows[name]() | {"load": round(os.getloadavg()[0], 1)}
+            save_report(report, args.output_path)
+    if {"cost", "files"} <= report.keys():
+        report["on paper"] = on_paper(report)
     save_report(report, args.output_path)
     print(args.output_path)
 
