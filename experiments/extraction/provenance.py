@@ -32,7 +32,7 @@ from experiments.extraction.edits import check_sources, edits_of, sources_of
 from wan import checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE
-from wan.config import RunConfig
+from wan.config import DTYPES, RunConfig
 from wan.interventions import Edit
 from wan.text_encoder import encoder_files
 
@@ -108,10 +108,14 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-def video_tag(run: str, config: RunConfig, vae_dtype: str = "auto") -> str:
-    """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files and dtype."""
-    dtype = choose_dtype(vae_dtype, choose_device(config.device))
-    return f"{run} {fingerprint({'vae': vae_files(config), 'dtype': str(dtype)})}"
+def video_tag(run: str, config: RunConfig, decoder: str = "auto") -> str:
+    """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files and its decoder.
+
+    decoder is a dtype of the VAE, or the words of a preview's.
+    """
+    is_dtype = decoder in DTYPES
+    made_by = str(choose_dtype(decoder, choose_device(config.device))) if is_dtype else decoder
+    return f"{run} {fingerprint({'vae': vae_files(config) if is_dtype else [], 'by': made_by})}"
 
 
 # --- What caches say

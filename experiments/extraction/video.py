@@ -234,6 +234,7 @@ class LiveVideo:
             if made is not None:
                 made.wait()
             pixels = to_pixels(self.decoder(latents))[0].cpu()
+        assert self.video is not None
         return self.encoding.submit(self.video.append, pixels, first)
 
     def save(self, extraction: Extraction) -> None:
@@ -244,8 +245,8 @@ class LiveVideo:
                 piece.result().result()
         except torch.OutOfMemoryError:
             whole = False
-        if not whole:
-            self.decoder = None
+        if self.video is None or not whole:
+            vars(self).pop("decoder", None)  # its memory
             save_video(extraction, self.path, self.vae.result())
             return
         self.video.tag = tag_of(extraction, self.vae.result())

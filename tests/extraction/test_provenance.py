@@ -160,7 +160,9 @@ def test_files_count_by_what_they_hold(config, tmp_path):
     decoder = model / "vae/diffusion_pytorch_model.safetensors"
     decoder.write_bytes(decoder.read_bytes()[:-1] + b"?")
     assert tag().startswith(run) and tag() != f"{run} {vae}"
-    assert len({video_tag(run, config, dtype) for dtype in ("auto", "float32", "bfloat16")}) == 2
+    assert (
+        len({video_tag(run, config, dtype) for dtype in ("auto", "float32", "bfloat16", "preview by a")}) == 3
+    )
     means.unlink()
     with pytest.raises(ConfigError, match="not found; leave source out"):
         identity(config)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from experiments import run_causal_atlas, run_extraction_all, run_rollout
 from experiments.caches import files
-from experiments.extraction import long_rollout, prompt_embeds, provenance, video
+from experiments.extraction import prompt_embeds, provenance, video
 from experiments.running import cli
 from wan.checkpoint import to_diffusers_names
 from wan.config import load_config
@@ -76,7 +76,7 @@ class Encoder:
 class Decoder:
     """Pixels that are of the latents: four frames each, the first of a video one."""
 
-    vae = SimpleNamespace(dtype=torch.float32)
+    vae, made_by = SimpleNamespace(dtype=torch.float32), "a stand-in"
 
     def __init__(self, model=None):
         self.started = False
@@ -88,6 +88,9 @@ class Decoder:
 
     def decode(self, latents):
         return Decoder()(latents)
+
+    def stream(self):
+        return Decoder()
 
 
 def box(kind: bytes, content: bytes) -> bytes:
@@ -116,7 +119,6 @@ def fake_finish(self) -> None:
 def stand_ins(monkeypatch):
     monkeypatch.setattr(prompt_embeds.TextEncoder, "from_pretrained", lambda *given: Encoder())
     monkeypatch.setattr(VAE, "from_pretrained", lambda *given, **more: Decoder())
-    monkeypatch.setattr(long_rollout, "StreamedDecoder", Decoder)
     monkeypatch.setattr(video.GrowingVideo, "finish", fake_finish)
     for module in (files, video):
         monkeypatch.setattr(module, "encode_mp4", fake_mp4)
