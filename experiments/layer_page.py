@@ -20,6 +20,7 @@ def run(argv=None):
     parser.add_argument("--max_mb", type=float, help="size of the page; passes are left out for it; 16")
     parser.add_argument("--video", type=Path, help="an mp4 of the rollout; the one beside the cache if any")
     parser.add_argument("--maps", type=Path, help="a maps cache of the rollout, to click on patches")
+    parser.add_argument("--compare", type=Path, help="a second cache of the same sizes: heads side by side")
     args = parser.parse_args(argv)
     if args.max_mb is not None and args.max_mb <= 0:
         parser.error(f"--max_mb must be above 0, not {args.max_mb:g}")
@@ -30,7 +31,8 @@ def run(argv=None):
         raise CacheError(f"a page of {args.cache} has no name; give it one by --output_path")
     path = args.output_path or Path(args.cache).with_suffix(".html")
     require_distinct([path], [args.cache, *args.inputs])
-    save_page(path, args.cache, max_mb=args.max_mb or MAX_MB, video=args.video, maps=args.maps)
+    chosen = {"video": args.video, "maps": args.maps, "compare": args.compare}
+    save_page(path, args.cache, max_mb=args.max_mb or MAX_MB, **chosen)
     print(f"{path}: open it in a browser, {path.stat().st_size / 1e6:.1f} MB")
 
 

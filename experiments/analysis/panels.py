@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, ranges
 
 # Why a cache does not hold a number, in words that figures and printed lines share
@@ -37,6 +38,7 @@ class HeadPanel(NamedTuple):
     agreement: Agreement | None = None
     no_preference: float | None = None  # value of every frame if all tokens were alike; None for logits
     averages: np.ndarray | None = None  # [averages] of frames that are gone, beside the frames
+    group: int = 1  # tokens of which each value of the curve is the mean
 
 
 class HeadMap(NamedTuple):
@@ -110,6 +112,22 @@ def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
     profile, gone = np.split(view.key_profile(layer)[head], [view.num_frames])
     averages = gone if gone.size else None
     return HeadPanel(label, layer, head, profile, curve, no_preference=no_preference(view), averages=averages)
+
+
+def grouped(panels: Iterable[HeadPanel], tokens: int | None) -> list[HeadPanel]:
+    """Average each curve over windows of so many tokens, such as 20; None leaves single tokens.
+
+    CacheError where a frame is not a whole number of windows.
+    """
+    shown = []
+    for panel in panels:
+        if tokens and panel.curve is not None:
+            S = len(panel.curve) // len(panel.profile)
+            if not 0 < tokens <= S or S % tokens:
+                raise CacheError(f"windows of {tokens} tokens do not divide a frame's {S}; choose a divisor")
+            panel = panel._replace(curve=panel.curve.reshape(-1, tokens).mean(1), group=tokens)
+        shown.append(panel)
+    return shown
 
 
 def no_preference(view: Profiles) -> float | None:

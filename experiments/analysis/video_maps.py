@@ -10,7 +10,7 @@ import numpy as np
 from experiments.analysis.effects import read_study
 from experiments.caches.files import CacheError
 from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
-from experiments.caches.view import Profiles, edits_in_words, pass_name, source_of
+from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
 
 MAKE = "python experiments/run_extraction_maps.py --query_patch 18,2,1"
 UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
@@ -92,8 +92,13 @@ class VideoMap:
 
     @property
     def title(self) -> str:
+        return f"Layer {self.layer}, head {self.head}: {self.unit}"
+
+    @property
+    def about(self) -> str:
+        """Return what stands under a figure's title: pass, query, model, prompt and seed."""
         edited = f"; edited: {self.edits}" if self.edits else ""
-        return f"Layer {self.layer}, head {self.head}, {self.pass_label}; query: {self.query_label}{edited}"
+        return f"{self.pass_label}; query: {self.query_label}{edited}; {short_source(self.source)}"
 
 
 def places_of(cache: Mapping) -> list[Place]:

@@ -44,6 +44,12 @@ class Caption:
     highlighted_frames: Mapping[str, Sequence[int]] = field(default_factory=lambda: NOTHING)  # legend: frames
     unit: str = "latent"  # what the frame axis counts: latent or video frames
     averages: int = 0  # columns after the frames: averages of frames that are gone
+    source: str = ""  # model, prompt and seed
+
+    @property
+    def about(self) -> str:
+        """Return what stands under a figure's title: pass, queries, model, prompt and seed."""
+        return "; ".join(filter(None, (self.subtitle, self.source)))
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -93,6 +99,14 @@ def source_of(cache: Cache) -> str:
     prompt = f"“{cache.prompt}”" if cache.prompt else "prompt not recorded"
     seed = "not recorded" if cache.seed is None else cache.seed
     return f"{cache.model} ({weights}), {prompt}, seed {seed}"
+
+
+def short_source(source: str) -> str:
+    """Return model, prompt and seed of a source_of, for a line under a title: a long prompt is cut."""
+    model, _, rest = source.partition(" (")
+    prompt, _, seed = rest.partition("), ")[2].rpartition(", seed ")
+    cut = prompt if len(prompt) <= LONGEST_WORDS else f"{prompt[: LONGEST_WORDS - 1].rstrip()}…”"
+    return f"{model}, {cut}, seed {seed}"
 
 
 # --- Keys that are averages of frames that are gone: columns of their own, after the frames
@@ -274,7 +288,9 @@ class Profiles:
         noise = {label: self.noise_frames} if self.noise_frames and has_context else {}
         edited = f"; edited: {self.edits}" if self.edits else ""
         title = subtitle(self.pass_label, self.query_frames) + edited
-        return Caption(self.quantity, title, noise, averages=self.num_averages)
+        return Caption(
+            self.quantity, title, noise, averages=self.num_averages, source=short_source(self.source)
+        )
 
 
 WAN_HEAD_DIM = 128  # of every published size

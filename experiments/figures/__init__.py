@@ -10,4 +10,5 @@ from experiments.figures.rope_waves import *
 from experiments.figures.style import LABELS as LABELS
 from experiments.figures.style import NAMES as NAMES
 from experiments.figures.style import save_svg as save_svg
+from experiments.figures.style import use_size as use_size
 from experiments.figures.video_maps import *

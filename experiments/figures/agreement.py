@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from experiments.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, drop_empty, label_figure, styled
+from experiments.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, label_figure, panels, styled
 
 
 class HeadPair(NamedTuple):
@@ -27,9 +26,7 @@ def heads_by_agreement(
     r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], title: str, *, columns: int = 3
 ) -> Figure:
     """Draw the sorted r of all heads, a line for each name, and some heads' curves beside the published."""
-    rows = -(-(1 + len(worst)) // columns)
-    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(3.0 * columns, 0.8 + 2.2 * rows))
-    axes = drop_empty(grid, 1 + len(worst))
+    figure, axes = panels(1 + len(worst), columns, (3.0, 2.0))
     legend: dict[str, Artist] = {}
     for color, (name, values) in zip((BLUE, GREEN, PURPLE, ORANGE), r.items(), strict=False):
         ordered = np.sort(values[np.isfinite(values)])
@@ -43,5 +40,5 @@ def heads_by_agreement(
         axis.set(title=f"{pair.name}, r = {pair.r:.2f}", xlabel="Key frame (latent)", ylabel="Mean logit")
     legend |= {"published": Patch(color=GREY, label="published curve")}
     legend |= {"here": Line2D([], [], color=BLUE, marker="o", markersize=3, label="here")}
-    label_figure(figure, [], title, "", legend)
+    label_figure(figure, [], title, legend=legend)
     return figure

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from html import escape
+from io import BytesIO
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import FORMATS
-from experiments.figures.style import STYLE, WIDTHS, use_width
+from experiments.figures.style import STYLE, WIDTHS, svg_of, use_size
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
 CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points, of a contact sheet
@@ -34,29 +35,44 @@ def about(view: Any, cache_path: str | Path) -> dict[str, str]:
 
 
 class FigureFolder:
-    """Save figures to one folder, beside an SVG a PDF, as wide as a journal's "column" or "page"."""
+    """Save figures to one folder, beside an SVG a PDF.
 
-    def __init__(self, folder: str | Path, metadata: Mapping[str, str], width: str | None = None, pdf=False):
-        if width is not None and width not in WIDTHS:
-            raise CacheError(f"FIGURE_WIDTH must be None, {' or '.join(WIDTHS)}, not {width!r}")
-        use_width(width)
-        self.folder, self.metadata, self.width, self.pdf = Path(folder), dict(metadata), width, pdf
+    width is of a journal, "column" or "page", or a number of inches; height too is in inches. None leaves
+    both to the figure.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        metadata: Mapping[str, str],
+        width: str | float | None = None,
+        pdf=False,
+        height: float | None = None,
+    ):
+        is_size = not isinstance(width, bool) and isinstance(width, int | float) and 1 <= width <= 40
+        if width is not None and width not in WIDTHS and not is_size:
+            named = "None, column, page or 1 to 40 inches"
+            raise CacheError(f"FIGURE_WIDTH must be {named}, not {width!r}")
+        use_size(width, height)
+        self.folder, self.metadata, self.pdf = Path(folder), dict(metadata), pdf
         self.paths: list[Path] = []
 
     def save(self, figure: Figure, name: str) -> Figure:
         """Write folder/name, an SVG, whole or not at all; returns the figure, to be shown."""
         path = self.folder / name
-        self._write(figure, path, "svg", {**self.metadata, "Date": None})
+        self._write(path, svg_of(figure, self.metadata))
         if self.pdf:
             subject = "; ".join(filter(None, map(self.metadata.get, ("Description", "Source"))))
             of_pdf = {"Title": self.metadata.get("Title"), "Subject": subject, "CreationDate": None}
-            self._write(figure, path.with_suffix(".pdf"), "pdf", of_pdf)
+            drawn = BytesIO()
+            with plt.rc_context(STYLE | {"savefig.bbox": None, "pdf.fonttype": 42}):
+                figure.savefig(drawn, format="pdf", metadata=of_pdf)
+            self._write(path.with_suffix(".pdf"), drawn.getvalue())
         return figure
 
-    def _write(self, figure: Figure, path: Path, kind: str, metadata: dict[str, str | None]) -> None:
-        tight = None if self.width else STYLE["savefig.bbox"]  # a journal's width is exact
-        with plt.rc_context(STYLE | {"savefig.bbox": tight, "pdf.fonttype": 42}), replacing(path) as file:
-            figure.savefig(file, format=kind, metadata=metadata)
+    def _write(self, path: Path, content: bytes) -> None:
+        with replacing(path) as file:
+            file.write(content)
         self.paths.append(path)
 
     def __str__(self) -> str:

@@ -26,7 +26,14 @@ from experiments.caches import load_cache
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import MapsCache
 from experiments.caches.store import open_layers
-from experiments.caches.view import Profiles, average_names, edits_in_words, open_passes, source_of
+from experiments.caches.view import (
+    Profiles,
+    average_names,
+    edits_in_words,
+    open_passes,
+    short_source,
+    source_of,
+)
 from experiments.figures.style import LABELS
 from experiments.figures.video_maps import pictures, video_of
 
@@ -54,13 +61,29 @@ def save_page(
     max_mb=MAX_MB,
     video: str | Path | None = None,
     maps: str | Path | None = None,
+    compare: str | Path | None = None,
 ) -> Path:
     """Write the page of a cache file, or of a folder of layerN.pt, whole or not at all.
 
     max_mb bounds the file, in 10^6 bytes. video is an mp4 of the same rollout, by default the one beside the
-    cache. maps is a maps cache of the rollout, which takes at most half of the page. CacheError where the
-    profiles alone do not fit, for a bad video and for maps of another rollout.
+    cache. maps is a maps cache of the rollout, which takes at most half of the page, and so does compare, a
+    second cache of as many heads and frames. CacheError where the profiles alone do not fit, for a bad video,
+    for maps of another rollout and for a second cache of other sizes.
     """
+    with replacing(path) as file:
+        file.write(page_of(source, layers, max_mb, video, maps, compare).encode())
+    return Path(path)
+
+
+def page_of(
+    source: str | Path,
+    layers: Sequence[int] | None = None,
+    max_mb=MAX_MB,
+    video: str | Path | None = None,
+    maps: str | Path | None = None,
+    compare: str | Path | None = None,
+) -> str:
+    """Return the page that save_page writes."""
     source = Path(source)
     passes, there = open_passes_of(source)
     view = next(iter(next(iter(passes[0].values())).values()))
@@ -69,11 +92,40 @@ def save_page(
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     seen = None if maps is None else maps_of(maps, view, room // 2)
     keys = keys_of(source, passes, shown)
-    data = fit(passes, shown, room - size_of(seen) - size_of(keys), notes)
-    data |= {"thumbnails": frames, "maps": seen, "keys": keys}
-    with replacing(path) as file:
-        file.write(page.replace("DATA_GOES_HERE", to_json(data), 1).encode())
-    return Path(path)
+    other = None if compare is None else other_of(compare, view, shown, room // 2)
+    data = fit(passes, shown, room - size_of(seen) - size_of(keys) - size_of(other), notes)
+    if other:
+        add_differences(data["passes"], other["passes"])
+    data |= {"thumbnails": frames, "maps": seen, "keys": keys, "other": other, "name": source.stem}
+    return page.replace("DATA_GOES_HERE", to_json(data), 1)
+
+
+def other_of(path: str | Path, view: Profiles, layers: Sequence[int], max_bytes: int) -> dict[str, Any]:
+    """Return the data of a second cache of the same layers, heads and frames; else CacheError."""
+    passes, there = open_passes_of(Path(path))
+    other = next(iter(passes[0].values()))[there[0]]
+    for what, ours, its in (
+        ("layers", sorted(layers), [layer for layer in there if layer in layers]),
+        ("heads", view.num_heads, other.num_heads),
+        ("latent frames", view.num_frames, other.num_frames),
+        ("averages", view.num_averages, other.num_averages),
+    ):
+        if ours != its:
+            raise CacheError(f"{path} cannot be compared: its {what} are {its}, not {ours}")
+    return fit(passes, layers, max_bytes) | {"name": Path(path).stem}
+
+
+def add_differences(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+    """Add to the measures of each pass how far they are from those of the same pass of the second cache."""
+    for one, other in zip(ours, others, strict=False):
+        theirs = {m["name"]: m["values"] for m in other["measures"]}
+        for m in [m for m in one["measures"] if m["name"] in theirs]:
+            pairs = [zip(*rows, strict=True) for rows in zip(m["values"], theirs[m["name"]], strict=True)]
+            values = [
+                [None if None in pair else float(f"{pair[0] - pair[1]:.4g}") for pair in row] for row in pairs
+            ]
+            named = {"name": f"{m['name']}_difference", "title": f"{m['title']}, A − B", "scale": "diverging"}
+            one["measures"].append({"unit": m["unit"], "values": values} | named)
 
 
 def open_passes_of(path: Path) -> tuple[Passes, list[int]]:
@@ -101,6 +153,7 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
     averages = max(by_layer[layers[0]].num_averages for views in passes for by_layer in views.values())
     data: dict[str, Any] = {
         "model": words(view.model, LONGEST["model"]),
+        "title": words(short_source(view.source), LONGEST["source"]),
         "source": words(f"edited: {view.edits}. " * bool(view.edits) + view.source, LONGEST["source"]),
         "notes": [words(note, LONGEST["note"]) for note in [*view.notes[:MOST_NOTES], *notes]],
         "layers": list(layers),

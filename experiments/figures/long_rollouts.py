@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import experiments.figures.style as st
 from experiments.analysis.effects import Interval
 from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, RED, YELLOW, styled
 
@@ -17,35 +18,39 @@ FPS = 16
 
 
 @styled
-def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtitle: str = "") -> Figure:
+def long_strips(
+    strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtitle="", title="Long rollouts"
+) -> Figure:
     """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
-    figure, axes = plt.subplots(len(strips), 1, squeeze=False, figsize=(7.6, 0.3 + 0.82 * len(strips)))
-    for ax, (name, strip) in zip(axes[:, 0], strips.items(), strict=True):
-        side = strip.shape[0]
-        ax.imshow(strip, interpolation="nearest")
-        ax.set(xticks=[], yticks=[])
+    side = next(iter(strips.values())).shape[0]
+    shown = st.columns_with_room(len(seconds), 0.55, beside=1.3)
+    figure, axes = st.panels(len(strips), 1, (1.5 + 0.62 * len(shown), 0.66), keep=True)
+    for ax, (name, strip) in zip(axes, strips.items(), strict=True):
+        pictures = strip.reshape(side, len(seconds), side, 3)[:, shown]
+        ax.imshow(pictures.reshape(side, -1, 3), interpolation="nearest")
+        ax.set(xticks=[])
+        ax.set_yticks([side / 2], [st.wrapped(name, st.SMALL, 1.1)])
         ax.grid(False)
-        ax.set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
-        for edge in range(1, len(seconds)):
+        for edge in range(1, len(shown)):
             ax.axvline(edge * side - 0.5, color="white", linewidth=1)
-    top, centres = axes[0, 0], (np.arange(len(seconds)) + 0.5) * strip.shape[0]
-    top.xaxis.tick_top()
-    top.set_xticks(centres, [f"{s} s\nlatent {(s * FPS + 3) // 4}" for s in seconds], fontsize=6)
-    figure.suptitle(subtitle, fontsize=8)
+    axes[0].xaxis.tick_top()
+    times = [f"{seconds[i]} s" for i in shown]
+    axes[0].set_xticks((np.arange(len(shown)) + 0.5) * side, times, fontsize=st.SMALL)
+    st.label_figure(figure, [], title, subtitle)
     return figure
 
 
 @styled
 def policy_dots(values: Mapping[str, Interval], controls: Sequence[str], label: str, subtitle="") -> Figure:
     """Draw a dot and its 95 % interval for every policy; controls are grey."""
-    figure, ax = plt.subplots(figsize=(6.4, 1.1 + 0.26 * len(values)))
+    figure, (ax,) = st.panels(1, 1, (6.4, 0.7 + 0.19 * len(values)))
     for row, (name, value) in enumerate(values.items()):
         color = "0.45" if name in controls else DARK
         ax.plot([value.low, value.high], [row, row], color=color, linewidth=2)
-        ax.plot(value.estimate, row, "o", color=color, markersize=5)
+        ax.plot(value.estimate, row, "s" if name in controls else "o", color=color, markersize=5)
     ax.set_yticks(range(len(values)), list(values))
-    ax.set(ylim=(len(values) - 0.5, -0.5), xlabel=label)
-    figure.suptitle(subtitle)
+    ax.set(ylim=(len(values) - 0.5, -0.5))
+    st.label_figure(figure, [ax], f"{label}, by policy", subtitle, x=label, note="lines: 95 % intervals")
     return figure
 
 
@@ -54,22 +59,23 @@ def drift_over_time(
     measures: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]], controls: Sequence[str], subtitle=""
 ) -> Figure:
     """Draw a panel a measure: policy -> mean, low, high [seconds] over prompts, with its 95 % band."""
-    size = (7.6, 2.2 * len(measures))
-    figure, axes = plt.subplots(len(measures), 1, figsize=size, sharex=True, squeeze=False)
-    for ax, (label, curves) in zip(axes[:, 0], measures.items(), strict=True):
-        colors, dashes = iter(LINES), iter((":", "--", "-"))
+    figure, axes = st.panels(len(measures), 1, (7.0, 1.7), sharex=True)
+    legend: dict[str, Artist] = {}
+    for ax, (label, curves) in zip(axes, measures.items(), strict=True):
+        colors, dashes, markers = iter(LINES), iter((":", "--", "-")), iter("osD^vPX")
         for name, curve in curves.items():
             seconds = np.arange(len(curve["mean"])) + 0.5
             if name in controls:
                 ax.plot(seconds, curve["mean"], label=name, linestyle=next(dashes), **CONTROL)
                 continue
-            color = next(colors)
-            ax.plot(seconds, curve["mean"], color=color, linewidth=1.3, label=name)
-            ax.fill_between(seconds, curve["low"], curve["high"], color=color, alpha=0.15, linewidth=0)
+            style: dict[str, Any] = {"color": next(colors), "marker": next(markers), "markersize": 3}
+            ax.plot(seconds, curve["mean"], linewidth=1.3, label=name, markevery=5, **style)
+            ax.fill_between(
+                seconds, curve["low"], curve["high"], color=style["color"], alpha=0.15, linewidth=0
+            )
         ax.set_ylabel(label)
-    axes[-1, 0].set_xlabel("Seconds of video")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.suptitle(subtitle)
+        legend |= st.handles(ax)
+    st.label_figure(figure, axes[-1:], "Over time, by policy", subtitle, "", legend, "Seconds of video")
     return figure
 
 
@@ -78,12 +84,12 @@ def against_motion(
     motion: Mapping[str, float], measures: Mapping[str, Mapping[str, float]], subtitle=""
 ) -> Figure:
     """Draw a panel a measure of stability over motion: what stands still is stable for nothing."""
-    size = (3.1 * len(measures), 3.0)
-    figure, axes = plt.subplots(1, len(measures), figsize=size, sharex=True, squeeze=False)
-    for ax, (label, values) in zip(axes[0], measures.items(), strict=True):
-        _named_points(ax, {name: (motion[name], value) for name, value in values.items()})
-        ax.set(xlabel="Motion (sides per second)", ylabel=label)
-    figure.suptitle(subtitle)
+    figure, axes = st.panels(len(measures), 2, (4.5, 2.7))
+    for ax, (label, values) in zip(axes, measures.items(), strict=True):
+        note = _named_points(ax, {name: (motion[name], value) for name, value in values.items()})
+        ax.set_ylabel(label)
+    x = "Motion (sides per second)"
+    st.label_figure(figure, axes, "Stability against motion", subtitle, x=x, note=note)
     return figure
 
 
@@ -94,32 +100,28 @@ def sink_maps(
     """Draw a heat map a policy: windows x sinks in frames -> values; NaN is empty."""
     low = min(np.nanmin(values) for _, _, values in maps.values())
     high = max(np.nanmax(values) for _, _, values in maps.values())
-    figure, axes = plt.subplots(1, len(maps), figsize=(3.9 * len(maps), 2.8), squeeze=False)
-    for ax, (name, (windows, sinks, values)) in zip(axes[0], maps.items(), strict=True):
-        image = ax.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
-        for (row, column), value in np.ndenumerate(values):
-            if not np.isnan(value):
-                color = "black" if value > (low + high) / 2 else "white"
-                ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
+    figure, axes = st.panels(len(maps), 3, (3.6, 2.0))
+    for ax, (name, (windows, sinks, values)) in zip(axes, maps.items(), strict=True):
+        image = st.heat_map(ax, values, cmap="viridis", vmin=low, vmax=high)
+        st.write_cells(ax, values, "{:.2f}", (low + high) / 2)
         ax.set_xticks(range(len(sinks)), [str(sink) for sink in sinks])
         ax.set_yticks(range(len(windows)), [str(window) for window in windows])
-        ax.set(title=name, xlabel="Sink (frames)", ylabel="Window (frames)")
-        ax.grid(False)
-    figure.colorbar(image, ax=axes[0].tolist(), label=label)
-    figure.suptitle(subtitle)
+        ax.set_title(name)
+    st.color_bar(figure, image, axes, label)
+    title = f"{label}, by window and sink"
+    st.label_figure(figure, axes, title, subtitle, "Window (frames)", x="Sink (frames)")
     return figure
 
 
 @styled
 def cost_and_quality(costs: Mapping[str, tuple[float, float, float]], label: str, subtitle="") -> Figure:
     """Draw megabytes of keys and values, and milliseconds of a late block, each against quality."""
-    figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.2), sharey=True)
+    figure, axes = st.panels(2, 2, (4.5, 2.7))
     names = ("Keys and values of a video (MB)", "A block at the end (ms a video)")
     for index, (ax, what) in enumerate(zip(axes, names, strict=True)):
-        _named_points(ax, {name: (cost[index], cost[2]) for name, cost in costs.items()})
+        note = _named_points(ax, {name: (cost[index], cost[2]) for name, cost in costs.items()})
         ax.set_xlabel(what)
-    axes[0].set_ylabel(label)
-    figure.suptitle(subtitle)
+    st.label_figure(figure, [], "Cost and quality", subtitle, label, note=note)
     return figure
 
 
@@ -132,17 +134,17 @@ def rope_against_distance(
     subtitle="",
 ) -> Figure:
     """Draw Re C(Δ) over Δ in latent frames; below it how far each policy's sink stands from the queries."""
-    figure, ax = plt.subplots(figsize=(7.6, 3.2))
+    figure, (ax, below) = st.panels(2, 1, (7.0, 1.5), sharex=True, height_ratios=[1.6, 1])
     ax.plot(distances, coherence, color=DARK, linewidth=1)
-    for distance, value in marks:
-        ax.annotate(f"{distance}", (distance, value), textcoords="offset points", xytext=(0, 4), ha="center")
-    bottom = float(coherence.min())
-    for row, (name, (first, last)) in enumerate(reach.items(), 1):
-        y = bottom - 0.12 * row
-        ax.plot([first, last], [y, y], color=LINES[row % len(LINES)], linewidth=4, solid_capstyle="butt")
-        ax.text(last + 3, y, name, va="center", fontsize=7)
-    ax.set(xlabel="Δ, latent frames between query and key", ylabel="Re C(Δ)")
-    figure.suptitle(subtitle)
+    if marks:
+        ax.plot(*zip(*marks, strict=True), "v", color=RED, markersize=5)
+    below.barh(range(len(reach)), [last - first for first, last in reach.values()], color=BLUE, height=0.6)
+    below.set_yticks(range(len(reach)), [st.wrapped(name, st.TINY, 1.2) for name in reach], fontsize=st.TINY)
+    below.set(ylim=(len(reach) - 0.5, -0.5))
+    ax.set_ylabel("Re C(Δ)")
+    note = "maxima at Δ = " + ", ".join(str(distance) for distance, _ in marks) if marks else ""
+    title, x = "Agreement of RoPE with distance", "Δ, latent frames between query and key"
+    st.label_figure(figure, [below], title, subtitle, x=x, note=note)
     return figure
 
 
@@ -151,20 +153,25 @@ def effect_by_length(
     effects: Mapping[str, Mapping[int, Interval]], placebos: Mapping[int, float], subtitle=""
 ) -> Figure:
     """Draw s by the length of the rollout, a line a policy with intervals; placebos under the whole past."""
-    figure, ax = plt.subplots(figsize=(6.4, 3.2))
-    for (name, of), color in zip(effects.items(), LINES, strict=False):
+    figure, (ax,) = st.panels(1, 1, (6.4, 2.6))
+    for (name, of), color, marker in zip(effects.items(), LINES, "osD^vPX", strict=False):
         estimate, low, high = zip(*of.values(), strict=True)
-        ax.plot(list(of), estimate, "o-", color=color, label=name)
+        ax.plot(list(of), estimate, marker=marker, color=color, label=name, markersize=4)
         ax.fill_between(list(of), low, high, color=color, alpha=0.15, linewidth=0)
     ax.plot(list(placebos), list(placebos.values()), linestyle=":", label="largest placebo, full", **CONTROL)
-    ax.set(xlabel="Latent frames of the rollout", ylabel="First-frame effect s (logits)")
-    figure.legend(loc="outside right upper", fontsize=7)
-    figure.suptitle(subtitle)
+    ax.set_ylabel("First-frame effect s (logits)")
+    title, x = "First-frame effect by length", "Latent frames of the rollout"
+    st.label_figure(figure, [ax], title, subtitle, legend=st.handles(ax), x=x)
     return figure
 
 
-def _named_points(ax: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+def _named_points(ax: Axes, points: Mapping[str, tuple[float, float]]) -> str:
+    """Draw points with numbers beside them -> a note that says which number is which policy."""
     for name, (x, y) in points.items():
-        color = RED if name == "full" else "0.45" if name in ("frozen", "vae", "rendered") else BLUE
-        ax.plot(x, y, "o", color=color, markersize=4)
-        ax.annotate(name, (x, y), textcoords="offset points", xytext=(3, 2), fontsize=5.5)
+        marker, color = ("D", RED) if name == "full" else ("o", BLUE)
+        if name in ("frozen", "vae", "rendered"):
+            marker, color = "s", "0.45"
+        ax.plot(x, y, marker, color=color, markersize=4)
+    ax.margins(0.12)
+    st.name_points(ax, {str(n): place for n, place in enumerate(points.values(), 1)})
+    return "; ".join(f"{n} {name}".replace(" ", "\u00a0") for n, name in enumerate(points, 1))

@@ -1,28 +1,16 @@
 """The miniature: losses of its training, its attention meanwhile, strips of its videos."""
 
 from collections.abc import Mapping, Sequence
-from textwrap import fill
-from typing import Literal
+from typing import Any, Literal
 
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments.figures.style import (
-    BLUE,
-    DARK,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    YELLOW,
-    color_bar,
-    drop_empty,
-    styled,
-)
+import experiments.figures.style as st
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, YELLOW, styled
 
 STRIP_FRAMES = 7  # shown of 81, evenly
 SMOOTHED = 7  # values of a loss that are averaged
@@ -43,7 +31,7 @@ def training_curves(
     losses are runs of [step, seconds, loss] by the stage's name, dashed but for the last run; psnr is
     [step, all, first second, last second]. resumed is the step at which the VAE's second run begins.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 2.7))
+    figure, (left, right) = st.panels(2, 2, (3.8, 2.4))
     half = SMOOTHED // 2
     for (name, runs), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
         for curve in runs:
@@ -55,22 +43,22 @@ def training_curves(
             if last:
                 left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
     left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
-    drawn = [*left.get_legend_handles_labels()[0], Line2D([], [], color="0.3", label=f"mean of {SMOOTHED}")]
-    drawn.append(Line2D([], [], color="0.3", linewidth=0.7, alpha=0.35, label="each value"))
+    legend = st.handles(left)
+    lines: dict[str, dict[str, Any]] = {
+        f"mean of {SMOOTHED}": {},
+        "each value": {"linewidth": 0.7, "alpha": 0.35},
+    }
     if any(len(runs) > 1 for runs in losses.values()):
-        drawn.append(Line2D([], [], color="0.3", linestyle="--", label="first of two runs"))
-    low, high = left.get_ylim()
-    left.set_ylim(low, high * (high / low) ** 0.4)  # room for the legend
-    left.legend(handles=drawn, loc="upper right", ncols=2, fontsize=7)
-    figure.suptitle(subtitle)
+        lines["first of two runs"] = {"linestyle": "--"}
+    legend |= {name: Line2D([], [], color="0.3", label=name, **style) for name, style in lines.items()}
     steps, *curves = np.array(psnr).T
     names = ("81 frames", "first second", "last second")
-    for values, color, name in zip(curves, (DARK, BLUE, ORANGE), names, strict=True):
-        right.plot(steps, values, "o-", markersize=3, color=color, label=name)
+    for values, color, name, marker in zip(curves, (DARK, BLUE, ORANGE), names, "os^", strict=True):
+        right.plot(steps, values, marker=marker, markersize=3, color=color, label=name)
     if resumed is not None:
         right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
     right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
-    right.legend(loc="lower right")
+    st.label_figure(figure, [], "Training of the miniature", subtitle, legend=legend | st.handles(right))
     return figure
 
 
@@ -84,35 +72,31 @@ def training_checkpoints(
 ) -> Figure:
     """Draw measures (unit, neutral, [checkpoints, layers, heads]) over steps, and maps of those shown."""
     named: dict[int, str] = {}  # head -> colour
-    size, ratios = (4.0 + 2.1 * len(shown), 0.5 + 2.5 * len(measures)), [1.7, *[1] * len(shown)]
     rows, columns = len(measures), 1 + len(shown)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, width_ratios=ratios)
-    for row, (title, (unit, neutral, values)) in zip(axes, measures.items(), strict=True):
+    figure, axes = st.panels(rows * columns, columns, (2.3, 2.2))
+    legend: dict[str, Artist] = {}
+    for i, (title, (unit, neutral, values)) in enumerate(measures.items()):
+        line, *maps = axes[i * columns : (i + 1) * columns]
         flat, heads = values.reshape(len(steps), -1), values.shape[2]
-        row[0].plot(steps, flat, color="0.6", linewidth=0.5)
-        row[0].plot(steps, flat.mean(1), color=DARK, linewidth=1.8, label="mean of all heads")
+        line.plot(steps, flat, color="0.6", linewidth=0.5)
+        line.plot(steps, flat.mean(1), color=DARK, linewidth=1.8, label="mean of all heads")
         for head in np.argsort(-flat[-1])[:3].tolist():
             color = named.setdefault(head, HEAD_COLORS[len(named) % len(HEAD_COLORS)])
             name = f"L{head // heads}H{head % heads}"
-            row[0].plot(steps, flat[:, head], "o-", markersize=2.5, color=color, label=name)
-        row[0].axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
-        row[0].set_ylim(top=flat.max() + 0.5 * np.ptp(flat))  # room for the legend
-        row[0].legend(fontsize=7, loc="upper left", ncols=2)
-        _steps_along(row[0], steps[-1], few_step)
-        row[0].set(ylabel=unit, title=title)
+            line.plot(steps, flat[:, head], "o-", markersize=2.5, color=color, label=name)
+        line.axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
+        legend |= st.handles(line)
+        _steps_along(line, steps[-1], few_step)
+        line.set(ylabel=unit, title=title)
         chosen = values[[steps.index(step) for step in shown]]
         limit = np.abs(chosen).max()
         low, cmap = (-limit, "RdBu_r") if values.min() < 0 else (0, "viridis")
-        for axis, step, map_of_step in zip(row[1:], shown, chosen, strict=True):
-            mesh = axis.pcolormesh(map_of_step, cmap=cmap, vmin=low, vmax=limit)
-            axis.set(title=f"step {step}", xlabel="Head")
-            axis.set_xticks(np.arange(0, heads, 3) + 0.5, range(0, heads, 3))
-            axis.set_yticks(np.arange(values.shape[1]) + 0.5, range(values.shape[1]))
-            axis.invert_yaxis()
-            axis.grid(False)
-        row[1].set_ylabel("Layer")
-        color_bar(figure, mesh, list(row[1:]), unit, aspect=20, pad=0.02)
-    figure.suptitle(subtitle)
+        for axis, step, map_of_step in zip(maps, shown, chosen, strict=True):
+            image = st.heat_map(axis, map_of_step, cmap=cmap, vmin=low, vmax=limit)
+            axis.set(title=f"step {step}", xlabel="Head", xticks=range(heads), yticks=range(values.shape[1]))
+        maps[0].set_ylabel("Layer")
+        st.color_bar(figure, image, maps, unit)
+    st.label_figure(figure, [], "Preference for the first frame in training", subtitle, legend=legend)
     return figure
 
 
@@ -121,9 +105,9 @@ def effect_by_step(
     panels: Mapping[str, Mapping[str, Lines]], subtitle="", few_step: int | None = None
 ) -> Figure:
     """Draw numbers over the steps of training: a panel a title, a colour a pass, a line a seed."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.0), squeeze=False)
+    figure, axes = st.panels(len(panels), len(panels), (3.2, 2.4))
     handles: dict[str, Line2D] = {}
-    for axis, (title, passes) in zip(axes.flat, panels.items(), strict=True):
+    for axis, (title, passes) in zip(axes, panels.items(), strict=True):
         for (name, seeds), color in zip(passes.items(), (BLUE, ORANGE), strict=False):
             for seed, (steps, values) in enumerate(seeds):
                 line = STYLES[seed % len(STYLES)]
@@ -132,9 +116,8 @@ def effect_by_step(
                 handles[label] = Line2D([], [], color=color, linestyle=line, label=label)
         axis.set_title(title)
         _steps_along(axis, max(steps[-1] for seeds in passes.values() for steps, _ in seeds), few_step)
-    axes[0, 0].axhline(0, color="black", linestyle=":", linewidth=1)
-    axes[0, 0].legend(handles=list(handles.values()), fontsize=7, handlelength=4)
-    figure.suptitle(subtitle)
+    axes[0].axhline(0, color="black", linestyle=":", linewidth=1)
+    st.label_figure(figure, [], "First-frame effect in training", subtitle, legend=handles)
     return figure
 
 
@@ -150,14 +133,17 @@ def _steps_along(axis: Axes, last: int, few_step: int | None = None) -> None:
 
 
 @styled
-def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]]) -> Figure:
+def video_strips(
+    captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]], title="Videos", subtitle=""
+) -> Figure:
     """Draw under each caption a strip of frames a source: source -> videos [F, H, W, 3] in 0..1."""
-    chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, STRIP_FRAMES).round().astype(int)
-    lines = -(-len(captions) // 2)
-    size = (1.2 * STRIP_FRAMES + 1.2, lines * (0.57 * len(rows) + 0.4))
-    figure, axes = plt.subplots(lines, 2, figsize=size)
+    room = len(st.columns_with_room(2 * STRIP_FRAMES, 0.55, beside=1.2))
+    count = min(STRIP_FRAMES, room)
+    chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, count).round().astype(int)
+    size = (0.6 * count + 0.6, 0.62 * len(rows) + 0.4)
+    figure, axes = st.panels(len(captions), room // STRIP_FRAMES or 1, size)
     edge = ((0, 0), (1, 1), (1, 1), (0, 0))
-    for i, (axis, caption) in enumerate(zip(axes.flat, captions, strict=False)):
+    for axis, (i, caption) in zip(axes, enumerate(captions), strict=True):
         shown = [np.pad(videos[i][chosen], edge, constant_values=1) for videos in rows.values()]
         picture = np.concatenate([np.concatenate([*strip], 1) for strip in shown])
         height, width = picture.shape[0] / len(rows), picture.shape[1] / len(chosen)
@@ -167,11 +153,11 @@ def video_strips(captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray
         axis.set_xticks([])
         if i >= len(captions) - 2:  # frame numbers under the lowest strip of each column
             axis.set_xticks([(n + 0.5) * width for n in range(len(chosen))], [str(f) for f in chosen])
-            axis.tick_params(axis="x", labelsize=7, pad=1, length=0)
-            axis.set_xlabel("Video frame", fontsize=7, labelpad=1)
-        axis.set_title(fill(caption, 66), fontsize=8)
+            axis.tick_params(axis="x", pad=1, length=0)
+            axis.set_xlabel("Video frame", fontsize=st.SMALL, labelpad=1)
+        axis.set_title(caption, fontsize=st.SMALL)
         axis.grid(False)
         for spine in axis.spines.values():
             spine.set_color(GREY)
-    drop_empty(axes, len(captions))
+    st.label_figure(figure, [], title, subtitle)
     return figure

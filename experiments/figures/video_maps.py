@@ -4,7 +4,6 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -15,7 +14,16 @@ from matplotlib.patches import Patch, Rectangle
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.files import CacheError, encode_mp4, mp4_tag, replacing, require_same
 from experiments.caches.store import peek
-from experiments.figures.style import RED, color_bar, color_scale, drop_empty, extend_of, label_figure, styled
+from experiments.figures.style import (
+    RED,
+    SMALL,
+    color_bar,
+    color_scale,
+    columns_with_room,
+    label_figure,
+    panels,
+    styled,
+)
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 
 ALPHA = 0.65  # of the map over the picture
@@ -81,15 +89,13 @@ def video_map(
     """Draw one map over every frame that the query sees, and its own; one scale for all."""
     there = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
     shown = sorted({*there, *seen.query_frames})
-    scale = scale_of([seen], top)
-    rows = -(-len(shown) // columns)
-    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(1.35 * columns, 1.0 + 1.55 * rows))
-    axes = drop_empty(grid, len(shown))
+    scale, columns = scale_of([seen], top), len(columns_with_room(columns, _least(pictures)))
+    figure, axes = panels(len(shown), columns, _size(pictures), keep=True)
     queried = (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
     for axis, frame in zip(axes, shown, strict=True):
         _frame(axis, seen, frame, pictures[frame], scale, alpha)
-        axis.set_title(f"{frame} (query)" if frame in queried else str(frame), fontsize=8, pad=3)
-    _finish(figure, axes, seen.title, scale, seen.unit, [seen])
+        axis.set_title(f"{frame} (query)" if frame in queried else str(frame), fontsize=SMALL, pad=3)
+    _finish(figure, axes, seen.title, seen.about, scale, seen.unit, [seen])
     return figure
 
 
@@ -106,18 +112,17 @@ def map_strip(
     """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale."""
     first = maps[0]
     own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
-    columns = [own, *(frame for frame in frames if frame != own)]
-    scale = scale_of(maps, top, frames=columns)
-    size = (1.05 * len(columns) + 0.9, 0.75 + 1.12 * len(maps))
-    figure, grid = plt.subplots(len(maps), len(columns), squeeze=False, figsize=size)
-    for row, seen in zip(grid, maps, strict=True):
-        for axis, frame in zip(row, columns, strict=True):
+    others = [frame for frame in frames if frame != own]
+    columns = [own, *(others[i] for i in columns_with_room(len(others), _least(pictures), beside=1.5))]
+    scale, n = scale_of(maps, top, frames=columns), len(columns)
+    figure, axes = panels(n * len(maps), n, _size(pictures), keep=True)
+    for row, seen in enumerate(maps):
+        for axis, frame in zip(axes[row * n :], columns, strict=False):
             _frame(axis, seen, frame, pictures[frame], scale, alpha)
-        row[0].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=8)
-    for axis, frame in zip(grid[0], columns, strict=True):
-        axis.set_title("query" if frame == own else f"frame {frame}", fontsize=8, pad=3)
-    title = title or f"{first.pass_label}, query: {first.query_label}"
-    _finish(figure, list(grid.flat), title, scale, first.unit, maps)
+        axes[row * n].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=SMALL)
+    for axis, frame in zip(axes, columns, strict=False):
+        axis.set_title("query" if frame == own else f"frame {frame}", fontsize=SMALL, pad=3)
+    _finish(figure, axes, title or f"Where heads look: {first.unit}", first.about, scale, first.unit, maps)
     return figure
 
 
@@ -128,20 +133,35 @@ def word_strip(
     pictures: Sequence[np.ndarray],
     *,
     title: str,
+    subtitle="",
     alpha=ALPHA,
 ) -> Figure:
     """Draw a row for each word: where in the query frames it is read, mass [frames, rows, columns]."""
-    scale = _scale(np.stack(list(words.values())), "mass")
-    size = (1.05 * len(frames) + 1.2, 0.75 + 1.12 * len(words))
-    figure, grid = plt.subplots(len(words), len(frames), squeeze=False, figsize=size)
-    for row, (word, values) in zip(grid, words.items(), strict=True):
-        for axis, frame, of_frame in zip(row, frames, values, strict=True):
-            _picture(axis, blend(pictures[frame], of_frame, scale, alpha))
-        row[0].set_ylabel(word, fontsize=8)
-    for axis, frame in zip(grid[0], frames, strict=True):
-        axis.set_title(f"frame {frame}", fontsize=8, pad=3)
-    _finish(figure, list(grid.flat), title, scale, "mass on the word, share of 1", [])
+    scale, shown = (
+        _scale(np.stack(list(words.values())), "mass"),
+        columns_with_room(len(frames), _least(pictures)),
+    )
+    n = len(shown)
+    figure, axes = panels(n * len(words), n, _size(pictures), keep=True)
+    for row, (word, values) in enumerate(words.items()):
+        for axis, i in zip(axes[row * n :], shown, strict=False):
+            _picture(axis, blend(pictures[frames[i]], values[i], scale, alpha))
+        axes[row * n].set_ylabel(word, fontsize=SMALL)
+    for axis, i in zip(axes, shown, strict=False):
+        axis.set_title(f"frame {frames[i]}", fontsize=SMALL, pad=3)
+    _finish(figure, axes, title, subtitle, scale, "mass on the word, share of 1", [])
     return figure
+
+
+def _least(pictures: Sequence[np.ndarray]) -> float:
+    """Inches that a picture is wide at least, for neither side to be too short."""
+    height, width = pictures[0].shape[:2]
+    return 0.62 * max(1.0, width / height)
+
+
+def _size(pictures: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Inches of a panel, of a map's one picture and its title."""
+    return 1.2, 1.2 * pictures[0].shape[0] / pictures[0].shape[1] + 0.15
 
 
 def _frame(
@@ -176,16 +196,14 @@ def _finish(
     figure: Figure,
     axes: Sequence[Axes],
     title: str,
+    subtitle: str,
     scale: ScalarMappable,
     unit: str,
     maps: Sequence[VideoMap],
 ) -> None:
     """Add colour bar, legend and title; what the maps do not show is said."""
     over = [seen.values[np.isfinite(seen.values)] for seen in maps]
-    low, high = scale.get_clim()
-    assert low is not None and high is not None
-    extend = extend_of(np.concatenate(over), low, high) if over else "neither"
-    color_bar(figure, scale, list(axes), unit, aspect=25, pad=0.02, extend=extend)
+    color_bar(figure, scale, axes, unit, np.concatenate(over) if over else None)
     legend = {}
     if any(seen.noise_frames for seen in maps):
         hatched: dict[str, Any] = {"facecolor": "0.6", "hatch": "////", "edgecolor": "white"}
@@ -194,7 +212,7 @@ def _finish(
         legend["query"] = Patch(label="the query", **QUERY)
     lost = max((seen.elsewhere for seen in maps), default=0)
     note = f"Not shown: {lost:.0%} of the mass, on keys of no frame." if lost > 0.005 else ""
-    label_figure(figure, [], title, legend=legend, note=note)
+    label_figure(figure, [], title, subtitle, legend=legend, note=note)
 
 
 def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA) -> Path:

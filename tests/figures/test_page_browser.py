@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import subprocess
 
 import numpy as np
@@ -60,10 +61,61 @@ def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
     x, y, width, height = box(browser, "#map")
     browser.point(x + width / 2, y + 12, click=True)
     layer, head = browser.js("[data.layers[state.layer], state.head]")
-    assert text_of(browser, "tip").startswith(f"layer {layer}, head {head}: first − middle ")
+    assert text_of(browser, "tip").startswith(f"layer {layer}, head {head}: first-frame effect s ")
     x, y, width, height = box(browser, "tr[data-head='1']")
     browser.point(x + 20, y + height / 2, click=True)
     assert browser.js("state.head") == 1
+
+
+def test_a_second_cache_beside_the_first(page, atlas_page, tmp_path):
+    other = synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=21)
+    other["frame_logits"] = other["frame_logits"] - 1
+    save_cache(tmp_path / "b.pt", other)
+    path = save_page(tmp_path / "p.html", atlas_page.with_name("a.pt"), compare=tmp_path / "b.pt")
+    browser = page("layer=5&head=1&measure=first_frame_effect_difference", path=path)
+    assert browser.js("document.getElementById('compare-box').hidden") is False
+    said = text_of(browser, "compare")
+    assert "A: a" in said and "B: b" in said and "A − B" in said
+    apart = browser.js("minus(matrixOf(2, 1, pass()), matrixOf(2, 1, otherPass())).filter(there)")
+    assert np.allclose(apart, 1, atol=2e-3) and browser.js("measure().title").endswith("A − B")
+
+
+def test_it_opens_on_s_and_the_amplitude_of_waves(page):
+    browser = page()
+    assert browser.js("[measure().name, besideMeasure().name]") == ["first_frame_effect", "wave_amplitude"]
+    assert "wan-mini, “" in text_of(browser, "what") and "seed 42" in text_of(browser, "what")
+    x, y, width, _ = box(browser, "#map2")
+    browser.send(
+        "Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x + width / 2, "y": y + 12}]
+    )
+    browser.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    assert browser.wait_for("document.getElementById('tip').textContent.includes('amplitude, 1 rad/frame')")
+
+
+def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path):
+    pytest.importorskip("anywidget", reason="an extra: pip install -e '.[widget]'")
+    from experiments.figures.widget import RENDER
+
+    model = """
+      const values = { page: PAGE, height: 700, layer: 5, head: 2, pass_number: 0, measure: "wave_r2" };
+      const heard = {};
+      const model = { get: (name) => values[name], save_changes() {},
+        set(name, value) { if (values[name] !== value) { values[name] = value; heard[name]?.(); } },
+        on(name, call) { heard[name.slice(7)] = call; } };
+      render({ model, el: document.body });
+    """
+    page = json.dumps(atlas_page.read_text()).replace("</", "<\\/")
+    path = tmp_path / "w.html"
+    path.write_text(f"<body><script>{RENDER}{model.replace('PAGE', page)}</script></body>")
+    browser.open(f"file://{path}", 1000, 800)
+    assert browser.wait_for("values.layer === 5 && values.head === 2 && values.measure === 'wave_r2'")
+    browser.js("model.set('head', 1)")
+    assert browser.wait_for("values.head === 1")
+    x, y, *_ = box(browser, "iframe")
+    browser.point(x + 200, y + 400)
+    for name in ("k", "j", "j"):
+        browser.key(name)
+    assert browser.complaints() == []
 
 
 def test_downloads(page, atlas_page, tmp_path):

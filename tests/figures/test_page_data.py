@@ -88,6 +88,22 @@ def test_a_folder_of_layers_and_its_mistakes(tmp_path):
         data_of(tmp_path / "empty")
 
 
+def test_a_second_cache_is_compared(tmp_path):
+    first, second = synthetic_caches.atlas(), synthetic_caches.atlas() | {"seed": 7}
+    second["frame_logits"] = 2 * second["frame_logits"]
+    for name, cache in (("a", first), ("b", second), ("c", synthetic_caches.atlas(F=12))):
+        save_cache(tmp_path / f"{name}.pt", cache)
+    data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt", compare=tmp_path / "b.pt"))
+    assert data["name"] == "a" and data["other"]["name"] == "b" and "seed 7" in data["other"]["source"]
+    for one, other in zip(data["passes"], data["other"]["passes"], strict=True):
+        named = {m["name"]: np.array(m["values"], float) for m in one["measures"]}
+        theirs = {m["name"]: np.array(m["values"], float) for m in other["measures"]}
+        difference = named["first_frame_effect"] - theirs["first_frame_effect"]
+        np.testing.assert_allclose(named["first_frame_effect_difference"], difference, atol=2e-3)
+    with pytest.raises(CacheError, match=r"c\.pt cannot be compared: its latent frames are 12, not 9"):
+        save_page(tmp_path / "p.html", tmp_path / "a.pt", compare=tmp_path / "c.pt")
+
+
 def test_what_a_cache_lacks(tmp_path):
     """No matrix at 72 frames, only the last block in a figure4 cache, nothing but NaN in a head."""
     castle = data_of(PUBLISHED / "self_forcing_dmd_castle_72f.pt")

@@ -42,9 +42,10 @@ def draw(base: Profiles, causal: Profiles) -> Figure:
     if of_base is None or of_causal is None:
         raise CacheError("one of the two caches holds profiles alone: there are no maps to compare")
     heads = most_different(of_base, of_causal)
-    which = f"{causal.model}, layer {layer}, the {len(heads)} heads that differ most"
-    title = f"{which}: base, {base.pass_label}; causal, {causal.pass_label}"
-    return compared_maps({"base": of_base, "causal": of_causal}, heads, base.quantity, title=title)
+    which = f"Layer {layer}, the {len(heads)} heads that differ most"
+    about = f"base, {base.pass_label}; causal, {causal.pass_label}; {causal.caption.source}"
+    both = {"base": of_base, "causal": of_causal}
+    return compared_maps(both, heads, base.quantity, title=which, subtitle=about)
 
 
 def most_different(one: np.ndarray, other: np.ndarray, count: int = HEADS_SHOWN) -> list[int]:

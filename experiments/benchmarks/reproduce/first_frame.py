@@ -93,7 +93,7 @@ def draw_atlases(views: dict[str, Profiles]) -> dict[str, Figure]:
     for name, view in views.items():
         dots[name] = (measures.head_statistics(view.profiles()).delta, measured(view).fit.effect)
         lines[name] = mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
-    title = f"What first − middle measures, a dot a head: {about}"
+    title = f"What first − middle measures, a dot a head\n{about}"
     axes = ("first − middle (logits)", "first-frame effect s (logits)")
     contrasts = f"Key-frame contrasts, mean over 360 heads: {about}"
     return {

@@ -66,7 +66,7 @@ def kinds_of_heads(view: Profiles) -> Figure:
     """Draw anchor, wave and veil by our rule beside the published labels."""
     thresholds = load_thresholds("configs/taxonomy.yaml")
     maps = label_maps(view, None, thresholds, published.labels_for(view))[:2]
-    subtitle = f"Wan2.1-T2V-1.3B, Self-Forcing\neagle, 21 frames, {view.pass_label}"
+    subtitle = f"{view.pass_label}; {view.caption.source}"
     return atlas.label_maps(maps, view.layers, subtitle=subtitle)
 
 
@@ -81,7 +81,8 @@ def videos() -> Figure:
         "base": mini.base(captions),
     }
     strips = {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in made.items()}
-    return video_strips(captions, strips)
+    about = "wan-mini: held-out captions; rendered, causal in 4 steps, base model"
+    return video_strips(captions, strips, "Videos of the miniature", about)
 
 
 def training() -> Figure:

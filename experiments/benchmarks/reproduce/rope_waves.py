@@ -85,8 +85,8 @@ def run(argv=None):
     by_block_panels, parts = panels_of_view(views["eagle", 72], shown)
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
     for file_name, figure in {
-        "first_frame_by_block.svg": draw_by_block(by_block_panels, f"Frame 0 by block of queries: {about}"),
-        "curves_in_parts.svg": curves_in_parts(parts, f"Context curves in parts: {about}"),
+        "first_frame_by_block.svg": draw_by_block(by_block_panels, "Frame 0 by block of queries", about),
+        "curves_in_parts.svg": curves_in_parts(parts, "Context curves in parts", about),
     }.items():
         print(save_svg(figure, args.figures / file_name))
 

@@ -128,8 +128,7 @@ def draw_strip(config: RunConfig, heads: list[tuple[int, int]]) -> Figure:
         image = Image.fromarray(pixels[max(0, 4 * frame - 1)].numpy())
         size = round(image.width * HEIGHT / image.height), HEIGHT
         pictures.append(np.asarray(image.resize(size, Image.Resampling.BICUBIC)))
-    about = f"{config.model}, seed {config.seed}, {maps[0].pass_label}, query: {maps[0].query_label}"
-    title = f"Three heads that follow the shape: “{config.prompt}”\n{about}"
+    title = "Three heads that follow the shape: attention mass per token, 1 is even"
     return map_strip(maps, pictures, range(0, FRAME, 2), title=title, top=TOP)
 
 

@@ -2,10 +2,15 @@
 
 const COMPARE = { gap: 14, left: 52, profile: 130 };
 
-// The two heads, or null
+// Two heads with their passes and names, or null: pinned ones, else the chosen head in both caches
 function compared() {
-  if (!state.pins.length) return null;
-  return [state.pins[0], state.pins[1] ?? [state.layer, state.head]];
+  const here = [state.layer, state.head];
+  if (state.pins.length) {
+    const [a, b = here] = state.pins;
+    return [a, b].map((at, k) => ({ at, of: pass(), name: `${"AB"[k]}: ${nameOf(at)}` }));
+  }
+  if (!data.other) return null;
+  return [pass(), otherPass()].map((of, k) => ({ at: here, of, name: `${"AB"[k]}: ${k ? data.other.name : data.name}` }));
 }
 
 const nameOf = ([i, j]) => `layer ${data.layers[i]}, head ${j}`;
@@ -21,9 +26,10 @@ function drawCompare() {
   $("compare-box").hidden = !pair;
   if (!pair) return;
   const [a, b] = pair,
-    matrices = pair.map((at) => matrixOf(...at)),
-    profiles = pair.map((at) => profileOf(...at));
-  const titles = [`A: ${nameOf(a)}`, `B: ${nameOf(b)}${state.pins.length < 2 ? " (chosen)" : ""}`, "A − B"];
+    matrices = pair.map((one) => matrixOf(...one.at, one.of)),
+    profiles = pair.map((one) => profileOf(...one.at, one.of)),
+    chosen = state.pins.length === 1;
+  const titles = [a.name, `${b.name}${chosen ? " (chosen)" : ""}`, "A − B"];
   const [low, high] = extremes(matrices.flat().filter(there)),
     shared = rangeOf(extremes(profiles));
   const parts = [0, 1].map((k) => ({
@@ -32,7 +38,7 @@ function drawCompare() {
     scale: matrixScale(low, high),
     range: shared,
   }));
-  const matrix = matrices[0] && minus(...matrices),
+  const matrix = matrices[0] && matrices[1] && minus(...matrices),
     profile = minus(...profiles);
   const edge = matrix ? Math.max(...extremes([matrix]).map(Math.abs)) || 1 : 1;
   parts.push({ matrix, profile, scale: around(edge), range: rangeOf(extremes([profile])) });
@@ -51,7 +57,7 @@ function drawCompare() {
   $("compare-note").textContent =
     `${about().label}, ${pass().label}; bars: mean over query frames ${q[0]}–${q[q.length - 1]}. ` +
     "A and B are on one scale, their difference is on its own." +
-    (state.pins.length < 2 ? " Choose another head, or pin it too." : "");
+    (chosen ? " Choose another head, or pin it too." : "");
 }
 
 // Title, matrix with its colours, profile

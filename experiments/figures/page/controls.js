@@ -20,8 +20,9 @@ function draw() {
   drawControls();
   drawTitle();
   drawPins();
-  redraw("compare", drawCompare, [quantity, s.pins, s.pins.length === 1 ? at : 0, room("middle")]);
-  redraw("map", drawMap, [s.pass, s.measure, filter, room("map")]);
+  redraw("compare", drawCompare, [quantity, s.pins, s.pins.length < 2 ? at : 0, room("middle")]);
+  redraw("map", () => drawMap("map", measure()), [s.pass, s.measure, filter, room("map")]);
+  redraw("map2", () => drawMap("map2", besideMeasure()), [s.pass, s.beside, s.measure, filter, room("map2")]);
   redraw("matrix", drawMatrix, [quantity, at, s.scale, room("matrix")]);
   redraw("profile", drawProfile, [quantity, at, s.scale, room("profile")]);
   redraw("video", drawVideo, [room("detail")]);
@@ -33,6 +34,7 @@ function draw() {
   markHeads();
   markTable();
   writeLink();
+  tellParent();
 }
 
 function drawControls() {
@@ -43,6 +45,7 @@ function drawControls() {
     quantity: state.quantity,
     scale: state.scale,
     measure: measure()?.name ?? "",
+    beside: besideMeasure()?.name ?? "",
     list: state.list,
     axis: state.axis,
     kind: state.kind,
@@ -106,6 +109,7 @@ const CELL = {
       i = Math.floor((y - MAP.top) / MAP.h);
     return measure() && inside(i, N) && inside(j, H) ? { layer: i, head: j } : null;
   },
+  map2: (x, y) => CELL.map(x, y),
   matrix(x, y) {
     if (!MATRIX.values) return null;
     const s = MATRIX.size / C,
@@ -132,10 +136,10 @@ const CELL = {
 function wordsFor(id, cell) {
   const i = cell.layer ?? state.layer,
     j = cell.head ?? state.head,
-    m = measure();
+    m = id === "map2" ? besideMeasure() : measure();
   if (id === "onvideo") return onVideoWords(cell);
-  if (id === "map")
-    return `${nameOf([i, j])}: ${m.title} ${show(measured(i, j))} ${there(measured(i, j)) ? m.unit : ""}`;
+  if (id === "map" || id === "map2")
+    return `${nameOf([i, j])}: ${m.title} ${show(measured(i, j, m))} ${there(measured(i, j, m)) ? m.unit : ""}`;
   if (id === "matrix") {
     const x = MATRIX.values[cell.q * C + cell.k],
       coded = pass().matrices[state.quantity];
@@ -181,8 +185,9 @@ for (const id of Object.keys(CELL)) {
   };
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);
-  svg.addEventListener("pointerleave", () => {
-    $("tip").style.display = "none";
+  svg.addEventListener("pointerleave", (event) => {
+    // a finger leaves as soon as it is lifted: its tip stays until the next touch
+    if (event.pointerType !== "touch") $("tip").style.display = "none";
   });
   svg.addEventListener("click", (event) => {
     const cell = cellAt(event);
@@ -202,13 +207,33 @@ $("table").addEventListener("click", (event) => {
   $("table").querySelector(`[data-sort="${column}"]`)?.focus();
 });
 
+// -- inside a notebook ------------------------------------------------------------------------------
+
+// A widget's frame is told what is shown, and says what to show (experiments/figures/widget.py)
+const SHARED = ["layer", "head", "pass", "measure"];
+let told = false; // the notebook speaks first
+function tellParent() {
+  if (!told) return;
+  parent.postMessage({ layer: data.layers[state.layer], head: state.head, pass: state.pass, measure: state.measure }, "*");
+}
+addEventListener("message", (event) => {
+  if (parent === window || event.source !== parent || typeof event.data !== "object") return;
+  const wanted = SHARED.filter((name) => name in event.data);
+  told = true;
+  choose(Object.fromEntries(wanted.map((name) => [name, LINK[name][0](String(event.data[name]))])));
+});
+
 // -- start -------------------------------------------------------------------------------------------
 
-$("source").textContent = data.source;
+addEventListener("pointerdown", (event) => {
+  if (!event.target.closest("svg")) $("tip").style.display = "none";
+});
+$("what").textContent = data.title;
+$("source").textContent = data.other ? `${data.source}. Compared with B: ${data.other.source}` : data.source;
 $("notes").replaceChildren(
   ...data.notes.map((note) => Object.assign(document.createElement("p"), { textContent: note })),
 );
-document.title = `${data.model}: attention by layer and head`;
+document.title = `${data.title}: attention by layer and head`;
 fill(
   $("layer"),
   data.layers.map((layer, i) => [i, layer]),
@@ -217,10 +242,11 @@ fill(
   $("head"),
   Array.from({ length: H }, (_, j) => [j, j]),
 );
-fill(
-  $("measure"),
-  data.passes[0].measures.map((m) => [m.name, m.title]),
-);
+for (const id of ["measure", "beside"])
+  fill(
+    $(id),
+    data.passes[0].measures.map((m) => [m.name, m.title]),
+  );
 fill(
   $("quantity"),
   quantities.map((name) => [name, data.quantities[name].label]),
@@ -241,7 +267,7 @@ for (const [name, move] of [
 }
 for (const name of ["layer", "head", "pass"])
   $(name).addEventListener("input", (event) => choose({ [name]: Number(event.target.value) }));
-for (const name of ["quantity", "measure", "scale", "axis", "list", "kind", "theme"]) {
+for (const name of ["quantity", "measure", "beside", "scale", "axis", "list", "kind", "theme"]) {
   $(name).addEventListener("change", (event) => choose({ [name]: event.target.value }));
 }
 for (const name of ["min", "max"])

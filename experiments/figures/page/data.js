@@ -52,12 +52,15 @@ function stepAt(coded, layer, head, x) {
 // -- what is shown -----------------------------------------------------------------------------------
 
 const quantities = Object.keys(data.quantities);
+// The wanted measure, or the first there is
+const nameIn = (measures, wanted) => (measures.find((m) => m.name === wanted) ?? measures[0])?.name ?? "";
 const START = {
   layer: 0,
   head: 0,
   pass: 0,
   quantity: quantities[0],
-  measure: data.passes[0].measures[0]?.name ?? "",
+  measure: nameIn(data.passes[0].measures, "first_frame_effect"),
+  beside: nameIn(data.passes[0].measures, "wave_amplitude"),
   scale: "head",
   axis: "frame",
   list: "layer",
@@ -75,14 +78,17 @@ const pass = () => data.passes[state.pass];
 const shown = () => pass().quantities[state.quantity];
 const about = () => data.quantities[state.quantity];
 const measure = () => pass().measures.find((m) => m.name === state.measure) ?? pass().measures[0];
-const measured = (i, j) => measure()?.values[i][j];
+const besideMeasure = () => pass().measures.find((m) => m.name === state.beside) ?? pass().measures[0];
+const measured = (i, j, m = measure()) => m?.values[i][j];
+// Of the second cache, where there is one
+const otherPass = () => data.other && data.other.passes[Math.min(state.pass, data.other.passes.length - 1)];
 // What a column of keys is, in words
 const keyName = (k) => (k < F ? `key frame ${k}` : `${data.averages[k - F]}, an average of gone frames`);
-const profileOf = (i, j) => rowOf(shown().profiles, i, j);
+const profileOf = (i, j, of = pass()) => rowOf(of.quantities[state.quantity].profiles, i, j);
 
 // -> F * C numbers by rows, null where nothing was attended; or null
-function matrixOf(i, j) {
-  const coded = pass().matrices[state.quantity];
+function matrixOf(i, j, of = pass()) {
+  const coded = of.matrices[state.quantity];
   if (!coded) return null;
   const out = new Array(F * C).fill(null),
     row = rowOf(coded, i, j);
@@ -167,6 +173,13 @@ const LINK = {
     oneOf(
       data.passes[0].measures.map((m) => m.name),
       START.measure,
+    ),
+    String,
+  ],
+  beside: [
+    oneOf(
+      data.passes[0].measures.map((m) => m.name),
+      START.beside,
     ),
     String,
   ],

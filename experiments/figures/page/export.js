@@ -8,7 +8,7 @@ function viewAsSvg() {
   let y = 0,
     width = 0,
     body = "";
-  const rows = [["map", "heads"], ["matrix", "profile"], ["keys"], ["onvideo"], ["compare"]].map((ids) =>
+  const rows = [["map", "map2", "heads"], ["matrix", "profile"], ["keys"], ["onvideo"], ["compare"]].map((ids) =>
     ids.map($).filter(isShown),
   );
   for (const row of rows.filter((some) => some.length)) {

@@ -2,13 +2,13 @@
 
 const MAP = { left: 38, top: 6 };
 
-function drawMap() {
-  const m = measure();
+// A map of one measure: "map" and, beside it, "map2"
+function drawMap(id, m) {
   if (!m) {
-    put("map", 10, 10, "");
+    put(id, 10, 10, "");
     return;
   }
-  const width = Math.min(room("map"), 620),
+  const width = Math.min(room(id), 620),
     w = (MAP.w = (width - MAP.left - 4) / H);
   const h = (MAP.h = Math.max(10, Math.min(20, 1.1 * w, 560 / N))),
     bottom = MAP.top + N * h,
@@ -30,16 +30,15 @@ function drawMap() {
   out +=
     text(MAP.left + across / 2, bottom + 27, "Head", "middle") + upright(11, MAP.top + (N * h) / 2, "Layer");
   out += colorBar(MAP.left, bottom + 48, across, scale, `${m.title}, ${m.unit}`);
-  put("map", width, bottom + 80, `${out}<g id="map-marks"></g>`);
+  put(id, width, bottom + 80, `${out}<g id="${id}-marks"></g>`);
   $("map-note").textContent =
-    `One cell per head: ${m.title}, ${pass().label}. A click chooses a head. ` +
-    (m.scale === "share" ? "" : "The colours span the 2nd to the 98th percentile. ") +
+    `One cell per head, ${pass().label}. A click chooses a head. ` +
+    "The colours span the 2nd to the 98th percentile, or 0 to 1 for shares. " +
     (isFiltered() ? `Heads that the list leaves out are dimmed.` : "");
 }
 
 // The chosen head and the pinned ones
 function markMap() {
-  if (!$("map-marks")) return;
   let out = "";
   const box = (i, j) => [MAP.left + j * MAP.w, MAP.top + i * MAP.h, MAP.w, MAP.h];
   state.pins.forEach(([i, j], k) => {
@@ -50,7 +49,7 @@ function markMap() {
       text(x + w / 2, y + h / 2 + 4, "AB"[k], "middle strong letter");
   });
   out += frame(...box(state.layer, state.head), "under") + frame(...box(state.layer, state.head), "chosen");
-  $("map-marks").innerHTML = out;
+  for (const id of ["map-marks", "map2-marks"]) if ($(id)) $(id).innerHTML = out;
 }
 
 const HEADS = { w: 112, h: 62, top: 16, gap: 10, most: 24 };
