@@ -74,7 +74,7 @@ def test_the_figures_of_the_readme_are_up_to_date(tmp_path):
     readme_figures.run(["--output_dir", str(tmp_path)])
     assert len(check_figures(tmp_path)) == 2
     text = " ".join(words(tmp_path / "figure4_published.svg"))
-    agreement = [float(r) for r in re.findall(r"r = (\d\.\d{3})", text)]
+    agreement = [float(r) for r in re.findall(r"r\s=\s(\d\.\d{3})", text)]
     assert len(agreement) == 2 and min(agreement) >= 0.98
     assert "90.0% agree" in " ".join(words(tmp_path / "kinds_of_heads_published.svg"))
 

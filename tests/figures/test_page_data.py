@@ -246,7 +246,7 @@ def test_thumbnails(tmp_path):
         (["{}/a.pt", "--max_mb", "0"], "--max_mb must be above 0"),
         (["{}/a.pt", "--max_mb", "nan"], "not a finite number"),
         (["{}/a.pt", "--max_mb", "0.01"], "allow more with --max_mb"),
-        (["{}/a.pt", "--video", "{}/no.mp4"], r"no\.mp4 cannot be read as a video"),
+        (["{}/a.pt", "--video", "{}/no.mp4"], r"no\.mp4 not found"),
     ],
 )
 def test_bad_input(tmp_path, capfd, words, said):

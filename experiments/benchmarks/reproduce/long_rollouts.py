@@ -47,7 +47,10 @@ ROWS = {  # label -> what the figure calls it
     "participative,window=21,sink=10,budget=16,recent=4": "participative 21/10",
     "vae": "rendered, through the VAE",
 }
-README_ROWS = ("full", "window 9, no sink", "window 9, sink 3", "deep sink 21/10")
+README_ROWS = (  # those that the README ranks, and the control
+    *("full", "window 9, no sink", "window 9, sink 3", "participative 21/10"),
+    "rendered, through the VAE",
+)
 COLOURS, SIDE = 32, 64
 POLICIES = ("full", "window,window=9,sink=3", "deep_sink,window=21,sink=10")
 PLACEBOS = range(1, 15)
@@ -127,7 +130,11 @@ def make_strips(comparison: dict[str, Any], videos: dict[str, Path], output: Pat
     save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
     drawn, seconds, subtitle = read_strips(output)
     chosen = {name: drawn[name] for name in README_ROWS if name in drawn}
-    print(save_svg(long_strips(chosen, seconds, subtitle), figure))
+    print(
+        save_svg(
+            long_strips(chosen, seconds, f"{subtitle}; the first prompt and seed of the comparison"), figure
+        )
+    )
 
 
 # --- The first-frame effect by length
