@@ -92,7 +92,7 @@ def encoder_file(ckpt_dir: str | Path) -> Path:
 def encoder_sizes(ckpt_dir: str | Path) -> dict[str, int]:
     """Return umT5's sizes without transformers, whose import takes seconds. CheckpointError for others."""
     if is_native(ckpt_dir):
-        return {name: size for name, size in UMT5_XXL.items() if name in USUAL_SIZES}
+        return {name: int(size) for name, size in UMT5_XXL.items() if name in USUAL_SIZES}
     path = encoder_file(ckpt_dir).parent
     config = read_component_config(path)
     sizes = {name: config.get(name, usual) for name, usual in USUAL_SIZES.items()}

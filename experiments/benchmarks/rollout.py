@@ -132,7 +132,8 @@ def warmed_up(rollout: Rollout, rows: Timed, beside: dict[str, str], ends: bool 
 
     ends: also what its cache holds after the last block, and in every round how long that block took.
     """
-    about, latents = {}, {}
+    about: dict[str, dict[str, Any]] = {}
+    latents: dict[str, torch.Tensor] = {}
 
     def with_end(name: str, row: Callable[[], float]) -> float:
         seconds = row()
@@ -184,7 +185,7 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         }.items():
             rows[f"edit: {name}"] = partial(seconds, partial(intervene, edit))
     if "sites" in args.what:
-        one_step = {"sites": ("resid_post",), "steps": (0,)}
+        one_step: dict[str, Any] = {"sites": ("resid_post",), "steps": (0,)}
         rows["without sites in the code"] = partial(seconds, without_sites)
         for name, watcher in {
             "resid_post of all layers, step 0": partial(SiteCapture, **one_step, to=None),
@@ -212,9 +213,9 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         rows = {"full": partial(seconds, policy=make_policy(name="full"))}
         for name, windows in HEADS.items():
             rows[name] = partial(seconds, policy=read_policy(policy_settings(name)))
-            for window, sink in windows:
-                beside_it = make_policy("window", window=window, sink=sink)
-                rows[f"window {window}/{sink}"] = partial(seconds, policy=beside_it)
+            for frames, sink in windows:
+                beside_it = make_policy("window", window=frames, sink=sink)
+                rows[f"window {frames}/{sink}"] = partial(seconds, policy=beside_it)
         yield warmed_up(rollout, rows, {}, ends=True)
 
 

@@ -189,8 +189,8 @@ def prepare(
     if replays and config.gpus == 1:  # several replay anyway
         replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
-    if quantised := getattr(pipeline, "quantised", ""):
-        common["quantised"] = quantised
+    if pipeline.quantised:
+        common["quantised"] = pipeline.quantised
     if not observer.quiet and not load_base:
         print(pipeline.weights)
     return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype, deepcopy(config))
@@ -331,8 +331,8 @@ def extract_batch(
     found = []
     for item, each in enumerate(configs):
         common = loaded.common | {"prompt": each.prompt, "seed": each.seed}
-        by_card = {} if each.noise == "seeded" else {"noise": each.noise}
-        common["config"] = {k: v for k, v in common["config"].items() if k != "noise"} | by_card
+        by_noise = {} if each.noise == "seeded" else {"noise": each.noise}
+        common["config"] = {k: v for k, v in common["config"].items() if k != "noise"} | by_noise
         common["weights_sha256"], stopped = loaded.sha256.result(), ""
         common["fingerprint"] = fingerprint(loaded.identity(each, edits))
         if config.sampler == "rolling_forcing":

@@ -133,9 +133,9 @@ class Trainer:
         if groups[True]:
             self.optimizers.append(Muon(groups[True], self.lr))
         if groups[False]:
-            on_gpu = {"fused": self.on_gpu, "capturable": self.on_gpu}
-            decay = {"betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
-            self.optimizers.append(torch.optim.AdamW(groups[False], self.lr, **decay, **on_gpu))
+            options: dict[str, Any] = {"fused": self.on_gpu, "capturable": self.on_gpu}
+            options |= {"betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
+            self.optimizers.append(torch.optim.AdamW(groups[False], self.lr, **options))
         for module in modules:
             module.to(run.dtype)
         self.step, self.seconds = 0, 0.0  # of all runs of the stage

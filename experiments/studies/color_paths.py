@@ -24,6 +24,7 @@ from experiments.studies.hidden_shapes import Head, NumberedScenes, by_layer, hi
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.interventions import Edit, Patch, Source, intervene
+from wan.interventions import Frames as EditFrames
 from wan.policies import PromptSwitch
 from wan.sites import Pass, Watcher, Where, watched
 from wan.vae import VAE
@@ -204,7 +205,7 @@ class Tracer:
         return record
 
 
-def patch(heads: Iterable[Head] | None, frames: Frames, **when: Any) -> list[Patch]:
+def patch(heads: Iterable[Head] | None, frames: EditFrames | None, **when: Any) -> list[Patch]:
     """Return patches of cached keys and values, one a layer; heads None are all."""
     if heads is None:
         return [Patch("kv", OTHER, frames=frames, **when)]

@@ -10,6 +10,7 @@ judged on held-out ones; a control is fitted on shuffled colours. Writes docs/co
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def observe(loaded: causal.LoadedModel, config: RunConfig, chosen: Sequence[Scen
         renoise = torch.cat([pair[1] for pair in drawn], 1)[:, :, GIVEN:]
         text = torch.cat([loaded.texts[scene.caption][0] for scene in batch])
         at = patches(batch, config.height // 2)
-        watcher = SiteCapture(("resid_post",), reduce=lambda x, where, at=at: of_places(x, where, at))
+        watcher = SiteCapture(("resid_post",), reduce=partial(of_places, at=at))
         with watched(watcher):
             loaded.pipeline.inference(noise, prompt_embeds=text, renoise=renoise, initial_latent=given)
         batches.append(table(watcher, torch.stack([hidden(scene) for scene in batch])))
