@@ -13,7 +13,7 @@ from conftest import ROOT
 from helpers.forked import exit_code
 
 from experiments import compare_policies, run_intervention, run_rollout
-from experiments.caches.files import CacheError, encode_mp4, mp4_tag, require_ffmpeg
+from experiments.caches.files import CacheError, encode_mp4, mp4_boxes, mp4_tag, require_ffmpeg
 from experiments.extraction import video
 from experiments.extraction.provenance import video_tag
 from experiments.running.cli import main
@@ -78,7 +78,7 @@ def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tm
 
 def test_what_a_video_is_of_is_read_back_from_a_whole_one(tmp_path):
     path, pixels = tmp_path / "a.mp4", np.zeros((9, 16, 16, 3), np.uint8)
-    for options in ((), ("-movflags", "+faststart")):
+    for options in ((), ("-movflags", "+faststart"), ("-metadata", "description=more")):
         content = encode_mp4(pixels, 16, options=options, tag="run vae")
         path.write_bytes(content)
         assert mp4_tag(path) == "run vae"
@@ -87,6 +87,18 @@ def test_what_a_video_is_of_is_read_back_from_a_whole_one(tmp_path):
             assert mp4_tag(path) is None
     path.write_bytes(encode_mp4(pixels, 16))
     assert mp4_tag(path) is None is mp4_tag(tmp_path / "none.mp4")
+
+
+def test_boxes_of_every_size_are_walked_and_torn_ones_left_out(tmp_path):
+    path, first = tmp_path / "a.mp4", (16).to_bytes(4, "big") + b"ftyp" + bytes(8)
+    large = (1).to_bytes(4, "big") + b"mdat" + (40).to_bytes(8, "big") + bytes(24)
+    path.write_bytes(first + large + first)
+    assert list(mp4_boxes(path)) == [(b"ftyp", 0, 16), (b"mdat", 16, 56), (b"ftyp", 56, 72)]
+    for size in (0, 2, 3, 7, 17):  # of no box, or of more than is there
+        path.write_bytes(first + size.to_bytes(4, "big") + b"mdat" + bytes(8))
+        assert list(mp4_boxes(path)) == [(b"ftyp", 0, 16)] and mp4_tag(path) is None
+    path.write_bytes(first + (8).to_bytes(4, "big") + b"free" + first)
+    assert [kind for kind, _, _ in mp4_boxes(path)] == [b"ftyp", b"free", b"ftyp"]
 
 
 def test_a_long_rollout_stops_before_it_loads_a_model(without_ffmpeg, tmp_path, monkeypatch, capsys):

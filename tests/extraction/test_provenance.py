@@ -258,5 +258,8 @@ def test_means_of_another_run_under_this_ones_name_are_refused(config, tmp_path)
     assert list(causal._read_means(path, sizes)) == list(
         causal._read_means(path, sizes, "ab")
     )  # a named file
+    torch.save({"self|0|0|cond": torch.zeros(3, 8, 12)}, tmp_path / "other.pt")
+    with pytest.raises(ConfigError, match="holds no means"):
+        causal._read_means(tmp_path / "other.pt", sizes)
     with pytest.raises(CacheError, match=r"means.pt is of another run .*; remove it"):
         causal._read_means(path, sizes, "cd")
