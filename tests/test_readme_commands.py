@@ -15,6 +15,7 @@ COMMANDS = COMMAND.findall(README)
 
 NEED_WEIGHTS = [
     "bash experiments/download_weights.sh",
+    "python experiments/check_model.py",
     "python experiments/run_extraction_figure4.py --layer_indices 1 5",
     "mkdir -p outputs && papermill --cwd notebooks notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb",
 ]

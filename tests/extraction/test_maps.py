@@ -67,7 +67,7 @@ def test_a_map_is_a_row_of_the_matrix(plain, tmp_path):
         found = torch.from_numpy(open_map(cache, 2, 1, query=place, quantity="mean_logit").values)
         torch.testing.assert_close(found.double().flatten(), expected.mean(0), rtol=3e-3, atol=2e-2)
     early = open_map(cache, 2, 3, query=(3, 0, 3))
-    assert early.query_frames == early.noise_frames == (3, 4, 5) and "patch (0, 3) of frame 3" in early.title
+    assert early.query_frames == early.noise_frames == (3, 4, 5) and "patch (0, 3) of frame 3" in early.about
     assert torch.from_numpy(early.values).isnan().all((1, 2)).tolist() == [False] * 6 + [True] * 3
 
 
