@@ -47,7 +47,7 @@ def test_graphs_are_forgotten_before_weights_leave_for_the_encoder(config, monke
     """A graph that knows where weights were would compute with whatever lies there now."""
     done = []
     model = SimpleNamespace(to=lambda device: done.append(str(device)))
-    pipeline = SimpleNamespace(model=model, weights="")
+    pipeline = SimpleNamespace(model=model, weights="", quantised="")
 
     def encode(config, prompts, *given):
         done.append(f"encoded {len(prompts)}")

@@ -2,6 +2,7 @@
 ran.
 """
 
+import gc
 import os
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ Read = Callable[[Path], Any]
 
 def outcome(read: Read, path: Path) -> tuple[str, Any, float]:
     """read or refused, with its line; or escaped, which must not be; and the seconds."""
+    gc.disable()  # a collection would walk all that the tests before it left, and be timed
     start, cpu = time.monotonic(), time.process_time()
     try:
         kind, value = "read", read(path)
@@ -59,6 +61,11 @@ class Judge:
                     kind = "large"
             else:
                 kind, value, seconds = done.value[number]
+                if seconds >= SECONDS:  # again: imports and a busy machine are slow once
+                    again = forked(lambda path=path: outcome(read, path), timeout=HUNG)
+                    kind, value, seconds = (
+                        again.value if again.code == 0 and again.value else done.value[number]
+                    )
             if _content(path) != before[number]:
                 kind = "lost"
             self._judge(kind, value, seconds, how)
