@@ -300,7 +300,7 @@ def _attended(shape: Sequence[int], bias: Tensor | None, device: torch.device) -
 
 
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
-    """What a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
+    """Return what a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
     if call.mask is not None:
         raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
     shard = call.shard
@@ -390,7 +390,7 @@ def spread(values: Tensor, seen: Sequence[int], frames: Sequence[int]) -> Tensor
 
 
 class Asked(NamedTuple):
-    """What was asked for together, and what was kept for it so far."""
+    """Hold requests that were made together and what was kept for them so far."""
 
     requests: tuple[CaptureRequest, ...]
     calls: list[CapturedCall]
@@ -400,7 +400,7 @@ NOTHING = Asked((), [])
 
 
 class AttentionCapture:
-    """What attention modules report to; idle until a request is made, and idle again when it ends.
+    """Take the reports of attention modules; idle until a request is made, and idle again when it ends.
 
     capture() belongs to the context that opened it; _asked, of the older interface, to the whole process.
     """
@@ -413,7 +413,7 @@ class AttentionCapture:
 
     @property
     def asked(self) -> Asked:
-        """What is served: the innermost capture of this context."""
+        """Return the innermost capture of this context."""
         return self._inner.get() or self._asked
 
     # -- asking ----------------------------------------------------------------------------------------------
