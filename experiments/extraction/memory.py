@@ -297,7 +297,8 @@ class Memory:
         if not self.on_gpu:
             return {"host": free_host_bytes()}
         free, total = torch.cuda.mem_get_info(self.device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)  # takes no bare "cuda"
         return {
             "host": free_host_bytes(),
             "GPU": min(free, allowed - torch.cuda.memory_reserved(self.device)),
