@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from wan.errors import ConfigError, short_repr
-from wan.keys import EMPTY, ChosenTokens, HeadGroup, HeadShard, KeyLayout, Slot, send
-from wan.rope import rotate_into
+from wan.kernels import fused_kernels
+from wan.keys import EMPTY, ChosenTokens, HeadGroup, HeadShard, KeyLayout, Slot, rotate, send
 
 CUT_POSITION = 45  # where Infinity-RoPE's cut puts a block
 FLUSH_KEEPS = 2  # the newest frames that a flush leaves
@@ -25,6 +25,15 @@ NEEDS_ROTATION = -97  # Slot.position of keys that were moved and are about to b
 RopeTables = tuple[Tensor, Tensor]
 Text = Sequence[tuple[Tensor, Tensor]]  # the prompt's cross-attention keys and values of every layer
 Seen = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
+
+
+def rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """target[...] = rotate(x, cos, sin), [B, L, H, D], in one kernel where both lie as a KV cache does."""
+    rows = (x.shape[2] * x.shape[3], x.shape[3], 1)
+    if x.numel() and x.stride()[1:] == target.stride()[1:] == rows and (kernels := fused_kernels(x)):
+        kernels.rotate_into(target, x, cos, sin)
+    else:
+        target.copy_(rotate(x, cos, sin))
 
 
 def no_rope(positions: Sequence[int]) -> RopeTables:

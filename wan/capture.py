@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from wan import reductions
-from wan.keys import HeadShard, KeyBias, KeyLayout, Slot, as_index, select, send
-from wan.rope import RotaryTable
+from wan.keys import HeadShard, KeyBias, KeyLayout, RotaryTable, Slot, as_index, select, send
 from wan.sites import Pass, Site, check_indices, during, now
 
 Kind = Literal["self", "cross"]

@@ -22,8 +22,20 @@ from torch import Tensor
 from wan.cache import AnyCache, CachePolicy, Capacity, RopeTables, no_rope
 from wan.errors import ConfigError, short_repr
 from wan.files import CONFIG_BYTES, MAX_FRAMES, read_json, read_text
-from wan.keys import CHOSEN, MIXED, ChosenTokens, HeadGroup, HeadShard, KeyLayout, Slot, select, send
-from wan.rope import ROPE_THETA, RotaryTable, rotate
+from wan.keys import (
+    CHOSEN,
+    MIXED,
+    ROPE_THETA,
+    ChosenTokens,
+    HeadGroup,
+    HeadShard,
+    KeyLayout,
+    RotaryTable,
+    Slot,
+    rotate,
+    select,
+    send,
+)
 
 MAX_TOKENS = 1 << 24  # of a budget
 Index = Sequence[range] | Tensor  # of tokens that stay: [n] for all heads, or [B or 1, n, h]

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from wan.capture import Call
 from wan.errors import ConfigError, did_you_mean
-from wan.keys import EMPTY, MIXED, KeyBias, KeyLayout, as_index, select, send
-from wan.rope import ROPE_THETA, RotaryTable, rotate
+from wan.keys import EMPTY, MIXED, ROPE_THETA, KeyBias, KeyLayout, RotaryTable, as_index, rotate, select, send
 from wan.sites import (
     CALLS,
     OF_FORWARD,

@@ -15,9 +15,8 @@ from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.kernels.gelu_linear import gelu_linear
-from wan.keys import HeadShard, KeyLayout
+from wan.keys import HeadShard, KeyLayout, RotaryTable, rotate
 from wan.policies import of_window
-from wan.rope import RotaryTable, rotate
 from wan.sites import Site, visit, wanted, watchers
 
 Cache = AnyCache | None

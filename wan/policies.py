@@ -19,12 +19,12 @@ from wan.cache import (
     HeadClass,
     KVCache,
     PerHeadCache,
+    rotate_into,
 )
 from wan.errors import ConfigError, require_text, short_repr
 from wan.files import MAX_FRAMES, MAX_TEXT
 from wan.headwise import DummyForcing, ForcingKV, HeadBudget, TriAttention, read_columns
 from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadShard, Slot, send
-from wan.rope import rotate_into
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.keys import KeyBias, KeyLayout, key_frames, key_tokens, send, slot_frames
-from wan.rope import RotaryTable
+from wan.keys import KeyBias, KeyLayout, RotaryTable, key_frames, key_tokens, send, slot_frames
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 

@@ -19,11 +19,10 @@ from wan.blocks import rolling_attention_size
 from wan.cache import Capacity, KVCache
 from wan.errors import ConfigError
 from wan.interventions import active_edits
-from wan.keys import KeyLayout, Slot
+from wan.keys import KeyLayout, Slot, rotate
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
 from wan.policies import PromptSwitch, WindowedPolicy
-from wan.rope import rotate
 from wan.sites import Pass, check_watchers, during, visit
 
 

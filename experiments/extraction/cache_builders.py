@@ -17,7 +17,7 @@ from wan.blocks import block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.rope import RotaryTable
+from wan.keys import RotaryTable
 
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 

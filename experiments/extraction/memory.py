@@ -22,10 +22,10 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_
 from wan.capture import ALL, CaptureRequest, queries_of
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
+from wan.keys import RotaryTable
 from wan.model import CausalWanModel
 from wan.offload import streamed_bytes
 from wan.reductions import CHUNK_ELEMENTS
-from wan.rope import RotaryTable
 from wan.sites import OF_FORWARD, SITES, SiteCapture, check_indices
 from wan.text_encoder import encoder_file, encoder_sizes
 from wan.vae import POSITIONS_AT_ONCE

@@ -30,8 +30,8 @@ from experiments.caches.view import open_profiles
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import extract
 from wan.config import load_config
+from wan.keys import RotaryTable, rotate
 from wan.reductions import temporal_means
-from wan.rope import RotaryTable, rotate
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -6,8 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from wan.cache import KVCache
-from wan.keys import CHOSEN
-from wan.rope import RotaryTable, rotate
+from wan.keys import CHOSEN, RotaryTable, rotate
 
 POLICIES: list[dict[str, Any]] = [  # all of them forget within 8 frames, in blocks of two or three
     {"name": "full"},

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from wan import backends as attention_backend
+from wan import cache, reductions
 from wan import model as layers
-from wan import reductions, rope
 
 aten = torch.ops.aten
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -199,7 +199,7 @@ def pretended_gpu() -> Iterator[torch.device]:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=Event))
-        for module in (layers, rope):
+        for module in (layers, cache):
             patch.setattr(module, "fused_kernels", lambda x: None)
         patch.setattr(reductions, "kernels_take", lambda q: False)
         patch.setattr(attention_backend, "takes", lambda q, k, v: False)

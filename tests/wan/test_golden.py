@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import golden_arrays, golden_config, golden_model
 
+from wan import keys as rope
 from wan import model as layers
-from wan import rope
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline, FlowSchedule

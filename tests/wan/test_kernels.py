@@ -14,11 +14,12 @@ from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 from helpers.kernels import drawn, require_triton
 from torch.utils._pytree import tree_map
 
+from wan import cache as caches
 from wan import model as layers
-from wan import reductions, rope
+from wan import reductions
 from wan.config import ModelConfig
+from wan.keys import RotaryTable, rotate
 from wan.model import GatedAdd, ModulatedNorm, QueryKeyNorm
-from wan.rope import RotaryTable
 
 require_triton()
 from wan.kernels import fused, mass, split_keys  # noqa: E402
@@ -67,12 +68,12 @@ def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
     cos, sin = RotaryTable(24)(range(4, 9), 1, 1, torch.device("cpu"))
     cos, sin = (torch.stack([x, x.flip(0)]) if tables == 2 else x for x in (cos, sin))
     expected = keys.clone()
-    expected[:, 3:8] = rope.rotate(raw[:, 2:7].double(), cos, sin).to(dtype)
+    expected[:, 3:8] = rotate(raw[:, 2:7].double(), cos, sin).to(dtype)
     called = []
-    monkeypatch.setattr(rope, "fused_kernels", lambda x: called.append(x) or fused)
+    monkeypatch.setattr(caches, "fused_kernels", lambda x: called.append(x) or fused)
     strided = drawn(2, 12, 4, 24).to(dtype)[:, :, 1:].copy_(keys)
     for target in (keys, strided):
-        rope.rotate_into(target[:, 3:8], raw[:, 2:7], cos, sin)
+        caches.rotate_into(target[:, 3:8], raw[:, 2:7], cos, sin)
         rtol = BFLOAT16 if dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(target, expected, atol=1e-6, rtol=rtol)
     assert len(called) == 1

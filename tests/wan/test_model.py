@@ -13,8 +13,8 @@ from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 
 from wan import model as layers
 from wan.config import ModelConfig
+from wan.keys import RotaryTable
 from wan.model import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm, teacher_forcing_mask
-from wan.rope import RotaryTable
 
 real_gpu = pytest.mark.real_gpu  # its kernels; test_kernels.py interprets them
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

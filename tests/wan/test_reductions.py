@@ -14,10 +14,20 @@ from hypothesis import strategies as st
 from wan import reductions
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention_with_lse
 from wan.capture import CaptureRequest, MapQuery, key_maps
-from wan.keys import AVERAGE, CHOSEN, EMPTY, ChosenTokens, KeyBias, KeyLayout, Slot, key_frames, key_tokens
+from wan.keys import (
+    AVERAGE,
+    CHOSEN,
+    EMPTY,
+    ChosenTokens,
+    KeyBias,
+    KeyLayout,
+    RotaryTable,
+    Slot,
+    key_frames,
+    key_tokens,
+)
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
-from wan.rope import RotaryTable
 
 # heads, head dim, tokens a frame, query frames, key frames
 SIZES = [(3, 16, 5, 3, 6), (2, 128, 1560, 1, 2), (12, 16, 16, 3, 21), (3, 128, 7, 3, 3)]

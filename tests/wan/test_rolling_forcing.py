@@ -12,9 +12,9 @@ from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
+from wan.keys import rotate
 from wan.pipeline import add_noise, flow_to_x0
 from wan.rolling_forcing import CleanFrames, RollingCache, RollingForcingPipeline
-from wan.rope import rotate
 
 STEPS = [1000, 800, 600, 400, 200]
 

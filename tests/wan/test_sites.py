@@ -13,11 +13,11 @@ from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeli
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.interventions import Ablate, InterventionError, Patch, Source, Steer, active_edits, at, intervene
+from wan.keys import rotate
 from wan.model import sinusoidal_embedding
 from wan.pipeline import CausalInferencePipeline, flow_to_x0
 from wan.policies import make_policy
 from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs
-from wan.rope import rotate
 from wan.sites import OF_FORWARD, SITES, SiteCapture, watched
 
 LAYER, BLOCK, STEP = 2, 1, 1

@@ -29,8 +29,8 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, main
+from wan import keys as rope
 from wan import model as wan_model
-from wan import rope
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig, load_config
 from wan.model import CausalWanModel
